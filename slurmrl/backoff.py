@@ -113,12 +113,13 @@ def retry(
     *,
     timeout_s: float = math.inf,
 ) -> T:
-    """Repeat ``action`` until the directory answers (neither EnvironmentFailure nor
-    UnreadableInputError is raised).
+    """Repeat ``action`` until the directory answers.
 
-    ``pause`` waits between attempts; ``what`` names the action in log messages. Raises
-    OwnershipError at once, the other two after ``timeout_s``; after `ABSENT_S` for an input that
-    certainly does not exist.
+    It answers when ``action`` raises neither EnvironmentFailure nor UnreadableInputError. ``pause``
+    waits between attempts; ``what`` names the action in log messages.
+
+    Raises OwnershipError at once, and the other two errors after ``timeout_s``. For an input that
+    certainly does not exist, it waits at most `ABSENT_S`.
     """
     backoff = Backoff(*OUTAGE_S)
     began = time.monotonic()

@@ -25,8 +25,9 @@ class RunFailedError(SlurmrlError, RuntimeError):
 
     @property
     def failure(self) -> object:
-        """The `run.reports.Failure` to publish, where the raiser knows more than the message;
-        else None.
+        """The `run.reports.Failure` to publish.
+
+        It is None if the raiser knows only the message.
         """
         return self.args[1] if len(self.args) > 1 else None
 

@@ -56,15 +56,17 @@ def import_own(what: str, reference: str) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Return ``KeyError: 'x' (my_rewards.py:12)``: the error and its last line in the user's
-    code.
+    """Return the error and its last line in the user's code.
+
+    Example: ``KeyError: 'x' (my_rewards.py:12)``.
     """
     return f"{type(error).__name__}: {error}{_line_of(error)}"
 
 
 def _import(error: ImportError) -> str:
-    """Return what an import lacks and where the user's code wants it, without the path of a file
-    that is not the user's.
+    """Return what an import lacks and where the user's code wants it.
+
+    The result omits the path of a file that is not the user's.
     """
     text = str(error)
     if error.path and _is_of_others(error.path):
@@ -92,8 +94,9 @@ def _is_of_others(file: str) -> bool:
 
 
 def near(name: str, known: list[str], likeness: float = 0.6) -> str:
-    """Return a hint for a misspelt name: the closest match of at least this ``likeness`` (0 to 1),
-    if any, and the whole list.
+    """Return a hint for a misspelled name: the closest match, if any, and the whole list.
+
+    The match has at least this ``likeness`` (0 to 1).
     """
     import difflib  # only for errors: it takes a while
 

@@ -11,8 +11,10 @@ COMMIT_FILE: Final = "commit.txt"
 
 
 def built_commit() -> str:
-    """The commit that an installed package was built from, with ``+changes`` if the checkout had
-    any; empty where it is unknown, and in a checkout, which may change.
+    """Return the commit that an installed package was built from.
+
+    ``+changes`` follows if the checkout had changes. The result is empty if the commit is unknown,
+    and in a checkout, which may change.
     """
     try:
         return package.read(COMMIT_FILE).decode("ascii", errors="replace").strip()

@@ -13,11 +13,11 @@ DISTILL_METRICS = ("entropy", "importance_ratio")
 
 
 class Distill(AlgorithmSchema):
-    """On-policy distillation: the actor completes prompts, and learns from the teacher's
-    log-probabilities of its own tokens.
+    """On-policy distillation: a teacher scores the tokens of the actor's completions.
 
-    Evaluation on held-out prompts measures the divergence from the teacher and, if the
-    configuration has a reward, judges the completions.
+    The actor learns from the teacher's log-probabilities of these tokens. Evaluation on held-out
+    prompts measures the divergence from the teacher. If the configuration has a reward, evaluation
+    also scores the completions.
     """
 
     name: Literal["distill"] = "distill"

@@ -67,10 +67,13 @@ def _log_ratios(sums: Tensor, batch: SequenceSample, dpo: DPO) -> Tensor:
 
 
 def pair_losses(logratios: PairValues, dpo: DPO) -> Tensor:
-    """[P] from log(p / p_ref) of the answers. With h the chosen answer's minus the rejected one's:
+    """Return the loss [P] of each pair, from log(p / p_ref) of its answers.
 
-    - sigmoid: -(1 - e) log s(beta h) - e log s(-beta h) with the label smoothing e (Rafailov et al.
-      2023, eq. 7; with e, the conservative DPO of Mitchell 2023);
+    Let h be the log-ratio of the chosen answer minus the log-ratio of the rejected answer, s the
+    sigmoid and e the label smoothing:
+
+    - sigmoid: -(1 - e) log s(beta h) - e log s(-beta h) (Rafailov et al. 2023, eq. 7; with e > 0,
+      the conservative DPO of Mitchell 2023);
     - ipo: (h - 1 / (2 beta))^2 (Azar et al. 2023, eq. 17);
     - hinge: max(0, 1 - beta h) (Zhao et al. 2023, on log-ratios as in Liu et al. 2023).
     """

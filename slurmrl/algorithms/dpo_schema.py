@@ -31,11 +31,11 @@ PAIR_METRICS = (
 
 
 class DPO(AlgorithmSchema):
-    """Direct preference optimisation: the actor learns from pairs of answers, without a reward
-    model and without generation.
+    """Direct preference optimization: the actor learns from pairs of answers.
 
-    Evaluation on held-out pairs computes loss, margins and accuracies; on held-out prompts, it
-    generates completions and judges them with the reward.
+    It needs no reward model and no generation. Evaluation on held-out pairs computes loss, margins
+    and accuracies. Evaluation on held-out prompts generates completions and scores them with the
+    reward.
     """
 
     name: Literal["dpo"] = "dpo"

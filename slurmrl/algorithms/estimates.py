@@ -1,5 +1,7 @@
-"""What the results of an evaluation amount to: means over the items and estimates from several
-completions of each prompt (pass@k, maj@k), with 95 % confidence intervals. Torch-free.
+"""Means and estimates from the results of an evaluation, with 95 % confidence intervals.
+
+Means are over the items. Estimates need several completions of each prompt (pass@k, maj@k).
+Torch-free.
 """
 
 from __future__ import annotations
@@ -30,9 +32,11 @@ class ConfidenceInterval(NamedTuple):
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """The probability that at least one of ``k`` completions, drawn without replacement from ``n``
-    of which ``correct`` are correct, is correct: 1 - C(n - c, k) / C(n, k), an unbiased estimate
-    for k independent completions (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """Return the probability that at least one of ``k`` completions is correct.
+
+    The k completions are sampled without replacement from ``n``, of which c = ``correct`` are
+    correct. The probability is 1 - C(n - c, k) / C(n, k), an unbiased estimate for k independent
+    completions (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
     if not 0 < k <= n or not 0 <= correct <= n:
         raise ValueError(f"pass@{k} of {correct} correct completions of {n}")
@@ -42,13 +46,15 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majorities(
     votes: Sequence[Hashable | None], correct: Sequence[bool], sizes: Sequence[int]
 ) -> list[float]:
-    """maj@k for each k of ``sizes``: the probability that the most frequent vote among ``k``
-    completions, drawn without replacement, is correct, with ties broken at random. It is the mean
-    over all subsets of k completions, so unbiased for k independent ones. Rounded to 12 decimal
-    places, which it is accurate to.
+    """Return maj@k for each k of ``sizes``, rounded to the 12 decimal places that are accurate.
 
-    None is no vote; a subset without votes is wrong. A vote whose completions differ in ``correct``
-    counts as their mean. (Self-consistency, Wang et al. 2022, arXiv 2203.11171.)
+    maj@k is the probability that the most frequent vote among ``k`` completions, sampled without
+    replacement, is correct. Ties are broken at random. It is the mean over all subsets of k
+    completions, so it is unbiased for k independent completions.
+
+    None is no vote; a subset without votes is wrong. If the completions of a vote differ in
+    ``correct``, the vote counts as their mean. (Self-consistency, Wang et al. 2022, arXiv
+    2203.11171.)
     """
     n = len(votes)
     if not all(0 < k <= n for k in sizes):
@@ -80,18 +86,20 @@ class _AlikeVotes(NamedTuple):
 
 
 def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int]) -> Sequence[float]:
-    """Draw each completion with probability k / n, independently: given that k are drawn, all
+    """Return maj@k for each k of ``sizes``; ``silent`` completions do not vote.
+
+    Sample each completion with probability k / n, independently: given that k are sampled, all
     subsets of k are equally likely. Let a uniform random number u of each vote break its ties. A
     vote v then wins with m completions with the probability
 
         int_0^1 P(v has m) prod_{others w} [P(w has < m) + u P(w has m)] du,
 
-    a polynomial in u that Gauss-Legendre integrates exactly. All probabilities are generating
-    functions in z of the number of drawn completions. They are multiplied as their values at roots
-    of unity, and a Fourier transform yields the coefficient of z^k.
+    a polynomial in u that Gauss-Legendre quadrature integrates exactly. All probabilities are
+    generating functions in z of the number of sampled completions. They are multiplied as their
+    values at roots of unity, and a Fourier transform yields the coefficient of z^k.
 
-    Fewer roots than n + 1 add the probability that the number of drawn completions differs from k
-    by at least the number of roots, which is below 1e-17 here (Hoeffding 1963).
+    Fewer roots than n + 1 add the probability that the number of sampled completions differs from k
+    by at least the number of roots. This probability is below 1e-17 here (Hoeffding 1963).
     """
     n = silent + sum(each.size * each.number for each in votes)
     k = np.array(sizes)
@@ -125,8 +133,9 @@ def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int])
 def _binomials(
     sizes: Collection[int], probability: NDArray[np.float64]
 ) -> dict[int, NDArray[np.float64]]:
-    """For each size: the probabilities of each number of successes, first axis, by Pascal's rule,
-    whose sums of positive terms lose no accuracy.
+    """Return the probabilities of each number of successes, on the first axis, for each size.
+
+    Pascal's rule sums only positive terms, so no accuracy is lost.
     """
     row, rows = np.ones((1, *probability.shape)), {}
     edge = np.zeros_like(row)
@@ -148,17 +157,17 @@ def _quadrature(points: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 def attempt_rates(
     correct: Sequence[bool], votes: Sequence[str | None], sizes: Sequence[int]
 ) -> dict[str, float]:
-    """pass@k of a prompt's completions for each k of ``sizes``, and maj@k for each but the
-    first.
-    """
+    """Return a prompt's pass@k for each k of ``sizes``, and maj@k for each except the first."""
     passed = {f"pass@{k}": pass_at_k(len(correct), sum(correct), k) for k in sizes}
     agreed = zip(sizes[1:], majorities(votes, correct, sizes[1:]), strict=True)
     return passed | {f"maj@{k}": share for k, share in agreed}
 
 
 def vote_of(completion: str, pattern: str | None) -> str | None:
-    """The answer that a completion votes for: the last match of ``pattern`` (its group, if it has
-    one), else the whole text, without surrounding white space; None without a match.
+    """Return the answer that a completion votes for, without surrounding white space.
+
+    The answer is the last match of ``pattern`` (its group, if it has one), or None without a match.
+    Without a pattern, the answer is the whole completion.
     """
     if pattern is None:
         return completion.strip()
@@ -193,9 +202,10 @@ def of_completions(
     pass_score: float | None,
     pattern: str | None,
 ) -> Summary:
-    """``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``, as means
-    over the prompts. Completions without a score are not in the mean, and their prompts have no
-    rates.
+    """Summarize ``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``.
+
+    All are means over the prompts. The mean reward leaves out completions without a score, and
+    their prompts have no rates.
     """
     sizes = subset_sizes(n) if pass_score is not None else ()
     scores = []
@@ -216,9 +226,11 @@ def of_completions(
 
 
 def of_preferences(records: Iterable[Record]) -> Summary:
-    """``accuracy`` (the share of pairs whose chosen answer scores higher; a tie counts as wrong)
-    and ``margin`` (chosen less rejected), as means over the prompts of the means over their
-    pairs.
+    """Summarize the ``accuracy`` and the ``margin`` of preference pairs.
+
+    ``accuracy`` is the share of pairs whose chosen answer scores higher; a tie counts as wrong.
+    ``margin`` is the chosen score minus the rejected score. Both are means over the prompts of the
+    means over their pairs.
     """
     scores = []
     for record in records:
@@ -288,16 +300,19 @@ def _rewards(score: Record) -> list[float | None]:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of independent values, with the normal interval from their standard deviation; NaN
-    bounds for a single value.
+    """Return the mean of independent values, with its normal interval.
+
+    The interval follows from the standard deviation of the values. Its bounds are NaN for a single
+    value.
     """
     return ratio(values, [1.0] * len(values))
 
 
 def ratio(values: Sequence[float], weights: Sequence[float]) -> Estimate:
-    """The ratio of two sums over independent items, with the normal interval from the standard
-    deviation of its linearisation ``value - ratio * weight`` (Cochran 1977, eq. 6.13). NaN if the
-    weights are all zero, or where a sum overflows.
+    """Return the ratio of two sums over independent items, with its normal interval.
+
+    The interval follows from the standard deviation of the linearization ``value - ratio * weight``
+    (Cochran 1977, eq. 6.13). The result is NaN if all weights are zero or a sum overflows.
     """
     count, total = len(values), _sum(weights)
     center = _sum(values) / total if total else math.nan

@@ -33,9 +33,7 @@ class KTOInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """One update with the mean loss of all answers, after the KL divergence of the whole batch
-        has been estimated.
-        """
+        """Estimate the KL of the whole batch, then update with the mean loss of all answers."""
         assert engine is not None
         kto = cast(KTO, context.settings.algorithm)
         kl = batch_kl(engine, sample)
@@ -64,8 +62,10 @@ class KTOInterface(Interface):
 
 
 def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:
-    """The estimate of KL(p || p_ref) over the batch of all ranks: the mean of log(p / p_ref) of the
-    mismatched answers, at least 0 (Ethayarajh et al. 2024, section 4.1).
+    """Return the estimate of KL(p || p_ref) over the batch of all ranks.
+
+    It is the mean of log(p / p_ref) of the mismatched answers, at least 0 (Ethayarajh et al. 2024,
+    section 4.1).
     """
     mismatched = nth_sequences(sample, MISMATCHED)
     logp = engine.forward(mismatched.only([TOKENS]))["logp"]
@@ -142,8 +142,9 @@ def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> 
 
 
 def on_their_side(logratios: Tensor, desirable: Tensor, kl: float) -> Tensor:
-    """[S], bool: whether the log-ratio of an answer is beyond the reference point ``kl`` on the
-    side of its label; a tie is not.
+    """Return [S] bool: whether an answer's log-ratio is beyond ``kl`` on the side of its label.
+
+    ``kl`` is the reference point. A tie is not beyond it.
     """
     return torch.where(desirable, logratios > kl, logratios < kl)
 
@@ -151,8 +152,10 @@ def on_their_side(logratios: Tensor, desirable: Tensor, kl: float) -> Tensor:
 def answer_stats(
     logps: Tensor, logratios: Tensor, desirable: Tensor, kl: float, kto: KTO
 ) -> dict[str, Tensor]:
-    """Sums of the implied rewards and log-probabilities of desirable (``chosen``) and undesirable
-    (``rejected``) answers, their numbers, and how many answers are on their side of ``kl``.
+    """Return sums over desirable (``chosen``) and undesirable (``rejected``) answers.
+
+    Each kind has the sum of its implied rewards, the sum of its log-probabilities and its number of
+    answers. ``right`` is the number of answers on their side of ``kl``.
     """
     right = on_their_side(logratios, desirable, kl).sum()
     stats: dict[str, Tensor] = {"right": right.to(logps.dtype)}

@@ -30,11 +30,11 @@ KTO_METRICS = (
 
 
 class KTO(AlgorithmSchema):
-    """Kahneman-Tversky optimisation: the actor learns from single answers that are labelled as
-    desirable or undesirable.
+    """Kahneman-Tversky optimization: the actor learns from single labeled answers.
 
-    Evaluation on held-out labelled answers computes loss, rewards and accuracies; on held-out
-    prompts, it generates completions and judges them with the reward.
+    The labels are desirable and undesirable. Evaluation on held-out labeled answers computes loss,
+    rewards and accuracies. Evaluation on held-out prompts generates completions and scores them
+    with the reward.
     """
 
     name: Literal["kto"] = "kto"

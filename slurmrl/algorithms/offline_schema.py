@@ -35,11 +35,11 @@ MEASURED: Final[dict[Measure, tuple[str, ...]]] = {
 
 
 class Generate(AlgorithmSchema):
-    """Offline sampling: `rollout.n` completions of each prompt of the dataset, in `results.jsonl`,
-    judged if the configuration has a reward. Nothing is trained.
+    """Offline sampling: `rollout.n` completions of each prompt of the dataset, without training.
 
-    The run ends after the last row. It resumes after any interruption, and the results have each
-    row exactly once.
+    The completions are in `results.jsonl`, with scores if the configuration has a reward. The run
+    ends after the last row. It resumes after any interruption, and the results have each row
+    exactly once.
     """
 
     name: Literal["generate"] = "generate"

@@ -52,9 +52,7 @@ class PairInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The loss and the metrics of held-out pairs, with the scores of each item; no output
-        keys.
-        """
+        """Return loss and metrics of held-out pairs, with each item's scores; no output keys."""
         assert engine is not None
         outputs = engine.forward(sample.only([TOKENS]))
         batch = sample.to(next(iter(outputs.values())).device)
@@ -79,7 +77,7 @@ class PairInterface(Interface):
 
 
 class PairValues(NamedTuple):
-    """[P] each"""
+    """Values [P] of the chosen answers and of the rejected answers of P pairs."""
 
     chosen: Tensor
     rejected: Tensor
@@ -91,9 +89,11 @@ def split_pairs(values: Tensor) -> PairValues:
 
 
 def tied(values: Tensor, sample: SequenceSample) -> Tensor:
-    """Return the values [S] with those of rejected answers that equal the chosen ones replaced by
-    these. A model gives equal sequences values that differ by rounding, which depends on the
-    micro-batch; their margin has to be 0.
+    """Return the values [S] with one value for both answers of a pair if these are equal.
+
+    The value of the chosen answer replaces the value of the equal rejected answer. A model gives
+    equal sequences values that differ by rounding, which depends on the micro-batch. Their margin
+    has to be 0.
     """
     cuts = sample.cu_seqlens(TOKENS).long()
     lengths = cuts.diff().view(-1, 2)
@@ -110,17 +110,19 @@ def tied(values: Tensor, sample: SequenceSample) -> Tensor:
 
 
 def pair_weights(sample: SequenceSample, like: Tensor) -> Tensor:
-    """[P]: 1 / (the number of pairs of the pair's item), on the device and in the dtype of
-    ``like``.
-    """
+    """Return [P]: 1 / (number of pairs of the pair's item), with device and dtype of ``like``."""
     counts = [len(item) // 2 for item in sample.lengths[TOKENS]]
     return like.new_tensor([1.0 / count for count in counts for _ in range(count)])
 
 
 def pair_stats(weights: Tensor, scores: PairValues) -> dict[str, Tensor]:
-    """Sums over the items: the mean ``accuracies`` (the share of pairs whose chosen answer scores
-    higher; a tie counts as wrong) and ``margins`` of each item's pairs, and the mean scores of its
-    ``chosen`` and ``rejected`` answers.
+    """Return sums over the items of the means over each item's pairs.
+
+    The means are
+
+    - ``accuracies``: the share of pairs whose chosen answer scores higher; a tie counts as wrong;
+    - ``margins`` of the scores;
+    - the scores of ``chosen`` and ``rejected`` answers.
     """
     margins = scores.chosen - scores.rejected
     return {

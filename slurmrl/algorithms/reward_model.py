@@ -139,8 +139,10 @@ def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
 
 
 def whole_conversations(sample: SequenceSample, context: CallContext) -> SequenceSample:
-    """The tokens of completions as the end of whole conversations: with what the chat template of
-    the dataset puts after the end of a turn. Truncated completions stay as they are.
+    """Return the tokens of completions as the end of whole conversations.
+
+    The tokens that the dataset's chat template puts after the end of a turn are appended. Truncated
+    completions stay as they are.
     """
     sample = sample.only([TOKENS, READ])
     end = template_end(context)
@@ -162,8 +164,10 @@ def whole_conversations(sample: SequenceSample, context: CallContext) -> Sequenc
 
 
 def template_end(context: CallContext) -> TurnEnd | None:
-    """How the chat template of the dataset ends a turn; None without one, or if the template
-    refuses a plain conversation. Of several sources the first one with a template decides.
+    """Return how the chat template of the dataset ends a turn; None without a template.
+
+    The result is also None if the template rejects a plain conversation. The first source that has
+    a template decides.
     """
     config = next((part for part in context.dataset.parts.values() if part.is_chat), None)
     if config is None:

@@ -17,10 +17,10 @@ SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
 
 
 class RewardModel(AlgorithmSchema):
-    """Training of a reward model on pairs of answers: the actor gets a scalar head, whose value at
-    the token that ends the answer's turn is the answer's score.
+    """Training of a reward model: the actor learns to score answers from pairs of answers.
 
-    Evaluation on held-out pairs computes loss, accuracy and margin.
+    The actor gets a scalar head. The score of an answer is the head's value at the token that ends
+    the answer's turn. Evaluation on held-out pairs computes loss, accuracy and margin.
     """
 
     name: Literal["reward_model"] = "reward_model"

@@ -40,10 +40,12 @@ class RuleRewardInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``rewards`` [S] float32, one for each completion: what the reward function gives its last
-        turn, and what an episode's turns have earned; NaN where it could not judge the completion.
-        A failed episode is not judged, nor is what a rollout task has judged. The sample carries
-        the dataset's metadata.
+        """Return ``rewards`` [S] float32, one for each completion.
+
+        A reward is the reward function's score of the last turn plus the rewards that an episode's
+        turns have earned. It is NaN if the function could not score the completion. The function
+        does not score failed episodes, nor completions that a rollout task has scored. The sample
+        carries the dataset's metadata.
         """
         groups = [context.stored(name).judged if context.stored else None for name in sample.ids]
         reward = self._prepare(context) if any(group is None for group in groups) else None
@@ -123,9 +125,11 @@ def score_records(
     completions: Sequence[str],
     evaluation: Evaluation,
 ) -> dict[str, Record]:
-    """The lines of an evaluation about its prompts, by id: all rewards, their mean, and the
-    ``evaluation.rates``. ``counts`` are the numbers of completions of each prompt. Completions
-    without a score are not in the mean, and their prompts have no rates.
+    """Return the lines of an evaluation about its prompts, by id.
+
+    A line has all rewards, their mean, and the ``evaluation.rates``. ``counts`` are the numbers of
+    completions of each prompt. Completions without a score are not in the mean, and their prompts
+    have no rates.
     """
     sizes, limit, pattern = evaluation.attempts, evaluation.pass_score, evaluation.vote_pattern
     records: dict[str, Record] = {}
@@ -161,9 +165,10 @@ def _texts(
     parts: Sequence[Mapping[str, float]],
     context: CallContext,
 ) -> list[dict[str, Any]]:
-    """Return rows of the samples table: at least `logging.samples` completions, all of a prompt
-    side by side and numbered by their ``index``; with the parts of the reward, the texts of
-    their tokens and the turns of episodes.
+    """Return rows of the samples table: at least `logging.samples` completions.
+
+    All completions of a prompt are next to each other and numbered by their ``index``. Rows have
+    the parts of the reward, the strings of their tokens and the turns of episodes.
     """
     finished = sample.tensor("finished").tolist()
     counts = sample.sequence_counts("input_ids")
@@ -193,8 +198,9 @@ def _texts(
 
 
 def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) -> dict[str, str]:
-    """Return the prompt as the policy reads it, system prompt and template included, as field
-    ``rendered``; nothing where the tokens have no other text than the prompt.
+    """Return the prompt as the policy reads it as ``rendered``, if it differs from the dataset's.
+
+    It includes the system prompt and the template.
     """
     start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
     written = (~sample.tensor("prompt_mask")[start:stop]).nonzero()
@@ -240,8 +246,9 @@ class Questions:
         )
 
     def answered(self, judge: Judge) -> JudgedCompletions:
-        """What the judge says; it is not asked about completions without a token, which score 0:
-        their episodes have failed.
+        """Score the completions, except completions without a token.
+
+        These score 0: their episodes have failed.
         """
         asked = [place for place, tokens in enumerate(self.extras["token_ids"]) if tokens]
         found = judge(self.of(asked)) if asked else JudgedCompletions()
@@ -254,8 +261,10 @@ Judge: TypeAlias = Callable[[Questions], JudgedCompletions]
 def decode_completions(
     sample: SequenceSample, tokens: Sequence[Sequence[int]], context: CallContext
 ) -> list[str]:
-    """The text of each completion, without special tokens and without the stop token that ended it
-    (which need not be a special token). A stop string that ended it is part of the text.
+    """Decode each completion to a string without special tokens.
+
+    The string excludes the stop token that ended the completion (it need not be a special token).
+    It includes a stop string that ended the completion.
     """
     finished, stops = sample.tensor("finished").tolist(), context.stop_token_ids
     tokenizer: Any = context.tokenizer
@@ -291,8 +300,9 @@ def _extras(
 
 
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:
-    """Source line of each completion: ``data.jsonl:17 (sample 17@0)``; with ``, index 2`` if the
-    sample has several.
+    """Return the source line of each completion: ``data.jsonl:17 (sample 17@0)``.
+
+    If the sample has several completions: ``data.jsonl:17 (sample 17@0, index 2)``.
     """
     path = context.dataset.title
     return [
@@ -305,8 +315,9 @@ def _places(sample: SequenceSample, context: CallContext) -> list[str]:
 
 
 def last_turns(sample: SequenceSample) -> list[list[int]]:
-    """The tokens of each completion's last turn, with the stop token that ended it; none of a
-    failed episode.
+    """Return the tokens of each completion's last turn; none for a failed episode.
+
+    They include the stop token that ended the turn.
     """
     ids, read = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
     cuts = sample.cu_seqlens("input_ids").tolist()

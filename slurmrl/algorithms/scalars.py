@@ -53,8 +53,9 @@ class NoScalars(ScalarController):
 
 
 class PolicyScalars(ScalarController):
-    """The scalars of policy gradients: the KL coefficient ``kl_coef``, and with ``value_norm`` the
-    moments of the returns, which the critic's training reports after each step.
+    """Scalars of policy gradients: ``kl_coef`` and, with ``value_norm``, moments of the returns.
+
+    ``kl_coef`` is the KL coefficient. The critic's training reports the moments after each step.
     """
 
     def __init__(self, algorithm: Any) -> None:
@@ -85,11 +86,13 @@ class PolicyScalars(ScalarController):
 
 
 def adaptation(kl: float, n: int, target: float, horizon: float) -> float:
-    """Return the factor by which ``n`` completions with a mean KL of ``kl`` nats to the reference
-    change the KL coefficient: proportional control in log space (Ziegler et al. 2019, "Fine-tuning
-    language models from human preferences", section 2.2), in which too large a KL raises the
-    coefficient. A step of more than ``horizon`` completions counts as that many: beyond five times
-    as many, a small KL would make the coefficient negative.
+    """Return the factor by which ``n`` completions change the KL coefficient.
+
+    ``kl`` is their mean KL to the reference, in nats. The rule is proportional control in log space
+    (Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2). In it,
+    too large a KL raises the coefficient. A step of more than ``horizon`` completions counts as
+    ``horizon`` completions. Beyond five times as many, a small KL would make the coefficient
+    negative.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return 1.0 + error * min(n / horizon, 1.0)
@@ -135,8 +138,10 @@ class ReturnMoments:
         return x * self.std + self.mean
 
     def exponential(self, mean: float, square: float, decay: float) -> ReturnMoments:
-        """After a further batch, with the weight 1 - ``decay`` (van Hasselt et al. 2016, "Learning
-        values across many orders of magnitude", without the change of weights).
+        """Return the moments after a further batch, with the weight 1 - ``decay``.
+
+        The method is from van Hasselt et al. 2016, "Learning values across many orders of
+        magnitude", without the change of weights.
         """
         return self._joined(decay * self.weight, 1.0 - decay, mean, square)
 

@@ -92,9 +92,7 @@ class AlgorithmSchema(Section, ABC):
 
     @property
     def minibatches(self) -> int:
-        """Minibatches per batch: consecutive parts of equal numbers of items, one optimizer step
-        each.
-        """
+        """Minibatches per batch: consecutive parts of equal size, each for one optimizer step."""
         return 1
 
     def sequences_per_item(self, config: Config) -> int:
@@ -107,9 +105,7 @@ class AlgorithmSchema(Section, ABC):
         """The models that the algorithm uses."""
 
     def why_unused(self, role: str) -> str:
-        """Why the algorithm does not use a model with these settings, and which setting would use
-        it, for a message.
-        """
+        """Return why these settings do not use a model, and which setting would, for a message."""
         if role == REWARD_MODEL:
             return "only a reward named 'model' that judges completions uses it"
         return f"algorithm {getattr(self, 'name', type(self).__name__)} does not use this model"
@@ -123,9 +119,11 @@ class AlgorithmSchema(Section, ABC):
         return (generate_call(config), *reward_calls(config))
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
-        """The metrics that the scores of an evaluation's items (`CallResult.records`) become:
-        ``eval/<name>``, with the ends of its confidence interval, ``/low`` and ``/high``. By
-        default those of judged completions. Called only with ``config.evaluation``.
+        """Return the kind of each metric of an evaluation, by name.
+
+        The metrics come from the scores of the items (`CallResult.records`). Each becomes
+        ``eval/<name>``, with ``/low`` and ``/high`` for the ends of its confidence interval. By
+        default, they are the metrics of scored completions. Called only with ``config.evaluation``.
         """
         evaluation = config.evaluation
         assert evaluation is not None, "the caller evaluates"
@@ -135,8 +133,9 @@ class AlgorithmSchema(Section, ABC):
         return {"reward": Measure.REWARD, **rates}
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
-        """Settings anywhere in the configuration that exclude each other with this algorithm: their
-        key and the message.
+        """Return the keys of settings that exclude each other with this algorithm, and messages.
+
+        The settings can be anywhere in the configuration.
         """
         return ()
 
@@ -145,8 +144,9 @@ class AlgorithmSchema(Section, ABC):
         return ()
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
-        """What the lines of the trial's results amount to, written next to them and into the
-        metrics of the last step. None: nothing.
+        """Return a summary of the lines of the trial's results, or None.
+
+        It is written next to the results and into the metrics of the last step.
         """
         return None
 
@@ -238,9 +238,7 @@ def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
 
 
 def reward_calls(config: Config) -> tuple[Call, ...]:
-    """The calls that judge completions: the configured reward, after the model that it uses, if
-    any.
-    """
+    """Return the calls that score completions: the reward, after the model that it uses, if any."""
     judge = reward_call(config)
     if config.reward is None or not config.reward.uses_model:
         return (judge,)

@@ -54,15 +54,17 @@ class Sequences:
         return self.spread(self.sums(x))
 
     def means(self, x: Tensor, mask: Tensor) -> Tensor:
-        """[T]: at each token, the mean of x [T] over the tokens of its sequence that ``mask``
-        selects; 0 in a sequence that has none.
+        """Return [T]: at each token, the mean of x [T] over its sequence's tokens in ``mask``.
+
+        It is 0 in a sequence that has none.
         """
         counts = self.totals(mask.to(x.dtype)).clamp(min=1.0)
         return self.totals(torch.where(mask, x, 0.0)) / counts
 
     def maxima(self, x: Tensor, mask: Tensor) -> Tensor:
-        """[T]: at each token, the largest of x [T] among the tokens of its sequence that ``mask``
-        selects; -inf in a sequence that has none.
+        """Return [T]: at each token, the largest x [T] among its sequence's tokens in ``mask``.
+
+        It is -inf in a sequence that has none.
         """
         selected = torch.where(mask, x, float("-inf"))
         found = selected.new_full((self.count,), float("-inf"))

@@ -40,8 +40,9 @@ class SFTInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The held-out ``loss`` per answer token, with the log-probability and the number of tokens
-        of each answer; no output keys.
+        """Return the held-out ``loss`` per answer token; no output keys.
+
+        The records have the log-probability and the number of tokens of each answer.
         """
         assert engine is not None
         outputs = engine.forward(sample.only(["input_ids"]))
@@ -70,9 +71,10 @@ def cross_entropy(logp: Tensor, mask: Tensor) -> Tensor:
 
 
 def rows_of(sample: SequenceSample, context: CallContext) -> list[dict[str, Any]]:
-    """Rows of the samples table: the first `logging.samples` sequences, of which the completion
-    begins with the first token of an answer, with the tokens outside of the loss. None in most
-    steps.
+    """Return rows of the samples table; none in most steps.
+
+    They are the first `logging.samples` sequences. The completion of a row begins with the first
+    token of an answer. The row notes the tokens outside of the loss.
     """
     kept = context.settings.config.logging
     if context.step > FIRST and context.step % EVERY:

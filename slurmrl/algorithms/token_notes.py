@@ -1,8 +1,8 @@
-"""Single tokens of the kept completions, for readers of samples: their texts, which the call has
-that judges completions, and their values, which other calls note (`CallResult.notes`).
+"""Strings and values of single tokens of the kept completions, for readers of samples.
 
-Both begin with the first token that the policy wrote. R such tokens and those between turns, at
-most ``logging.sample_tokens``.
+The call that scores completions has the strings. Other calls note the values (`CallResult.notes`).
+Both begin with the first token that the policy wrote. R is the number of such tokens and of tokens
+between turns, at most ``logging.sample_tokens``.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class Noted(NamedTuple):
 
 
 def kept(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
-    """Yield the completions of a rank's first items until there are ``settings.samples``; an item
-    is kept with all of its completions. ``counts``: completions of each item.
+    """Yield the completions of a rank's first items until there are ``settings.samples``.
+
+    An item is kept with all of its completions. ``counts`` are the numbers of completions of each
+    item.
     """
     sequence = 0
     for item, count in enumerate(counts):
@@ -54,9 +56,10 @@ def noted(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
 def token_notes(
     sample: SequenceSample, values: Mapping[str, Tensor], trained: Tensor, settings: Logging
 ) -> list[dict[str, Any]]:
-    """Return whether the losses leave the tokens [R] out (``masked``), and the ``values`` by name,
-    of which each tensor [T] has an entry for every token of the sample. ``trained`` [S] bool: the
-    completions that are in the losses.
+    """Return which tokens [R] the losses leave out (``masked``), and the ``values`` by name.
+
+    Each tensor [T] of ``values`` has an entry for every token of the sample. ``trained`` [S] bool
+    marks the completions that are in the losses.
     """
     chosen = list(noted(sample.sequence_counts("input_ids"), settings))
     if not chosen:
@@ -78,8 +81,9 @@ def token_notes(
 
 
 def token_texts(sample: SequenceSample, settings: Logging, tokenizer: Any) -> list[dict[str, Any]]:
-    """Return fields of the rows of the kept completions: the texts of the tokens [R], special ones
-    included, and how many more there are.
+    """Return row fields of the kept completions: the strings of the tokens [R], and how many more.
+
+    Special tokens are included.
     """
     chosen = list(noted(sample.sequence_counts("input_ids"), settings))
     if not chosen:

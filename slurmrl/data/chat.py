@@ -1,5 +1,6 @@
-"""Chat templates: the text of a conversation, which parts of it the assistant writes, and how its
-turns end. Torch-free, except for what transformers imports.
+"""Render conversations by chat templates, and find the assistant's parts and the ends of turns.
+
+Torch-free, except for modules that transformers imports.
 """
 
 from __future__ import annotations
@@ -118,9 +119,11 @@ class ChatTemplate:
         return {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
 
     def around_messages(self, roles: Sequence[str]) -> list[str]:
-        """What the template puts between the text of the assistant's turn and that of a message
-        behind it, between this and each further message of these ``roles``, and between the last
-        one and the next turn of the assistant.
+        """Return the strings that the template puts around messages of these ``roles``.
+
+        The first one stands between the assistant's turn and the first message. The others stand
+        between this message and each further one. The last one stands between the last message and
+        the next turn of the assistant.
         """
         texts = [f"{OTHER_TEXT} {number}." for number in range(len(roles))]
         messages: list[Message] = [
@@ -163,8 +166,9 @@ class ChatTemplate:
         return whole
 
     def _open(self, message: Message) -> Message:
-        """A message of the assistant without the token that ends a turn, which the template adds,
-        at its end.
+        """Return a message of the assistant without a final token that ends a turn.
+
+        The template adds this token.
         """
         content = message.get("content")
         if message["role"] != ASSISTANT or not isinstance(content, str):
@@ -174,8 +178,9 @@ class ChatTemplate:
 
     @cached_property
     def _joins_parts(self) -> bool:
-        """Whether the parts of a content must be one string: the template reads strings, and does
-        not read parts in the same way.
+        """Whether the parts of a content must be joined into one string.
+
+        That is so if the template reads strings but does not read parts in the same way.
         """
         text = self._shown(OTHER_TEXT)
         parts = self._shown([{"type": "text", "text": OTHER_TEXT}])
@@ -219,8 +224,9 @@ class ChatTemplate:
         return len(before), last
 
     def _opening(self, text: str, tools: Any) -> int:
-        """The beginning of the assistant's turn in the text of a conversation that begins with it:
-        after the generation prompt, which an empty conversation need not have.
+        """Return where the assistant's turn begins in a rendered conversation that begins with it.
+
+        The turn begins after the generation prompt, which an empty conversation need not have.
         """
         said = {"role": ASSISTANT, "content": TURN_TEXT}
         asked = self._render([ASKED], tools, generate=True)
@@ -243,8 +249,10 @@ class ChatTemplate:
         first: int,
         alone: str,
     ) -> int:
-        """The end of a turn of which the template leaves out the start once others follow (its
-        reasoning): the longest end of the turn alone that is in the text at its place.
+        """Return the end of a turn whose start the template omits once other messages follow.
+
+        Such a start is the turn's reasoning. The result is the end of the longest suffix of the
+        separately rendered turn that is in the conversation at its place.
         """
         following = next(
             (at for at in range(place + 1, len(messages)) if messages[at]["role"] == ASSISTANT),
@@ -330,8 +338,9 @@ class ChatTemplate:
 
 
 def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end what the actor writes: the end-of-text token, and those that end a turn
-    in the chat templates of the datasets. Raises ConfigError, UnreadableInputError.
+    """Return the end-of-text token, and the tokens that end a turn in the datasets' chat templates.
+
+    They end the actor's completions. Raises ConfigError, UnreadableInputError.
     """
     parts = [part for each in config.datasets().values() for part in each.parts.values()]
     templates = [ChatTemplate(part, tokenizer) for part in parts if part.is_chat]
@@ -397,10 +406,10 @@ class EndOfTurn(NamedTuple):
         )
 
     def in_text(self, text: str, place: int, *, calls: bool) -> tuple[int, str]:
-        """Return the end of a turn that the next message ends, and what must be added to the text
-        because the conversation ends there: the token of that message.
+        """Return the end of a turn that the next message ends, and the token to append to the text.
 
-        The turn's own text ends at ``place``; ``calls`` says whether it calls tools.
+        The token is empty unless the conversation ends there: then it is the token of the next
+        message. The turn's own content ends at ``place``; ``calls`` says whether it calls tools.
         """
         rest = text[place:]
         bare = rest.lstrip()

@@ -128,9 +128,11 @@ class TokenizedDataset:
 
 
 class PromptDataset(TokenizedDataset):
-    """Key ``prompt_ids``; metadata ``prompt`` (see `Prompts.text`), ``answer`` (the text under
-    ``answer_key``, or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line``
-    (its number in the file).
+    """Dataset of prompts, with the token key ``prompt_ids``.
+
+    Its metadata are ``prompt`` (see `Prompts.text`), ``answer`` (the string under ``answer_key``,
+    or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line`` (the row's number
+    in the file).
     """
 
     token_key = "prompt_ids"
@@ -152,8 +154,9 @@ class PromptDataset(TokenizedDataset):
 
 
 class LabelledDataset(TokenizedDataset):
-    """Key ``desirable`` (bool) has the label of each item, whose sequences are its answer and a
-    mismatched one (see `types.kto`).
+    """Dataset whose key ``desirable`` (bool) has the label of each item.
+
+    The sequences of an item are its answer and a mismatched one (see `types.kto`).
     """
 
     def _sample(self, rows: Sequence[PreparedRow], ids: tuple[str, ...]) -> SequenceSample:

@@ -51,8 +51,9 @@ class Encoder:
         return text_ids(self._tokenizer, texts, begin=begin)
 
     def answers(self, texts: Sequence[str], prompts: Sequence[list[int] | str]) -> list[list[int]]:
-        """Return the tokens of texts that continue prompts, given as tokens or as why there are
-        none.
+        """Return the tokens of ``texts``, which continue prompts.
+
+        Each prompt is given as tokens, or as the reason why it has none.
         """
         ends = [None if isinstance(ids, str) else ids[-1] for ids in prompts]
         return self._continuations.ids(texts, ends)
@@ -74,8 +75,9 @@ class Encoder:
         return [reasons[place] if place in reasons else next(ids) for place in range(len(chats))]
 
     def conversations(self, chats: Sequence[Chat]) -> list[RowTokens | str]:
-        """The tokens of whole conversations with the assistant's turns as targets, or why there are
-        none.
+        """Return the tokens of conversations with the assistant's turns as targets.
+
+        A conversation without tokens gets the reason why there are none.
         """
         assert self.chat is not None
         marked: list[MarkedText | str] = []
@@ -146,8 +148,10 @@ class Continuations:
     def ids(
         self, texts: Sequence[str], after: Sequence[int | None], *, literal: bool = False
     ) -> list[list[int]]:
-        """Return the token ids of each text behind a context that ends with the token ``after``
-        (None: any ordinary token). ``literal`` reads names of special tokens as ordinary text.
+        """Return the token ids of each text after a context that ends with the token ``after``.
+
+        None as ``after`` stands for any ordinary token. ``literal`` reads names of special tokens
+        as ordinary text.
         """
         if not texts:
             return []

@@ -84,7 +84,7 @@ class RowField:
         return self.other if self.other and has(row, self.other) else self.key
 
     def is_double(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has a value under both keys. (A column of a table may be null.)"""
+        """Whether a row has a value under both keys; a column of a table may be null."""
         keys = [key for key in (self.key, self.other) if key]
         return sum(value_at(row, key) not in (ABSENT, None) for key in keys) > 1
 

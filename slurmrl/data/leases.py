@@ -29,9 +29,10 @@ USED_STEPS: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Bounds how far rollouts may run ahead of training, by the rule of AReaL: with weights of a
-    version, items are generated for the next ``max_staleness + 1`` steps and no more. A step uses
-    more items than its batch has where a filter drops some.
+    """Limit on how far rollouts may run ahead of training, by the rule of AReaL.
+
+    With the weights of one version, items are generated for the next ``max_staleness + 1`` steps
+    and no more. A step uses more items than its batch has if a filter drops some.
     """
 
     max_staleness: int
@@ -214,11 +215,14 @@ class SampleLedger(Ledger):
         most: int | None = None,
         sound: Container[StoredGroup] | None = None,
     ) -> Sequence[StoredGroup]:
-        """Take the finished items with the oldest samples for a step, which changes the weights of
-        step ``step - 1``: they are in flight then. Drops those whose samples are too stale for it.
-        Takes ``count``, or if ``most`` is given up to that many, or all that no later step can
-        take. Takes none if fewer than ``count`` are left, of those that are ``sound`` if that is
-        given.
+        """Take the finished items with the oldest samples for a step.
+
+        The step changes the weights of step ``step - 1``, and the items are then in flight. Items
+        whose samples are too stale for the step are dropped.
+
+        Takes ``count`` items. If ``most`` is given, takes up to ``most`` items, or all items that
+        no later step can take if these are more. Takes none if fewer than ``count`` are left; with
+        ``sound``, only items in it count.
         """
         first = step - 1 - max_staleness
         for item in [item for item, oldest in self._oldest.items() if oldest < first]:
@@ -248,8 +252,10 @@ class SampleLedger(Ledger):
         }
 
     def expected(self, count: int, admission: Admission) -> int:
-        """Items that a step probably uses for ``count`` trained ones, at least as many: the fewest
-        that one of the last steps has used for its batch. Too many would become stale.
+        """Return how many items a step probably uses for ``count`` trained ones.
+
+        The result is at least ``count``. It is scaled by the fewest items that one of the last
+        steps used for its batch, because too many items would become stale.
         """
         batch = admission.batch_size
         fewest = min(self._used_by, default=batch)

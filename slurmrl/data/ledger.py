@@ -149,8 +149,10 @@ class LedgerRecord:
 
 
 class Ledger:
-    """Begins with all items queued, or from the record of a commit: what was in flight, leased or
-    finished then is queued again.
+    """Record of the state of all items.
+
+    It begins with all items queued, or from the record of a commit. Items that were in flight,
+    leased or finished at the commit are queued again.
     """
 
     def __init__(self, record: LedgerRecord | None = None) -> None:

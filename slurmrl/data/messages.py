@@ -150,7 +150,7 @@ def wrong_text(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """``a number (42)``"""
+    """Describe a value for messages, for example ``a number (42)``."""
     if value is None:
         return "null"
     if _is_messages(value):

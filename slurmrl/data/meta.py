@@ -58,8 +58,9 @@ class SampleMeta:
 
 
 def one_each(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The lengths of a key with one value for each sequence, given those of a key with one for each
-    token.
+    """Return the lengths of a key with one value for each sequence.
+
+    ``rows`` are the lengths of a key with one value for each token.
     """
     return [[1] * len(row) for row in rows]
 

@@ -122,8 +122,10 @@ class Mixture:
 
 
 def _floor_sum(count: int, divisor: int, factor: int, start: int) -> int:
-    """The sum of ``(factor * i + start) // divisor`` over i < count, in logarithmic time: whole
-    parts are taken out, and the rest is counted along the other axis (as in Euclid's algorithm).
+    """Return the sum of ``(factor * i + start) // divisor`` over i < count, in logarithmic time.
+
+    Whole parts are taken out, and the remainder is counted along the other axis (as in Euclid's
+    algorithm).
     """
     total = 0
     while count:
@@ -143,8 +145,10 @@ def make_order(
     shuffle: bool = True,
     arrange: Callable[[Sequence[int]], Arrange | None] = lambda sources: None,
 ) -> ItemOrder:
-    """The order of sources with these numbers of rows, by name; without weights their rows are
-    those of one file. ``arrange`` makes the arrangement of the rows of some sources.
+    """Return the order of sources with these numbers of rows, by name.
+
+    Without weights, the rows are ordered like the rows of one file. ``arrange`` makes the
+    arrangement of the rows of some sources.
     """
     if not weights:
         rows = arrange(range(len(sizes)))

@@ -13,10 +13,12 @@ from itertools import accumulate, pairwise
 
 
 def balanced_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[list[int]]:
-    """Partition the indices into ``k`` parts of about equal total length in each of ``sections``
-    consecutive sections: the longest first, each into the part with the smallest total of the
-    section (LPT: the largest part of a section is at most 4/3 - 1/3k of the optimum, Graham 1969),
-    and of several with the smallest total so far.
+    """Partition the indices into ``k`` parts of about equal total length in each section.
+
+    There are ``sections`` consecutive sections. The longest sequence comes first, and each goes
+    into the part with the smallest total of the section (LPT: the largest part of a section is at
+    most 4/3 - 1/3k of the optimum, Graham 1969). A tie goes to the part with fewer sequences of the
+    section, then to the part with the smaller total so far.
 
     Every part is sorted; none is empty in a section of at least ``k`` lengths.
     """
@@ -36,10 +38,12 @@ def balanced_partition(lengths: Sequence[int], k: int, sections: int = 1) -> lis
 
 
 def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[list[int]]:
-    """Partition the indices into ``k`` parts of equal size: of each of ``sections`` consecutive
-    sections, and therefore of all indices, the numbers in two parts differ by at most one. Within
-    that limit total lengths are about equal: the longest first, each into the part with the
-    smallest total of the section that has room.
+    """Partition the indices into ``k`` parts of equal size and about equal total length.
+
+    In each of ``sections`` consecutive sections, and therefore among all indices, the sizes of two
+    parts differ by at most one. Within that limit, total lengths are about equal: the longest
+    sequence comes first, and each goes into the part with the smallest total of the section that
+    has room.
 
     Every part is sorted.
     """
@@ -68,12 +72,13 @@ def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[li
 def longest_first(
     order: Sequence[int], lengths: Sequence[float], batch: int, first: int
 ) -> list[int]:
-    """Reorder indices into batches of about equal total length, those with the largest total first:
-    the longest first, each into the batch with the smallest total for its size that has room (LPT).
-    Within a batch the order is kept.
+    """Reorder indices into batches of about equal total length, the largest total first.
 
-    The first batch has ``first`` items, which complete one that began before, unless that is 0; it
-    stays the first one, and an incomplete last one the last.
+    The longest sequence comes first, and each goes into the batch with the smallest total for its
+    size that has room (LPT). Within a batch the order is kept.
+
+    The first batch has ``first`` items, which complete a batch that began before, unless ``first``
+    is 0. It stays the first one, and an incomplete last batch stays the last.
     """
     _check_parts(batch, 1)
     first = min(first, len(order))
@@ -95,11 +100,11 @@ def longest_first(
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Partition the indices into few parts of at most ``max_tokens`` each; a longer sequence gets a
-    part of its own.
+    """Partition the indices into few parts of at most ``max_tokens`` each.
 
-    Best fit decreasing (at most 11/9 of the optimal number of parts, plus one; Johnson 1974).
-    Parts are sorted, and ordered by their first index.
+    A longer sequence gets a separate part. The algorithm is best fit decreasing (at most 11/9 of
+    the optimal number of parts, plus one; Johnson 1974). Parts are sorted, and ordered by their
+    first index.
     """
     _check_budget(max_tokens)
     parts: list[list[int]] = []
@@ -119,8 +124,10 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def padded_microbatches(lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Like ``microbatches`` for items whose sequences, of these ``lengths``, are padded to the
-    longest of their part: the number of its sequences times the longest is at most ``max_tokens``.
+    """Partition items whose sequences are padded to the longest sequence of their part.
+
+    ``lengths`` lists the lengths of each item's sequences. In a part, the number of sequences times
+    the longest length is at most ``max_tokens``; see ``microbatches``.
 
     Parts are filled one after the other, the longest items first. If each item has one sequence,
     fewer parts are impossible.
@@ -204,8 +211,9 @@ def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
 
 
 def joined(spreads: Sequence[Spread], items: Sequence[tuple[int, int]]) -> Spread:
-    """The spread of a batch whose items come from batches with ``spreads`` of one layout and stay
-    where they are. ``items`` are (number of the batch, place in it).
+    """Return the spread of a batch whose items come from other batches and stay where they are.
+
+    These batches have ``spreads`` of one layout. ``items`` are (number of the batch, place in it).
     """
     parts: list[list[int]] = [[] for _ in spreads[0].parts]
     owners = [

@@ -1,5 +1,7 @@
-"""Preparation of a dataset, once per trial: find its tokenised rows in the run directory, or make
-them from the usable rows of its source (`TokenReader`). Torch-free.
+"""Prepare a dataset once per trial.
+
+Find its tokenized rows in the run directory, or make them from the usable rows of its source
+(`TokenReader`). Torch-free.
 """
 
 from __future__ import annotations
@@ -102,8 +104,10 @@ def find(
 def sweep(
     folder: Path, incarnation: int, used: Collection[Path], *, calls: SystemCalls = REAL
 ) -> None:
-    """Remove what this incarnation does not use: data of other settings or of a changed file, and
-    leftovers. Those of newer incarnations stay. Raises EnvironmentFailure.
+    """Remove files that this incarnation does not use.
+
+    These are leftovers, and data of other settings or of a changed file. Files of newer
+    incarnations stay. Raises EnvironmentFailure.
     """
     for name in atomic.list_names(folder, calls=calls):
         match = _NAME.fullmatch(name)
@@ -250,9 +254,7 @@ class TokenReader:
                         yield record, row
 
     def finish(self) -> None:
-        """:raises ConfigError: rows or settings that cannot be used; each problem names its
-        line.
-        """
+        """Raise ConfigError if rows or settings cannot be used; each problem names its line."""
         problems: list[Problem] = []
         for part in (self.records, self._checks):
             try:

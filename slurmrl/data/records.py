@@ -264,8 +264,10 @@ def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def _short(where: str) -> str:
-    """``line 3`` of ``/data/rows.jsonl:3``, ``rows.parquet, row 3`` of ``/data/rows.parquet, row
-    3``.
+    """Return a place without its folder.
+
+    ``/data/rows.jsonl:3`` becomes ``line 3``, and ``/data/rows.parquet, row 3`` becomes
+    ``rows.parquet, row 3``.
     """
     line = where.rpartition(":")[2]
     return f"line {line}" if line.isdecimal() else Path(where).name
@@ -393,11 +395,11 @@ FIELD: Final = re.compile(r"\{([^{}]*)\}")
 
 
 def longest_row(dataset: DatasetConfig) -> int | None:
-    """Return a bound on the tokens of the longest row: a text has no more tokens than bytes, and no
-    more bytes than it has as JSON.
+    """Return an upper bound on the tokens of the longest row, or None if the rows are not known.
 
-    Return None if the rows are not known: files that are larger than `MOST_BYTES` or cannot be
-    read, and rows that a user's own type makes.
+    A string has no more tokens than bytes, and no more bytes than it has as JSON. Rows are not
+    known if files are larger than `MOST_BYTES` or cannot be read, or if a user's own type makes the
+    rows.
     """
     sizes = [_longest_of(part) for part in dataset.parts.values()]
     known = [size for size in sizes if size is not None]
@@ -437,8 +439,9 @@ MOST_ROWS: Final = 100
 
 
 def has_messages(config: DatasetConfig) -> bool | None:
-    """Return whether the first row of a source has messages under the keys of its type; None if no
-    row can be read, which other checks report.
+    """Return whether the first row of a source has messages under the keys of its type.
+
+    Return None if no row can be read, which other checks report.
     """
     path = Path(config.path)
     if not (path.is_file() or path.is_dir()):

@@ -83,9 +83,7 @@ class DatasetRows:
     """
 
     def __init__(self, config: DatasetConfig, *, most_bytes: int | None = None) -> None:
-        """``most_bytes``: read only the complete rows in that many bytes from the start of the
-        file.
-        """
+        """Read only the complete rows in the first ``most_bytes`` of the file, if given."""
         self._config = config
         self._kind = row_type(config)
         self.records = read_records(
@@ -124,8 +122,9 @@ class DatasetRows:
     def count_long(
         self, tokenizer: PreTrainedTokenizerBase, most: int | None, *, limited: bool = True
     ) -> LongRows:
-        """Tokenise all rows that are ``limited``, else those that may have more than ``most``
-        tokens. Raises ConfigError, see `RowTokenizer`.
+        """Tokenize all rows, or only those that may have more than ``most`` tokens.
+
+        ``limited`` tokenizes all rows. Raises ConfigError, see `RowTokenizer`.
         """
         made = RowTokenizer(row_type(self._config), tokenizer, self.records.where)
         numbered = self._numbered()

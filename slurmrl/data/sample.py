@@ -58,8 +58,9 @@ class SequenceSample(SampleMeta):
         *,
         per_sequence: Mapping[str, Tensor | None] | None = None,
     ) -> SequenceSample:
-        """As `from_default`, of items with several sequences: ``rows[item]`` lists the lengths of
-        an item's.
+        """Make a sample like `from_default`, of items with several sequences.
+
+        ``rows[item]`` lists the lengths of the item's sequences.
         """
         tokens = [list(row) for row in rows]
         single = per_sequence or {}
@@ -133,8 +134,10 @@ class SequenceSample(SampleMeta):
         )
 
     def sequences(self) -> SequenceSample:
-        """Each sequence as an item of its own, named ``<id>#<place in the item>``; tensors are
-        shared. For calculations that do not need the sequences of an item together.
+        """Return each sequence as a separate item, named ``<id>#<place in the item>``.
+
+        The tensors are shared. Use it for calculations that do not need the sequences of an item
+        together.
 
         Raises ValueError if an item has more sequences under one key than under another.
         """

@@ -85,8 +85,9 @@ def without_ends(text: str, ends: Sequence[str]) -> str:
 
 
 def decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], str]:
-    """What turns token ids into the text in which stop strings are looked for: special tokens
-    included, and without corrections of its spaces.
+    """Return the function that turns token ids into the string in which stop strings are searched.
+
+    The string includes special tokens, and its spaces are not corrected.
     """
 
     def decode(tokens: Sequence[int]) -> str:
@@ -178,8 +179,10 @@ def texts(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
 def make_tokenizer(
     files: Sequence[Path], keys: Sequence[str], vocabulary: int, output: Path
 ) -> None:
-    """Train a byte-level BPE tokenizer of at most ``vocabulary`` tokens and save it in the new
-    folder ``output``, which appears as a whole. Raises UsageError and EnvironmentFailure.
+    """Train a byte-level BPE tokenizer of at most ``vocabulary`` tokens.
+
+    Save it in the new folder ``output``, which appears as a whole. Raises UsageError and
+    EnvironmentFailure.
     """
     if output.exists() and not (output.is_dir() and not os.listdir(output)):
         raise UsageError(f"{output} exists: --output names another folder")

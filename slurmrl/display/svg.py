@@ -210,9 +210,10 @@ def _flow(drawing: Drawing, flow: Flow) -> None:
 
 
 def _columns(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str, Rectangle]]:
-    """The boxes of each level: of its nodes, and under the name of an earlier node the lane in
-    which that node's arrows pass. All lie as near as there is room to where their arrows come
-    from.
+    """Return the boxes of each level, each as near as possible to the sources of its arrows.
+
+    A level has a box for each of its nodes. It also has lanes for arrows that pass it: a lane has
+    the name of the earlier node where the arrows start.
     """
     parents: dict[str, list[str]] = {name: [] for name in levels}
     last = dict(levels)

@@ -97,14 +97,16 @@ class Engine(ABC):
 
     @abstractmethod
     def storages(self) -> Mapping[str, Tensor]:
-        """This rank's tensors by the storage names of ``layout``, contiguous and without copies;
-        with adapters, merged copies that are made as they are read. They may be other tensors
-        after a call of the engine. Collective.
+        """Return this rank's tensors by the storage names of ``layout``. Collective.
+
+        The tensors are contiguous and not copied. With adapters, they are merged copies that are
+        made when they are read. They may be other tensors after a call of the engine.
         """
 
     def trained_layout(self) -> Layout:
-        """That of the tensors that a weight version holds: what is trained of a model with
-        adapters, all weights of any other.
+        """Return the layout of the tensors that a weight version holds.
+
+        They are the trained tensors of a model with adapters, and all weights of any other model.
         """
         return self.layout()
 
@@ -113,8 +115,9 @@ class Engine(ABC):
         return self.storages()
 
     def updated(self, most: int) -> list[Tensor]:
-        """Return equally spaced float32 values, about ``most`` in all, of the weights that this
-        rank updates; with adapters, of the sums of both. Collective.
+        """Return about ``most`` equally spaced float32 values of the weights this rank updates.
+
+        With adapters, they are values of the sums of weights and adapters. Collective.
         """
         held = self.storages().values()
         return spaced([each for each in held if each.dtype == torch.float32], most)
@@ -184,14 +187,16 @@ class TrainEngine(Engine):
         temperature: float = 1.0,
         veto: Veto | None = None,
     ) -> dict[str, float]:
-        """One optimizer step on the gradient of (sum of losses) / (sum of denominators), both
-        over all micro-batches and data-parallel ranks; ``denominator`` is this rank's share. The
-        sequences of an item are in one micro-batch (`SequenceSample.sequences` separates them).
+        """Run one optimizer step on the gradient of (sum of losses) / (sum of denominators).
 
-        Returns, the same on every rank, the sums (maxima) of ``loss_fn``'s statistics and ``loss``
-        (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. If the
-        gradient is not finite, the update is skipped and ``skipped`` is 1. ``veto`` gets those
-        sums with ``loss``, ``tokens`` and ``denominator``; if it returns true, the update is
+        Both sums are over all micro-batches and data-parallel ranks; ``denominator`` is this rank's
+        share. The sequences of an item are in one micro-batch (`SequenceSample.sequences` separates
+        them).
+
+        The result is the same on every rank: the sums (maxima) of ``loss_fn``'s statistics and
+        ``loss`` (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. If
+        the gradient is not finite, the update is skipped and ``skipped`` is 1. ``veto`` gets those
+        sums with ``loss``, ``tokens`` and ``denominator``. If it returns true, the update is
         skipped and ``vetoed`` is 1.
         """
 
@@ -203,8 +208,10 @@ class TrainEngine(Engine):
         *,
         temperature: float = 1.0,
     ) -> Outputs:
-        """Outputs without gradients, or the results of ``output_fn`` on them: each [T] in the
-        order of the sample. A micro-batch may have some of an item's sequences only.
+        """Return outputs without gradients, or the results of ``output_fn`` on them.
+
+        Each is [T] in the order of the sample. A micro-batch may have only some of an item's
+        sequences.
         """
 
     def base(self) -> AbstractContextManager[None]:
@@ -236,9 +243,7 @@ class TrainEngine(Engine):
 
 
 class GenerateEngine(Engine):
-    """An engine of the trainers' world that serves requests, on each data-parallel rank by
-    itself.
-    """
+    """Engine of the trainers' world that serves requests, on each data-parallel rank by itself."""
 
     @abstractmethod
     def serving(self, version: str, options: ServingOptions) -> AbstractContextManager[Served]:

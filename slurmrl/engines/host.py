@@ -23,9 +23,10 @@ Specs: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def lock_sizes_as_they_are() -> None:
-    """Keep torch's allocator of page-locked memory from rounding sizes above 1 MiB up to powers of
-    two: FSDP allocates the weights and gradients of ``cpu_offload`` with it. Before torch 2.13 it
-    always rounds, and ``plan`` counts that.
+    """Keep torch's allocator of page-locked memory from rounding sizes above 1 MiB up.
+
+    By default, it rounds them to powers of two. FSDP allocates the weights and gradients of
+    ``cpu_offload`` with it. Before torch 2.13 it always rounds, and ``plan`` counts that.
     """
     if torch.__version__ >= ROUNDS_BEFORE:
         torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
@@ -87,8 +88,9 @@ class HostTensors(dict[str, Tensor]):
 
 
 class HostCopies:
-    """Copies of tensors in one reused buffer, page-locked for tensors of a GPU, which makes
-    copying fast.
+    """Copies of tensors in one reused buffer.
+
+    The buffer is page-locked for tensors of a GPU, which makes copying fast.
     """
 
     def __init__(self) -> None:

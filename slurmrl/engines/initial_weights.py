@@ -41,12 +41,14 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
 def initial_weights(
     config: ModelConfig, head: Head, *, seed: int, source: Path | None, keep: int = 1
 ) -> Iterator[BoxReader]:
-    """Yield a reader of boxes of the built-in decoder's parameters: from the folder ``source``,
-    else random values that depend on (seed, name) only. The whole model is never in memory. The
-    reader raises UsageError for weights of the folder that are not finite.
+    """Yield a reader of boxes of the built-in decoder's parameters.
+
+    The parameters come from the folder ``source``. Without it, they are random values that depend
+    only on (seed, name). The whole model is never in memory. The reader raises UsageError for
+    weights of the folder that are not finite.
 
     A value head that the source lacks is zero, so that values start at zero. Random tensors are
-    drawn whole; the last ``keep`` of them are cached for further boxes.
+    made whole; the last ``keep`` of them are cached for further boxes.
     """
     if source is not None:
         with open_tensors(source) as files:

@@ -1,5 +1,7 @@
-"""Micro-batches within a token budget: their schedule, common to data-parallel ranks, what
-generation recorded about their tokens, and prefixes that adjacent sequences share.
+"""Micro-batches within a token budget, with one schedule for all data-parallel ranks.
+
+The module also handles generation's records of tokens and the prefixes that adjacent sequences
+share.
 
 T tokens of a sample, N tokens of its pieces without repeated prefixes, S sequences.
 """
@@ -226,8 +228,10 @@ def support_of(sample: SequenceSample | None) -> Support | None:
 
 
 def experts_of(sample: SequenceSample | None, config: ModelConfig) -> Tensor | None:
-    """The recorded experts, or `UNKNOWN`, of a sample's T tokens in the L blocks that have experts,
-    K of each: [T, L, K]. None if there is no record.
+    """Return the recorded experts [T, L, K] of a sample's tokens; None if there is no record.
+
+    L is the number of blocks that have experts, K the number of experts of a token. Tokens without
+    a record have `UNKNOWN`.
     """
     if sample is None or EXPERTS not in sample.keys:
         return None
@@ -337,8 +341,9 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
 
 
 def _common_tokens(sample: SequenceSample) -> list[int]:
-    """How many first tokens each sequence has in common with the next one, its last and the next
-    one's last not counted.
+    """Return how many first tokens each sequence has in common with the next one.
+
+    The last token of either sequence does not count.
     """
     cu_seqlens, ids = sample.cu_seqlens(TOKENS).long(), sample.tensor(TOKENS)
     lengths = cu_seqlens.diff()

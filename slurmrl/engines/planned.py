@@ -98,7 +98,10 @@ def _placing(plan: PlannedModel, config: ModelConfig, dtype: str, *, sharded: bo
 
 
 def _megatron(plan: PlannedModel, model: Model, config: ModelConfig) -> Layout:
-    """(TransformerEngine changes the names of the experts' storages, but no box.)"""
+    """Return the layout of a model on the megatron engine.
+
+    TransformerEngine changes the names of the experts' storages, but no box.
+    """
     topology, experts = topology_of(plan), expert_topology(plan)
     places = [
         place_of(topology, experts, plan.virtual_pipeline, rank)

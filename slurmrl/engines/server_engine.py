@@ -99,12 +99,13 @@ class DistantEngine(RolloutEngine):
 
 
 class ServerEngine(GenerateEngine):
-    """Servers of one kind that generate for the data-parallel ranks of ``context``: one of their
-    own for each, or some that run already.
+    """Servers of one kind that generate for the data-parallel ranks of ``context``.
+
+    Each rank has its own server, or all ranks use some that run already.
 
     Moves fill tensors of this process. Before the next generation, the leader of each copy writes
-    them with those of its tensor ranks into a folder from which the servers read them, and all of
-    them free the tensors. Then the leader sends the requests.
+    them, with the tensors of its tensor ranks, into a folder. The servers read them from there, and
+    all these ranks free the tensors. Then the leader sends the requests.
     """
 
     kind: type[ServerKind]

@@ -45,10 +45,12 @@ class OwnedTensors:
         device: torch.device,
         copies: int,
     ) -> None:
-        """``source`` is the layout of the model's parameters, which ``storage`` maps to tensors of
+        """Plan the move of weights to the ranks that own tensors of the files.
+
+        ``source`` is the layout of the model's parameters, which ``storage`` maps to tensors of
         files. Floating-point tensors become ``dtype``. ``hosts`` gives the host of each global
-        rank, ``staging_bytes`` bounds what a rank sends and receives at a time. ``copies`` results
-        of `take` stay valid at a time.
+        rank. ``staging_bytes`` bounds the bytes that a rank sends and receives at a time.
+        ``copies`` results of `take` stay valid at a time.
         """
         self._group, self._device = group, device
         files = file_tensors(source.layout.tensors.items(), storage)
@@ -70,8 +72,10 @@ class OwnedTensors:
         self._box_copies = BoxCopies(device)
 
     def take(self, storages: Storages) -> list[TensorEntry]:
-        """The tensors that this rank owns, copied from the weights of now, ready to be written by
-        any thread. ``storages`` are this rank's tensors of the source. Collective over the group.
+        """Return the tensors that this rank owns, copied from the current weights.
+
+        Any thread can write them. ``storages`` are this rank's tensors of the source. Collective
+        over the group.
         """
         tensors, rank = next(self._copies), dist.get_rank()
         Mover(
@@ -95,8 +99,10 @@ def converted(stored: str, wanted: str) -> str:
 
 
 def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]:
-    """The rank that owns each tensor: of those that hold a part of it, the one with the fewest
-    bytes so far. Tensors that few ranks hold come first, and large ones before small ones.
+    """Return the rank that owns each tensor.
+
+    The owner is the rank with the fewest bytes so far among the ranks that hold a part of the
+    tensor. Tensors that few ranks hold come first, and large ones before small ones.
     """
 
     @lru_cache(maxsize=1024)  # layers are held alike

@@ -195,8 +195,10 @@ def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:
 
 
 def known_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str] | None:
-    """Return the names in a directory; None if they are unknown: it cannot be listed, or it is
-    empty, like a mount point whose file system is not mounted.
+    """Return the names in a directory; None if they are unknown.
+
+    They are unknown if the directory cannot be listed, or if it is empty: it may be a mount point
+    whose file system is not mounted.
     """
     try:
         return list(calls.listdir(directory)) or None

@@ -62,8 +62,9 @@ class SystemCalls:
         return descriptor
 
     def caches(self, directory: Path) -> bool:
-        """Return whether this machine may see a stale state of a directory, which is impossible on
-        a local file system.
+        """Return whether this machine may see a stale state of a directory.
+
+        This is impossible on a local file system.
         """
         return not is_local(directory)
 

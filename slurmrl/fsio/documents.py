@@ -58,8 +58,9 @@ def read(
 
 @contextmanager
 def expecting(where: object) -> Iterator[None]:
-    """Turn errors about missing fields or wrong types inside the block into CorruptFileError that
-    names ``where``.
+    """Turn errors about missing fields or wrong types in the block into CorruptFileError.
+
+    The error names ``where``.
     """
     try:
         yield

@@ -34,8 +34,9 @@ def missing(path: Path, message: str) -> UnreadableInputError:
 
 
 def require(paths: Iterable[Path]) -> None:
-    """Raise UnreadableInputError for a path that was there when the trial was submitted and is not
-    here.
+    """Raise UnreadableInputError for a path that does not exist on this host.
+
+    All paths existed when the trial was submitted.
     """
     for path in paths:
         if not path.exists():
@@ -113,8 +114,9 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UnreadableInputError unless the folder has entries, and all of its files that
-    libraries look for can be read.
+    """Raise UnreadableInputError if a folder is empty or a file in it cannot be read.
+
+    Only files that libraries look for are checked.
     """
     names = list_names(folder)
     if not names:  # as a mount point is while nothing is mounted there

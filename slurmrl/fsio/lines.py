@@ -58,8 +58,9 @@ class LineFile:
         return self._read(0, min(count, self.size))
 
     def backward(self, stop: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Yield the complete lines from the last one back to the offset ``stop``, each with the
-        offset at which it begins.
+        """Yield the complete lines from the last one back to the offset ``stop``.
+
+        Each item is the offset at which a line begins, and the line.
         """
         start, rest, chunk = self.size, b"", min(FIRST_BYTES, CHUNK_BYTES)
         skip = True  # whatever follows the last line end is incomplete
@@ -84,8 +85,9 @@ class LineFile:
 
 
 class LineWriter:
-    """Appends to a file that no other process writes and closes it after each write, so that other
-    hosts see the lines.
+    """A writer that appends to a file that no other process writes.
+
+    It closes the file after each write, so that other hosts see the lines.
     """
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:

@@ -16,11 +16,14 @@ _RESERVED = "SLURM"
 
 
 def read(path: Path) -> dict[str, str]:
-    """Read ``NAME=VALUE`` lines in shell syntax: quotes, comments and ``export`` are allowed;
-    nothing is expanded.
+    """Read ``NAME=VALUE`` lines in shell syntax.
 
-    Raises OwnershipError unless the file belongs to the user with mode 0600 or less, UsageError for
-    any other line (not quoted, because it may be secret), EnvironmentFailure.
+    Quotes, comments and ``export`` are allowed; nothing is expanded.
+
+    Raises:
+    - OwnershipError unless the file belongs to the user with mode 0600 or less;
+    - UsageError for any other line, which is not quoted because it may be secret;
+    - EnvironmentFailure.
     """
     try:
         with path.open("rb") as file:

@@ -1,5 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021): names and shapes, their sum with a frozen weight, PEFT's
-files, and the fingerprint of the weights for which they were trained. Torch-free.
+"""Low-rank adapters (Hu et al. 2021). Torch-free.
+
+This module has the adapters' names and shapes, their sum with a frozen weight, PEFT's files, and
+the fingerprint of the weights for which they were trained.
 
 The weight ``<module>.weight`` [o, i] has the matrices ``<module>.lora_A`` [r, i] and
 ``<module>.lora_B`` [o, r]: o outputs, i inputs, r rank of the adapter. The sum has the same bits
@@ -7,8 +9,8 @@ wherever it is computed.
 
 The fingerprint is the sum over all elements of a model of their bits times an odd random number,
 modulo 2^64. The number is a function of the parameter's name and the element's place. So the sum
-depends neither on the parts in which weights are added nor on their order, and another element,
-place or type gives another sum.
+depends neither on the parts in which weights are added nor on their order. Another element, place
+or type gives another sum.
 """
 
 from __future__ import annotations
@@ -99,9 +101,11 @@ def refusal(config: ModelConfig, lora: Lora) -> str | None:
 def merge(
     out: Matrix, weight: Matrix, b: Matrix, a: Matrix, scale: float, *, block: int = BLOCK
 ) -> None:
-    """Write weight + scale * b a into ``out`` [o, i]: in float32, then rounded to the type of
-    ``out``. ``weight`` [o, i] is of float32 or a narrower type, ``b`` [o, r] and ``a`` [r, i] are
-    float32; all four are NumPy arrays, or tensors on one device.
+    """Write weight + scale * b a into ``out`` [o, i].
+
+    The sum is computed in float32, then rounded to the type of ``out``. ``weight`` [o, i] is of
+    float32 or a narrower type; ``b`` [o, r] and ``a`` [r, i] are float32. All four are NumPy
+    arrays, or tensors on one device.
 
     A matrix product may add its terms in another order for another number of rows or columns, on
     another processor or in another library. Here each product and each sum of two elements is

@@ -41,7 +41,7 @@ class AttentionCore(Protocol):
     """Attention over packed sequences, or over cached keys and values."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] of one layer -> [T, Hq, D]."""
+        """Return one layer's attention [T, Hq, D] for q [T, Hq, D], k and v [T, Hkv, D]."""
         ...
 
 
@@ -88,7 +88,7 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """x [T, h] -> [T, h], for the tokens that this rank has between the blocks."""
+        """Map ``x`` [T, h] to [T, h]; T counts the tokens that this rank has between the blocks."""
         x = self.split.enter(x)
         heads = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, heads))
@@ -115,7 +115,7 @@ class SplitCore:
         self._core, self._context, self._tokens = core, context, tokens
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [N, Hq, D], k and v [N, Hkv, D] -> [N, Hq, D]."""
+        """Return the attention [N, Hq, D] for q [N, Hq, D], k and v [N, Hkv, D]."""
         if self._context.size > 1:
             q, k, v = self._by_heads(q, k, v)
         filled = q.shape[0] - self._tokens
@@ -124,8 +124,10 @@ class SplitCore:
         return self._by_tokens(out) if self._context.size > 1 else out
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """All tokens of q [·, Hq/c, D], k and v [·, Hkv/c, D]: adjacent query heads and their key
-        heads, which are replicated if there are fewer than ranks.
+        """Return this rank's heads of all tokens: q [·, Hq/c, D], k and v [·, Hkv/c, D].
+
+        They are adjacent query heads and their key heads. Key heads are replicated if there are
+        fewer than ranks.
         """
         size, copies = self._context.size, max(1, self._context.size // k.shape[1])
         parts = [q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)]

@@ -48,8 +48,10 @@ class PackedModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | OnHost, max_len: int) -> Tensor:
-        """input_ids [T], cu_seqlens [S+1] int32 in host memory, longest sequence -> features
-        [T, h] that ``logprobs`` and ``values`` read.
+        """Return the features [T, h] that ``logprobs`` and ``values`` read.
+
+        ``input_ids`` is [T], and ``cu_seqlens`` [S+1] int32 is in host memory. ``max_len`` is the
+        length of the longest sequence.
         """
 
     @abstractmethod
@@ -61,9 +63,11 @@ class PackedModel(nn.Module, ABC):
         temperature: float,
         support: Support | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """log p(x_t | x_<t) and the entropy of the distribution that x_t was drawn from, both
-        [T] and 0 at the first token of a sequence; float64 if the model is, else float32. The
-        distributions are restricted to ``support``.
+        """Return log p(x_t | x_<t) and entropies, [T] each and 0 at the first token of a sequence.
+
+        Entry t of the entropies belongs to the distribution from which x_t was sampled. The
+        distributions are restricted to ``support``. Both results are float64 if the model is, else
+        float32.
         """
 
     @abstractmethod

@@ -59,7 +59,7 @@ class ResidualLayer(nn.Module):
     recompute: Recompute = "off"
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """x [T, h] -> [T, h]."""
+        """Return the layer's output [T, h] for ``x`` [T, h]."""
         if self.recompute != "selective" or not torch.is_grad_enabled():
             return self._feed_forward(self._attend(x, rotation, core))
         middle = keeping_products(self._attend, x, rotation, core)
@@ -205,8 +205,9 @@ class Decoder(PackedModel):
         return hidden.index_select(0, back) if self.split.whole else hidden
 
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
-        """Hidden states [T, h] of tokens [T] at positions [T], by plain calls of the layers'
-        ``forward``. Context ranks all compute the same.
+        """Return the hidden states [T, h] of tokens [T] at positions [T].
+
+        It calls the layers' ``forward`` directly. All context ranks compute the same.
         """
         split = self.split.without_context()
         hidden = self._run(input_ids, positions, core, unhooked, split)

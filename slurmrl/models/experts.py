@@ -44,7 +44,7 @@ class ExpertLayer(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [M, h] sorted by expert, counts [E] tokens per expert -> [M, h]."""
+        """Map ``x`` [M, h], sorted by expert, to [M, h]; ``counts`` [E] are tokens per expert."""
         gate, up = (grouped_linear(x, w, counts) for w in (self.gate_proj, self.up_proj))
         return grouped_linear(gated_product(gate, up, self.activation), self.down_proj, counts)
 
@@ -75,7 +75,7 @@ class SparseMLP(nn.Module):
         """What is done about the experts of the next calls; None: the router chooses."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, h] -> [T, h]."""
+        """Return the block's output [T, h] for ``x`` [T, h]."""
         x = self.split.enter(x)
         logits: Tensor = self.gate(x)
         probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
@@ -110,8 +110,9 @@ class Recorded:
     """Keeps what the routers choose."""
 
     def __init__(self, cells: Sequence[Tensor], slots: Tensor) -> None:
-        """``cells``: [C, K] int16 of each block; ``slots`` [T]: the cells of the next call's
-        tokens, behind which there may be padding.
+        """Record into ``cells``, [C, K] int16 of each block.
+
+        ``slots`` [T] are the cells of the next call's tokens. Padding may follow these tokens.
         """
         self._cells, self._slots = cells, slots
 
@@ -125,7 +126,7 @@ class Replayed:
     """Gives the recorded experts of packed sequences."""
 
     def __init__(self, experts: Tensor) -> None:
-        """experts [T, L, K], or `UNKNOWN`, in the order of the sample."""
+        """Replay ``experts`` [T, L, K], or `UNKNOWN`, in the order of the sample."""
         self._experts = experts.long()
         self._own = self._experts
 
@@ -190,14 +191,18 @@ class Balance:
 
 
 def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
-    """chosen [T, K] -> tokens of each expert [E]; unlike bincount it does not wait for the GPU."""
+    """Return the number of tokens of each expert [E] from ``chosen`` [T, K].
+
+    Unlike bincount, this does not wait for the GPU.
+    """
     each = chosen.flatten()
     return each.new_zeros(experts).scatter_add_(0, each, torch.ones_like(each))
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:
-    """The contribution of tokens with ``probabilities`` [T, E] to the loss of a block whose
-    ``tokens`` (default: these T) chose its experts ``counts`` [E] times.
+    """Return the contribution of tokens with ``probabilities`` [T, E] to a block's loss.
+
+    The block's ``tokens`` (default: these T) chose its experts ``counts`` [E] times.
     """
     experts = probabilities.shape[1]
     tokens = probabilities.shape[0] if tokens is None else tokens

@@ -82,7 +82,7 @@ class Family:
     """transformers' defaults for fields that a ``config.json`` omits, by our names."""
 
     def class_name(self, head: Literal["lm", "value"]) -> str:
-        """transformers' class of a model with this head."""
+        """Return the name of transformers' class of a model with this head."""
         if head == "value":
             return f"{self.class_prefix}ForSequenceClassification"
         return self.lm_class or f"{self.class_prefix}ForCausalLM"

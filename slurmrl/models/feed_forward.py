@@ -29,7 +29,7 @@ class GatedMLP(nn.Module):
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, h] -> [T, h]."""
+        """Return the block's output [T, h] for ``x`` [T, h]."""
         x, down = self.split.enter(x), self.down_proj
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.recomputed or down.adapter is not None:
@@ -52,7 +52,7 @@ class PlainMLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation].value
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, h] -> [T, h]."""
+        """Return the block's output [T, h] for ``x`` [T, h]."""
         x = self.split.enter(x)
         out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
         return out

@@ -1,5 +1,7 @@
-"""Checks of the values in a model folder: weights that are not finite numbers, and files whose
-vocabulary projection contradicts their config.json. Torch-free.
+"""Checks of the values in a model folder. Torch-free.
+
+They find weights that are not finite numbers, and files whose vocabulary projection contradicts
+their config.json.
 """
 
 from __future__ import annotations
@@ -67,9 +69,10 @@ def small_not_finite(
 
 
 def other_projection(folder: Path, config: ModelConfig, head: Head) -> str | None:
-    """Why a tied model cannot be loaded: its files have a projection that is not the embedding.
-    transformers uses that projection, in spite of config.json. Raises UsageError,
-    CheckpointError, CorruptFileError.
+    """Return why a tied model cannot be loaded; None if it can.
+
+    It cannot if its files have a projection that is not the embedding: transformers uses that
+    projection, in spite of config.json. Raises UsageError, CheckpointError, CorruptFileError.
     """
     if head != "lm" or not config.tie_embeddings:
         return None

@@ -268,8 +268,9 @@ def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor infinite values, from its least and its greatest
-    one: that takes no memory, and less time than reading a file.
+    """Return whether a tensor has neither NaN nor infinite values.
+
+    It computes only the min and max, which takes no memory, and less time than reading a file.
     """
     if not values.numel() or not values.is_floating_point() or values.element_size() == 1:
         return True

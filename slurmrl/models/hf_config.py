@@ -70,8 +70,9 @@ class HFConfig:
         return HFConfig(model_type=model_type, values=dict(values))
 
     def check_length(self, tokens: int) -> None:
-        """Raises UsageError for a sequence that is longer than the model supports, or whose results
-        would depend on the rest of its batch.
+        """Raise UsageError if the model does not support a sequence of this length.
+
+        It also raises if the sequence's results would depend on the rest of its batch.
         """
         limits = [length_limit(self.values), self.positions and LengthLimit(self.positions, TABLE)]
         limit = min((limit for limit in limits if limit), default=None)
@@ -119,8 +120,9 @@ class LengthLimit(NamedTuple):
 
 
 def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
-    """The limit of the model that a ``config.json`` object describes; None where there is none, or
-    where the object leaves the number to transformers' defaults.
+    """Return the length limit of the model that a ``config.json`` object describes.
+
+    Return None if there is no limit, or if the object leaves the number to transformers' defaults.
 
     Rotations may differ by the type of the layer, and may be in the object's part about text.
     """

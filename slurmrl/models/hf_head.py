@@ -13,9 +13,11 @@ FACTOR = 2.0**10
 
 @torch.no_grad()
 def only_multiplies(model: Any) -> bool:
-    """Whether a ``PreTrainedModel`` on the CPU computes logits as the last hidden states times the
-    weight of the output projection, without bias, cap or scale. Configs do not say, so it is tried
-    on a few tokens; False if it cannot be tried.
+    """Return whether logits are only a product of the last hidden states and the projection.
+
+    ``model`` is a ``PreTrainedModel`` on the CPU. The projection is the weight of the output layer,
+    without bias, cap or scale. Configs do not state this, so a few tokens are tried. Return False
+    if they cannot be tried.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if not isinstance(head, nn.Linear) or head.bias is not None or body is model:

@@ -204,8 +204,9 @@ def _loaded(
 
 
 def _require_finite(model: PreTrainedModel, source: Path) -> None:
-    """Raise UsageError if a parameter of a folder has NaN or infinite values, or a stored constant
-    has NaN. (Constants of masks may be infinite.)
+    """Raise UsageError if a parameter has NaN or infinite values, or a stored constant has NaN.
+
+    Constants of masks may be infinite. ``source`` is the model's folder.
     """
     parameters = dict(model.named_parameters())
     for name, values in model.state_dict().items():
@@ -237,8 +238,10 @@ def refuse_dropout(model: nn.Module) -> None:
 
 
 def _positions(model: nn.Module) -> int | None:
-    """The size of the smallest position embedding, without the rows that some families reserve at
-    the start (an ``offset``, or up to the padding token's). None if there is none.
+    """Return the size of the smallest position embedding; None if there is none.
+
+    Rows that some families reserve at the start do not count (an ``offset``, or the rows up to the
+    padding token).
     """
     tables = [
         table.num_embeddings - int(getattr(table, "offset", 0)) - _padding_rows(table)

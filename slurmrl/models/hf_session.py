@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 class HFSession:
-    """A batch of rows that a model extends token by token; ``lengths`` [S] are the tokens read of
-    each. Prompts are padded on the left to the longest one, and the padding counts towards
-    ``prefill_tokens``.
+    """A batch of rows that a model extends token by token.
+
+    ``lengths`` [S] are the numbers of tokens read from each row. Prompts are padded on the left to
+    the longest one, and the padding counts toward ``prefill_tokens``.
     """
 
     def __init__(

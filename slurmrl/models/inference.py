@@ -45,13 +45,19 @@ class HeadsCore(Protocol):
         ...
 
     def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:
-        """heads [T, Hq + 2 Hkv, D], before the rotation of queries and keys -> [T, Hq, D]."""
+        """Return the attention [T, Hq, D] for heads [T, Hq + 2 Hkv, D].
+
+        Queries and keys among the heads are not rotated yet.
+        """
         ...
 
     def of_layer(
         self, spec: AttentionSpec, layer: PackedLayer, x: Tensor, rotation: Rotation | None
     ) -> Tensor | None:
-        """x [T, h] -> [T, h] by a whole layer in one call; None if its parts have to be called."""
+        """Return a whole layer's output [T, h] for ``x`` [T, h], computed in one call.
+
+        Return None if the layer's parts have to be called.
+        """
         ...
 
 
@@ -60,9 +66,10 @@ Forward = Callable[[Tensor, Tensor, HeadsCore], Tensor]
 
 
 def short_forward(decoder: Decoder) -> Forward | None:
-    """A function that computes ``decoder.run_unhooked``; None if the decoder has no short form:
-    with adapters, and on several ranks with experts or sequence parallelism. It uses the
-    parameters' memory, and may use their values, of now.
+    """Return a function that computes ``decoder.run_unhooked``; None without a short form.
+
+    A decoder has no short form with adapters, and none on several ranks with experts or sequence
+    parallelism. The function uses the parameters' present memory, and perhaps their present values.
     """
     split = decoder.split
     alone = split.whole or (decoder.config.moe is None and not split.by_sequence)
@@ -83,9 +90,10 @@ def short_forward(decoder: Decoder) -> Forward | None:
 
 
 def head_product(decoder: Decoder) -> Apply:
-    """A function from hidden states [T, h] to logits [T, V], those of this rank's part of the
-    vocabulary; in float64 for a model in float64, else in float32. It may use the projection's
-    values of now.
+    """Return a function from hidden states [T, h] to logits [T, V].
+
+    V is this rank's part of the vocabulary. Logits are float64 for a model in float64, else
+    float32. The function may use the projection's present values.
     """
     weight = decoder.head_weight()
     if packs(decoder):
@@ -209,8 +217,9 @@ def _norm(module: nn.Module) -> Apply:
 
 
 def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
-    """The outputs of linear layers side by side; by one product if their weights are or can be
-    ``packed``.
+    """Return a function that computes the outputs of linear layers side by side.
+
+    It uses one product if the weights are or can be ``packed``, or lie side by side in memory.
     """
     if packed:
         return _packed(linears).product

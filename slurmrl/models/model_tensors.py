@@ -1,5 +1,7 @@
-"""The tensors of a model folder: headers of its safetensors files, their values, those of a pinned
-checkpoint, and weights with their adapters merged. Torch-free.
+"""The tensors of a model folder. Torch-free.
+
+This module reads the headers and values of safetensors files, the values of a pinned checkpoint,
+and weights with their adapters merged.
 """
 
 from __future__ import annotations
@@ -63,8 +65,9 @@ class Header:
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
-    """Return the files with the weights, and the tensors that the index lists for each: an empty
-    set for a model in one file. Raises UsageError.
+    """Return the files with the weights, and the tensors that the index lists for each.
+
+    A model in one file has an empty set. Raises UsageError.
     """
     names = inputs.list_names(folder)
     if INDEX_FILE not in names:
@@ -167,8 +170,12 @@ def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]
 
 
 def _held(path: Path) -> dict[str, Header]:
-    """Raises FileNotFoundError, OSError, SafetensorError (also for a truncated file), UsageError
-    for what is no file of weights.
+    """Return the headers of the tensors in a file.
+
+    Raises:
+    - FileNotFoundError or OSError;
+    - SafetensorError, for example for a truncated file;
+    - UsageError for a file that does not hold weights.
     """
     headers = {}
     with inputs.opened(path) as opened:
@@ -203,8 +210,9 @@ class FolderTensors(Protocol):
 
 
 def open_folder(folder: Path) -> FolderTensors:
-    """Raises UsageError, CheckpointError or CorruptFileError if the folder has no readable
-    weights.
+    """Open the weights of a folder, which may be a pinned checkpoint.
+
+    Raises UsageError, CheckpointError or CorruptFileError if the folder has no readable weights.
     """
     if is_pinned(folder):
         return PinnedTensors(folder)
@@ -253,8 +261,9 @@ class PinnedTensors:
         return {name: tensor.spec for name, tensor in self._tensors.items()}
 
     def check_base(self) -> None:
-        """Compare the model that adapters belong to with the one that they were trained on, as an
-        export does; reads all of its weights. Raises UsageError for another one.
+        """Raise UsageError if the adapters were trained on another model.
+
+        Like an export, it reads all weights of the model that the adapters belong to.
         """
         frozen, weights = self._trained.frozen, self._weights
         if isinstance(weights, MergedCheckpoint) and frozen and self._dtype:
@@ -352,8 +361,9 @@ class MergedCheckpoint:
         return merged
 
     def check_base(self, fingerprint: str, dtype: str) -> None:
-        """Compare the folder's weights with those for which the adapters were trained: rounded to
-        ``dtype`` they have this fingerprint. Raises UsageError for others.
+        """Raise UsageError if the folder's weights differ from those used to train the adapters.
+
+        Rounded to ``dtype``, the weights used for training have this fingerprint.
         """
         found = self._fingerprint(dtype)
         if found != fingerprint:

@@ -34,8 +34,9 @@ def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
-    """start, start + 1, … of each of several ranges, one after the other: [sum of lengths], which
-    may be given as ``total``.
+    """Return start, start + 1, … of each of several ranges, one range after the other.
+
+    The size of the result is the sum of ``lengths``, which may be given as ``total``.
     """
     first = starts - (lengths.cumsum(0) - lengths)
     offsets = torch.repeat_interleave(first, lengths, output_size=total)

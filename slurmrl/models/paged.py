@@ -56,8 +56,9 @@ class PagedCall:
 
 
 def cell_bytes(decoder: Decoder) -> int:
-    """Bytes of a token's keys and values in all layers of this rank's part of a decoder, and of the
-    numbers of its experts.
+    """Return the bytes of a token's cell in this rank's part of a decoder.
+
+    A cell has the token's keys and values in all layers, and the numbers of its experts.
     """
     config = decoder.config
     heads, routes = kv_heads(config, decoder.split), sum(expert_numbers(decoder))
@@ -82,9 +83,10 @@ def attends_in_place(decoder: Decoder, page: int) -> bool:
 
 
 class PagedCache:
-    """Keys and values of all layers, and if they are recorded the experts that read them, in pages
-    of ``page`` cells. Behind the pages lies one more cell, the ``spare`` one, for tokens that
-    belong to no sequence.
+    """Keys and values of all layers, in pages of ``page`` cells.
+
+    The cache also holds each token's experts if they are recorded. After the pages there is one
+    more cell, the ``spare`` one, for tokens that belong to no sequence.
     """
 
     def __init__(self, decoder: Decoder, page: int) -> None:
@@ -159,7 +161,7 @@ class PagedCore:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def of_heads(self, spec: AttentionSpec, heads: Tensor, rotation: Rotation | None) -> Tensor:
-        """heads [T, Hq + 2 Hkv, D] -> [T, Hq, D]."""
+        """Return the attention [T, Hq, D] for heads [T, Hq + 2 Hkv, D]."""
         call, (keys, values) = self._call, self._cache.layers[spec.layer]
         if not call.fresh_tokens:
             places = (call.slots, call.tables, call.rows, call.lengths)
@@ -221,8 +223,9 @@ class PagedDecoder:
     def logits(
         self, input_ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor | None
     ) -> Tensor:
-        """The logits [·, V] after the tokens at places ``last`` (None: all) of the packed tokens
-        [T], of which the cache gets the keys and values. Tensor ranks get the same logits.
+        """Return the logits [·, V] after the packed tokens [T] at places ``last`` (None: all).
+
+        The cache gets the keys and values of all packed tokens. Tensor ranks get the same logits.
         """
         decoder = self.decoder
         if self._products is None:

@@ -57,8 +57,10 @@ class PrefixCore:
 
 
 def arranged(pieces: Pieces, max_len: int) -> Arrangement:
-    """The distinct tokens of pieces, the shortest piece first: adjacent pieces of equal length need
-    fewer attention calls. Whole sequences have up to ``max_len`` tokens.
+    """Arrange the distinct tokens of pieces, the shortest piece first.
+
+    Adjacent pieces of equal length need fewer attention calls. Whole sequences have up to
+    ``max_len`` tokens.
     """
     starts, stops = pieces.cu_seqlens[:-1].long(), pieces.cu_seqlens[1:].long()
     prefixes = pieces.prefixes

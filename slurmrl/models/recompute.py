@@ -52,16 +52,19 @@ def plain(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Attentio
 
 
 def unhooked(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-    """For generation: a sharded engine gathers all parameters once, and its hooks on a layer
-    would reshard them after each step.
+    """Call a layer without its hooks, for generation.
+
+    A sharded engine gathers all parameters once, and its hooks on a layer would reshard them after
+    each step.
     """
     out: Tensor = layer.forward(x, rotation, core)
     return out
 
 
 def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call with checkpointing; the backward pass computes everything again up to the last tensor
-    that it needs.
+    """Call with checkpointing.
+
+    The backward pass computes everything again up to the last tensor that it needs.
     """
     return checkpoint(call, *args, **CHECKPOINT_OPTIONS, **kwargs)
 

@@ -1,5 +1,7 @@
-"""The rotary position settings of a ``config.json``, in the ``rope_parameters`` form of
-transformers 5 or the older form with ``rope_theta`` and ``rope_scaling``. Torch-free.
+"""The rotary position settings of a ``config.json``. Torch-free.
+
+They have the ``rope_parameters`` form of transformers 5, or the older form with ``rope_theta`` and
+``rope_scaling``.
 """
 
 from __future__ import annotations

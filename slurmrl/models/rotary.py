@@ -25,8 +25,9 @@ class RotaryTable:
         self._frequencies, self._scale = frequencies(rope, head_dim)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """cos and sin for positions [T]; computed in float32, or in float64 if ``dtype`` is, and
-        returned as ``dtype``.
+        """Return the cos and sin for positions [T], as ``dtype``.
+
+        They are computed in float32, or in float64 if ``dtype`` is float64.
         """
         if self._frequencies.dtype != wide(dtype):
             self._frequencies, _ = frequencies(self._rope, self._head_dim, wide(dtype))
@@ -52,8 +53,9 @@ def frequencies(
 
 
 def _llama3(freqs: Tensor, rope: Rope) -> Tensor:
-    """Low frequencies are divided by the factor, high ones kept, those between interpolated (the
-    reference code of Llama 3.1).
+    """Divide low frequencies by the factor, keep high ones, and interpolate between them.
+
+    This follows the reference code of Llama 3.1.
     """
     low, high = float(rope.options["low_freq_factor"]), float(rope.options["high_freq_factor"])
     wavelengths = 2 * math.pi / freqs

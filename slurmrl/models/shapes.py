@@ -1,5 +1,6 @@
-"""Names and shapes of a model's parameters, and how the families store them in Hugging Face's
-files. Torch-free.
+"""Names and shapes of a model's parameters. Torch-free.
+
+This module also describes how each family stores the parameters in Hugging Face's files.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ def storage_of(config: ModelConfig) -> Storage:
 def file_form(
     values: Mapping[str, Any], implementation: Literal["builtin", "hf"], head: Head
 ) -> tuple[dict[str, Any], Storage]:
-    """The ``config.json`` to write for a model that was built from ``values``, and the mapping of
-    its parameters to tensors of the files.
+    """Return the ``config.json`` to write for a model that was built from ``values``.
+
+    Also return the mapping of its parameters to tensors of the files.
     """
     if implementation == "hf":
         return HFConfig.from_hf(values).to_hf(head=head), stored

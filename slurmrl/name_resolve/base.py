@@ -60,13 +60,14 @@ def nobody_dies(owner: str) -> bool:
 
 
 class NameStore(ABC):
-    """Keys are paths like ``attempt/trainer/0/1`` (see `normalise`); a key can be
-    a value and a prefix of others at once. Values are strings.
+    """A store of strings by keys, which are paths like ``attempt/trainer/0/1``.
 
-    Keys added with ``delete_on_exit`` live as long as their process: `reset` deletes them. If the
-    process dies first, they die with its lease (``owner`` is the file name of that lease): a store
-    whose ``alive`` reports an owner as dead hides the owner's keys and lets the next add take them
-    over. As a context manager a store calls `reset` on exit.
+    A key (see `normalise`) can have a value and be a prefix of other keys at once.
+
+    Keys added with ``delete_on_exit`` exist as long as their process: `reset` deletes them. If the
+    process dies first, its keys expire with its lease (``owner`` is the file name of that lease). A
+    store whose ``alive`` reports an owner as dead hides the owner's keys and lets the next add take
+    them over. As a context manager a store calls `reset` on exit.
     """
 
     def __init__(self, *, owner: str = "", alive: Callable[[str], bool] = nobody_dies) -> None:
@@ -90,8 +91,9 @@ class NameStore(ABC):
 
     @abstractmethod
     def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
-        """Replace ``old``, the entry of a dead owner, by ``new``; False if another process has done
-        so. At most one of several succeeds, and the key never disappears meanwhile.
+        """Replace a dead owner's entry ``old`` by ``new``; False if another process did so first.
+
+        At most one of several processes succeeds, and the key exists all the time.
         """
 
     @abstractmethod

@@ -23,7 +23,9 @@ HEIR_PREFIX = ".heir."
 
 
 class FileNameStore(NameStore):
-    """``directory`` is created with the run directory; without it reads find nothing and adds raise
+    """A store with one file per key in ``directory``.
+
+    The directory is created with the run directory. Without it, reads find nothing and adds raise
     EnvironmentFailure.
     """
 
@@ -98,8 +100,9 @@ class FileNameStore(NameStore):
         atomic.remove_exactly(self._path(key), entry.to_json(), calls=self._calls)
 
     def refresh(self) -> None:
-        """List the directory: an NFS client may believe for a minute that a new file is missing
-        until it notices that the directory has changed.
+        """List the directory, so that an NFS client notices that it has changed.
+
+        Until then, the client may believe for a minute that a new file is missing.
         """
         try:
             atomic.list_names(self._directory, calls=self._calls)

@@ -228,8 +228,9 @@ class _Run:
         self._failed = False
 
     def next_cases(self, most: int, *, share: bool) -> list[list[Case]]:
-        """The next tests, in groups whose results fit into one reply; none for a program that
-        cannot pass any more.
+        """Return the next tests, in groups whose results fit into one reply.
+
+        There are none for a program that can no longer pass.
         """
         if self.unjudged or (self._failed and not share):
             return []

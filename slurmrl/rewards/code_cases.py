@@ -1,5 +1,6 @@
-"""Test cases of programs: how rows of data hold them, which fenced block of a completion they are
-about, and what passes them.
+"""Test cases of programs: their form in rows of data, the code that they test, and how it passes.
+
+The code is a fenced block of a completion.
 """
 
 from __future__ import annotations
@@ -180,8 +181,10 @@ def _kind(value: Any) -> str:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Whether two texts have the same lines, apart from white space at the ends of lines and of
-    the text. Numbers with a fraction or an exponent may differ by `TOLERANCE`.
+    """Return whether two outputs have the same lines.
+
+    White space at the ends of lines and of the outputs is ignored. Numbers with a fraction or an
+    exponent may differ by `TOLERANCE`.
     """
     ours, theirs = _stripped(output), _stripped(expected)
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
@@ -289,8 +292,10 @@ def _defined(code: str) -> set[str]:
 
 
 def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
-    """How much code looks like a whole program, rather than an output or an example of use: whether
-    it is Python, reads its input if it must, has all the names that it uses, and prints.
+    """Return how much code looks like a whole program, not like an output or an example of use.
+
+    The values say whether it is Python, reads its input if it must, has all names that it uses, and
+    prints.
     """
     tree = _tree(code)
     if tree is None:
@@ -300,8 +305,9 @@ def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
 
 
 def _free(tree: ast.AST | None) -> set[str]:
-    """The names that code uses and does not define, with those of Python; none if it imports names
-    that it does not name.
+    """Return the names that code uses and does not define, including Python's own names.
+
+    The result is empty if the code imports names without naming them (``import *``).
     """
     used, bound, tested = set[str](), {"__file__"}, set[str]()
     for node in ast.walk(tree) if tree is not None else ():

@@ -101,9 +101,11 @@ class Sandbox:
         self.process_table = self.network = True
 
     def _find_memory_folders(self) -> list[str]:
-        """Make the file system read-only, if possible. Return the folders in whose place small file
-        systems in memory can be mounted, the one for the private folder first; none if that
-        cannot be mounted."""
+        """Make the file system read-only, if possible, and return mount points for memory.
+
+        Small file systems in memory can be mounted there. The mount point for the private folder
+        comes first. There are none if its file system cannot be mounted.
+        """
         if not self.process_table or LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
             return []
         attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
@@ -179,9 +181,10 @@ class Sandbox:
 
     @contextmanager
     def _private_folder(self) -> Iterator[str]:
-        """An empty folder, which is removed with all that the program has put into it. In memory
-        its file system is a mount of its own: whatever a program does to its files, the next one
-        finds none."""
+        """Yield an empty folder, and remove it with all files that the program has put there.
+
+        In memory, it has a separate mount: the next program finds no files of this one.
+        """
         mounted: list[str] = []
         try:
             for place in self._memory_folders:
@@ -354,8 +357,7 @@ def _flush(space: dict[str, Any]) -> None:
 
 
 def _run_tests(code: str, module: types.ModuleType) -> None:
-    """Run code after the program, as the main module. Where it runs tests of ``unittest``, they
-    must pass, and there must be some."""
+    """Run code after the program as main module; any use of ``unittest`` needs passing tests."""
     module.__name__ = "__main__"
     sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
@@ -390,8 +392,7 @@ def _execute_text(text: str, name: str, space: dict[str, Any]) -> None:
 def _result(
     failed: str, case: dict[str, Any], files: dict[str, int], nonce: bytes
 ) -> dict[str, Any]:
-    """``{"output": TEXT}`` or ``{"value": JSON}`` of a program that ended as it should, else
-    ``{"failed": WHY}``."""
+    """Return ``{"output": TEXT}`` or ``{"value": JSON}``, or ``{"failed": WHY}`` on failure."""
     if failed:
         end = max(os.fstat(files["errors"]).st_size - LAST_BYTES, 0)
         words = os.pread(files["errors"], LAST_BYTES, end).decode(errors="replace").split("\n")
@@ -428,8 +429,7 @@ def _below(place: str, paths: Iterable[str]) -> list[str]:
 
 
 def _enter_own_users(others: int) -> None:
-    """Enter the namespaces ``others`` and a new one of users, whose only user is this one. Raises
-    OSError; the process is then perhaps a user without files."""
+    """Enter namespaces ``others`` and one of only this user, who may lack files after OSError."""
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(NEW_USER | others) != 0:
         raise OSError(ctypes.get_errno(), "no new namespaces")
@@ -439,8 +439,7 @@ def _enter_own_users(others: int) -> None:
 
 
 def _works_in_child(change: Callable[[], None]) -> bool:
-    """Try a change that cannot be undone in a child process. (Root without privileges, as in
-    Apptainer, may enter a namespace of users but not set its users.)"""
+    """Try a permanent change in a child: root in Apptainer may enter namespaces, not set users."""
     child = os.fork()
     if not child:
         try:

@@ -172,9 +172,7 @@ def _only_defines(node: ast.stmt) -> bool:
 def _reached(
     nodes: Iterable[ast.stmt], defined: Definitions, before: Sequence[ast.stmt] = ()
 ) -> list[ast.stmt]:
-    """Statements that run, after those ``before``, and the definitions of all names that they
-    use.
-    """
+    """Return ``before``, then the ``nodes``, then the definitions of all names that they use."""
     reached = [*before, *(node for node in nodes if node not in before)]
     for node in itertools.islice(reached, len(before), None):  # which grows
         names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
@@ -306,8 +304,9 @@ def _may_import_program(node: ast.AST) -> bool:
 
 
 def _names(code: str, unused: set[str]) -> tuple[set[str], set[str]]:
-    """The global names that code uses outside its ``unused`` definitions, and those of them that it
-    does not define.
+    """Return the global names that code uses outside its ``unused`` definitions.
+
+    The second set has the names among them that the code does not define.
     """
     module = symtable.symtable(code, "tests", "exec")
     used = {each.get_name() for each in module.get_symbols() if each.is_referenced()}

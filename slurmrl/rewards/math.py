@@ -84,9 +84,10 @@ class MathReward(RewardFunction):
         *,
         finished: Sequence[bool],
     ) -> list[float]:
-        """
-        :param finished: whether each completion ended by itself. One that did not has an answer
-            only in a box or after the marker.
+        """Return 1 for each completion with a correct answer, 0 for any other.
+
+        :param finished: whether each completion ended by itself. A completion that did not has an
+            answer only in a box or after the marker.
         :raises UnusableRowError: a reference has nothing to compare with.
         """
         asked = zip(completions, rows, finished, strict=True)

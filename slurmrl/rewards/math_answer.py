@@ -1,5 +1,6 @@
-"""The part of a text that is its answer, as a formula that math-verify reads, with numbers, units
-and symbols in notation that it knows.
+"""Find the part of a completion that is its answer, as a formula that math-verify reads.
+
+Numbers, units and symbols are in notation that math-verify knows.
 """
 
 from __future__ import annotations
@@ -131,8 +132,9 @@ LITERAL = re.compile(
 
 
 def rewritten(text: str) -> str:
-    """An answer with its symbols, thousands, bases, residues and the like in notation that
-    math-verify reads.
+    """Return an answer in notation that math-verify reads.
+
+    Symbols, thousands, bases, residues and the like are rewritten.
     """
     text = COMPOSED.sub(decomposed, LOOKS.sub(" ", text).strip()).translate(SYMBOLS)
     text = UPRIGHT.sub(r"\\\1 ", text)
@@ -155,9 +157,10 @@ def decomposed(match: re.Match[str]) -> str:
 
 
 def number(text: str, *, plain: bool) -> str:
-    """The decimal number or fraction in lowest terms that an answer consists of, perhaps with a
-    currency or units; "" if it is anything else. ``plain``: as in `without_units`; then a comma
-    may also separate decimals.
+    """Return the decimal number or fraction in lowest terms that an answer consists of.
+
+    A currency or units may be part of the answer. The result is "" for any other answer. ``plain``:
+    as in `without_units`; a comma may then separate decimals, too.
     """
     text = AROUND.sub("", text.replace("{,}", ","))
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|(?<!\*)(?!(?<=10)\*\*[-+]?\d)\*\*(?!\*)", "", text)
@@ -224,8 +227,9 @@ def residue_symbol(residue: re.Match[str]) -> str:
 
 
 def based_symbol(number: re.Match[str]) -> str:
-    """A symbol that only the same digits in the same base share; digits alone in base ten.
-    math-verify itself drops the base.
+    """Return a symbol that only the same digits in the same base share.
+
+    In base ten, return only the digits. math-verify itself drops the base.
     """
     digits = number[1] or number[2]
     base = re.sub(r"\\text|base|[^0-9a-z]", "", number[3].lower())
@@ -340,8 +344,9 @@ def is_heading(line: str) -> bool:
 
 
 def boxed(text: str) -> str:
-    """The content of the last box, with the boxes that belong to the same answer: ``1, 2`` for
-    ``\\boxed{1} and \\boxed{2}``. "" if there is no box.
+    """Return the content of the last box; "" if there is no box.
+
+    Boxes that belong to the same answer are included: ``1, 2`` for ``\\boxed{1} and \\boxed{2}``.
     """
     contents: list[str] = []
     at = 0
@@ -370,8 +375,10 @@ def _braced(text: str, begin: int) -> tuple[str, int]:
 
 
 def stated(text: str) -> str:
-    """A text with its calculations removed: of a formula only the number after the last ``=`` is
-    left, and numbers with operators between them are dropped.
+    """Return a string without its calculations.
+
+    Only the number after the last ``=`` of a formula is left. Numbers with operators between them
+    are removed.
     """
     text = FORMULA.sub(lambda match: _last_number(formula_of(match)), text)
     text = FORMULA.sub(lambda match: _last_number(match[0].strip("$")), mark_formulas(text))
@@ -405,8 +412,10 @@ def _last_number(formula: str) -> str:
 
 
 def only_formula(text: str, *, plain: bool = False) -> str | None:
-    """The only formula, number or word of an answer, perhaps with prose around it; "" for nothing,
-    None if there are several. ``plain``: it is compared with a plain number.
+    """Return the only formula, number or word of an answer, which may have prose around it.
+
+    The result is "" if there is none, and None if there are several. ``plain``: the answer is
+    compared with a plain number.
     """
     text = text.strip().removeprefix("=")
     if FORMULA.search(text):

@@ -63,8 +63,9 @@ def main() -> None:
 
 
 def compare_relatively() -> None:
-    """Make math-verify round numbers below 1 to six significant digits, not decimals: 1e-7 is not
-    2e-7, and only zero equals zero.
+    """Make math-verify round numbers below 1 to six significant digits, not decimals.
+
+    1e-7 is not 2e-7, and only zero equals zero.
     """
     from math_verify import grader
 
@@ -163,8 +164,9 @@ def read_stated(text: str) -> Reading:
 
 
 def prepare(text: str, *, plain: bool = False) -> str:
-    """An answer in notation that math-verify reads correctly: a number, or a text with its
-    mathematics in LaTeX environments.
+    """Return an answer in notation that math-verify reads correctly.
+
+    It is a number, or a string with its mathematics in LaTeX environments.
     """
     text = rewritten(text)
     content = boxed(text)

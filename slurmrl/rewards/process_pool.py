@@ -161,9 +161,7 @@ class PoolProcess:
         self._requests.close()
 
     def close(self, deadline: float = 0.0) -> None:
-        """Kill the process with its session once it has ended or the deadline has passed, and reap
-        it.
-        """
+        """Kill the process and its session once it exits, or at the deadline, and reap it."""
         self._ended(max(deadline - time.monotonic(), 0.0))
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -245,10 +243,15 @@ class ProcessPool:
         within_s: float = inf,
         abandoned: Callable[[], bool] | None = None,
     ) -> list[Reply | Unanswered]:
-        """Return a reply for each request; `Unanswered` where the process took too long or kept
-        dying, or the request was not done ``within_s`` after the first was sent, or when the call
-        was ``abandoned``, which is looked at every `LOOK_S`. ``most`` is the number of processes if
-        the constructor left it open.
+        """Return a reply, or `Unanswered`, for each request.
+
+        A request is `Unanswered` if
+
+        - the process took too long or kept dying;
+        - the request was not done ``within_s`` after the first was sent;
+        - the call was ``abandoned``, which is checked every `LOOK_S`.
+
+        ``most`` is the number of processes if the constructor left it open.
 
         :raises EnvironmentFailure: the program cannot be executed.
         :raises WorkerDiedError: processes do not start.
@@ -285,9 +288,7 @@ class ProcessPool:
         self._processes = []
 
     def _turn(self, batch: _Requests, size: int, most_s: float = inf) -> None:
-        """Hand out requests to ``size`` processes and wait until something happens, at most for
-        ``most_s``.
-        """
+        """Hand out requests to ``size`` processes and wait for an event, at most for ``most_s``."""
         while len(self._processes) < size:
             self._processes.append(PoolProcess(self._program))
         self._hand_out(batch)
@@ -386,9 +387,7 @@ class _Requests:
         self.end = min(self.end, now + self._within_s)
 
     def retry(self, index: int | None, why: str) -> None:
-        """The process of a request is lost; the request waits for another one, unless that was its
-        last attempt.
-        """
+        """Let a lost process's request wait for another one, unless that was its last attempt."""
         if index is None:
             return
         self._attempts[index] += 1

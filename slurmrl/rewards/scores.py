@@ -24,8 +24,10 @@ SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.acce
 def as_scores(
     reward: str, returned: Any, completions: Sequence[str], places: Sequence[str]
 ) -> list[float]:
-    """Convert a list, tuple, tensor, array or other iterable of numbers to one finite number for
-    each completion. ``places`` are the source lines of their rows.
+    """Convert an iterable of numbers to one finite number for each completion.
+
+    The iterable may be a list, a tuple, a tensor or an array, for example. ``places`` are the
+    source lines of the completions' rows.
 
     :raises RewardError: anything else was returned.
     """
@@ -139,8 +141,9 @@ class JudgedCompletions:
     def filled(
         self, groups: Sequence[JudgedCompletions | None], counts: Sequence[int]
     ) -> JudgedCompletions:
-        """The groups in order, with these completions in the places of those that are None, which
-        have so many (``counts``).
+        """Return the groups in order, with these completions in the places of groups that are None.
+
+        ``counts`` are the numbers of completions of the groups.
         """
         found, start = [], 0
         for group, count in zip(groups, counts, strict=True):

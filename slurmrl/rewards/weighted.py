@@ -67,8 +67,9 @@ class WeightedPart(NamedTuple):
 
 
 class WeightedReward:
-    """:param parts: by name; `ALONE` for a reward that is not a sum, which has no metric of its
-    own.
+    """The weighted sum of the scores of a reward's parts.
+
+    :param parts: by name; `ALONE` for a reward that is not a sum, which has no separate metric.
     """
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
@@ -162,8 +163,9 @@ class WeightedReward:
         return added([self._stats, part_stats(self._scores)])
 
     def parts(self) -> list[dict[str, float]]:
-        """What each part gave each completion of the latest call, before its weight; nothing for a
-        reward that is not a sum.
+        """Return each part's score of each completion of the latest call, before its weight.
+
+        The mappings are empty for a reward that is not a sum.
         """
         return self._scores
 
@@ -283,8 +285,10 @@ class PooledReward:
         *,
         of_one_prompt: bool = False,
     ) -> None:
-        """``of_one_prompt``: each call has the completions of one prompt alone, none of which may
-        be judged now and then.
+        """Prepare the pool of processes that call the reward.
+
+        :param of_one_prompt: each call has only the completions of one prompt. Such a call may have
+            no completion that can be scored.
         """
         self.name = name
         self._of_one_prompt = of_one_prompt

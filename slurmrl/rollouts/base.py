@@ -51,9 +51,11 @@ class PolicyTurn:
 
 
 class Episode(Protocol):
-    """A class is constructed with the configuration's options, once per rank; a function gets them
-    with each call. Episodes of a rank run side by side in one event loop, so they must await
-    whatever takes long. One that raises costs itself alone.
+    """An episode, written by a user as a class or a function.
+
+    A class is constructed with the configuration's options, once per rank; a function gets them
+    with each call. The episodes of a rank run concurrently in one event loop, so they must await
+    everything that takes long. If an episode raises, only that episode fails.
     """
 
     async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 class Completions:
-    """What the policy wrote in the turns of an episode, and the messages that it read between
-    them, as token ids that are kept as they were drawn.
+    """Token ids that the policy wrote in the turns of an episode, and the messages between.
+
+    The policy reads these messages. Token ids are kept as they were sampled.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:

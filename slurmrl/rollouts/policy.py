@@ -127,8 +127,9 @@ class Policy:
         return self._dialogue.decode(tokens)
 
     def say(self, completions: Completions, text: str, role: str = "user") -> None:
-        """Add a message that the policy reads before its next turn, as the chat template writes
-        it; without one, the text alone.
+        """Add a message that the policy reads before its next turn, as the chat template writes it.
+
+        Without a chat template, add only ``text``.
         """
         self.say_all(completions, [(role, text)])
 
@@ -172,8 +173,10 @@ class Policy:
         return EpisodeLimitError(message)
 
     def _key(self, begin: int) -> int:
-        """The random stream of a turn: the completion's own, in which tokens differ by their
-        positions; for another turn from the same position another one.
+        """Return the random stream of a turn.
+
+        It is the completion's own stream, in which tokens differ by their positions. Another turn
+        from the same position gets another stream.
         """
         again = self._from[begin]
         self._from[begin] += 1

@@ -27,11 +27,13 @@ HINT: Final = "pip install 'verifiers>=0.1.9,<0.2'"
 
 
 class VerifiersEpisode:
-    """:param environment: its id: the name of the installed module that has ``load_environment``.
+    """Episode that runs an environment of the verifiers package.
+
+    :param environment: its id: the name of the installed module that has ``load_environment``.
     :param args: arguments of ``load_environment``.
 
-    The rows of the dataset are those of the environment: ``prompt`` (messages), ``answer``,
-    ``info``, ``task``. The rubric's reward is that of the last turn.
+    The rows of the dataset are the rows of the environment: ``prompt`` (messages), ``answer``,
+    ``info``, ``task``. The reward of the last turn is the rubric's reward.
     """
 
     def __init__(self, *, environment: str, args: Mapping[str, Any] | None = None) -> None:

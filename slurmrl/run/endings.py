@@ -44,7 +44,7 @@ class JobTag:
 
     @property
     def start(self) -> str:
-        """``JOBID.RESTARTCOUNT``"""
+        """Start of the job, as ``JOBID.RESTARTCOUNT``."""
         return ".".join(self.text.split(".")[:2])
 
     @property
@@ -82,8 +82,9 @@ class Ending:
 
     @property
     def what(self) -> str:
-        """The first failure, without the rank, since it is random which of several ranks fails
-        first; empty if nothing failed.
+        """The first failure, without the rank; empty if nothing failed.
+
+        The rank is omitted because it is random which of several ranks fails first.
         """
         failure = self.failure
         what = failure.exception or failure.reason or failure.damage
@@ -107,8 +108,9 @@ class Ending:
 
     @property
     def hang_words(self) -> str:
-        """Who waited for whom, on one line, for people only: its times differ from one incarnation
-        to the next.
+        """One line that says which ranks waited for which.
+
+        It is only for people: its times differ from one incarnation to the next.
         """
         return first_line(self.hang.text) if self.hang is not None else ""
 
@@ -126,8 +128,10 @@ class Ending:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts against another start: not if its job was taken away, or if it could
-        not read the checkpoint that it resumed from.
+        """Whether the ending counts against another start.
+
+        It does not count if the job was taken away, or if the incarnation could not read the
+        checkpoint from which it resumed.
         """
         return not (self.lost or self.warning in UNFAULTED or self.failure.damaged)
 

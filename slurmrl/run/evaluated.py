@@ -59,7 +59,7 @@ def lines_of(paths: RunPaths) -> list[dict[str, Any]]:
 
 
 def newest(paths: RunPaths) -> dict[str, Any]:
-    """The line of the newest step that has one; empty without one. (Older ones are not read.)"""
+    """Return the line of the newest step that has one, or {}; older lines are not read."""
     for _, same in groupby(reversed(trials(paths)), key=lambda trial: trial[0]):
         if found := _read(paths, list(same)):
             return found[-1]

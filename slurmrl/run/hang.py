@@ -219,7 +219,7 @@ def _microbatch(group: GroupProgress) -> str:
 
 
 def _detail(group: GroupProgress) -> str:
-    """`` (forward, micro-batch 2 of 8, paced_reward.py:44 in __call__)``"""
+    """Return details such as `` (forward, micro-batch 2 of 8, paced_reward.py:44 in __call__)``."""
     parts = [plain(group.phase), _microbatch(group).removeprefix(", "), plain(group.frame)]
     text = ", ".join(filter(None, parts))
     return f" ({text})" if text else ""
@@ -234,7 +234,7 @@ def describe(row: RankProgress) -> str:
 
 
 def _span(ranks: Iterable[int]) -> str:
-    """``0-2,5``"""
+    """Format ranks as ranges, for example ``0-2,5``."""
     parts: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if parts and rank == parts[-1][1] + 1:

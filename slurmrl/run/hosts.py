@@ -72,8 +72,9 @@ def newest_failed_starts(run: RunPaths) -> list[BadHost]:
 
 
 def record_start(run: RunPaths, slots: int, start: str, host: str, why: str) -> None:
-    """Record a start of a job (``JOBID.RESTARTCOUNT``) that failed because of a host before an
-    incarnation began. Batch scripts write the same record.
+    """Record a start of a job that failed because of a host before an incarnation began.
+
+    ``start`` is ``JOBID.RESTARTCOUNT``. Batch scripts write the same record.
     """
     _create(run, f"start.{slots}.{start}.{host}.json", host, why, start)
 

@@ -55,8 +55,10 @@ def baton(number: int) -> str:
 
 
 def hang(incarnation: int) -> str:
-    """Which ranks waited for which when an incarnation was ended for silence or a deadline, as
-    JSON: ``text``, and ``files`` with stacks.
+    """Key of the ranks that waited when an incarnation was ended for silence or a deadline.
+
+    Its value is JSON: ``text`` says which ranks waited for which, and ``files`` lists files with
+    stacks.
     """
     return f"incarnation/{incarnation}/hang"
 
@@ -67,8 +69,9 @@ def stacks(incarnation: int, number: int) -> str:
 
 
 def lost(host: str) -> str:
-    """A host whose agent is dead or whose GPU failed, as JSON: the incarnation that found out, and
-    its job.
+    """Key of a host whose agent is dead or whose GPU failed.
+
+    Its value is JSON: the incarnation that detected the loss, and its job.
     """
     return f"lost/{host}"
 

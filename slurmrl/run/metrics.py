@@ -61,8 +61,10 @@ def finite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cut(path: Path, last_step: int) -> None:
-    """Drop lines of steps after ``last_step`` and a torn last line, at the start of an incarnation
-    that continues from that step. Reads backward from the end, no further than needed.
+    """Drop lines of steps after ``last_step`` and a torn last line.
+
+    Call it at the start of an incarnation that continues from that step. It reads backward from the
+    end, no further than needed.
     """
     try:
         with lines.opened(path) as file:
@@ -80,8 +82,10 @@ def cut(path: Path, last_step: int) -> None:
 
 
 def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
-    """Return where the lines to keep end, and whether some before that must be dropped: then the
-    master of an earlier incarnation was still writing beside a later one's.
+    """Return where the lines to keep end, and whether some lines before that must be dropped.
+
+    Some must be dropped if the master of an earlier incarnation was still writing next to the
+    master of a later one.
     """
     end = None
     for offset, raw in file.backward() if last_step >= 0 else ():
@@ -115,8 +119,9 @@ def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
 
 
 def read_between(path: Path, after: int, last: int) -> list[dict[str, Any]]:
-    """Return the lines of the steps after ``after`` up to ``last``, in the order of the steps and
-    each step once. Reads backward from the end, no further than needed.
+    """Return the lines of the steps after ``after`` up to ``last``, in order and each step once.
+
+    Reads backward from the end, no further than needed.
     """
     found: dict[int, dict[str, Any]] = {}
     try:

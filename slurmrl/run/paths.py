@@ -67,7 +67,7 @@ class RunPaths:
         return self.run / "code"
 
     def snapshot(self, number: int) -> Path:
-        """The ``number``-th snapshot of the code: ``code``, ``code.2``, …"""
+        """Return the path of the ``number``-th snapshot of the code (``code``, ``code.2``, …)."""
         return self.code if number == 1 else self.run / f"code.{number}"
 
     @property
@@ -107,15 +107,17 @@ class RunPaths:
 
     @property
     def versions(self) -> Path:
-        """Weight versions that trainers publish for rollout hosts, each in a directory of its
-        name (see `weights`).
+        """Weight versions that trainers publish for rollout hosts.
+
+        Each version has a directory with its name (see `weights`).
         """
         return self.run / "versions"
 
     @property
     def rollouts(self) -> Path:
-        """What rollout tasks are asked for and what they answer, in a directory for each attempt of
-        a task; it outlives incarnations.
+        """Requests to rollout tasks and their answers, in a directory for each attempt of a task.
+
+        The folder outlives incarnations.
         """
         return self.run / "rollouts"
 
@@ -219,8 +221,10 @@ class RunPaths:
         return self.run / "report.html"
 
     def notice(self, slot: int) -> Path:
-        """Claim file: its exclusive creation grants the right to post the notice of the end in this
-        slot of the history.
+        """Return the claim file of a notice.
+
+        The process that creates it (exclusively) may post the notice of the end in this slot of the
+        history.
         """
         return self.run / f"notice.{slot}.json"
 
@@ -364,8 +368,9 @@ class RunPaths:
         return self.logs / group / f"{task}.{attempt}.log"
 
     def stacks(self, group: str, task: int, attempt: int, incarnation: int, number: int) -> Path:
-        """Stacks of a host's processes, taken before an incarnation ended (``number`` 0) or for
-        the request ``number``.
+        """Return the file for the stacks of a host's processes.
+
+        They are taken before an incarnation ended (``number`` 0) or for the request ``number``.
         """
         return self.logs / group / f"{task}.{attempt}.stacks-{incarnation}.{number}.txt"
 

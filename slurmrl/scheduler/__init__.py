@@ -33,8 +33,9 @@ def make(name: str) -> Scheduler:
 
 
 def choose(name: str, *, asks_slurm: bool) -> str:
-    """Resolve ``auto``: ``slurm`` if the configuration asks for it or if this machine belongs to a
-    cluster, else ``local``.
+    """Resolve ``auto`` to ``slurm`` or ``local``.
+
+    It is ``slurm`` if the configuration asks for it or if this machine belongs to a cluster.
 
     Nothing may run on a login node because its controller does not answer: then `Scheduler.check`
     rejects the submission.

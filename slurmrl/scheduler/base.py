@@ -176,11 +176,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
-        """Add elements to a group of a submission that run after its present ones; return the job
-        id.
+        """Add elements to a group that run after its present elements; return the job id.
 
-        ``by`` identifies the caller. Raises UsageError where this scheduler cannot extend a group
-        or another process is extending it, SchedulerError where the scheduler refuses.
+        ``by`` identifies the caller. Raises UsageError if this scheduler cannot extend a group or
+        another process is extending it, SchedulerError if the scheduler rejects the request.
         """
 
     @abstractmethod
@@ -196,8 +195,10 @@ class Scheduler(ABC):
 
     @abstractmethod
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
-        """End all elements except ``spare`` (``41_3``): pending ones never start, running ones get
-        TERM, then KILL. Jobs that have ended are no error.
+        """End all elements except ``spare`` (``41_3``).
+
+        Pending elements never start; running ones get TERM, then KILL. Jobs that have ended are no
+        error.
         """
 
     @abstractmethod
@@ -213,8 +214,10 @@ class Scheduler(ABC):
 
 
 class SchedulerPoll:
-    """Keeps the last answer and the time of the next query: soon after a change, later the longer
-    nothing changes. Nothing runs between the calls.
+    """The last answer of the scheduler and the time of the next query.
+
+    The next query comes soon after a change, and later the longer nothing changes. Nothing runs
+    between the calls.
     """
 
     def __init__(
@@ -237,9 +240,12 @@ class SchedulerPoll:
         return max(self._due - self._clock(), 0.0) if self._asked is not None else 0.0
 
     def query(self, jobs: JobIds) -> list[TaskState]:
-        """Return the states of these jobs: the last answer, or a new one if it is due or the jobs
-        differ. Raises SchedulerError, after which the pause has grown too; until it is over, so do
-        calls for jobs of which there is no earlier answer.
+        """Return the states of these jobs.
+
+        Return the last answer, or a new one if it is due or the jobs differ.
+
+        Raises SchedulerError if the query fails, and extends the pause. Until the pause is over,
+        calls for jobs without an earlier answer also raise SchedulerError.
         """
         if self._asked == dict(jobs) and self.pause_s > 0:
             if self._failure is not None:

@@ -292,8 +292,9 @@ class Upkeep:
     """
 
     def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
-        """``elastic``: group -> planned number of tasks; ``told`` is called with the id of each
-        array added to the chain.
+        """``elastic`` maps each group to its planned number of tasks.
+
+        ``told`` is called with the id of each array added to the chain.
         """
         self._link = link
         self._told = told

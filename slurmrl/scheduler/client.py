@@ -70,8 +70,10 @@ class SlurmClient:
         self._run(*command, environ=job_environment.of_job(os.environ))
 
     def refusal(self, script: Path) -> str | None:
-        """Return Slurm's words if sbatch would refuse a script; None if it would accept it, or
-        cannot say. Submit nothing. Raises SchedulerError if Slurm does not answer.
+        """Return Slurm's words if sbatch would reject a script, without submitting it.
+
+        Return None if sbatch would accept it, or cannot say. Raises SchedulerError if Slurm does
+        not answer.
         """
         try:
             self.try_out(script)
@@ -83,9 +85,7 @@ class SlurmClient:
         return None
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
-        """Return the hosts of the partitions (None: all), in whatever state, or those of these
-        names.
-        """
+        """Return the hosts, in any state, of the partitions (None: all) or with these names."""
         where = [f"--partition={partition}"] if partition else []
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"
@@ -183,8 +183,10 @@ class SlurmClient:
         self._run("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={count}")
 
     def hold(self, elements: str) -> None:
-        """Keep queued elements (``41_[2-7]``) from starting, as their user does (also for an
-        administrator, whose hold would look like the site's).
+        """Keep queued elements (``41_[2-7]``) from starting, as their user does.
+
+        An administrator also holds them like the user: an administrator's own hold would look like
+        the site's.
         """
         self._run("scontrol", "uhold", elements)
 

@@ -45,9 +45,10 @@ class Change:
 
 
 def balance(desired: int, tasks: Sequence[TaskState], throttle: int | None) -> Change:
-    """Return the change after which at most ``desired`` tasks start, and as many run or are queued,
-    given the elements of a group and their throttle, if it is known. Elements beyond the throttle
-    are spares and stay.
+    """Return the change after which ``desired`` tasks run or are queued, and no more start.
+
+    ``tasks`` are the elements of a group, and ``throttle`` is their throttle, if it is known.
+    Elements beyond the throttle are spares and stay.
     """
     queued = [task for task in tasks if task.state is JobState.PENDING]
     held = [task for task in queued if task.reason == HELD]
@@ -86,11 +87,10 @@ class ElasticGroup:
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
-        """Make sure that ``desired`` tasks run or are queued and no more start; return the change
-        made.
+        """Make sure that ``desired`` tasks run or are queued and no more start.
 
-        Raises SchedulerError where Slurm's commands do not work here: only the queued spares
-        remain then.
+        Return the change made. Raises SchedulerError if Slurm's commands do not work here: then
+        only the queued spares remain.
         """
         jobs = self._scheduler.recover(self._run, self._number)
         if self._group not in jobs:
@@ -109,8 +109,10 @@ class ElasticGroup:
         return change
 
     def leave_alone(self) -> None:
-        """Let no queued task start without trainers: hold the tasks while a job of the trainers
-        waits or runs, else cancel them. Raises SchedulerError.
+        """Let no queued task start without trainers.
+
+        Hold the tasks while a job of the trainers waits or runs, else cancel them. Raises
+        SchedulerError.
         """
         everybody = self._scheduler.query(self._scheduler.recover(self._run, self._number))
         if any(task.group == TRAINERS and task.state.active for task in everybody):
@@ -119,8 +121,9 @@ class ElasticGroup:
             self._client.cancel(queued)
 
     def _change(self, elements: str, change: Change) -> None:
-        """Apply a change to the queued elements of an array (``41_[2-7]``); some may have started
-        in the meantime.
+        """Apply a change to the queued elements of an array (``41_[2-7]``).
+
+        Some elements may have started in the meantime.
         """
         try:
             if change.throttle is not None:

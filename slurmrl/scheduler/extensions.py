@@ -310,8 +310,9 @@ class Extender:
 
 
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
-    """Return whether the claimant can no longer submit: it was this element before a requeue, an
-    element that has ended, or a process that is gone.
+    """Return whether the claimant can no longer submit.
+
+    It was this element before a requeue, an element that has ended, or a process that is gone.
     """
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active
@@ -335,10 +336,10 @@ def array_limit(settings: Mapping[str, str]) -> int | None:
 
 
 def submit_room(text: str, user: str, account: str | None) -> int | None:
-    """Return how many more jobs a user may submit, from ``scontrol show assoc_mgr``; None: no
-    limit.
+    """Return how many more jobs a user may submit; None: no limit.
 
-    The account's own records, which limit all of its users together, count too.
+    ``text`` is the output of ``scontrol show assoc_mgr``. The account's own records, which limit
+    all of its users together, count too.
     """
     records = [
         (found[1], found[2], part)

@@ -55,9 +55,11 @@ def gpu_count(resources: str) -> int:
 
 
 def gpus(resources: str) -> list[tuple[str, int]]:
-    """Return type and number of each kind of GPU in generic resources such as
-    ``gpu:a100:4(S:0,2),gpu:1g.5gb:2,shard:8``. The type is empty where there is none. Slurm
-    multiplies a number by 1024 for each step from K to P, and counts 1 without a number.
+    """Return type and number of each kind of GPU in generic resources.
+
+    An example of resources is ``gpu:a100:4(S:0,2),gpu:1g.5gb:2,shard:8``. The type is empty if
+    there is none. Slurm multiplies a number by 1024 for each step from K to P, and counts 1 without
+    a number.
     """
     found = []
     for entry in _PLACES.sub("", resources).split(","):
@@ -119,8 +121,10 @@ def _ranges(text: str) -> Iterable[str]:
 
 
 def elements(text: str) -> tuple[int, ...]:
-    """Parse array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``; none for ``N/A``
-    (no array, or what is left of one whose pending elements were cancelled).
+    """Parse array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``.
+
+    ``N/A`` gives no elements: there is no array, or the pending elements of an array were
+    cancelled.
     """
     ranges = text.strip().strip("[]").partition("%")[0].strip("[]")
     if ranges in ("", "N/A"):
@@ -162,9 +166,7 @@ def exit_status(text: str) -> tuple[int | None, int | None]:
 
 
 def duration_s(text: str) -> float | None:
-    """Parse ``1-02:03:04``, ``02:03:04``, ``03:04``; return None for UNLIMITED, INVALID and the
-    like.
-    """
+    """Parse ``1-02:03:04``, ``02:03:04``, ``03:04``; return None for UNLIMITED, INVALID etc."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None

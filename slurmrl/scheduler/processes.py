@@ -83,8 +83,9 @@ class Claimant:
 
 
 def is_gone(claim: Mapping[str, Any]) -> bool | None:
-    """Return whether the claimant that wrote these entries has ended; None if this host cannot
-    tell, because the claimant runs on another one.
+    """Return whether the claimant that wrote these entries has ended.
+
+    Return None if this host cannot tell, because the claimant runs on another host.
     """
     pid, ticks = claim.get("pid"), claim.get("start_ticks")
     if claim.get("boot") == boot_id() and isinstance(pid, int) and isinstance(ticks, int):

@@ -165,8 +165,9 @@ def explain(reason: str) -> str:
 
 
 def _name(text: str) -> tuple[str, str]:
-    """``ReqNodeNotAvail, UnavailableNodes:n1``, ``RaisedSignal:9(Killed)`` -> its name and the
-    details.
+    """Split a reason into its name and the details.
+
+    Examples are ``ReqNodeNotAvail, UnavailableNodes:n1`` and ``RaisedSignal:9(Killed)``.
     """
     plain = text.replace("_", " ").lower()
     for phrase, name in PHRASES:

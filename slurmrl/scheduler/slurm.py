@@ -169,8 +169,9 @@ class SlurmScheduler(Scheduler):
         self._client.requeue(element)
 
     def _most_links(self, request: SubmissionRequest) -> Callable[[GroupRequest], int | None]:
-        """Return the longest array of a group that the cluster accepts from this user; None if
-        unknown.
+        """Return the longest array of a group that the cluster accepts from this user.
+
+        Return None if it is unknown.
         """
         try:
             most = extensions.array_limit(self._client.settings())
@@ -251,8 +252,10 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
 
 
 class MemoryRequest:
-    """Query of ended elements that squeue no longer shows. sacct runs only while elements are
-    missing, and not again after it failed or reported that there is no accounting.
+    """Query of ended elements that squeue no longer shows.
+
+    sacct runs only while elements are missing, and not again after it failed or reported that there
+    is no accounting.
     """
 
     def __init__(self, client: SlurmClient) -> None:

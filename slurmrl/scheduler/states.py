@@ -73,8 +73,10 @@ process killed by a signal is a ``JobLaunchFailure`` in 22.05, a ``RaisedSignal`
 
 
 def interpret(raw: str) -> SlurmState:
-    """Interpret Slurm's text for a state: ``RUNNING``, ``PENDING,REQUEUED``, sacct's
-    ``CANCELLED by 1000``. A flag is more specific than its base state, so it wins.
+    """Interpret Slurm's string for a state.
+
+    Examples are ``RUNNING``, ``PENDING,REQUEUED`` and sacct's ``CANCELLED by 1000``. A flag is more
+    specific than its base state, so it wins.
     """
     words = [word for word in re.split(r"[,+\s]+", raw.upper()) if word]
     for table in (FLAGS, BASE_STATES):
@@ -85,8 +87,9 @@ def interpret(raw: str) -> SlurmState:
 
 
 def ending(raw: str, reason: str) -> JobState | None:
-    """Return the state that a job will have once its last host is free, if the reason tells; None
-    for a job that is not completing.
+    """Return the state that a job will have once its last host is free, if the reason tells.
+
+    Return None for a job that is not completing.
     """
     if "COMPLETING" not in raw.upper():
         return None

@@ -107,8 +107,9 @@ def _directive(run: RunPaths, number: int, group: str, name: str) -> str | None:
 
 
 def excluded_hosts(run: RunPaths, number: int, group: str, *more: str) -> str:
-    """Return the hosts that jobs of a group exclude, in Slurm's form: those that the user excludes,
-    those that the trial avoids, and ``more``.
+    """Return the hosts that jobs of a group exclude, in Slurm's form.
+
+    These are the hosts that the user excludes, the hosts that the trial avoids, and ``more``.
     """
     own = excluded_by_user(run, number, group)
     avoided = [one.host for one in hosts.avoided(run)]

@@ -244,8 +244,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """Box ``box``, which each of ``ranks`` holds in a storage, from element ``offset`` with
-    ``strides``. ``storage`` is relative to the tensor's name, see `storage_of`.
+    """Box ``box`` of a tensor, which each of ``ranks`` holds in a storage.
+
+    It begins at element ``offset`` and has ``strides``. ``storage`` is relative to the tensor's
+    name, see `storage_of`.
     """
 
     ranks: tuple[int, ...]
@@ -309,8 +311,10 @@ def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
 
 
 def storage_of(name: str, relative: str) -> str:
-    """The storage of a tensor: ``""`` stands for its own name, ``/s`` for ``s``, and any other for
-    itself after the prefix of the tensor's name (``exp_avg/`` of moments).
+    """Return the storage of a tensor from its ``relative`` form.
+
+    ``""`` stands for the tensor's own name, and ``/s`` for ``s``. Any other form follows the prefix
+    of the tensor's name (``exp_avg/`` of moments).
     """
     if relative.startswith("/"):
         return relative[1:]
@@ -334,8 +338,9 @@ def _prefix(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """All tensors, and for each the holders of its parts among ranks 0 to ``ranks - 1``; replicas
-    are allowed.
+    """All tensors, and for each the holders of its parts among ranks 0 to ``ranks - 1``.
+
+    Replicas are allowed.
     """
 
     tensors: Mapping[str, TensorSpec]

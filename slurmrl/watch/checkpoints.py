@@ -117,8 +117,10 @@ def _set_aside(
 def kept_by(
     commits: Sequence[Commit], keep_last: int, keep_every_steps: int | None
 ) -> dict[str, list[str]]:
-    """The reasons to keep each directory: ``last`` (one of the newest), ``every`` (its step is a
-    multiple); none if it may be removed. ``commits`` are in the order of their steps.
+    """Return the reasons to keep each directory; none if it may be removed.
+
+    The reasons are ``last`` (one of the newest) and ``every`` (its step is a multiple). ``commits``
+    are in the order of their steps.
     """
     newest = {commit.directory for commit in commits[-keep_last:]}
     reasons: dict[str, list[str]] = {}

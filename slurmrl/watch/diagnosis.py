@@ -207,8 +207,9 @@ def _waiting(status: Status) -> Iterator[StatusFinding]:
 
 
 def whom(waiting: Mapping[str, Any]) -> str:
-    """Return ``ranks 0, 3 (n1) to finish train_step of step 4``; what is not waited for from ranks
-    stands for itself.
+    """Describe a wait, for example ``ranks 0, 3 (n1) to finish train_step of step 4``.
+
+    If the wait is not for ranks, return only the thing that is waited for.
     """
     ranks = waiting["for"]
     if not ranks:

@@ -57,8 +57,9 @@ class LogFile:
 
 
 class Part(NamedTuple):
-    """A part of a process's output: long files are rotated, and the newest two parts are kept (see
-    `workers.agent.agent_host`).
+    """A part of a process's output.
+
+    Long files are rotated, and the newest two parts are kept (see `workers.agent.agent_host`).
     """
 
     number: int
@@ -93,9 +94,11 @@ def newest(
     *,
     attempts: Attempts | None = None,
 ) -> list[LogFile]:
-    """Return the log of each task's newest attempt, or of those in ``attempts``, by group and task,
-    and the newest output of the trainers' batch process. For another group in which no agent has
-    started, return that of its batch process.
+    """Return the newest logs by group and task.
+
+    These are the log of each task's newest attempt, or of its attempt in ``attempts``, and the
+    newest output of the trainers' batch process. For another group in which no agent has started,
+    return the output of its batch process.
 
     Raises UnknownNameError for a group or a task without logs if there are others.
     """
@@ -115,9 +118,11 @@ def newest(
 
 
 def serving(paths: RunPaths, incarnation: int) -> Attempts:
-    """Return the attempts that served an incarnation: those of the job in which it began, and the
-    master's, whose log is numbered like that of the first agent. Their logs may cover other
-    incarnations of that job as well. Raises UnknownNameError.
+    """Return the attempts that served an incarnation.
+
+    These are the attempts of the job in which it began, and the master's, whose log has the same
+    number as the log of the first agent. Their logs may cover other incarnations of that job as
+    well. Raises UnknownNameError.
     """
     begin = begin_of(paths.history, incarnation)
     if begin is None:

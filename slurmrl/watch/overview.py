@@ -87,9 +87,10 @@ def collect(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[str, Any]]:
-    """Return the documented object of each trial (see ``status``); ``detailed`` ones cover more
-    incarnations. A run directory that cannot be read is passed to ``unreadable`` and left out;
-    without that it raises.
+    """Return the documented object of each trial (see ``status``).
+
+    ``detailed`` objects cover more incarnations. A run directory that cannot be read is passed to
+    ``unreadable`` and omitted; without ``unreadable``, the error is raised.
     """
     snapshots = _read_all(trials, STORY if detailed else GLANCE, unreadable)
     found = ask(snapshots, schedulers)
@@ -116,8 +117,10 @@ def glance(
     *,
     unreadable: Callable[[RunPaths, SlurmrlError], None],
 ) -> list[dict[str, Any]]:
-    """Return what a list shows of each trial: `overview` of the ended ones that have a current one,
-    the whole object of the others.
+    """Return the row of each trial for a list.
+
+    The row of an ended trial with a current `overview` is that overview. The row of any other trial
+    is the whole object.
     """
     found = {paths: row for paths in trials if (row := read_overview(paths)) is not None}
     others = [paths for paths in trials if paths not in found]
@@ -230,8 +233,10 @@ def keep_overview(paths: RunPaths) -> None:
 
 
 def read_overview(paths: RunPaths) -> dict[str, Any] | None:
-    """Return the trial's name, the kept fields and the findings of an ended trial as its status
-    object has them; None if the file is missing, stale, damaged or unreadable.
+    """Return the overview of an ended trial, or None.
+
+    It has the trial's name, the kept fields and the findings, like the trial's status object.
+    Return None if the file is missing, stale, damaged or unreadable.
     """
     with suppress(FileNotFoundError, CorruptFileError, EnvironmentFailure):
         kept = documents.read(paths.overview, FIELDS, REQUIRED)

@@ -147,8 +147,9 @@ def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] |
 
 
 def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
-    """Return the newest steps in a row in which a model was not updated at all, if they are
-    SKIPPED_STEPS or more, or all steps of an ended trial.
+    """Return the newest consecutive steps in which a model was not updated at all.
+
+    Return None if they are fewer than SKIPPED_STEPS, unless they are all steps of an ended trial.
     """
     trained = [line for line in snapshot.lines if _models(line)]
     names = sorted({name for line in trained for name in _models(line)})
@@ -161,8 +162,9 @@ def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _unjudged(snapshot: TrialSnapshot) -> dict[str, Any] | None:
-    """Return the share of completions of the newest steps that the reward could not judge, if it is
-    MOST_UNJUDGED or more.
+    """Return the share of completions of the newest steps that the reward could not score.
+
+    Return None if it is less than MOST_UNJUDGED.
     """
     given = [line.get("reward_unjudged") for line in snapshot.lines[-UNJUDGED_STEPS:]]
     shares = [float(share) for share in given if isinstance(share, int | float)]
@@ -237,9 +239,7 @@ def time_left_s(pace_s: float | None, step: int, total: int | None) -> float | N
 
 
 def commit_times(events: Iterable[Event]) -> tuple[float | None, float | None]:
-    """Return how long the slowest of the newest commits took, and how long training waited for
-    one at most.
-    """
+    """Return the longest duration of the newest commits and training's longest wait for one."""
     newest = [event for event in events if event["kind"] == "commit"][-RECENT_COMMITS:]
     taken = [s for event in newest if (s := _number(event.get("seconds"))) is not None]
     stalls = [s for event in newest if (s := _number(event.get("stall_s"))) is not None]
@@ -258,8 +258,9 @@ def start_time_s(begun: float, events: Iterable[Event]) -> float | None:
 def counted_time_s(
     trained_s: float | None, lines: Sequence[Mapping[str, Any]], step: int
 ) -> float | None:
-    """Return the total time of the steps up to ``step``, where the trial stands: those after it
-    are lost, and their lines stay until the next incarnation begins.
+    """Return the total time of the steps up to ``step``, the trial's present step.
+
+    Later steps are lost, and their lines stay until the next incarnation begins.
     """
     if trained_s is None:
         return None

@@ -80,9 +80,7 @@ def lost(names: NameStore, host: str) -> LostHost | None:
 
 
 def status(names: NameStore) -> Said:
-    """Return the last status that the newest master published; empty if there is none, or if it is
-    damaged.
-    """
+    """Return the last status that the newest master published; empty if missing or damaged."""
     key = keys.status()
     try:
         said = documents.parse(names.get(key), f"the name {key}", STATUS)
@@ -138,9 +136,10 @@ def first_agent(names: NameStore, job: str) -> Identity | None:
 
 
 def newest_claim(names: NameStore, group: str, task: int, job: str) -> Identity | None:
-    """Return a task's newest claim in a round (``JOBID.RESTART.ROUND``) or in any round of a start
-    of a job (``JOBID.RESTART``); None before there is one. Raises CorruptFileError,
-    EnvironmentFailure.
+    """Return a task's newest claim in a round or in any round of a start of a job.
+
+    ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Return None before there is a claim.
+    Raises CorruptFileError, EnvironmentFailure.
     """
     for number in attempt_numbers(names, group, task):
         claim = attempt(names, group, task, number)

@@ -163,8 +163,10 @@ class TrialSnapshot:
 
     @property
     def total_steps(self) -> int | None:
-        """As the master reports, to whom the dataset's size is known; before it begins, those of
-        the newest submission. None: unknown.
+        """Number of all steps; None if it is unknown.
+
+        The master, which knows the dataset's size, reports it. Before the master begins, it is the
+        number of the newest submission.
         """
         submission = self.submission
         if submission is None:
@@ -232,8 +234,9 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
 
 
 def _are_too_few(lines: Sequence[Mapping[str, Any]], state: Recent) -> bool:
-    """Whether steps that the detailed status counts began before these lines: those after the last
-    commit, and those in a row that updated nothing.
+    """Whether steps that the detailed status counts began before these lines.
+
+    It counts the steps after the last commit, and consecutive steps that updated nothing.
     """
     if len(lines) < LINES:
         return False
@@ -405,8 +408,9 @@ def _attempt(names: NameStore, group: str, task: int, number: int) -> Identity:
 def _leaders(
     names: NameStore, attempts: Mapping[tuple[str, int], Identity], count: int
 ) -> list[Identity]:
-    """Return the newest attempts of the trainers' task 0, newest first: each incarnation began in
-    the job of one of them.
+    """Return the newest attempts of the trainers' task 0, newest first.
+
+    Each incarnation began in the job of one of them.
     """
     newest = attempts.get((TRAINERS, 0))
     if newest is None:

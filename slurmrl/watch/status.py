@@ -269,8 +269,9 @@ def _group(
 
 
 def present_link(elements: Sequence[TaskState]) -> TaskState | None:
-    """Return the array element of a fixed group's present job: the running one, else the next to
-    start, else the last that ran.
+    """Return the array element of a fixed group's present job.
+
+    It is the running element, else the next to start, else the last that ran.
     """
 
     def rank(element: TaskState) -> tuple[int, int]:

@@ -158,8 +158,10 @@ def _from_step(traces: Traces) -> int:
 def _last_seen(
     snapshot: TrialSnapshot, traces: Traces, after: Traces | None, *, running: bool
 ) -> int:
-    """Return the last step that others know: the status of a running incarnation, the next one that
-    does steps again, or metrics that no next one has cut yet; 0 if none does.
+    """Return the last step that is known from other sources; 0 if there is none.
+
+    The source is the status of a running incarnation, the next incarnation that repeats steps, or
+    metrics that no next incarnation has cut yet.
     """
     if running:
         said = snapshot.said.get("step")
@@ -243,8 +245,9 @@ def warning(warned: Warned, *, preempted: bool = False) -> str:
 
 
 def _was_preempted(traces: Traces, tasks: Sequence[TaskState]) -> bool:
-    """Whether the scheduler says so or starts the job again, which it does not do with a job that
-    somebody killed.
+    """Whether the scheduler reports a preemption or starts the job again.
+
+    It does not start a job again that somebody killed.
     """
     element = traces.attempt.job_id if traces.attempt is not None else ""
     own = [task for task in tasks if element and task.job_id == element]
@@ -304,8 +307,9 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
 
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
-    """Return the array element in which an incarnation ran, unless it was requeued since: then its
-    state is that of a later start.
+    """Return the array element in which an incarnation ran, unless it was requeued since.
+
+    The state of a requeued element belongs to a later start.
     """
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
     found = (task for task in tasks if job_id and task.job_id == job_id)
@@ -313,8 +317,9 @@ def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
 
 
 def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> End | None:
-    """Return the scheduler's reason if it contradicts one guessed from a signal: steps of a killed
-    or cancelled job get the same signals as those of a preempted one.
+    """Return the scheduler's reason if it contradicts a reason guessed from a signal.
+
+    Steps of a killed or cancelled job get the same signals as the steps of a preempted job.
     """
     task = _task(traces, tasks)
     if warned.cause not in GUESSED or task is None:

@@ -1,5 +1,7 @@
-"""The address of this host on the network between the hosts, and the doorbells of the master, the
-agents and the rollout tasks at that address (see `run.channel.bell`).
+"""The address of this host on the network between the hosts, and the bells at that address.
+
+The master, the agents and the rollout tasks each have such a bell for wake-ups (see
+`run.channel.bell`).
 """
 
 from __future__ import annotations
@@ -51,8 +53,13 @@ def default_address() -> str | None:
 
 
 def fabric_address(interface: str | None, hosts: int) -> str:
-    """Return the address to bind: that of the configured interface, else loopback for a job of one
-    host, else that of the default route. A job of several hosts never gets loopback.
+    """Return the address to bind; a job of several hosts never gets loopback.
+
+    The first of these that applies is used:
+
+    - the address of the configured interface
+    - loopback, for a job of one host
+    - the address of the default route
 
     Raises:
         EnvironmentFailure: the interface has no address, or no address was found.

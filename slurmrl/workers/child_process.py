@@ -63,8 +63,9 @@ def ignore_signals() -> None:
 
 
 def allow_tracing() -> None:
-    """Let the user's other processes read this one's stacks, as py-spy does, where Yama restricts
-    that to ancestors. A process does not inherit this.
+    """Let the user's other processes read this process's stacks, as py-spy does.
+
+    Yama may restrict that to ancestors. A process does not inherit this permission.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
@@ -229,8 +230,9 @@ def spawn_with_pipe(
     environment: Mapping[str, str],
     interpreter: Sequence[str] = (sys.executable,),
 ) -> tuple[Child, Connection]:
-    """Start a process as `spawn` does, with a pipe, whose other end the child gets as
-    ``--pipe-fd``, and with a file for its stacks.
+    """Start a process as `spawn` does, with a pipe and a file for its stacks.
+
+    The child gets the other end of the pipe as ``--pipe-fd``.
     """
     ours, theirs = Connection.pair()
     stacks_fd = stacks.new_file()
@@ -256,8 +258,9 @@ def spawn_with_pipe(
 
 
 class _Forgiving(io.FileIO):
-    """Drops what the file does not take (full disk, unreachable server), and writes a note about it
-    as soon as the file takes something again.
+    """Drops output that the file does not accept (full disk, unreachable server).
+
+    It writes a note about the loss as soon as the file accepts output again.
     """
 
     _dropped = 0

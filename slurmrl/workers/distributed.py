@@ -156,9 +156,7 @@ class RunStore(Store):
             backoff.sleep()
 
     def clone(self) -> RunStore:
-        """Return this store itself, which holds no connection: torch's NCCL monitor uses the clone
-        in a thread of its own.
-        """
+        """Return this store itself, which holds no connection, for torch's NCCL monitor thread."""
         return self
 
     def _names(self) -> list[str]:

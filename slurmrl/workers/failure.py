@@ -1,5 +1,7 @@
-"""Failures of incarnations (see `run.reports`), of which the first one published counts, and
-explanations of hangs: what the ranks did when silence or a deadline ended an incarnation.
+"""Failures of incarnations (see `run.reports`) and explanations of hangs.
+
+Only the first failure published counts. An explanation says what the ranks did when silence or a
+deadline ended an incarnation.
 """
 
 from __future__ import annotations
@@ -86,8 +88,10 @@ def _chain(shown: traceback.TracebackException | None) -> Iterator[traceback.Tra
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a source file is in a folder of the user's: an entry of PYTHONPATH, the first
-    of which has the trial's copy of the code. Packages, installed for editing or not, are not.
+    """Return whether a source file is the user's: it is below an entry of PYTHONPATH.
+
+    The first entry has the trial's copy of the code. Packages are not the user's, even if they are
+    installed for editing.
     """
     path, ours = Path(file), Path(failed.__code__.co_filename).parents[1]  # not __file__ in a trial
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(ours):
@@ -160,8 +164,9 @@ def publish_hang(
     rows: Sequence[RankProgress],
     files: Sequence[str],
 ) -> None:
-    """Log the explanation, write it as an event and add it to the name store, where `status` reads
-    it. ``files`` hold the stacks.
+    """Log the explanation, write it as an event and add it to the name store for `status`.
+
+    ``files`` hold the stacks.
     """
     explained = Hang(text=hang.explain(hang.grouped(rows)), files=tuple(files))
     logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")

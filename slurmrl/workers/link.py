@@ -1,10 +1,12 @@
-"""Links, the jobs of a trial: whether one has anything to do, the end of a trial for a user error,
-the turns of links as recorded in the name store (see `supervisor.baton`), and the end of a job
-whose batch process was lost with its host.
+"""Links, the jobs of a trial: their turns, and the end of a trial or job in special cases.
 
-Slurm ends such a job, but not one with spares (``--no-kill``). What is left of that one ends it:
+This module tells whether a link has anything to do, ends a trial for a user error, and reads the
+turns of links as recorded in the name store (see `supervisor.baton`). It also ends a job whose
+batch process was lost with its host.
+
+Slurm ends such a job, except one with spares (``--no-kill``). Its remaining processes end that one:
 the agents that see the first agent's lease expire (`workers.agent.agent_leases`), and the watchers
-(`workers.supervisor.watcher`), which are there even if no agent is.
+(`workers.supervisor.watcher`), which run even if no agent does.
 """
 
 from __future__ import annotations
@@ -66,9 +68,10 @@ def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
 
 
 def end_as_failed(paths: RunPaths, submission: int, reason: str) -> None:
-    """End the trial because of a user error that every other job and host would meet too, before
-    an incarnation that could report it. A trial that ended already, or that a newer submission has
-    taken over, stays as it is.
+    """End the trial because of a user error that every other job and host would meet too.
+
+    The error came before an incarnation that could report it. A trial that has ended already, or
+    that a newer submission has taken over, stays unchanged.
 
     Call it only from the job that holds the trial: another job may be running it.
     """
@@ -118,8 +121,9 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
 
 
 def this_start(client: SlurmClient, link: Link) -> QueueRow | None:
-    """Return what Slurm says about the present start of a link; None if it has forgotten it, or has
-    requeued it since. Raises SchedulerError.
+    """Return Slurm's queue row for the present start of a link. Raises SchedulerError.
+
+    Return None if Slurm has forgotten this start, or has requeued the link after it.
     """
     rows = [row for row in client.queue([link.job]) if link.index in row.elements]
     return next((row for row in rows if row.restarts == link.restart), None)

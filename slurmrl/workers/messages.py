@@ -280,8 +280,9 @@ class Serve:
 
 @dataclass(frozen=True, kw_only=True)
 class Retire:
-    """Take no more requests, finish what can be finished within the time, give the rest back and
-    exit. A worker that runs longer is killed.
+    """Take no more requests, finish as much as the time allows, return the rest and exit.
+
+    A worker that runs longer is killed.
     """
 
     reason: str

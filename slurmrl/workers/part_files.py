@@ -1,5 +1,6 @@
-"""The part files of a step or an evaluation, which ranks write and the master reads: a line about
-each item.
+"""The part files of a step or an evaluation, with one line about each item.
+
+Ranks write them, and the master reads them.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ LINE: Final[Fields] = {"place": SIZE, "record": table({})}
 def write_part(
     path: Path, records: Mapping[str, Record], own: Sequence[str], batch: Sequence[str]
 ) -> None:
-    """Write the lines about a rank's ``own`` items durably, each with the item's place in the
-    ``batch``. The file is complete or absent.
+    """Write the lines about a rank's ``own`` items durably, each with its place in the ``batch``.
+
+    The file is complete or absent.
 
     Raises ValueError if there is not one line for each item, EnvironmentFailure if the file cannot
     be written for `READ_S`.
@@ -48,8 +50,9 @@ def write_part(
 
 
 def read_parts(paths: RunPaths, prefix: str, numbers: Iterable[int]) -> list[Record]:
-    """The records of a step, in the order of its batch, from the part files with these numbers
-    whose names begin with ``prefix``.
+    """Return the records of a step, in the order of its batch, from its part files.
+
+    They are the files with these ``numbers`` whose names begin with ``prefix``.
 
     Raises CorruptFileError for files that are missing or damaged, EnvironmentFailure.
     """

@@ -71,8 +71,10 @@ class Presence:
         """When a directory was first found missing."""
 
     def check(self) -> None:
-        """Raise RunGoneError if the run directory was removed, RunFailedError if one of the
-        directories for messages was: the next start makes that one again.
+        """Raise if the run directory or a directory for messages was removed.
+
+        Raises RunGoneError for the run directory, RunFailedError for a directory for messages: the
+        next start creates that directory again.
         """
         if not self._looks.due():
             return
@@ -146,9 +148,10 @@ class PollIntervals:
 
     @staticmethod
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
-        """Return the intervals of a trial on ``hosts`` hosts; none of the periodic ones is below
-        ``heartbeat_s``. Heartbeats get the largest share of the budget, so they are the last to
-        slow down: to one every 15 s at 10,000 hosts.
+        """Return the intervals of a trial on ``hosts`` hosts.
+
+        No periodic interval is below ``heartbeat_s``. Heartbeats get the largest share of the
+        budget, so they are the last to slow down: to one every 15 s at 10,000 hosts.
         """
         budget = max(OPERATIONS_PER_S, OPERATIONS_PER_S_AND_HOST * hosts)
         beat_s = max(heartbeat_s, BEAT * hosts / (0.40 * budget))

@@ -45,8 +45,10 @@ def start(
     describe: Callable[[], Pulse] = Pulse,
     errand: Errand | None = None,
 ) -> None:
-    """Send a pulse at once and then every ``every_s``, from a thread that ends with the process or
-    the pipe. None is sent while earlier messages are still unread: those are signs of life too.
+    """Send a pulse at once and then every ``every_s`` seconds, from a thread.
+
+    The thread ends with the process or the pipe. It sends no pulse while earlier messages are
+    unread: those are signs of life too.
     """
 
     def beat() -> None:

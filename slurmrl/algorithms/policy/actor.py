@@ -139,8 +139,9 @@ def _logprobs(
 
 
 def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
-    """KL of the sampling policy to the reference, per token and per completion, and the number of
-    completions.
+    """Return the number of completions and the KL of the sampling policy to the reference.
+
+    ``kl`` is per token, ``kl_sequence`` per completion.
     """
     kl = kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])

@@ -107,9 +107,10 @@ def estimate(
 
 
 def only_scored(sample: SequenceSample) -> SequenceSample:
-    """The sample, with completions without a score like those in which the policy wrote nothing:
-    compared with no others, and in no loss. Such are also all completions of a prompt whose greedy
-    completion has no score.
+    """Treat completions without a score as if the policy had written nothing in them.
+
+    They are compared with no others and are in no loss. If the greedy completion of a prompt has no
+    score, this applies to all completions of the prompt.
     """
     rewards = sample.tensor("rewards")
     unscored = rewards.isnan()
@@ -128,9 +129,11 @@ def only_scored(sample: SequenceSample) -> SequenceSample:
 
 
 def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
-    """``prompt_mask`` bool [T], True on tokens that the policy has read, not written: prompts, and
-    messages between turns; ``cu_seqlens`` [S+1] over the T tokens, in host memory. The indices
-    are made there, and the host waits once for the mask.
+    """Return the indices of the response tokens of each sequence.
+
+    ``prompt_mask`` bool [T] is True on tokens that the policy did not write: prompts, and messages
+    between turns. ``cu_seqlens`` [S+1] over the T tokens is in host memory. The host makes the
+    indices and waits once for the mask.
     """
     tokens = (~prompt_mask.cpu()).nonzero().squeeze(1)
     ends = cu_seqlens[1:].long()
@@ -154,9 +157,10 @@ def shape_scores(
     settings: PolicyGradient,
     limit: int,
 ) -> Tensor:
-    """The scores [S] of completions with these rewards, of ``lengths`` response tokens out of at
-    most ``limit``: the penalty for the length, bias, scale and clip applied, in this order.
-    ``finished`` [S] says which ended by themselves.
+    """Return the scores [S]: rewards with length penalty, bias, scale and clip, in this order.
+
+    ``lengths`` are the numbers of response tokens of the completions, at most ``limit``.
+    ``finished`` [S] says which completions ended by themselves.
     """
     if settings.overlong_buffer is not None:
         penalty = overlong_penalty(lengths, limit, settings.overlong_buffer)
@@ -184,8 +188,9 @@ def _of_tokens(
     truncated: Tensor,
     settings: PolicyGradient,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [R] of token ``rewards`` [R]; without a critic both are the discounted
-    rewards.
+    """Return the advantages and the returns [R] of token ``rewards`` [R].
+
+    Without a critic, both are the discounted rewards.
     """
     if settings.advantage != "gae":
         returns = discounted_returns(rewards, responses.cu_seqlens, settings.discount)
@@ -225,8 +230,9 @@ def _penalties(
 def _turn_rewards(
     sample: SequenceSample, responses: Responses, finished: Tensor, settings: PolicyGradient
 ) -> Tensor | None:
-    """[R]: the part of the score that a token's turn has earned (0 at tokens that end no turn);
-    None if completions have one turn each.
+    """Return [R]: the part of the score that a token's turn has earned.
+
+    It is 0 at tokens that end no turn. Return None if completions have one turn each.
     """
     if TURN_REWARDS not in sample.keys:
         return None
@@ -237,8 +243,10 @@ def _turn_rewards(
 
 
 def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, limit: int) -> Tensor:
-    """[S]: the scores of the prompts' greedy completions, shaped like those of the sampled ones,
-    without a KL penalty (Li et al. 2024, "ReMax", algorithm 1).
+    """Return [S]: the scores of the prompts' greedy completions.
+
+    They are shaped like the scores of sampled completions, without a KL penalty (Li et al. 2024,
+    "ReMax", algorithm 1).
     """
     mask = sample.tensor(GREEDY + "prompt_mask")
     responses = find_responses(mask, sample.cu_seqlens(GREEDY + "prompt_mask"))
@@ -283,8 +291,10 @@ class Groups:
         return totals[self.index]
 
     def means(self, x: Tensor) -> Tensor:
-        """[S]: for each sequence, the mean of x [S] over its group; of equal entries, that number:
-        the mean of what is left of them corrects the first one's rounding.
+        """Return [S]: for each sequence, the mean of x [S] over its group.
+
+        The mean of equal entries is exactly their value: the mean of the deviations from the first
+        mean corrects its rounding.
         """
         means = self.sums(x) / self.sizes
         return means + self.sums(x - means) / self.sizes
@@ -344,9 +354,10 @@ def completion_advantages(
 def deviations(
     returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
 ) -> Tensor | None:
-    """[S] float64: the standard deviation of the returns [S] by which the setting
-    ``advantage_std`` divides; None if by none. Without a baseline, it is that from 0 (the root of
-    the mean square): returns that are alike would be divided by about 0.
+    """Return [S] float64: the standard deviation by which ``advantage_std`` divides returns [S].
+
+    Return None if it divides by none. Without a baseline, the deviation is from 0 (the root of the
+    mean square). Otherwise, equal returns would be divided by about 0.
     """
     wide, unbiased = returns.double(), settings.std_unbiased
     about_zero = settings.advantage == "none"
@@ -370,17 +381,18 @@ def divided(advantages: Tensor, deviations: Tensor | None, settings: PolicyGradi
 
 
 def whiten(x: Tensor, mean: float, std: float) -> Tensor:
-    """x with mean 0 and standard deviation 1, given its moments over all ranks.
+    """Return x with mean 0 and standard deviation 1, given its moments over all ranks.
 
-    Advantages that hardly differ stay small: if no completion earned a reward, they are rounding
+    Advantages that hardly differ stay small. If no completion earned a reward, they are rounding
     errors, which must not be scaled up.
     """
     return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 
 
 def old_logprobs(sample: SequenceSample) -> Tensor:
-    """[T] of the policy before the updates: recomputed if the graph has that call, else those of
-    generation.
+    """Return the log-probabilities [T] of the policy before the updates.
+
+    They are recomputed if the graph has that call. Otherwise, generation recorded them.
     """
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
@@ -394,9 +406,10 @@ def trained_completions(sample: SequenceSample, settings: PolicyGradient) -> Ten
 def token_rewards(
     penalties: Tensor, scores: Tensor, responses: Responses, turns: Tensor | None = None
 ) -> Tensor:
-    """[R]: the KL penalty of each response token, plus the score at the last token of its
-    completion. What ``turns`` [R] have earned of the score is at their last tokens instead, so the
-    sum over a completion is the same.
+    """Return [R]: minus the KL penalty of each response token, plus scores at last tokens.
+
+    The score of a completion is at its last token. The part of the score that ``turns`` [R] have
+    earned is at the last tokens of the turns instead. The sum over a completion stays the same.
     """
     rewards = -penalties
     if turns is not None:

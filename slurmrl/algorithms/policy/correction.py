@@ -32,16 +32,21 @@ def correction_weights(
     sequences: Sequences,
     settings: Correction,
 ) -> Tensor:
-    """Importance weights from log-probabilities of the training engine before the update
-    (``proximal``) and of generation (``behaviour``). They multiply the losses of tokens, so the
-    ratio of the objective and this weight make up the decoupled objective (Fu et al. 2025, "AReaL",
-    section 5.2).
+    """Return importance weights from the log-probabilities of training and generation.
 
-    The level says what a weight belongs to: ``token``: each token; ``sequence``: the product over
-    the response; ``geometric``: the geometric mean over the response.
-    ``truncate`` moves weights beyond the bounds to them (truncated importance sampling, Yao et al.
-    2025), ``mask`` sets them to 0, ``weight`` has no bounds. Without a correction all weights are
-    1. Those of rejected tokens are 0.
+    ``proximal`` is from the training engine before the update, ``behaviour`` from generation. The
+    weights multiply the losses of tokens. Together with the ratio of the objective, they make up
+    the decoupled objective (Fu et al. 2025, "AReaL", section 5.2).
+
+    The level is the unit that has a weight:
+
+    - ``token``: each token;
+    - ``sequence``: the product over the response;
+    - ``geometric``: the geometric mean over the response.
+
+    ``truncate`` moves weights beyond the bounds to the bounds (truncated importance sampling, Yao
+    et al. 2025), ``mask`` sets them to 0, and ``weight`` has no bounds. Without a correction, all
+    weights are 1. The weights of rejected tokens are 0.
     """
     log_ratio = torch.where(mask, proximal - behaviour, 0.0)
     counts = mask
@@ -64,9 +69,10 @@ def correction_weights(
 
 
 def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Correction) -> Tensor:
-    """[T] bool: the tokens that are within the bounds of rejection, from log r of each token, which
-    is 0 where ``mask`` is False. Of a response all tokens are or none, unless single tokens are
-    compared.
+    """Return [T] bool: the tokens that are within the bounds of rejection.
+
+    ``log_ratio`` is log r of each token, 0 where ``mask`` is False. Unless single tokens are
+    compared, either all tokens of a response are accepted or none.
     """
     low, high = settings.reject_lower, settings.reject_upper
     match settings.reject_by:
@@ -91,8 +97,10 @@ def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Co
 
 
 def mismatch_sums(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Sums over tokens, and the largest ratio, from which `mismatch_metrics` follow: of
-    log-probabilities of the training engine and of generation, by the same weights.
+    """Return sums over tokens, and the largest ratio, from which `mismatch_metrics` follow.
+
+    They compare the log-probabilities of the training engine and of generation for the same
+    weights.
     """
     log_ratio = torch.where(mask, training - behaviour, 0.0).double()
     ratio = log_ratio.exp()
@@ -106,11 +114,13 @@ def mismatch_sums(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str
 
 
 def mismatch_metrics(sums: Mapping[str, float], tokens: float) -> dict[str, float]:
-    """``mismatch/kl``: KL(generation || training) per token by the never negative estimator k3;
-    ``mismatch/kl_k1`` by the mean of log(generation / training). ``mismatch/ratio_max``: the
-    largest ratio of training to generation of a token. ``mismatch/effective_sample_size``: that of
-    the tokens, weighted by their ratios (Kong 1992), as a share of their number: 1 if all are
-    alike. Empty for no tokens.
+    """Return the metrics of the mismatch of training and generation; empty for no tokens.
+
+    - ``mismatch/kl``: KL(generation || training) per token, by the never negative estimator k3;
+    - ``mismatch/kl_k1``: the same KL as the mean of log(generation / training);
+    - ``mismatch/ratio_max``: the largest ratio of training to generation of a token;
+    - ``mismatch/effective_sample_size``: the effective sample size of tokens weighted by their
+      ratios (Kong 1992), as a share of their number; 1 if all ratios are equal.
     """
     if not tokens:
         return {}
@@ -135,13 +145,14 @@ def second_moment_mask(
     threshold: float,
     all_reduce_sum: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Bool [T]: the tokens of ``mask`` that stay (Zheng et al. 2025, "Prosperity before collapse",
-    arXiv 2510.01161, algorithm 1).
+    """Return [T] bool: the tokens of ``mask`` that stay.
 
-    Only tokens whose log-ratio has the sign of their advantage can go: the same that a clip acts
-    on. The one with the largest square goes, until the mean square of those that stay is at most
-    ``threshold``. Tokens of equal squares go together, so the mask depends on neither the order of
-    tokens nor their distribution over ranks. ``all_reduce_sum`` adds up over ranks; collective.
+    The method is algorithm 1 of Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161.
+    Only tokens whose log-ratio has the sign of their advantage can go; a clip acts on the same
+    tokens. The token with the largest square goes, until the mean square of the remaining ones is
+    at most ``threshold``. Tokens of equal squares go together, so the mask depends on neither the
+    order of tokens nor their distribution over ranks. ``all_reduce_sum`` adds up over ranks;
+    collective.
     """
     moments = log_ratio.float().square()
     moved = mask & (log_ratio * advantages > 0)

@@ -32,8 +32,9 @@ class CriticInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``values``, aligned: position t holds the value of the state after token t, in units of
-        the returns.
+        """Return ``values``: position t holds the value of the state after token t.
+
+        They are aligned with the tokens and in units of the returns.
         """
         assert engine is not None
         values = engine.forward(sample.only(["input_ids"]))["values"]
@@ -103,8 +104,9 @@ def _joined(
     settings: PolicyGradient,
     all_reduce_sum: SumOverRanks,
 ) -> ReturnMoments:
-    """The moments after a step, whose returns have this mean and standard deviation on all ranks;
-    ``returns`` are this rank's.
+    """Return the moments after a step whose returns have this mean and standard deviation.
+
+    ``mean`` and ``std`` are over all ranks; ``returns`` are this rank's returns.
     """
     square = std**2 + mean**2
     count = float(all_reduce_sum(returns.new_tensor(float(len(returns)), dtype=torch.float64)))

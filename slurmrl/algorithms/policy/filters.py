@@ -51,8 +51,10 @@ class FilterInterface(Interface):
 
 
 def reason(scores: Sequence[float], finished: Sequence[bool], settings: Filters) -> str | None:
-    """Why a prompt is dropped, given the scores of the completions to compare and whether each
-    ended with a stop token; None if it is not. Without completions the prompt has no variance.
+    """Return why a prompt is dropped; None if it is not.
+
+    ``scores`` are the scores of the completions to compare. ``finished`` says whether each of them
+    ended with a stop token. Without completions, the prompt has no variance.
     """
     truncated = len(finished) - sum(finished)
     if settings.max_truncated is not None and truncated > settings.max_truncated * len(finished):

@@ -25,13 +25,16 @@ gate has been flat for long."""
 def log_ratios(
     logp: Tensor, old_logp: Tensor, mask: Tensor, level: str, sequences: Sequences
 ) -> Tensor:
-    """log of the ratio of new to old probability that the objective uses at each token.
+    """Return the log of the ratio of new to old probability that the objective uses at each token.
 
-    ``token``: of the token itself. ``sequence``: of the whole response, to the power of one over
-    its length, so the geometric mean of its tokens' ratios (Zheng et al. 2025, "Group sequence
-    policy optimization", eq. 7). ``sequence_token``: the same number, whose gradient is that of the
-    token's own log-probability alone (eq. 14 there). With equal advantages within a response both
-    have the same gradient.
+    - ``token``: the ratio of the token itself.
+    - ``sequence``: the ratio of the whole response to the power of one over its length, so the
+      geometric mean of its tokens' ratios (Zheng et al. 2025, "Group sequence policy optimization",
+      eq. 7).
+    - ``sequence_token``: the same number, with the gradient of only the token's own log-probability
+      (eq. 14 there).
+
+    If the advantages within a response are equal, the last two have the same gradient.
     """
     tokens = torch.where(mask, logp - old_logp, 0.0)
     if level == "token":
@@ -81,8 +84,10 @@ def _clipped(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tupl
 def _detached(
     log_ratio: Tensor, logp: Tensor, advantages: Tensor, settings: Objective
 ) -> tuple[Tensor, Tensor]:
-    """The log-probability weighted by the clipped ratio, through which no gradient flows: every
-    token keeps a gradient (MiniMax 2025, "MiniMax-M1", eq. 4 and 5).
+    """Return losses in which the clipped ratio weights the log-probability.
+
+    No gradient flows through the ratio, so every token keeps a gradient (MiniMax 2025,
+    "MiniMax-M1", eq. 4 and 5).
     """
     low, high = settings.ratio_bounds
     ratio = log_ratio.detach().exp()
@@ -91,9 +96,10 @@ def _detached(
 
 
 def _gated(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
-    """A sigmoid of the ratio instead of a clip, whose slope is 1 at a ratio of 1 and falls off on
-    both sides, faster with a larger temperature (Gao et al. 2025, "Soft adaptive policy
-    optimization", arXiv 2511.20347).
+    """Return losses with a sigmoid of the ratio instead of a clip.
+
+    The slope is 1 at a ratio of 1 and falls off on both sides, faster with a larger temperature
+    (Gao et al. 2025, "Soft adaptive policy optimization", arXiv 2511.20347).
     """
     ratio = log_ratio.clamp(max=GATE_LIMIT).exp()
     positive, negative = settings.sapo_tau_positive, settings.sapo_tau_negative
@@ -103,13 +109,15 @@ def _gated(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[
 
 
 def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimates of KL(policy || reference) from tokens of the policy (Schulman 2020, "Approximating
-    KL divergence"), with x = log(policy / reference). All have the right mean (k2 nearly so). As
-    terms of a loss they differ by their gradients, in the mean over tokens of the policy:
+    """Return estimates of KL(policy || reference) from tokens of the policy.
 
-    - ``k1``, x: zero. It belongs into the reward, not into the loss.
-    - ``k2``, x^2 / 2: that of KL(policy || reference).
-    - ``k3``, exp(-x) - 1 + x: that of KL(reference || policy).
+    Let x be log(policy / reference). All estimators have the right mean, k2 nearly so (Schulman
+    2020, "Approximating KL divergence"). As terms of a loss, they differ by their gradients, in the
+    mean over tokens of the policy:
+
+    - ``k1``, x: zero. It belongs in the reward, not in the loss.
+    - ``k2``, x^2 / 2: the gradient of KL(policy || reference).
+    - ``k3``, exp(-x) - 1 + x: the gradient of KL(reference || policy).
     """
     x = logp - ref_logp
     if estimator == "k1":
@@ -146,15 +154,21 @@ def policy_loss(
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The surrogate, times the importance weights, less ``entropy_coef`` times the entropy, plus
-    ``kl_coef`` times the KL to the reference.
+    """Return the policy's loss and its statistics.
 
-    Statistics: ``actor/loss`` (the whole), ``actor_loss`` (the surrogate alone), ``clip_fraction``
-    (tokens on which a bound acts), ``importance_ratio``, ``entropy``, and two estimates of
-    KL(old || new): ``approx_kl_k1`` is log(old/new), ``approx_kl`` the always positive k3, ratio -
-    1 - log(ratio). Further ones follow from the targets: ``kl_loss`` (the estimate),
-    ``correction_weight``, ``correction_masked``, ``m2_masked``. ``actor/loss``, ``actor_loss`` and
-    ``kl_loss`` are weighted like the loss.
+    The loss is the surrogate times the importance weights, minus ``entropy_coef`` times the
+    entropy, plus ``kl_coef`` times the KL to the reference. The statistics are
+
+    - ``actor/loss``: the whole loss;
+    - ``actor_loss``: only the surrogate;
+    - ``clip_fraction``: tokens on which a bound acts;
+    - ``importance_ratio`` and ``entropy``;
+    - ``approx_kl_k1``: log(old / new), an estimate of KL(old || new);
+    - ``approx_kl``: the always positive estimate k3, ratio - 1 - log(ratio).
+
+    Further ones follow from the targets: ``kl_loss`` (the estimate), ``correction_weight``,
+    ``correction_masked``, ``m2_masked``. ``actor/loss``, ``actor_loss`` and ``kl_loss`` are
+    weighted like the loss.
     """
     mask = targets.mask
     tokens = torch.where(mask, logp - targets.old_logp, 0.0)
@@ -203,9 +217,11 @@ def value_loss(
     value_clip: float | None,
     huber_delta: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of the new values; beyond ``huber_delta``, if that is set, linear with
-    the same slope there (Huber 1964). With ``value_clip``, the larger of this and of the error of
-    the new values clipped to that distance from the old ones.
+    """Return half the squared error of the new values, and the statistics.
+
+    Beyond ``huber_delta``, if it is set, the error is linear with the slope that it has there
+    (Huber 1964). ``value_clip`` also clips new values to that distance from the old values, and the
+    larger error counts.
 
     Statistics: ``value_loss`` and ``value_clip_fraction``.
     """

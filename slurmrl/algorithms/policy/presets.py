@@ -189,9 +189,10 @@ CHOICES: Final[dict[str, type[Section]]] = {
 
 
 def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
-    """The values of an ``algorithm`` section over those of the preset that they name, or of the
-    ``default`` preset where they name a user's own algorithm. Raises ValueError for settings of a
-    penalty that the preset does not have.
+    """Return the values of an ``algorithm`` section over the preset that they name.
+
+    If they name a user's own algorithm, the preset is ``default``. Raises ValueError for settings
+    of a penalty that the preset does not have.
     """
     name = str(values.get("name", default))
     name = default if ":" in name else name

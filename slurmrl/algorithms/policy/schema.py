@@ -87,8 +87,10 @@ CRITIC = "slurmrl.algorithms.policy.critic:CriticInterface"
 class PolicyGradient(
     Filters, Correction, Value, Objective, Updates, Advantages, RewardShaping, AlgorithmSchema
 ):
-    """Policy gradients: the actor completes prompts, a rule rewards completions, and the actor is
-    trained on their advantages. The models and calls of a step follow from the settings.
+    """Policy gradients: the actor learns from the advantages of its completions.
+
+    The actor completes prompts, and a rule rewards the completions. The models and calls of a step
+    follow from the settings.
     """
 
     name: PolicyGradientName = "ppo"
@@ -332,9 +334,7 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
 
 
 def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
-    """Return the values of `recompute_logprobs` and `correction`, with those that follow from the
-    rest of the configuration where they are not set.
-    """
+    """Return `recompute_logprobs` and `correction`, derived from the configuration if not set."""
     stale, unlike = bool(_staleness(config)), bool(unlike_training(config))
     recomputes, correction = settings.recompute_logprobs, settings.correction
     if recomputes is None:

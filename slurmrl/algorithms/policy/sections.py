@@ -223,9 +223,7 @@ class Correction(Section):
 
 
 def refuse_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
-    """Raise ValueError for settings that differ from their defaults and that ``chosen`` does not
-    use.
-    """
+    """Raise ValueError for settings that differ from their defaults but that ``chosen`` ignores."""
     fields = type(section).model_fields
     unused = [
         name

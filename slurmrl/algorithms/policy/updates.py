@@ -121,8 +121,9 @@ def _minibatches(
     settings: Updates,
     aggregation: str,
 ) -> list[Minibatch]:
-    """The minibatches of all epochs in order, without those that have no token that counts on any
-    rank. Collective.
+    """Return the minibatches of all epochs in order. Collective.
+
+    Minibatches in which no token counts on any rank are left out.
     """
     parts = [
         part
@@ -144,8 +145,9 @@ def _minibatches(
 
 
 def _order(context: CallContext, settings: Updates, epoch: int) -> list[str]:
-    """The ids of the batch in the order in which an epoch trains on them: a pure function of seed,
-    step and epoch.
+    """Return the batch's ids in the order in which an epoch trains on them.
+
+    The order is a pure function of seed, step and epoch.
     """
     order = list(context.batch)
     if settings.shuffle_minibatches:
@@ -197,9 +199,7 @@ def _summary(results: list[dict[str, float]], sizes: list[float]) -> MeanStats:
 
 
 def _means(results: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> MeanStats:
-    """Means of the loss function's statistics over all tokens, of which the results have
-    ``sizes``.
-    """
+    """Return means of statistics over all tokens; ``sizes`` are each result's number of tokens."""
     tokens, denominator = sum(sizes), sum(result["denominator"] for result in results)
     names = [
         name for name in results[0] if name not in ENGINE_STATS and not name.startswith(MISMATCH)
@@ -233,9 +233,11 @@ def token_weights(
 
 
 def item_shares(sample: SequenceSample, mask_key: str, aggregation: str) -> Tensor:
-    """[items, 2] float64: what each item adds to the denominator, and its number of tokens that
-    count. To the denominator, ``tokens`` adds the latter. The other aggregations add the number of
-    sequences with response tokens, also of those whose tokens do not count: their loss is 0.
+    """Return [items, 2] float64: each item's part of the denominator, and its tokens that count.
+
+    With ``tokens``, the part is the number of tokens that count. With other aggregations, it is the
+    number of sequences with response tokens. This includes sequences whose tokens do not count:
+    their loss is 0.
     """
     mask = sample.tensor(mask_key)
     tokens = Sequences.of(sample.cu_seqlens(mask_key), mask.device)

@@ -47,12 +47,18 @@ class RolloutInterface(Interface):
     def generate(
         self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Each prompt's completions: prompt and completion as ``input_ids``, with ``prompt_mask``
-        (True on every token that the policy did not write), ``logprobs`` under the sampling policy,
-        whether the completion ``finished`` with a stop token or stop string, and of episodes
-        ``turn_rewards``. If they are recorded, also what each token was sampled from, and the
-        experts that read it (`data.support`). Ranks that compute the same as their leader may have
-        no result.
+        """Generate the completions of each prompt.
+
+        The result has
+
+        - ``input_ids``: prompt and completion;
+        - ``prompt_mask``: True on every token that the policy did not write;
+        - ``logprobs``: log-probabilities under the sampling policy;
+        - ``finished``: whether the completion ended with a stop token or stop string;
+        - ``turn_rewards``: only for episodes.
+
+        If they are recorded, it also has each token's sampling mask and the experts that processed
+        the token (`data.support`). Ranks that compute the same as their leader may have no result.
         """
         assert engine is not None
         episode = context.settings.config.rollout.episode

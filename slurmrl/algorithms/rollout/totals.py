@@ -69,8 +69,10 @@ class Totals:
         )
 
     def stats(self, *, turns: bool, tools: bool) -> Stats:
-        """``turns``: the completions are of episodes that may have several; ``tools``: these may
-        call tools.
+        """Return the metrics; ``turns`` and ``tools`` add metrics of episodes and of tool calls.
+
+        ``turns``: the completions are of episodes that may have several turns. ``tools``: these
+        episodes may call tools.
         """
         sums = {
             "response_length": self.written,

@@ -111,8 +111,9 @@ def _converted(number: int, row: dict[str, Any]) -> SourceRow:
 
 
 def _with_own_keys(value: Any) -> Any:
-    """A value whose tools and tool calls have no null under a key: Arrow gives all objects of a
-    column the same keys, and a null where a row had none.
+    """Return a value whose tools and tool calls have no null under a key.
+
+    Arrow gives all objects of a column the same keys, and a null where a row had none.
     """
     if isinstance(value, list):
         return [_without_nulls(each) if _is_tool(each) else _with_own_keys(each) for each in value]

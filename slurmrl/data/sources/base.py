@@ -77,8 +77,9 @@ class RowSource(ABC):
 
 
 def fingerprint_of(files: Sequence[Path], progress: Callable[[float], None]) -> str:
-    """Changes with the bytes of the files and their number; ``progress`` receives the share that
-    has been read. Raises EnvironmentFailure.
+    """Return a fingerprint that changes with the bytes of the files and with their number.
+
+    ``progress`` receives the share that has been read. Raises EnvironmentFailure.
     """
     digest = blake2b(digest_size=16)
     done, path = 0, files[0]
@@ -98,8 +99,10 @@ def fingerprint_of(files: Sequence[Path], progress: Callable[[float], None]) -> 
 
 
 def state_of(files: Sequence[Path]) -> str:
-    """The sizes and times of files, which change with their content; "" if one was changed so
-    recently that the next change could leave them as they are. Raises EnvironmentFailure.
+    """Return the sizes and times of files, which change with their content.
+
+    Return "" if a file was changed so recently that its next change could leave them as they are.
+    Raises EnvironmentFailure.
     """
     states = []
     for path in files:

@@ -131,8 +131,10 @@ def begins_array(path: Path) -> bool:
 
 
 class JsonArray(RowSource):
-    """Elements are parsed one by one, so memory does not grow with the file except for the line
-    number of each.
+    """Rows of a file that holds one JSON array.
+
+    Its elements are parsed one by one. Memory grows with the file only by the line number of each
+    element.
     """
 
     def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:

@@ -37,9 +37,12 @@ REAL_KEYS: Final = {"chosen": "pos_answers", "rejected": "neg_answers"}
 
 
 class Preferences(PromptAnswers):
-    """The sequences of a row are those of its pairs, each with the whole prompt: chosen, rejected,
-    chosen, rejected, … Where a chat template is applied, an answer may be a list of messages: the
-    turns after the prompt, or the whole conversation, whose prompt is what both begin with.
+    """Rows of preference pairs.
+
+    The sequences of a row are the sequences of its pairs, each with the whole prompt: chosen,
+    rejected, chosen, rejected, … If a chat template is applied, an answer may be a list of
+    messages: the turns after the prompt, or the whole conversation. The prompt of whole
+    conversations is their common beginning.
     """
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"

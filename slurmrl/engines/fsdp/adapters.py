@@ -48,9 +48,10 @@ def attached(role: str, decoder: PackedModel, lora: Lora) -> Adapters:
 
 
 def initial_matrix(shapes: Mapping[str, Index], seed: int, name: str, box: Box) -> Tensor:
-    """A box of an adapter matrix's initial float32 values: the same for a (seed, name) on every
-    rank. As in PEFT, B is zero, so that training starts with the frozen model, and A is uniform
-    with magnitude 1 / sqrt(inputs).
+    """Return a box of an adapter matrix's initial float32 values.
+
+    They are the same for a (seed, name) on every rank. As in PEFT, B is zero, so that training
+    starts with the frozen model. A is uniform with magnitude 1 / sqrt(inputs).
     """
     if name.endswith(LORA_B):
         return torch.zeros(box.size)
@@ -60,8 +61,10 @@ def initial_matrix(shapes: Mapping[str, Index], seed: int, name: str, box: Box) 
 
 
 def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Tensor:
-    """A number for each token [T] int64, on the host: of its sample, sequence and position, and of
-    the optimizer steps before it.
+    """Return a number for each token, [T] int64, on the host.
+
+    It depends on the token's sample, sequence and position, and on the number of optimizer steps
+    before it.
     """
     states = [
         start(hash64(role), seed, steps, hash64(name), sequence)
@@ -74,9 +77,11 @@ def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Te
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """This rank's chunks of a decoder's weights, each with its adapter: W + scale * B A, rounded to
-    the type of W (see `models.adapters`). They are computed when they are read, always from the
-    frozen W; only the last one is kept. To be made by all ranks of the model together.
+    """This rank's chunks of a decoder's weights, each merged with its adapter: W + scale * B A.
+
+    They are rounded to the type of W (see `models.adapters`). They are computed when they are read,
+    always from the frozen W; only the last one is kept. All ranks of the model have to make the
+    object together.
     """
 
     def __init__(
@@ -108,8 +113,9 @@ class MergedWeights(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def sample(self, most: int) -> list[Tensor]:
-        """Return equally spaced rows of the adapted weights as flat float32 values that are not
-        rounded: about ``most`` in all, at least a row of each weight.
+        """Return equally spaced rows of adapted weights, as flat float32 values without rounding.
+
+        There are about ``most`` values in all, and at least one row of each weight.
         """
         every = sum(self._weights[name].numel() for name in self._rows) // most | 1
         sampled = []
@@ -129,9 +135,9 @@ class MergedWeights(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
-    """weight + scale * b a (see `models.adapters`), in the type and on the device of ``weight``.
+    """Return ``weight`` + scale * b a, in the type and on the device of ``weight``.
 
-    It is computed on the device of ``a``, block by block.
+    It is computed on the device of ``a``, block by block (see `models.adapters`).
     """
     device, merged = a.device, torch.empty_like(weight)
     block = BLOCK if device.type == "cpu" else DEVICE_BLOCK

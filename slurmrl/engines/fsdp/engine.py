@@ -1,5 +1,6 @@
-"""The fsdp engine: the built-in decoder or a model of transformers, sharded by FSDP2, with one of
-slurmrl's optimizers.
+"""The fsdp engine: a model that FSDP2 shards, with one of slurmrl's optimizers.
+
+The model is the built-in decoder or a model of transformers.
 """
 
 from __future__ import annotations
@@ -218,8 +219,10 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     @property
     def _may_share(self) -> bool:
-        """(The load-balancing loss counts a token in each of its sequences, and dropout differs
-        between these.)
+        """Whether the engine can compute a prefix once for several sequences.
+
+        It cannot with a load-balancing loss, which counts a token in each of its sequences, nor
+        with dropout, which differs between sequences.
         """
         return (
             self.context.device.type == "cpu"

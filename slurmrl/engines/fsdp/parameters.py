@@ -1,5 +1,7 @@
-"""Parameters of a model: its construction and split over ranks, filling them box by box, and saving
-and loading an engine's shards, moments, step count and random state.
+"""Parameters of a model: construction, split over ranks, filling, saving and loading.
+
+Parameters are filled box by box. An engine saves and loads its shards, moments, step count and
+random state.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def new_model(
     seed: int,
     dtype: str,
 ) -> PackedModel:
-    """Return this rank's part of a built-in decoder on the meta device, or a model of transformers
-    with its weights on the CPU.
+    """Return a model without weights on the meta device, or with weights on the CPU.
+
+    The former is this rank's part of a built-in decoder, the latter a model of transformers.
     """
     if isinstance(config, ModelConfig):
         with torch.device("meta"):
@@ -90,10 +93,11 @@ def snapshot(
     tensors: Mapping[str, Tensor],
     frozen: str | None,
 ) -> RoleSnapshot:
-    """This rank's part of a checkpoint; ``tensors`` are its chunks, by their names in ``layout``,
-    and ``frozen`` is the fingerprint of the weights that adapters belong to.
+    """Return this rank's part of a checkpoint.
 
-    The tensors are read when the snapshot is written; the random state is read now.
+    ``tensors`` are its chunks, by their names in ``layout``. ``frozen`` is the fingerprint of the
+    weights that adapters belong to. The tensors are read when the snapshot is written; the random
+    state is read now.
     """
     entries = (
         TensorEntry(

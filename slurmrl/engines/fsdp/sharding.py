@@ -1,5 +1,7 @@
-"""FSDP2 sharding of a decoder over data- and context-parallel ranks, its local shards, and their
-gradients: sums over copies, the global norm, clipping.
+"""FSDP2 sharding of a decoder over data- and context-parallel ranks.
+
+The module handles the local shards and their gradients: sums over copies, the global norm and
+clipping.
 """
 
 from __future__ import annotations
@@ -198,8 +200,9 @@ def _wrap(decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> No
 
 
 def _kept_after_forward(decoder: PackedModel) -> tuple[nn.Module | None, ...]:
-    """The units that stay gathered until backward: the root, whose head is used after its forward,
-    and the projection, whose backward comes first.
+    """Return the units that stay gathered until backward: the root and the projection.
+
+    The root's head is used after the root's forward. The projection's backward comes first.
     """
     return decoder, decoder.projection
 

@@ -1,5 +1,6 @@
-"""The megatron engine: megatron-core's layers, schedules, gradient buffers and distributed
-optimizer, under any product of its axes.
+"""The megatron engine: megatron-core under any product of its axes.
+
+It uses megatron-core's layers, schedules, gradient buffers and distributed optimizer.
 """
 
 from __future__ import annotations

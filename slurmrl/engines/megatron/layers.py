@@ -1,10 +1,12 @@
-"""Modules in megatron's layers: our norms, packed attention and products, or TransformerEngine's
-linear layers, norms and grouped experts. Attention is always ours: sequences are packed, and along
-the context axis heads are exchanged.
+"""Modules in megatron's layers, made by us or by TransformerEngine.
+
+Ours are norms, packed attention and products. TransformerEngine has linear layers, norms and
+grouped experts. Attention is always ours: sequences are packed, and along the context axis heads
+are exchanged.
 
 T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and value
 heads on this rank, D head size. Ranks along the context axis hold equal consecutive parts of the
-packed tokens, padded with a last sequence of their own; attention sees whole sequences.
+packed tokens, padded with a separate last sequence; attention sees whole sequences.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: Packed,
         **_: Any,
     ) -> Tensor:
-        """query [T/c, H, D]; key, value [T/c, Hkv, D] -> [T/c, H, D]."""
+        """Map ``query`` [T/c, H, D] and ``key``, ``value`` [T/c, Hkv, D] to outputs [T/c, H, D]."""
         packing, rotation = packed_seq_params.packing, packed_seq_params.rotation
         assert packing is not None
         assert rotation is not None
@@ -153,8 +155,10 @@ class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
 
 
 class RowProduct(RowParallelLinear):  # type: ignore[misc]
-    """A row-parallel product whose input is saved before it is computed (megatron's own saves it
-    afterwards), so that a recomputation can end before the product.
+    """A row-parallel product that saves its input before it computes.
+
+    A recomputation can then end before the product. (megatron's own product saves the input
+    afterwards.)
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
@@ -172,7 +176,7 @@ class GatedHalves(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., 2i] -> [..., i]."""
+        """Map ``x`` [..., 2i] to the gated product [..., i]."""
         product = gated_halves(x.flatten(0, -2), self.activation)
         return product.view(*x.shape[:-1], product.shape[1])
 
@@ -285,8 +289,9 @@ def micro_batch(
     support: Support | None = None,
     experts: Tensor | None = None,
 ) -> Micro:
-    """ids [T], cu_seqlens [S+1] int32 in host memory; the padded length is a multiple of
-    ``multiple``.
+    """Return a micro-batch of ``ids`` [T], padded to a multiple of ``multiple`` tokens.
+
+    ``cu_seqlens`` [S+1] int32 is in host memory.
     """
     tokens = ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)

@@ -128,8 +128,9 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return hidden, *more, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Hidden states [T/c, 1, h] (split further by sequence parallelism), as the last layer
-        of the chunk left them.
+        """Return hidden states [T/c, 1, h] as the last layer of the chunk left them.
+
+        Sequence parallelism splits them further.
         """
         return hidden_states
 
@@ -188,7 +189,8 @@ def _mark(parameter: nn.Parameter | None, dim: int) -> None:
 
 
 def _forget(experts: MoELayer, *_: Any) -> None:
-    """The dispatcher keeps the routing weights, and they the graph of the last micro-batch, whose
-    nodes hold the model through megatron's hooks for as long as the process lives.
+    """Free the dispatcher's routing weights, which keep the graph of the last micro-batch.
+
+    Through megatron's hooks, the nodes of that graph hold the model until the process exits.
     """
     experts.token_dispatcher.probs = None

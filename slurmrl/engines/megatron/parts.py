@@ -1,9 +1,11 @@
-"""The architectures that the megatron engine runs, a rank's place in a layout, and the shards of a
-model's parameters in the parameters of megatron's modules. Torch-free.
+"""Place a model's parameters in the parameters of megatron's modules. Torch-free.
 
-Every shard is contiguous in its storage. ``linear_qkv`` holds the queries, keys and values of one
-head group after those of another, ``linear_fc1`` the gates before the other half. Rows of the
-vocabulary beyond its size are padding. A storage is named by its chunk and its parameter:
+The module knows the architectures that the megatron engine runs, a rank's place in a layout, and
+the shards of parameters.
+
+Every shard is contiguous in its storage. ``linear_qkv`` holds one head group after another, each
+with its queries, keys and values. ``linear_fc1`` holds the gates before the other half. Rows beyond
+the size of the vocabulary are padding. A storage is named by its chunk and its parameter:
 ``0.output_layer.weight``.
 """
 
@@ -51,8 +53,10 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Coordinates and sizes: tensor, pipeline (in ``virtual`` chunks), experts, and tensors of
-    experts. What lies along data and context axes are copies.
+    """A rank's coordinates and sizes along the tensor, pipeline and expert axes.
+
+    A rank has ``virtual`` chunks of the pipeline. ``etp`` is the tensor axis of experts. Ranks
+    along the data and context axes have copies.
     """
 
     tp: int = 1
@@ -106,8 +110,9 @@ def place_of(
 def parts_of(
     config: ModelConfig, head: Head, place: Place, vocabulary: int, *, grouped: bool
 ) -> Parts:
-    """All shards of a rank; ``vocabulary`` is the padded number of rows; ``grouped`` where one
-    module has the experts of a layer.
+    """Return all shards of a rank.
+
+    ``vocabulary`` is the padded number of rows. ``grouped``: one module has all experts of a layer.
     """
     return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).parts
 
@@ -141,8 +146,9 @@ def layout_of(
 
 
 def part_of_flat(shards: Iterable[Shard], first: int, last: int) -> Iterator[Shard]:
-    """The parts of contiguous shards of one storage in its elements ``first`` to ``last``, as
-    shards of a storage of those elements only.
+    """Yield the parts of contiguous shards of one storage in its elements ``first`` to ``last``.
+
+    The parts are shards of a storage of only those elements.
     """
     for shard in shards:
         begin, end = max(first, shard.offset), min(last, shard.offset + shard.box.count)

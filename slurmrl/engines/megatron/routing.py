@@ -23,9 +23,11 @@ from slurmrl.models.experts import UNKNOWN, Balance
 
 
 def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
-    """The mask of tokens [T, 1 + L * E]: whether a token is ``real`` [T], and if there are
-    ``recorded`` experts [T, L, K], those that it may be sent to in each block. Those are all where
-    the record does not name K different ones, as where it is `UNKNOWN`.
+    """Return the mask of tokens [T, 1 + L * E]: ``real`` [T], and allowed experts of each block.
+
+    With ``recorded`` experts [T, L, K], a token may be sent only to these experts of a block. It
+    may be sent to all experts if the record does not name K different ones, for example if it is
+    `UNKNOWN`. Without a record, the mask is [T, 1].
     """
     if recorded is None:
         return real[:, None]
@@ -36,9 +38,10 @@ def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """A router that takes recorded experts, with the gradient of the load-balancing loss over the
-    whole batch. (megatron's own loss is per micro-batch, or uses counts that change between
-    micro-batches.)
+    """A router that takes recorded experts, with a load-balancing loss over the whole batch.
+
+    It adds the gradient of that loss. megatron's own loss is per micro-batch, or uses counts that
+    change between micro-batches.
     """
 
     router_replay: _Among | None
@@ -51,10 +54,10 @@ class Router(TopKRouter):  # type: ignore[misc]
         """This router's index among those of its chunk."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, E] -> weights and choices, both [T, E].
+        """Return the weights and the choices, both [T, E], of ``logits`` [T, 1, E].
 
-        The mask [T, 1, 1 + L * E] has the tokens' `marks`; None where there is neither a record nor
-        a loss.
+        The mask [T, 1, 1 + L * E] has the tokens' `marks`. It is None if there is neither a record
+        nor a loss.
         """
         if padding_mask is None:
             assert self.balance is None

@@ -46,8 +46,9 @@ class PipelineSchedule:
         return -(-wanted // group) * group
 
     def run(self, count: int, micro: Callable[[int], Micro], use: Use, *, backward: bool) -> None:
-        """Run the forward and optionally the backward passes of ``count`` micro-batches, then
-        reduce the gradients over ranks.
+        """Run the forward and optionally the backward passes of ``count`` micro-batches.
+
+        Then reduce the gradients over ranks.
         """
         self._run(
             forward_step_func=partial(self._step, micro=micro, use=use),

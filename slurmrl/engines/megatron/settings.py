@@ -1,8 +1,7 @@
-"""What megatron-core needs to know of a model on a rank: its config, process groups and random
-states, without megatron's global state.
+"""Config, process groups and random states of megatron-core for a model on a rank.
 
-megatron-core keeps its named random states in one tracker per process. A model's own states are
-swapped in while it runs.
+They need none of megatron's global state. megatron-core keeps its named random states in one
+tracker per process. A model's own states are swapped in while it runs.
 """
 
 from __future__ import annotations
@@ -42,8 +41,10 @@ def transformer_config(
     *,
     transformer_engine: bool,
 ) -> TransformerConfig:
-    """Losses are sums that the engine divides, so megatron scales no gradient; parameters are
-    filled from shards, so it draws none.
+    """Return megatron-core's config of a model.
+
+    Losses are sums that the engine divides, so megatron scales no gradient. Parameters are filled
+    from shards, so megatron initializes none.
     """
     tp = context.axis_size("tp")
     return TransformerConfig(

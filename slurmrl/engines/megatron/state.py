@@ -1,5 +1,6 @@
-"""What a rank holds of a model: parameters and optimizer state by their shards, for checkpoints,
-moves and offloading. Our optimizers are wrapped in megatron-core's distributed optimizer.
+"""Parameters and optimizer state of a rank by shard, for checkpoints, moves and offloading.
+
+Our optimizers are wrapped in megatron-core's distributed optimizer.
 """
 
 from __future__ import annotations
@@ -113,8 +114,10 @@ class ModelState:
             fill_saved(target.view(shard.box.size), checkpoint, shard.name, shard.box)
 
     def snapshot(self, role: str, step: int, host: HostCopies | None) -> RoleSnapshot:
-        """This rank's part of a checkpoint: tensors are copied to the ``host`` now, or else read
-        when it is written. The random state is that of now. Collective.
+        """Return this rank's part of a checkpoint. Collective.
+
+        With ``host``, tensors are copied to it now. Otherwise, they are read when the snapshot is
+        written. The random state is read now.
         """
         held = {name: tensor for name, (tensor, _) in self.shards().items()}
         if host is not None:

@@ -62,9 +62,7 @@ class TensorSplit:
         return self.head_copies if self._is_heads(name) else 1
 
     def sums(self, name: str) -> bool:
-        """Whether the gradients of the copies are partial and must be summed; otherwise they are
-        equal.
-        """
+        """Whether the copies' gradients are partial and must be summed; else they are equal."""
         if self.ranks == 1 or self.copies(name) == 1:
             return False
         partial = self._is_heads(name) or _in_layer(name) in OF_PARTS

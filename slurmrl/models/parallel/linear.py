@@ -59,8 +59,9 @@ class Linear(nn.Linear):
 
 
 class RowLinear(Linear):
-    """A linear layer split by input columns: the products of the ranks are summed, and then the
-    bias is added once.
+    """A linear layer split by input columns.
+
+    The products of the ranks are summed, and then the bias is added once.
     """
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, split: Split) -> None:
@@ -132,11 +133,12 @@ def split_logprobs(
     temperature: float,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence, of
-    distributions that are restricted to ``support``.
+    """Return log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence.
 
-    features [N, h] are in ``length_order``; weight is this rank's part of [V, h]; cu_seqlens
-    [S+1] is in host memory. A context rank computes what its own tokens predict.
+    The distributions are restricted to ``support``.
+
+    features [N, h] are in ``length_order``; weight is this rank's part of [V, h]; cu_seqlens [S+1]
+    is in host memory. A context rank computes what its own tokens predict.
     """
     tokens = input_ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)
@@ -161,7 +163,8 @@ def split_logprobs(
 
 
 def split_values(split: Split, values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Values [T] of whole sequences, in their order, from those of a rank's tokens [N];
+    """Return the values [T] of whole sequences, in their order, from a rank's ``values`` [N].
+
     cu_seqlens [S+1] is in host memory.
     """
     tokens = int(cu_seqlens[-1])

@@ -83,8 +83,9 @@ class Split:
     # -- tensors ---------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of matrices that are split by rows: all of the context rank's tokens [T/c, h];
-        their gradients are summed.
+        """Return the input of matrices split by rows: all the context rank's tokens [T/c, h].
+
+        Their gradients are summed.
         """
         if self.tensor.size == 1:
             return x
@@ -92,8 +93,9 @@ class Split:
         return own_to_partial(x, group) if self.sequence else whole_to_partial(x, group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The output of matrices that are split by columns: the sum [T/c, h], or with ``sequence``
-        this rank's tokens of it.
+        """Return the output of matrices that are split by columns: the sum [T/c, h].
+
+        With ``sequence``, return only this rank's tokens of the sum.
         """
         if self.tensor.size == 1:
             return x
@@ -101,8 +103,9 @@ class Split:
         return partial_to_own(x, group) if self.sequence else partial_to_whole(x, group)
 
     def together(self, x: Tensor) -> Tensor:
-        """All of the context rank's tokens, from their parts between the blocks, with whole
-        gradients.
+        """Join the parts between the blocks to all of the context rank's tokens.
+
+        Their gradients are whole.
         """
         return own_to_whole(x, self.tensor.group) if self.by_sequence else x
 

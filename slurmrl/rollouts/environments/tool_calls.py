@@ -1,5 +1,6 @@
-"""The environment of tools: a turn that calls tools is answered with their results, any other one
-is the last.
+"""Environment of tools: answer a turn that calls tools with their results.
+
+Any other turn is the last one.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ class ToolCall(NamedTuple):
 
 
 class ToolCalls(Environment):
-    """:param format: how a turn calls a tool. `json`: ``<tool_call>{"name": "calculator",
+    """Environment that calls the tools which a turn names.
+
+    :param format: how a turn calls a tool. `json`: ``<tool_call>{"name": "calculator",
         "arguments": {"expression": "2*3"}}</tool_call>``, as in Hermes and Qwen; `brackets`:
         ``[calculator(2*3)]``, with one argument, for small models.
     :param role: the role of the message with the results in the chat template.
     :param message: that message, with ``{results}``: one line for each call.
-    :param max_calls: calls of a turn; of more none is made.
+    :param max_calls: the most calls of a turn; if a turn has more, none of them is made.
     """
 
     def __init__(

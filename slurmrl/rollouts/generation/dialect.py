@@ -47,8 +47,10 @@ class Dialect(ABC):
 
     @abstractmethod
     async def connect(self) -> int:
-        """Check that the server is of this kind, in a version and with the flags that the other
-        methods need. Returns the most tokens that a prompt and its completion may have together.
+        """Check that the server is of this kind and has the version and flags that are needed.
+
+        The other methods need them. Return the most tokens that a prompt and its completion may
+        have together.
         """
 
     @abstractmethod
@@ -57,8 +59,9 @@ class Dialect(ABC):
 
     @abstractmethod
     async def abort(self, name: str) -> None:
-        """Have the draw of this name return what it has as ``aborted``; no-op if the server does
-        not know it (yet).
+        """Make the server end the sampling of this name and return its tokens as ``aborted``.
+
+        No-op if the server does not know the name (yet).
         """
 
     @abstractmethod
@@ -81,10 +84,11 @@ class Dialect(ABC):
 
     @abstractmethod
     async def load(self, version: WeightVersion) -> None:
-        """Replace the weights of the paused server by those of ``version``, forget what was cached
-        of others (unless requests in flight are to keep it), and check that the server reports the
-        version. No time limit: how long it may take depends on the weights and on where they
-        are.
+        """Replace the weights of the paused server by the weights of ``version``.
+
+        Forget the cache of other weights, unless requests in flight are to keep it. Check that the
+        server reports the version. There is no time limit: the duration depends on the weights and
+        on their location.
         """
 
     @abstractmethod
@@ -168,8 +172,9 @@ class HttpDialect(Dialect):
 
     @property
     def _keeps_cache(self) -> bool:
-        """Whether an update leaves the cache as it is, which another run may have filled before the
-        first one.
+        """Whether an update leaves the cache as it is.
+
+        Another run may have filled the cache before the first update.
         """
         return self._stale_cache and self._loaded is not None
 

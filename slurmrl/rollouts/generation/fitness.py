@@ -51,9 +51,10 @@ class ServedModel:
         )
 
     def check_folder(self, where: str, folder: object) -> None:
-        """Compare the sizes with those in the server's ``folder`` of the model, if there is such a
-        folder here. Raises UsageError if one differs: of a model with fewer layers, a server would
-        load the weights without a word.
+        """Compare the sizes with those in the server's ``folder`` of the model, if it exists here.
+
+        Raises UsageError if one differs. A server would silently load the weights of a model with
+        fewer layers.
         """
         if self.shape is None:
             return
@@ -116,8 +117,9 @@ def check_sglang(where: str, server: object, model: object, needs: ServedModel) 
 
 
 def retracts(where: str, server: object) -> bool:
-    """Whether an SGLang server with these settings (``/server_info``) can empty its cache while it
-    is paused and keeps its requests.
+    """Return whether an SGLang server can empty its cache while paused and keep its requests.
+
+    ``server`` has the server's settings (``/server_info``).
     """
     assert isinstance(server, dict), "it was checked"
     if numbers_of(str(field_of(where, server, "version"))) < RETRACTING_SGLANG:
@@ -149,9 +151,9 @@ def check_vllm(
 
 
 def check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
-    """Raises UsageError if a vLLM server would draw with other weights than those of the files that
-    it has read: on CPUs it goes on with the first vocabulary projection, if that is the embedding
-    as well.
+    """Raise UsageError if a vLLM server would not sample with the weights of the files it read.
+
+    On CPUs, vLLM continues with the first vocabulary projection if it is the embedding as well.
     """
     config = field_of(where, server, "vllm_config")
     device = config.get("device_config") if isinstance(config, dict) else None
@@ -171,8 +173,9 @@ def without_dev_mode(where: str, error: UsageError) -> UsageError:
 
 
 def check_context(where: str, context: int, least: int) -> None:
-    """Raises UsageError for a server that takes fewer tokens of a prompt and its completion than
-    ``least``: it would cut completions short, which would look like long ones.
+    """Raise UsageError if a server takes fewer than ``least`` tokens of prompt and completion.
+
+    It would cut completions short, which would look like long ones.
     """
     if context < least:
         raise UsageError(

@@ -190,9 +190,7 @@ class Instances(RolloutEngine):
         self._expect_instances()
 
     def _expect_instances(self) -> None:
-        """From now on, if no instance can be used, requests wait for one no longer than
-        ``patience_s``.
-        """
+        """From now on, let requests wait at most ``patience_s`` while no instance can be used."""
         if self._giving_up is None and not any(i.engine for i in self._instances):
             loop = asyncio.get_running_loop()
             self._giving_up = loop.call_later(self._patience_s, self._give_up)
@@ -238,8 +236,9 @@ class Instances(RolloutEngine):
         ]
 
     def _choose(self, job: _Waiting, ready: list[int]) -> int:
-        """The instance with most of the request's prefix, unless it has much more to do than the
-        one with least; then that one.
+        """Return the instance that has most of the request's prefix.
+
+        Instances whose load is much higher than the lowest load are not considered.
         """
         load = {index: self._instances[index].load for index in ready}
         least = min(load.values())
@@ -354,9 +353,7 @@ class Instance:
         return self.engine.version if self.engine and not self._doubted.is_set() else None
 
     def doubt(self) -> None:
-        """A request to it failed: it is not usable until it has answered a question after its
-        health.
-        """
+        """Mark the instance as unusable after a request failed, until it answers a health check."""
         self._doubted.set()
 
     async def update(self, version: WeightVersion) -> None:

@@ -55,8 +55,10 @@ class KeptEngine(RolloutEngine):
         patience: Patience,
         context: int = 0,
     ) -> None:
-        """``speak`` makes the dialect of the server, ``context``: tokens of a prompt and its
-        completion that it must take. Made in a running asyncio loop.
+        """The caller must be in a running asyncio loop.
+
+        ``speak`` makes the dialect of the server. ``context`` is the number of tokens of a prompt
+        and its completion that the server must take.
         """
         self._address, self._speak = address, speak
         self._context = context
@@ -216,8 +218,10 @@ class KeptEngine(RolloutEngine):
             raise
 
     async def _reach(self, act: Callable[[ServedEngine], Awaitable[None]]) -> None:
-        """Act on the server; on its next start if this one ends meanwhile, or takes longer than one
-        may take to become ready, and then hangs.
+        """Act on the server, and again on its next start if this start ends or hangs.
+
+        A start hangs if the action takes longer than a start may take to become ready, and the
+        start then answers no probe.
         """
         while True:
             start, engine = await self._current()

@@ -1,8 +1,10 @@
-"""Starts SGLang's server on a Unix socket: python -P launch_sglang.py SOCKET ARGUMENTS…
+"""Start SGLang's server on a Unix socket.
+
+Usage: ``python -P launch_sglang.py SOCKET ARGUMENTS…``
 
 It runs in the environment of SGLang and imports nothing of slurmrl. A socket in a private folder
-needs no API key, which SGLang would take as an argument that all users of the host can read, and no
-port, which another process could take first.
+needs no API key and no port. SGLang would take the key as an argument that all users of the host
+can read, and another process could take the port first.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def unused_port() -> int:
 
 
 class PageableMemory:
-    """Stands for CUDA's runtime where SGLang asks it to pin the memory for the experts of tokens,
-    which it does on a CPU as well.
+    """Replacement of CUDA's runtime for the memory that records the experts of tokens.
+
+    SGLang asks the runtime to pin this memory, even on a CPU.
     """
 
     @staticmethod
@@ -44,9 +47,10 @@ class PageableMemory:
 
 
 def need_no_gpu() -> None:
-    """On a CPU, let SGLang compute checksums of its weights and record experts: before 0.5.23 it
-    waits for a GPU before the first, and the second asks CUDA for memory, also where there is
-    none.
+    """Let SGLang compute checksums of its weights and record experts on a CPU.
+
+    Before 0.5.23, SGLang waits for a GPU before it computes checksums. To record experts it asks
+    CUDA for memory. It does both even if there is no GPU.
     """
     import torch
 

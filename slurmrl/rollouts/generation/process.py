@@ -186,8 +186,10 @@ class ServerLog:
 
 
 def read_end(path: Path, begin: int) -> ServerLog:
-    """Read the end of a log, of which this start of the server has written what follows ``begin``
-    bytes. A log that cannot be read counts as empty.
+    """Read the end of a log.
+
+    This start of the server has written everything after ``begin`` bytes. A log that cannot be read
+    counts as empty.
     """
     try:
         with path.open("rb") as file:
@@ -202,8 +204,9 @@ def read_end(path: Path, begin: int) -> ServerLog:
 
 
 def last_error(lines: Sequence[str]) -> str:
-    """The error of the last traceback, those of processes that have lost another one only if there
-    are no others; without a traceback the last line about an error.
+    """Return the error of the last traceback, or without a traceback the last line about an error.
+
+    An error of a process that has lost another process is used only if there are no other errors.
     """
     lines = [line for line in lines if not _TOLERATED.match(line)]
     raised = list(_raised([_PREFIX.sub("", line.rstrip(), count=1) for line in lines]))

@@ -42,8 +42,9 @@ class ServedEngine(RolloutEngine):
     """
 
     def __init__(self, dialect: Dialect, context: int, *, concurrency: int = 256) -> None:
-        """``context``: what ``dialect.connect`` returned; ``concurrency``: completions that are
-        requested at a time.
+        """``context`` is the result of ``dialect.connect``.
+
+        ``concurrency`` is the number of completions that are requested at a time.
         """
         self._dialect = dialect
         self._context = context
@@ -151,8 +152,9 @@ class ServedEngine(RolloutEngine):
             job.aborting = asyncio.create_task(self._abort(job))
 
     async def _abort(self, job: _Served) -> None:
-        """Abort until all draws have ended: the server may not have read a request yet when it
-        reads that it is to be aborted.
+        """Abort until all requests of a job have ended.
+
+        The server may read the order to abort a request before it has read the request.
         """
         backoff = Backoff(0.02, 1.0)
         while unfinished := {name: task for name, task in job.draws.items() if not task.done()}:
@@ -228,8 +230,9 @@ class ServedEngine(RolloutEngine):
             await self._dialect.sleep()
 
     async def _let_run(self) -> None:
-        """Wait until the server has run for as long as its last update took, so that updates in
-        quick succession leave it time to compute caches again and to draw.
+        """Wait until the server has run for as long as its last update took.
+
+        Updates in quick succession then leave it time to compute caches again and to sample.
         """
         if self._jobs and not self.paused:
             await asyncio.sleep(self._updated + self._update_s - time.monotonic())

@@ -145,8 +145,9 @@ class KeptServer:
         return self._up
 
     async def settle(self, start: int) -> None:
-        """After a request to a start failed: return once that start has answered a probe, or
-        another one is ready. Raises as ``up`` does.
+        """Wait until a start whose request failed has answered a probe, or another start is ready.
+
+        Raises as ``up`` does.
         """
         if self._up == start:
             self._doubted.set()
@@ -170,8 +171,9 @@ class KeptServer:
         self._asked = True
 
     def heard(self) -> None:
-        """Take the answer to a request as a sign of life: between such answers, a server with much
-        to do may not come to answer a probe.
+        """Count the answer to a request as a sign of life.
+
+        Between such answers, a server with much to do may not come to answer a probe.
         """
         self._heard = self._answered = True
 
@@ -405,7 +407,8 @@ class FailedStarts:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the last starts ended with the same error before they answered a request, so that
-        another one would as well.
+        """Whether another start would probably end with the same error as the last starts.
+
+        They all ended with the same error before they answered a request.
         """
         return self._alike >= MOST_FAILED_STARTS

@@ -131,8 +131,9 @@ class RunningServers(Servers):
 
 
 def _new_folder(parent: Path) -> Path:
-    """A folder of this process in ``parent``, which is emptied: what is there belongs to
-    incarnations that have ended. Raises EnvironmentFailure.
+    """Return a folder of this process in ``parent``, which is emptied.
+
+    Older content belongs to incarnations that have ended. Raises EnvironmentFailure.
     """
     try:
         atomic.make_private_directory(parent)
@@ -146,8 +147,9 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _check_owner(socket: str) -> None:
-    """Another user's server would get the path of the weights, and its tokens would be trained
-    on.
+    """Raise UsageError if the socket belongs to another user (except root).
+
+    That user's server would get the path of the weights, and its tokens would be used for training.
     """
     try:
         owner = os.stat(socket).st_uid
@@ -197,8 +199,9 @@ class ServerKind(ABC):
     @staticmethod
     @abstractmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """Arguments with which a server uses ``share`` bytes of each GPU, of which ``free`` of
-        ``total`` are free when it starts.
+        """Return arguments with which a server uses ``share`` bytes of each GPU.
+
+        Each GPU has ``total`` bytes, and ``free`` of them are free when the server starts.
         """
 
     @abstractmethod
@@ -254,7 +257,8 @@ class ServerKind(ABC):
 
 
 def weights_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` of weights that servers load, without the model's stop tokens: a request
-    has its own.
+    """Return the ``config.json`` of weights that servers load, without the model's stop tokens.
+
+    Each request has its own stop tokens.
     """
     return {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}

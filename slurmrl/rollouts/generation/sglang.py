@@ -196,8 +196,9 @@ class SglangDialect(HttpDialect):
         await self._info(self._health_s)
 
     async def _info(self, timeout_s: float) -> object:
-        """The settings of the server, with the state of the processes that compute, which they
-        report themselves, even while they are paused.
+        """Return the settings of the server, with the state of the processes that compute.
+
+        These processes report their state themselves, even while they are paused.
         """
         return await self._client.get("/server_info", timeout_s=timeout_s)
 
@@ -255,8 +256,9 @@ _CHECKSUMS = TypeAdapter(_ChecksumReply)
 
 
 def digest_of(settings: object) -> Digest | str:
-    """How a server with these settings (``/server_info``) computes checksums, or why that is not
-    known.
+    """Return how a server computes checksums, or why that is not known.
+
+    ``settings`` are the server's settings (``/server_info``).
     """
     values: Mapping[str, object] = settings if isinstance(settings, dict) else {}
     if values.get("quantization") or values.get("torchao_config"):
@@ -408,8 +410,10 @@ class SglangServer(ServerKind):
 
     @staticmethod
     def _watched(serving: Serving) -> Sequence[str]:
-        """With requests that it keeps in place, SGLang takes an update for a batch that hangs, and
-        ends after 300 s.
+        """Return flags that give SGLang's watchdog more time.
+
+        While the server keeps requests in place, SGLang mistakes an update for a batch that hangs,
+        and exits after 300 s.
         """
         return ("--watchdog-timeout", f"{300 + 2 * serving.patience.start_s:g}")
 

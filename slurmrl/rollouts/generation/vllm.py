@@ -255,8 +255,9 @@ COMPARED = ("embed_tokens.weight", "wte.weight", "norm.weight", ".bias")
 
 
 def digest_of(settings: object) -> Digest | str:
-    """How a server with these settings (``/server_info``) computes checksums, or why that is not
-    known.
+    """Return how a server computes checksums, or why that is not known.
+
+    ``settings`` are the server's settings (``/server_info``).
     """
     if _model_config(settings).get("quantization"):
         return "it quantizes them"

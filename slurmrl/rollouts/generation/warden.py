@@ -1,14 +1,16 @@
-"""Runs a server and ends all of its processes: python -I warden.py COMMAND…
+"""Run a server and end all of its processes.
 
-It runs beside the server, in any Python, and imports nothing of slurmrl. Its standard input is a
-pipe that its owner holds open and never writes to. When the pipe ends, because the owner closed it
-or died, or when the server ends, the warden kills every process that the server has started,
-daemons with sessions of their own included, and exits with the server's code (128 + n for signal
-n). If the warden itself is killed, the kernel kills the server.
+Usage: ``python -I warden.py COMMAND…``
+
+It runs next to the server, in any Python, and imports nothing of slurmrl. Its standard input is a
+pipe that its owner holds open and never writes to. The pipe ends when the owner closes it or dies.
+When the pipe or the server ends, the warden kills every process that the server has started, even
+daemons with their own sessions. It exits with the server's code (128 + n for signal n). If the
+warden itself is killed, the kernel kills the server.
 
 Killed processes of SGLang and of Python's multiprocessing leave files in /dev/shm. The warden
-removes those that processes of this server have mapped. It lists them in the server's folder of
-temporary files, for whoever removes that folder if the warden is killed first.
+removes the files that processes of this server have mapped. It lists them in the server's folder of
+temporary files, for the process that removes that folder if the warden is killed first.
 """
 
 from __future__ import annotations
@@ -79,12 +81,13 @@ def main(command: list[str]) -> int:
 
 
 class Leftovers:
-    """Kills the children of this process, and what they leave behind, which becomes a child of this
-    process in turn.
+    """Kill the children of this process and their descendants.
+
+    When a child is killed, its children become children of this process.
 
     Python's resource trackers free the shared memory of the processes that they belong to, once
-    these have ended. Nothing else frees what a killed process has made, so trackers get TRACKER_S
-    more to end by themselves.
+    these have ended. Nothing else frees memory that a killed process has made, so trackers get
+    TRACKER_S more to end by themselves.
     """
 
     def __init__(self) -> None:
@@ -110,8 +113,9 @@ class Leftovers:
 
 
 def child_pids() -> list[int]:
-    """Children of this process, adopted ones and zombies included; none on a kernel without this
-    list.
+    """Return the children of this process, including adopted ones and zombies.
+
+    Return none on a kernel without this list.
     """
     try:
         with open("/proc/thread-self/children", encoding="ascii") as file:
@@ -131,10 +135,11 @@ def descendants(pid: str = "self") -> list[str]:
 
 
 def note_shared(listed: str, known: set[str]) -> set[str]:
-    """Return the ``known`` files of `KINDS` and those that a process of the server has mapped now,
-    as lines with inode and name. Write the list if it has grown.
+    """Return the ``known`` files of `KINDS` and those that the server's processes have mapped now.
 
-    Inodes decide: a semaphore is mapped under another name before it has its own.
+    Each file is a line with inode and name. Write the list to ``listed`` if it has grown.
+
+    Inodes identify the files: a semaphore is mapped under another name before it has its own.
     """
     named = {f"{inode} {name}\n": inode for inode, name in new_files()}
     mapped: set[str] = set()

@@ -1,8 +1,9 @@
-"""Whether a server holds the weights of a version: the checksums of its parameters are compared
-with those of the version's files.
+"""Check whether a server holds the weights of a version.
 
-A server joins matrices that the files have apart, splits parameters over its tensor ranks and fills
-up the vocabulary; `parameter` does the same with the files. Parameters that it does not know are
+The checksums of the server's parameters are compared with the checksums of the version's files.
+
+A server joins matrices that are separate in the files, splits parameters over its tensor ranks and
+pads the vocabulary; `parameter` does the same with the files. Parameters that it does not know are
 not compared.
 """
 
@@ -192,9 +193,10 @@ class WeightChecks:
     def digest(
         self, where: str, digest: Digest | str, stored: str | None, server: object
     ) -> Digest | str:
-        """Return how a server computes checksums of what it holds in its own type, which is logged
-        if it is not that of the files. Arguments as for `in_type`; ``digest`` may be the reason
-        why it is not known.
+        """Return how a server computes checksums of the weights that it holds in its own type.
+
+        Log that type if it is not the type of the files. For the arguments see `in_type`;
+        ``digest`` may be the reason why it is not known.
         """
         name = type_name(server)
         if stored is not None and name not in (None, stored):
@@ -342,8 +344,10 @@ class ServerCheck:
         *,
         first_only: bool = False,
     ) -> None:
-        """``digest``: or why that of the server is not known; ``report`` asks it for what it holds;
-        ``first_only``: whether that takes too long to be done for each version.
+        """``digest`` is how the server computes checksums, or the reason why that is not known.
+
+        ``report`` asks the server for the weights that it holds. ``first_only``: whether that takes
+        too long to be done for each version.
         """
         self._checks, self._where, self._report = checks, where, report
         self._first_only = first_only

@@ -89,8 +89,9 @@ class WholeWeights:
         return whole
 
     def _senders(self, name: str, wanted: Box) -> Iterator[tuple[int, HeldBox, Box]]:
-        """What the leader lacks of a box, with the ranks that send it and the parts that they
-        have.
+        """Yield the parts of a box that the leader lacks.
+
+        Each is (rank that sends it, the part that this rank has, the box that is sent).
         """
         for part, box in sources(self._layout.holders[name], wanted):
             if self._copy[0] not in part.ranks:

@@ -17,8 +17,9 @@ from slurmrl.rollouts.tools.toolbox import find_tool
 
 
 class ToolSchemas:
-    """The schemas of an episode's tools by their names. transformers makes a schema of annotations
-    and of a docstring in Google's form (``Args:``).
+    """Schemas of an episode's tools, by name.
+
+    transformers makes a schema of annotations and of a docstring in Google's form (``Args:``).
     """
 
     def __init__(self, episode: EpisodeSettings) -> None:
@@ -50,8 +51,9 @@ class ToolSchemas:
 
 
 def tool_schema(name: str, tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return the schema of a function, or of the objects of a class, that the policy calls by
-    ``name``. Raises UsageError with what it lacks.
+    """Return the schema of a function, or of a class's objects, that the policy calls by ``name``.
+
+    Raises UsageError that names the missing parts.
     """
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,

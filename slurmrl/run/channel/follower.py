@@ -1,5 +1,6 @@
-"""Follow growing logs: by inotify on a local file system, elsewhere by polling and by the rings of
-their writers.
+"""Follow growing logs by inotify, or by polling and the writers' wake-ups.
+
+Inotify is used on a local file system, polling and wake-ups elsewhere.
 
 Notification by inotify is only a hint: callers also poll now and then. On a shared file system, or
 when the kernel has no watches left, nothing is reported.
@@ -137,8 +138,10 @@ class Follower:
         return self._look(self._logs, (self._silent, self._ringing))
 
     def read_due(self) -> list[Message]:
-        """Return the new messages of the logs whose writers rang or whose poll is due; those of all
-        logs where the kernel reports changes. Raises CorruptFileError.
+        """Return the new messages of the logs whose writers sent a wake-up or whose poll is due.
+
+        Where the kernel reports changes, return the new messages of all logs. Raises
+        CorruptFileError.
         """
         if self._wakeup.fileno() >= 0:
             return self.read()
@@ -173,9 +176,7 @@ class Follower:
         return max(self._next_at - self._clock(), 0.0)
 
     def wait(self, also: Collection[int] = (), most_s: float = math.inf) -> None:
-        """Wait until there may be news, one of the descriptors ``also`` is readable, or ``most_s``
-        are over.
-        """
+        """Wait for possible news, a readable descriptor in ``also``, or for ``most_s`` seconds."""
         until = self._clock() + most_s
         while not self.woken and (left_s := min(self.pause_s(), until - self._clock())) > 0:
             descriptors = [one for one in (self.fileno(), *also) if one >= 0]
@@ -249,8 +250,9 @@ class Wakeup:
         self._followed: set[Path] = set()
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a file has changed since the last `drain`; -1 if
-        notification is not available.
+        """Return a descriptor that is readable when a file has changed since the last `drain`.
+
+        Return -1 if notification is not available.
         """
         return int(self._descriptor)
 

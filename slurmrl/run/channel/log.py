@@ -143,8 +143,10 @@ class LogReader:
         return segment_path(self._first, self._segment)
 
     def read(self) -> list[Message]:
-        """Return the messages since the last read; none if the file does not exist yet or its
-        handle is stale (the next read gets a new one).
+        """Return the messages since the last read.
+
+        Return none if the file does not exist yet or its handle is stale (the next read gets a new
+        one).
 
         Raises CorruptFileError, EnvironmentFailure.
         """
@@ -186,8 +188,9 @@ class LogReader:
         return True
 
     def _read_tail(self, descriptor: int) -> bytes:
-        """Read from the end of the last message: an incomplete message is read again, because its
-        writer may have rewritten it.
+        """Read from the end of the last complete message.
+
+        An incomplete message is read again, because its writer may have rewritten it.
         """
         chunks: list[bytes] = []
         offset = self._offset

@@ -147,8 +147,9 @@ class Connection:
             self._wait(left_s)
 
     def take_fd(self) -> int | None:
-        """Return the oldest received descriptor that was not taken yet, which the caller then owns;
-        None if there is none.
+        """Return the oldest received descriptor that was not taken yet; None if there is none.
+
+        The caller then owns it.
         """
         return self._descriptors.popleft() if self._descriptors else None
 

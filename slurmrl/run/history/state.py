@@ -123,12 +123,13 @@ def _is_name(directory: str) -> bool:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The last step that counts of each incarnation which led to the newest one; None: all of its
-    steps do.
+    """The last step that counts of each incarnation which led to the newest incarnation.
 
-    An incarnation repeats the steps after the commit that it resumes from, so there may be two
-    versions of a step's weights. What an earlier incarnation made of a later step than its last
-    commit counts no more.
+    None means that all of its steps count.
+
+    An incarnation repeats the steps after the commit from which it resumes, so there may be two
+    versions of a step's weights. Results of an earlier incarnation for steps after its last commit
+    no longer count.
     """
 
     last_steps: Mapping[int, int | None]
@@ -157,9 +158,7 @@ class Lineage:
         return Lineage(last_steps)
 
     def has(self, step: int, incarnation: int) -> bool:
-        """Whether the weights that an incarnation had after a step are among those that led to the
-        newest ones.
-        """
+        """Whether the weights of an incarnation after a step led to the newest weights."""
         if incarnation not in self.last_steps:
             return False
         last = self.last_steps[incarnation]

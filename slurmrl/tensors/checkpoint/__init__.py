@@ -1,3 +1,5 @@
-"""Checkpoints on disk: safetensors files per rank with their layout, a manifest, and the export to
-Hugging Face form. ``manifest``, ``tensors``, ``shards`` and ``export`` are torch-free.
+"""Checkpoints on disk, and their export to Hugging Face form.
+
+A checkpoint has safetensors files per rank with their layout, and a manifest. ``manifest``,
+``tensors``, ``shards`` and ``export`` are torch-free.
 """

@@ -187,8 +187,10 @@ def export(
 
 
 def write_folder(target: Path, fill: Callable[[Path], None], calls: SystemCalls = REAL) -> Path:
-    """Make a folder that is complete or absent: ``fill`` writes its files under a temporary name,
-    which is then renamed. An existing folder is replaced. Raises EnvironmentFailure.
+    """Make a folder that is complete or absent; replace an existing folder.
+
+    ``fill`` writes the files into a folder with a temporary name, which is then renamed. Raises
+    EnvironmentFailure.
     """
     temporary = temporary_beside(target)
     try:

@@ -101,8 +101,12 @@ def write_listing(directory: Path, manifest: Manifest, *, calls: SystemCalls = R
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises DamagedCheckpointError if it is missing or incomplete, CheckpointError if another
-    version of slurmrl wrote it, EnvironmentFailure if it cannot be read.
+    """Read the manifest of a checkpoint.
+
+    Raises:
+    - DamagedCheckpointError if it is missing or incomplete;
+    - CheckpointError if another version of slurmrl wrote it;
+    - EnvironmentFailure if it cannot be read.
     """
     path = directory / MANIFEST
     values = _read(path, {"version": INTEGER}, ("version",))
@@ -128,12 +132,13 @@ def read_state(
 
 
 def verify(directory: Path, *, checksums: bool = True) -> Manifest:
-    """Check the sizes of all files and, unless ``checksums`` is false, their checksums (that of the
-    state always).
+    """Check the sizes of all files and, unless ``checksums`` is false, their checksums.
 
-    Raises DamagedCheckpointError with everything that is wrong, EnvironmentFailure for files that
-    cannot be read: only what is readable and wrong, or missing from a directory that can be listed,
-    is damage.
+    The checksum of the state is always checked.
+
+    Raises DamagedCheckpointError with everything that is wrong. Raises EnvironmentFailure for files
+    that cannot be read: only a file that is readable and wrong, or missing from a directory that
+    can be listed, is damaged.
     """
     manifest = read_manifest(directory)
     _check(directory, manifest.files, checksums)
@@ -141,8 +146,9 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
 
 def verify_share(directory: Path, rank: int, ranks: int) -> None:
-    """`verify` one of ``ranks`` equal shares of the files: together the ranks read each file
-    once.
+    """Verify one of ``ranks`` equal shares of the files, see `verify`.
+
+    Together the ranks read each file once.
     """
     _check(directory, read_manifest(directory).files[rank::ranks], True)
 
@@ -217,8 +223,9 @@ def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | No
 
 
 def _damage_of(path: Path, number: int) -> _Problem | None:
-    """Return what is wrong with a file that could not be read; None if the file itself need not be
-    the reason, because a mount is missing or does not answer.
+    """Return the damage of a file that could not be read; None if it may be intact.
+
+    It may be intact if the reason is a mount that is missing or does not answer.
     """
     if number in NO_FILE:
         return _Problem(f"{path.name} cannot be read: it is {NO_FILE[number]}")

@@ -180,10 +180,10 @@ class RoleCheckpoint:
         return self._files.array(rank, storage)
 
     def read(self, name: str, box: Box | None = None) -> Array:
-        """Read a box of a tensor (default: all of it) as a contiguous array, bfloat16 as its bits
-        (uint16).
+        """Read a box of a tensor (default: all of it) as a contiguous array.
 
-        Raises CheckpointError for an unknown or incomplete tensor.
+        bfloat16 is returned as its bits (uint16). Raises CheckpointError for an unknown or
+        incomplete tensor.
         """
         spec = self._spec(name)
         box = box or Box.whole(spec.shape)
@@ -194,8 +194,9 @@ class RoleCheckpoint:
         return target
 
     def blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Array]]:
-        """Read a box of a tensor in parts of at most `BLOCK_BYTES`, each with its values as from
-        `read`. Raises as `read`.
+        """Read a box of a tensor in parts of at most `BLOCK_BYTES`.
+
+        Yield each part's box and values. Values and errors have the same form as in `read`.
         """
         dtype = NUMPY_DTYPES[self._spec(name).dtype]
         for block, fill in self._blocks(name, box):

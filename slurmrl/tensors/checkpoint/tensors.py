@@ -341,8 +341,9 @@ def file_entries(
     read: Callable[[str, Box], Array],
     storage: Storage,
 ) -> list[TensorEntry]:
-    """The tensors to write for these parameters; ``read`` provides a box of a parameter on
-    demand.
+    """Return the tensors to write for these parameters.
+
+    ``read`` provides a box of a parameter on demand.
     """
     return [
         TensorEntry(name, tensor.spec, partial(assembled, read, tensor))

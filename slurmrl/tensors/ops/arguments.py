@@ -89,8 +89,9 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 @dataclass(frozen=True)
 class OnHost:
-    """A tensor that stays in host memory when it is passed to a sharded module: FSDP copies plain
-    tensors among the arguments to the GPU, and the host waits for it.
+    """A tensor that stays in host memory when it is passed to a sharded module.
+
+    FSDP copies plain tensors among the arguments to the GPU, and the host waits for the copy.
     """
 
     tensor: Tensor

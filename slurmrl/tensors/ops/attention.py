@@ -76,13 +76,13 @@ def packed_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Causal softmax attention within each sequence; with a ``window``, over the last ``window``
-    tokens, the query's own included.
+    """Return the causal softmax attention [T, Hq, D] within each sequence.
 
-    q [T, Hq, D]; k, v [T, Hkv, D], where Hkv divides Hq. Returns [T, Hq, D].
-    Scores are multiplied by ``scale``. In half precision on a GPU this is one flash-attention call.
-    Otherwise each run of equal lengths is one batched call, so order sequences by length (there are
-    at most sqrt(2T) different lengths).
+    With a ``window``, a query attends to the last ``window`` tokens, its own included.
+
+    q [T, Hq, D]; k, v [T, Hkv, D], where Hkv divides Hq. Scores are multiplied by ``scale``. In
+    half precision on a GPU this is one flash-attention call. Otherwise each run of equal lengths is
+    one batched call, so order sequences by length (there are at most sqrt(2T) different lengths).
     """
     if flash_fits(q):
         cu_seqlens = packing.cu_seqlens_on(q.device)
@@ -117,8 +117,9 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """Sliding-window attention over one run's q [S, Hq, L, D] and k, v [S, Hkv, L, D]: one block of
-    queries at a time, with only the keys in their windows.
+    """Return sliding-window attention over one run's q [S, Hq, L, D] and k, v [S, Hkv, L, D].
+
+    It computes one block of queries at a time, with only the keys in their windows.
     """
     outputs, shared, length = [], q.shape[1] != k.shape[1], q.shape[2]
     starts = range(0, length, BLOCK)
@@ -156,8 +157,10 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 
 
 def cache_bias(lengths: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of each row's cached ``keys`` [S, M]: 0 for the first
-    ``lengths`` [S] of them, or the last ``window`` of these, and minus infinity for the others.
+    """Return the terms [S, M] to add to the scores of each row's M cached ``keys``.
+
+    A term is 0 for the first ``lengths`` [S] keys, or for the last ``window`` of these, and minus
+    infinity for the others.
     """
     places = torch.arange(keys, device=lengths.device)
     unseen = places >= lengths[:, None]
@@ -300,10 +303,11 @@ def prefix_attention_works() -> bool:
 def prefix_attention(
     q: Tensor, k: Tensor, v: Tensor, packing: PrefixPacking, scale: float
 ) -> Tensor:
-    """q [T, H, D]; k, v [T, Hkv, D] on a CPU, where Hkv divides H. Returns [T, H, D].
+    """Return the attention [T, H, D] of pieces that share prefixes.
 
-    Scores are multiplied by ``scale``. Each run of pieces of equal length is one call of the
-    kernel, and so are all readers of a prefix.
+    q [T, H, D] and k, v [T, Hkv, D] are on a CPU; Hkv divides H. Scores are multiplied by
+    ``scale``. Each run of pieces of equal length is one call of the kernel, and so are all readers
+    of a prefix.
     """
     if k.shape[1] != q.shape[1]:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -312,9 +316,11 @@ def prefix_attention(
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """The gradients of an attention depend on the other keys only through its result and its
-    normalizers. With those of all keys, the gradients of the two partial attentions add up to that
-    of the whole.
+    """Attention over a piece's own keys and over its prefix, merged.
+
+    The gradients of an attention depend on the other keys only through its result and its
+    normalizers. If these cover all keys, the gradients of the two partial attentions add up to the
+    gradient of the whole.
     """
 
     @staticmethod
@@ -384,8 +390,10 @@ def _runs(packing: PrefixPacking, *tensors: Tensor) -> Iterator[tuple[Tensor, ..
 def _prefixes(
     packing: PrefixPacking, per_reader: Sequence[Tensor], per_key: Sequence[Tensor]
 ) -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
-    """For each prefix, views [1, H, readers, ...] of tensors [N, H, ...] and views
-    [1, H, length, ...] of tensors [T, H, ...].
+    """Yield each prefix's views of the tensors.
+
+    They are views [1, H, readers, ...] of tensors [N, H, ...], and views [1, H, length, ...] of
+    tensors [T, H, ...].
     """
     sizes = [prefix.readers for prefix in packing.prefixes]
     parts = (x.split_with_sizes(sizes) for x in per_reader)

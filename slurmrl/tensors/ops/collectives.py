@@ -1,9 +1,8 @@
-"""Differentiable collectives, whose backward pass is the counterpart of each, and broadcasts of
-bytes.
+"""Differentiable collectives, and broadcasts of bytes.
 
-The ranks of a group share one model. A "whole" tensor is the same on all ranks, "partial" tensors
-must be summed over them, and an "own" tensor is a rank's equal share of dim 0. The loss is whole:
-every rank computes the same one.
+The backward pass of each collective is its counterpart. The ranks of a group share one model. A
+"whole" tensor is the same on all ranks, "partial" tensors must be summed over them, and an "own"
+tensor is a rank's equal share of dim 0. The loss is whole: every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ def partial_to_own(x: Tensor, group: Group) -> Tensor:
 
 
 def exchange(x: Tensor, group: Group) -> Tensor:
-    """All-to-all: dim 0 has one part for each rank; received parts are in the order of their
-    senders.
+    """Send one part of dim 0 to each rank (all-to-all).
+
+    Received parts are in the order of their senders.
     """
     return _call(_Exchange, x, group)
 

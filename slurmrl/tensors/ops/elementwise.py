@@ -56,8 +56,9 @@ def cpu_fits(*tensors: Tensor) -> bool:
 
 
 def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim [..., n], and
-    1 / sqrt(mean(x^2) + eps) [..., 1].
+    """Return x r (offset + weight) and r = 1 / sqrt(mean(x^2) + eps).
+
+    The mean is over the last dim [..., n]; r is [..., 1].
     """
     x = x.contiguous()
     out, scales = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1))
@@ -84,8 +85,9 @@ def cpu_gated_product(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def cpu_gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The product silu(gate) * up [T, n], and the gradients of gate and up from the product's, side
-    by side [T, 2n].
+    """Return silu(gate) * up [T, n], and the gradients of gate and up side by side [T, 2n].
+
+    They are computed from ``grad``, the gradient of the product.
     """
     gate, up = _alike(gate, up)
     rows, columns = gate.shape
@@ -95,7 +97,7 @@ def cpu_gated_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, 
 
 
 def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """x [T, H, D] rotated by the angles of each token, or back with a ``sign`` of -1.
+    """Return ``x`` [T, H, D] rotated by each token's angles, or back with a ``sign`` of -1.
 
     cos, sin [T, 1, D] as in ``tensors.ops.elementwise``.
     """
@@ -114,11 +116,12 @@ def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim (Zhang and Sennrich 2019).
+    """Return x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim.
 
-    x [..., n], weight [n]. Computed in float32, or in float64 if x is. torch's kernel rounds only
-    the result. The other form rounds before it multiplies by the weight, unless there is an offset,
-    compared to which the weight is small.
+    The formula is from Zhang and Sennrich (2019). x [..., n], weight [n]. It is computed in
+    float32, or in float64 if x is float64. torch's kernel rounds only the result. The other form
+    rounds before it multiplies by the weight, unless there is an offset, compared to which the
+    weight is small.
     """
     if x.is_cuda and not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -127,7 +130,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With n = x r, r = 1 / rms(x) and w the weight and its offset:
+    """A root-mean-square norm with its gradients.
+
+    With n = x r, r = 1 / rms(x) and w the weight and its offset:
     dx = r (g w - n mean(g w n)), dw = sum(g n).
     """
 
@@ -276,8 +281,9 @@ def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The product [T, i], and the gradients of gate and up from the product's, side by side
-    [T, 2i].
+    """Return the product [T, i], and the gradients of gate and up side by side [T, 2i].
+
+    They are computed from ``grad``, the gradient of the product.
     """
     if fused.fits(gate):
         return fused.gated_gradient(gate, up, grad, activation)

@@ -137,8 +137,9 @@ def _gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def gated_gradient(
     gate: Tensor, up: Tensor, grad: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    """The product activation(gate) * up [T, i], and the gradients of gate and up from the
-    product's, side by side [T, 2i].
+    """Return activation(gate) * up [T, i], and the gradients of gate and up [T, 2i].
+
+    The gradients are side by side. They are computed from ``grad``, the gradient of the product.
     """
     results: tuple[Tensor, Tensor] = _gated_gradient(gate, up, grad, ACTIVATIONS[activation])
     return results
@@ -165,7 +166,7 @@ def _rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """x [T, H, D] rotated by the angles of each token, or back with a ``sign`` of -1.
+    """Return ``x`` [T, H, D] rotated by each token's angles, or back with a ``sign`` of -1.
 
     cos, sin [T, 1, D] as in ``tensors.ops.elementwise``.
     """

@@ -40,11 +40,12 @@ def logprobs_and_entropy(
     chunk: int | None = None,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T]; with a
-    ``support`` of the targets, of its restriction to that.
+    """Return log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T].
 
-    hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and
-    weight; logits are computed ``chunk`` tokens at a time, and again in the backward pass.
+    With a ``support`` of the targets, the distributions are restricted to it.
+
+    hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and weight;
+    logits are computed ``chunk`` tokens at a time, and again in the backward pass.
     """
     size = chunk or chunk_tokens(weight.shape[0])
     results: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -62,11 +63,12 @@ def packed_logprobs_and_entropy(
     chunk: int | None = None,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``logprobs_and_entropy`` aligned with packed sequences: entry t is log p(x_t | x_<t) and the
-    entropy of the distribution that x_t was drawn from, both 0 at the first token of a sequence.
+    """Return ``logprobs_and_entropy`` aligned with packed sequences, both [T].
 
-    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, support of the T tokens. Returns
-    two [T].
+    Entry t is log p(x_t | x_<t) and the entropy of the distribution from which x_t was sampled.
+    Both are 0 at the first token of a sequence.
+
+    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, support of the T tokens.
     """
     (rest,) = upload([following_tokens(cu_seqlens)], hidden.device)
     logp, entropy = logprobs_and_entropy(
@@ -158,8 +160,9 @@ def statistics(
     chunk: int,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), restricted
-    to ``support``, each [T].
+    """Return the normalizer, the entropy and log p(target), each [T].
+
+    The distributions are softmax(hidden @ weight.T / temperature), restricted to ``support``.
     """
     parts = [
         _statistics(
@@ -276,12 +279,14 @@ def vocab_parallel_logprobs_and_entropy(
     chunk: int | None = None,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(hidden @ whole weight.T / temperature), both [T]
-    and the same on all ranks of the group; float64 for float64 inputs, else float32. With a
-    ``support`` of the targets, those of its restriction to that.
+    """Return log p(target) and entropy, both [T], with a vocabulary split over ranks.
 
-    hidden [T, h] and targets [T] are the same on all ranks, weight [V, h] is this rank's part.
-    The gradient of hidden is partial and must be summed over the group.
+    The distributions are softmax(hidden @ whole weight.T / temperature). With a ``support`` of the
+    targets, they are restricted to it. Results are the same on all ranks of the group; they are
+    float64 for float64 inputs, else float32.
+
+    hidden [T, h] and targets [T] are the same on all ranks, weight [V, h] is this rank's part. The
+    gradient of hidden is partial and must be summed over the group.
     """
     size = chunk or chunk_tokens(weight.shape[0])
     own = None if support is None else support.within(rows.first, weight.shape[0])
@@ -292,9 +297,10 @@ def vocab_parallel_logprobs_and_entropy(
 
 
 class _Logprobs(torch.autograd.Function):
-    """Softmax over parts r with normalizers L_r, entropies H_r and shares w_r = exp(L_r - L),
-    where L = log sum exp L_r:
-    log p = log p_r + log w_r and H = sum_r w_r (H_r - log w_r).
+    """A softmax over parts of the vocabulary.
+
+    Part r has the normalizer L_r, the entropy H_r and the share w_r = exp(L_r - L), where
+    L = log sum exp L_r. Then log p = log p_r + log w_r and H = sum_r w_r (H_r - log w_r).
     """
 
     @staticmethod

@@ -18,9 +18,11 @@ from slurmrl.tensors.ops.paged_kernels import reference
 
 
 def reads_in_place(cache: Tensor, heads: int, page: int) -> bool:
-    """Whether attention of ``heads`` query heads reads a cache [C, Hkv, D] like this one, in pages
-    of ``page`` cells, where it lies; the torch form copies it. On a GPU the first call for these
-    sizes compiles and tries the kernels, and the host waits for them.
+    """Return whether attention reads a cache [C, Hkv, D] like this one where it lies.
+
+    The attention has ``heads`` query heads, and the cache has pages of ``page`` cells. The torch
+    form copies the cache instead. On a GPU the first call for these sizes compiles and tries the
+    kernels, and the host waits for them.
     """
     return _attends(cache, heads, page) or for_floats(cache) is not None
 
@@ -39,13 +41,14 @@ def paged_attention(
     window: int | None,
     chunk: int = 1,
 ) -> Tensor:
-    """Each token's attention over the first ``lengths`` cells of its row; with a ``window``, over
-    the last ``window`` of them.
+    """Return each token's attention [T, Hq, D] over the first ``lengths`` cells of its row.
 
-    q [T, Hq, D]; keys, values [C, Hkv, D], where page p has the cells p * page and following;
+    With a ``window``, a token attends only to the last ``window`` of these cells.
+
+    q [T, Hq, D]; keys, values [C, Hkv, D], where page p has the cells from p * page on;
     tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
-    ``longest``. Returns [T, Hq, D]. At most about ``chunk`` tokens of a row lie side by side, each
-    of which sees one cell more than the one before; this changes the speed only.
+    ``longest``. At most about ``chunk`` tokens of a row lie side by side, each of which sees one
+    cell more than the previous token; this changes only the speed.
     """
     if _attends(keys, q.shape[1], page):
         sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
@@ -61,8 +64,10 @@ def paged_attention(
 
 
 def write_cells(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put the keys k and values v [T, Hkv, D] of tokens into the cells ``slots`` [T] int64 of a
-    cache [C, Hkv, D]. Of several tokens with one slot any may be the last.
+    """Put the keys k and values v [T, Hkv, D] of tokens into a cache [C, Hkv, D].
+
+    ``slots`` [T] int64 are the tokens' cells. If several tokens have one slot, any of them may be
+    the last.
     """
     if paged_kernels.supported(keys) and paged_kernels.writes(keys.device, keys.dtype):
         paged_kernels.write(keys, values, slots, k, v)

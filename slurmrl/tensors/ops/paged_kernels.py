@@ -157,8 +157,9 @@ def _write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor, wi
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [T, Hkv, D] with each token's elements side by side; a part of a wider tensor is not
-    copied.
+    """Return ``x`` [T, Hkv, D] with each token's elements side by side.
+
+    A part of a wider tensor is not copied.
     """
     side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if side_by_side else x.contiguous()
@@ -170,8 +171,9 @@ def _block(bytes_per_cell: int) -> int:
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Parts into which the cells of each token are divided, a power of 2: enough for all
-    multiprocessors, but not for less than a block each.
+    """Return the number of parts, a power of 2, into which each token's cells are divided.
+
+    There are enough parts for all multiprocessors, but no part has less than a block.
     """
     wanted = -(-PROGRAMS * _multiprocessors(device) // programs)
     most = min(MOST_SPLITS, max(1, longest // MOST_CELLS))
@@ -262,8 +264,10 @@ def _tried(wrong: Callable[[], str], consequence: str) -> str:
 
 @torch.no_grad()
 def _wrong_attention(sizes: Sizes) -> str:
-    """What is wrong with the kernels' results, by a computation on the host: single tokens and
-    chunks, rows that are split and that are not, with and without a window.
+    """Return how the kernels' results differ from a computation on the host; empty if correct.
+
+    It tries single tokens and chunks, rows that are split and rows that are not, with and without a
+    window.
     """
     for longest, bound, chunk, window in (
         (LONG, BOUND, 1, None),
@@ -289,8 +293,9 @@ def _wrong_attention(sizes: Sizes) -> str:
 
 
 def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Any, ...]:
-    """q, keys, values, tables, rows and lengths of random tokens, in host memory: single ones of
-    several rows, and ``chunk`` of one row.
+    """Return random q, keys, values, tables, rows and lengths in host memory.
+
+    They have single tokens of several rows, and ``chunk`` tokens of one row.
     """
     _, dtype, heads, kv_heads, size, page = sizes
     draw = torch.Generator().manual_seed(longest + chunk)

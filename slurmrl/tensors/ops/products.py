@@ -1,6 +1,10 @@
-"""Matrix products that torch lacks: half-precision matrices with float32 results, many inputs with
-one float32 matrix on a CPU, a whole layer's, one of several experts' matrices per token, and
-adapters of low rank.
+"""Matrix products that torch lacks.
+
+- half-precision matrices with float32 results;
+- many inputs with one float32 matrix on a CPU;
+- all products of a layer;
+- one of several experts' matrices per token;
+- adapters of low rank.
 
 Products of two bfloat16 numbers are exact in float32, so only the sums are rounded.
 """
@@ -37,7 +41,10 @@ BLOCK = 2**22
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for matrices of one dtype: float64 for float64 inputs, else float32. No gradients."""
+    """Return a @ b for matrices of one dtype: float64 for float64 inputs, else float32.
+
+    It has no gradients.
+    """
     dtype = wide(a.dtype)
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
@@ -45,7 +52,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in place and in the dtype of ``total``, which may be wider. No gradients."""
+    """Add a @ b to ``total`` in place, in total's dtype, which may be wider. No gradients."""
     if a.is_cuda and a.dtype != total.dtype and _adds_in_place(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif a.is_cuda and a.dtype != total.dtype:
@@ -66,7 +73,7 @@ def _adds_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, i] times weight [o, i]: [T, o] in float64 for float64 inputs, else in float32."""
+    """Return x [T, i] times weight [o, i]: [T, o] in float64 for float64 inputs, else float32."""
     out: Tensor = _WideLinear.apply(x, weight)  # type: ignore[no-untyped-call]
     return out
 
@@ -88,8 +95,10 @@ class _WideLinear(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A copy of a matrix W [o, i] and a bias b [o] in the order in which the compiled products of
-    CPUs read them. Their results for a row depend on that row alone, not on the number of rows.
+    """A copy of a matrix W [o, i] and a bias b [o] for compiled products on CPUs.
+
+    The elements are in the order in which these products read them. The result for a row depends
+    only on that row, not on the number of rows.
     """
 
     packed: Tensor
@@ -106,11 +115,11 @@ class PackedMatrix:
         return cls(packed, bias, outer)
 
     def product(self, x: Tensor) -> Tensor:
-        """x [T, i] -> x W^T + b [T, o]."""
+        """Return x W^T + b [T, o] for x [T, i]."""
         return self._computed(x, None)
 
     def added(self, total: Tensor, x: Tensor) -> Tensor:
-        """total [T, o] + x W^T + b."""
+        """Return ``total`` [T, o] + x W^T + b."""
         return self._computed(x, total.contiguous())
 
     def _computed(self, x: Tensor, total: Tensor | None) -> Tensor:
@@ -136,9 +145,10 @@ class RootMeanSquare:
 
 
 class PackedLayer:
-    """y = x + o(attention(qkv(norm(x)))), and y + down(silu(gate) * up), where gate and up are the
-    halves of gate_up(norm(y)). The weights are copied to one tensor, of which the matrices here are
-    views.
+    """A layer y = x + o(attention(qkv(norm(x)))), then y + down(silu(gate) * up).
+
+    gate and up are the halves of gate_up(norm(y)). The weights are copied to one tensor, and the
+    layer's matrices are views of it.
     """
 
     def __init__(
@@ -175,7 +185,10 @@ class PackedLayer:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """x [T, h] -> [T, h], with the attention of `tensors.ops.paged_attention.attend_heads`."""
+        """Return the layer's output [T, h] for ``x`` [T, h].
+
+        The attention is `tensors.ops.paged_attention.attend_heads`.
+        """
         out = torch.empty_like(x)
         size = keys.shape[2]
         heads = self.qkv.outer // size - 2 * keys.shape[1]
@@ -192,11 +205,10 @@ def _of(matrix: PackedMatrix) -> tuple[Tensor, Tensor]:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Each token times its expert's matrix: x [M, i], weight [E, o, i], counts [E] tokens of each
-    expert, in order -> [M, o].
+    """Multiply each token by its expert's matrix: x [M, i], weight [E, o, i] -> [M, o].
 
-    One grouped kernel where torch has one for the type and the sizes, else a loop over the
-    experts that have tokens.
+    ``counts`` [E] are the tokens of each expert, in order. It is one grouped kernel if torch has
+    one for the type and the sizes, else a loop over the experts that have tokens.
     """
     if _fits(x, weight):
         ends = counts.cumsum(0).to(torch.int32)
@@ -214,8 +226,10 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which inputs of a product are zero, as a pure function of the ``keys`` [T] int64 of the
-    tokens, the ``salt`` of the matrix, and the column of the whole matrix.
+    """The choice of a product's inputs that are zero.
+
+    It is a pure function of the ``keys`` [T] int64 of the tokens, the ``salt`` of the matrix, and
+    the column of the whole matrix.
     """
 
     keys: Tensor
@@ -225,7 +239,10 @@ class Dropout:
     """The column of the whole matrix that the first input belongs to."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, i] with some elements zero and the others divided by the probability to stay."""
+        """Return ``x`` [T, i] with some elements zero.
+
+        The other elements are divided by the probability to stay.
+        """
         dropped = round(self.rate * LEVELS)
         out = torch.empty_like(x)
         rows = max(1, BLOCK // max(x.shape[1], 1))
@@ -248,9 +265,9 @@ class Dropout:
 def low_rank_linear(
     x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: Dropout | None = None
 ) -> Tensor:
-    """scale * dropout(x) A^T B^T: x [T, i], a [r, i], b [o, r] of one dtype -> [T, o].
+    """Return scale * dropout(x) A^T B^T: x [T, i], a [r, i], b [o, r] of one dtype -> [T, o].
 
-    Only x and [T, r] are kept for the backward pass, which draws the dropout again.
+    Only x and [T, r] are kept for the backward pass, which computes the dropout again.
     """
     out: Tensor = _LowRankLinear.apply(x, a, b, scale, dropout)  # type: ignore[no-untyped-call]
     return out

@@ -1,5 +1,6 @@
-"""Sampling: counter-based uniform numbers, one token per row of logits, and supports: the tokens
-that generation could sample.
+"""Sampling: counter-based uniform numbers, one token per row of logits, and supports.
+
+A support is the set of tokens that generation could sample.
 
 S rows, T tokens, t tokens of a chunk, V vocabulary, N token ids of all supports.
 """
@@ -30,7 +31,7 @@ is finite, so are products with it."""
 
 
 class Sampled(NamedTuple):
-    """One token of each row. (K: the ``top_k`` of the draw)"""
+    """One token of each row; K is the ``top_k`` with which it was sampled."""
 
     tokens: Tensor
     """[S] int64"""
@@ -146,8 +147,9 @@ def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 
 def _kept(allowed: Tensor, top_k: int) -> Tensor:
-    """The tokens [S, top_k] int32 whose logits are not minus infinity, of which there are no more;
-    see `Sampled`.
+    """Return the tokens [S, top_k] int32 whose logits are not minus infinity, see `Sampled`.
+
+    No row has more than ``top_k`` such tokens.
     """
     values, ids = allowed.topk(min(top_k, allowed.shape[-1]), dim=-1)
     kept = ids.masked_fill(values == float("-inf"), NONE).sort(-1).values.to(torch.int32)
@@ -180,8 +182,9 @@ class Support:
 
     @staticmethod
     def of(sizes: Tensor, ids: Tensor) -> Support:
-        """From the sizes [T] and token ids [N] of any integer type; a size of 0 stands for the
-        whole vocabulary.
+        """Make supports from the sizes [T] and token ids [N] of any integer type.
+
+        A size of 0 stands for the whole vocabulary.
         """
         return Support(sizes > 0, sizes.long(), ids.long())
 

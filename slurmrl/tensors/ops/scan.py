@@ -22,8 +22,9 @@ from slurmrl.tensors.ops.native.load import operators
 
 
 class SequenceIndex:
-    """The sequence of each packed token [T], and the number of tokens from it to the end of the
-    sequence, itself included [T].
+    """The sequence of each packed token [T], and the number of its tokens that are left [T].
+
+    The tokens left are from the token, itself included, to the end of the sequence.
     """
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
@@ -116,8 +117,10 @@ def _keep_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _scan_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """With c = factor decay: dx_t = dy_t + c_{t-1} dx_{t-1}, dc_t = dx_t y_{t+1} and
-    dtail = c dx at each sequence's last token.
+    """Return the gradients of the inputs.
+
+    With c = factor decay: dx_t = dy_t + c_{t-1} dx_{t-1}, dc_t = dx_t y_{t+1} and dtail = c dx at
+    each sequence's last token.
     """
     cu_seqlens, decay, tail, y = ctx.saved_tensors
     index = SequenceIndex(cu_seqlens, len(grad))
@@ -208,9 +211,11 @@ def packed_gae(
     lam: float,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of each step: A_t = sum_i (gamma lam)^i delta_{t+i} with
-    delta_t = r_t + gamma V_{t+1} - V_t, and returns A_t + V_t (Schulman et al. 2016,
-    "High-dimensional continuous control using generalized advantage estimation", eq. 16).
+    """Return the advantages and returns of each step.
+
+    Advantages are A_t = sum_i (gamma lam)^i delta_{t+i} with delta_t = r_t + gamma V_{t+1} - V_t,
+    and returns A_t + V_t (Schulman et al. 2016, "High-dimensional continuous control using
+    generalized advantage estimation", eq. 16).
 
     Differentiable in rewards and values. On CPUs the compiled form and the torch form agree bit for
     bit.

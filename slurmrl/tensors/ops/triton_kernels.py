@@ -96,7 +96,10 @@ def _activated(x, activation: tl.constexpr):
 def gated_product(
     gate, up, product, columns, stride, activation: tl.constexpr, block: tl.constexpr
 ):
-    """product [t, columns] = activation(gate) * up, whose rows are ``stride`` elements apart."""
+    """Store activation(gate) * up in ``product`` [t, columns].
+
+    The rows of gate and up are ``stride`` elements apart.
+    """
     blocks = tl.cdiv(columns, block)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * block + tl.arange(0, block)
@@ -159,7 +162,7 @@ def rotation(x, cos, sin, out, per_token, size, sign, block: tl.constexpr):
 
 @triton.jit
 def _product(a, b, total, interpreted: tl.constexpr):
-    """total + a @ b in float32. Triton's interpreter multiplies no half precision."""
+    """Return total + a @ b in float32. Triton's interpreter multiplies no half precision."""
     if interpreted:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     return tl.dot(a, b, total, input_precision="ieee")
@@ -184,9 +187,11 @@ def _attended(
     block: tl.constexpr,
     interpreted: tl.constexpr,
 ):
-    """Queries [M, columns] over the cells from ``first`` to ``last`` of a row, of which each sees
-    the first ``seen_by`` [M]: the largest score, the sum of the weights relative to it, and the
-    values' sum with these weights. keys, values: those of a head in cell 0, by column.
+    """Attend from queries [M, columns] to the cells from ``first`` to ``last`` of a row.
+
+    Each query sees the first ``seen_by`` [M] cells. Return the largest score, the sum of the
+    weights relative to it, and the values' sum with these weights. ``keys`` and ``values`` point,
+    by column, to a head's elements in cell 0.
     """
     peak = tl.full([asked.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([asked.shape[0]], tl.float32)
@@ -225,8 +230,9 @@ def _together(rows, lengths, token, row, length, known):
 
 @triton.jit
 def _store(target, norms, entry, inside, column, size, peak, total, mixed, split: tl.constexpr):
-    """The weighted sums as rows ``entry`` of target [·, size], zeros where nothing was seen; with
-    ``split`` also norms, and only the rows that saw anything.
+    """Store weighted sums as rows ``entry`` of target [·, size]; zeros if nothing was seen.
+
+    With ``split`` also store norms, and only the sums of rows that saw anything.
     """
     divisor = tl.where(total > 0.0, total, 1.0)
     if split:
@@ -345,8 +351,10 @@ def merge(parts, norms, out, size, splits: tl.constexpr, columns: tl.constexpr):
 
 @triton.jit
 def write(k, v, slots, keys, values, width, k_stride, v_stride, block: tl.constexpr):
-    """One program per token and ``block`` of its keys and values [T, width], whose tokens are
-    ``k_stride`` and ``v_stride`` elements apart; keys, values [C, width].
+    """Write keys and values [T, width] of tokens into cells of keys, values [C, width].
+
+    There is one program per token and ``block`` of its elements. Tokens are ``k_stride`` elements
+    apart in k, and ``v_stride`` in v.
     """
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)

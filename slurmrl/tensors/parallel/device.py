@@ -105,8 +105,9 @@ def pending_error() -> RuntimeError | None:
 
 
 def describe_gpu() -> str:
-    """Return the name and UUID of this process's GPU, ``GPU 3 (NVIDIA H100, GPU-1f…)``: the index
-    alone means another one in another container. Works on a GPU that failed.
+    """Return the name and UUID of this process's GPU: ``GPU 3 (NVIDIA H100, GPU-1f…)``.
+
+    In another container, the same index means another GPU. This works even on a GPU that failed.
     """
     number = f"GPU {env.VISIBLE_DEVICES.get()}".rstrip()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

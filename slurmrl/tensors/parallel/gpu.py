@@ -124,9 +124,10 @@ def driver_version() -> str | None:
 
 
 def newest_cuda(version: str) -> int | None:
-    """Return the newest CUDA release whose builds a driver of this version serves (10: none that
-    torch still supports); None if the version is unknown. A newer libcuda (the package cuda-compat)
-    counts, as nvidia-smi reports it.
+    """Return the newest CUDA release whose builds a driver of this version serves.
+
+    The result is 10 if torch no longer supports any of these releases, and None if the version is
+    unknown. A newer libcuda (the package cuda-compat) counts, as nvidia-smi reports it.
     """
     branch = re.match(r"\d+", version)
     if branch is None:

@@ -156,14 +156,13 @@ class ParallelContext:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank is the first of those that work on the same samples, for which it
-        reports.
-        """
+        """Whether this rank is the first that works on its samples, and reports for the others."""
         return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The peers along an axis or an entry of JOINT; KeyError for an axis that the layout
-        does not have.
+        """Return the peers along an axis or an entry of JOINT.
+
+        Raises KeyError for an axis that the layout does not have.
         """
         return self.groups[axis]
 

@@ -70,8 +70,9 @@ class ProcessTopology:
         return [list(range(first, first + size * stride, stride)) for first in firsts]
 
     def blocks(self, axes: Sequence[str]) -> list[list[int]]:
-        """The ranks of every group along several axes at once, in rank order; axes that the grid
-        does not have are left out.
+        """Return the ranks of every group along several axes at once, in rank order.
+
+        Axes that the grid does not have are left out.
         """
         along = [axis for axis in axes if axis in self.axes]
         firsts = self.filter(**dict.fromkeys(along, 0))

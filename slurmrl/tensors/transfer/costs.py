@@ -71,8 +71,9 @@ class MoveCosts:
 def costs(
     plan: MovePlan, source: PlacedLayout, target: PlacedLayout, hosts: Mapping[int, int]
 ) -> MoveCosts:
-    """The costs of the plan of a move from ``source`` to ``target``; ``hosts`` gives the host of
-    each global rank.
+    """Return the costs of the plan of a move from ``source`` to ``target``.
+
+    ``hosts`` gives the host of each global rank.
     """
     links, staging = plan.links(), plan.staging()
     sent: dict[int, int] = defaultdict(int)

@@ -281,8 +281,9 @@ class BoxCopies:
         return gather(_flat(view), self._of(view), dtype)
 
     def write(self, target: Tensor, elements: Tensor, eta: float) -> None:
-        """Fill ``target`` with ``eta elements + (1 - eta) target``, computed in float32 (float64
-        where either is).
+        """Fill ``target`` with ``eta elements + (1 - eta) target``.
+
+        The sum is computed in float32, or in float64 if either tensor is float64.
         """
         plain = eta == 1.0 and target.is_contiguous()
         if not plain and elements.is_contiguous() and self._suits(target, elements):
@@ -326,8 +327,9 @@ def _flat(view: Tensor) -> Tensor:
 
 
 def _runs(size: Index, strides: Index) -> tuple[int, list[tuple[int, int]]]:
-    """The length of a run of adjacent elements, and the lengths and strides of the dims that
-    repeat it, outermost first.
+    """Return the length of a run of adjacent elements, and the dims that repeat the run.
+
+    Each dim is a length and a stride; the outermost dim is first.
     """
     run = 1
     outer: list[tuple[int, int]] = []
@@ -361,8 +363,9 @@ def verify_move(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> None:
-    """Compare the checksums of all replicas in the source and in the target, box by box, each in
-    the dtype in which it travelled. Collective over ``group``.
+    """Compare the checksums of all replicas in the source and in the target, box by box.
+
+    Each box is compared in the dtype in which it traveled. Collective over ``group``.
 
     The comparison follows the layouts, not the plan of the move. It holds for moves that replace
     the target, not for moving averages.

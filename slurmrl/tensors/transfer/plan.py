@@ -91,8 +91,9 @@ class Cargo:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Cargo that travels together along ``chain`` in one buffer, from ``slot`` on: it takes link n
-    of the chain in slot ``slot + n``.
+    """Cargo that travels together along ``chain`` in one buffer, from ``slot`` on.
+
+    It takes link n of the chain in slot ``slot + n``.
     """
 
     chain: Ranks
@@ -241,8 +242,9 @@ def _least_loaded(ranks: Iterable[int], load: Mapping[int, int]) -> int:
 
 
 def _segments(cargo: Sequence[Cargo], limit: int) -> Iterator[tuple[Cargo, ...]]:
-    """The cargo of a chain in buffers of at most ``limit`` bytes; wide elements first, which keeps
-    all of a buffer aligned.
+    """Yield the cargo of a chain in buffers of at most ``limit`` bytes.
+
+    Wide elements come first, which keeps all of a buffer aligned.
     """
     packed: list[Cargo] = []
     used = 0
@@ -279,8 +281,9 @@ def parts(cargo: Cargo, limit: int) -> Iterator[Cargo]:
 def _scheduled(
     cut: Sequence[tuple[Ranks, tuple[tuple[Cargo, ...], ...]]], budget: int
 ) -> Iterator[Segment]:
-    """The segments with the first slots in which they fit into the budgets of all their ranks, in
-    the order of the slots.
+    """Yield the segments in the order of their slots.
+
+    Each gets the first slot in which it fits into the budgets of all its ranks.
     """
     numbers = {rank: n for n, rank in enumerate(sorted({r for chain, _ in cut for r in chain}))}
     places = [np.array([numbers[rank] for rank in chain]) for chain, _ in cut]
@@ -374,9 +377,10 @@ def _ranks(boxes: dict[Box, list[int]], numbers: Numbers) -> Numbers:
 
 @lru_cache(maxsize=1024)  # layers repeat the same boxes
 def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers, Numbers], ...]:
-    """Boxes that cover all taken elements once, with the numbers of the held and of the taken
-    boxes that contain each. The edges of all boxes cut the tensor into a grid; neighbours with the
-    same numbers are joined.
+    """Return boxes that cover all taken elements once.
+
+    Each has the numbers of the held and of the taken boxes that contain it. The edges of all boxes
+    cut the tensor into a grid; neighbors with the same numbers are joined.
     """
     cuts = [
         sorted({edge for box in (*held, *taken) for edge in (box.start[dim], box.stop[dim])})

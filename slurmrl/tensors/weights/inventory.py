@@ -1,5 +1,6 @@
-"""The weight versions of a trial: what they consist of, whether they are intact, and the removal of
-those that no reader needs.
+"""The weight versions of a trial: their content, their integrity and their removal.
+
+Only versions that no reader needs are removed.
 """
 
 from __future__ import annotations

@@ -195,8 +195,10 @@ class LocalCopy:
         raise WeightVersionError(f"{wanted} in {self._versions} can be read: {reasons}")
 
     def _candidates(self, to: VersionId | None) -> Iterator[tuple[VersionId, bool, bool]]:
-        """The versions to try, whether only a whole one will do, and whether to wait for what is
-        not there: not for a version that was removed. What is published meanwhile is tried too.
+        """Yield the versions to try, including versions published while it runs.
+
+        Each comes with two flags: whether it must be whole, and whether to wait for missing files.
+        The second flag is false for a version that was removed.
         """
         known = version_ids(self._versions, calls=self._calls)
         tried: set[VersionId] = set()
@@ -337,8 +339,10 @@ class VersionFiles:
         return self._patiently(lambda: read_manifest(folder, calls=self._calls))
 
     def chain(self, to: VersionId, held: VersionId | None = None) -> list[VersionManifest]:
-        """The versions that lead to ``to``, in the order in which they are applied: the first one
-        is whole, or a difference from ``held``. Raises WeightVersionError, EnvironmentFailure.
+        """Return the versions that lead to ``to``, in the order in which they are applied.
+
+        The first one is whole, or a difference from ``held``. Raises WeightVersionError,
+        EnvironmentFailure.
         """
         found = [self.manifest(to)]
         while found[-1].base is not None:

@@ -47,11 +47,12 @@ class VersionBits:
 
 
 class PartWriter:
-    """Writes the tensors that one rank owns into the directory of a version, whose name is the
-    version's. Each tensor belongs to one part.
+    """A writer of the tensors that one rank owns into the directory of a version.
 
-    A part that is not finished, or whose writing failed, is no part of a version. Used as a context
-    it removes its file then.
+    The name of the directory is the version's. Each tensor belongs to one part.
+
+    A part that is not finished, or whose writing failed, is no part of a version. As a context
+    manager, the writer then removes its file.
     """
 
     def __init__(

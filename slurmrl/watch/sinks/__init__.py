@@ -30,8 +30,9 @@ CLOSE_S = 10.0
 
 
 def check(logging: Logging) -> None:
-    """Raise MissingDependencyError, with the command that installs it, if a configured sink's
-    package is missing.
+    """Raise MissingDependencyError if a configured sink's package is missing.
+
+    The error has the command that installs it.
     """
     for setting, module, package in _packages(logging):
         if importlib.util.find_spec(module) is None:
@@ -43,8 +44,10 @@ def check(logging: Logging) -> None:
 def make_feeders(
     paths: RunPaths, logging: Logging, *, committed: int, incarnation: int | None
 ) -> list[Feeder]:
-    """Return the feeders of the configured sinks; they begin with what the sinks lack of the steps
-    up to ``committed``, and write as long as ``incarnation`` is the newest (None: no other exists).
+    """Return the feeders of the configured sinks.
+
+    They begin with the steps up to ``committed`` that the sinks lack. They write as long as
+    ``incarnation`` is the newest (None: no other exists).
 
     Raises MissingDependencyError if a package is not installed.
     """
@@ -101,8 +104,9 @@ class MetricsRecorder:
         return [feeder.name for feeder in self._feeders if feeder.is_behind]
 
     def close(self) -> None:
-        """Close the sinks; what they could not take within CLOSE_S, a later incarnation hands
-        over.
+        """Close the sinks.
+
+        A later incarnation hands over the lines that they could not take within CLOSE_S.
         """
         for feeder in self._feeders:
             feeder.end()
@@ -112,9 +116,10 @@ class MetricsRecorder:
 
 
 def _load(logging: Logging) -> None:
-    """Import what the sinks use before they do so in their threads: two imports at the same time
-    whose modules need each other can both get modules that are not complete. A library that cannot
-    be imported is its sink's failure, which is reported there.
+    """Import the modules of the sinks before they use them in their threads.
+
+    Two simultaneous imports whose modules need each other can both get incomplete modules. If a
+    library cannot be imported, its sink fails and reports the failure.
     """
     configured = (
         (logging.tensorboard, tensorboard.load),

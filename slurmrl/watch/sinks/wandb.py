@@ -53,9 +53,11 @@ class WeightsAndBiases:
 
 
 def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None:
-    """Log lines, of which ``held`` are certainly there, to a run of their own in the group of the
-    trial's: a run takes rows in order, and these come when later steps are there. The number of a
-    line is its row; its step is a metric, which charts have as their x axis.
+    """Log lines to a separate run in the group of the trial's run.
+
+    At least ``held`` of the lines are already there. The run is separate because a run takes rows
+    in order, and these lines arrive after rows of later steps. The number of a line is its row; its
+    step is a metric, which charts have as their x axis.
     """
     run = f"{uuid(paths)}-evaluations"
     first = held_by(paths.wandb, run, wanted.project, held - 1) + 1

@@ -1,4 +1,4 @@
-"""``python -m slurmrl.workers.agent --run RUN --submission N --group G [--task T]``"""
+"""Run ``python -m slurmrl.workers.agent --run RUN --submission N --group G [--task T]``."""
 
 from __future__ import annotations
 

@@ -162,9 +162,7 @@ class Agent:
         return None
 
     def _look(self) -> tuple[bool, Failure | None]:
-        """Return whether another job began the newest incarnation, and the first failure of the one
-        that has ended.
-        """
+        """Return whether another job began the newest incarnation, and our first failure."""
         superseded = self.host.superseded(self._served)
         return superseded, published.failure(self.host.names, self._served)
 

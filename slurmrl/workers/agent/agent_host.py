@@ -1,5 +1,7 @@
-"""The state of an agent that lasts longer than one incarnation: the task that it has claimed, its
-lease, its processes, the warnings that its job will end, and the output of its processes.
+"""The state of an agent that lasts longer than one incarnation.
+
+It consists of the claimed task, the lease, the processes and their output, and the warnings that
+the job will end.
 """
 
 from __future__ import annotations
@@ -187,8 +189,9 @@ class Host:
         return self._superseded(self.state(), after)
 
     def _superseded(self, state: TrialState, after: int) -> bool:
-        """``after`` is 0 before our first incarnation: the newest one may still be that of the
-        previous job.
+        """Return whether another job began a newer incarnation; False if ``after`` is 0.
+
+        ``after`` is 0 before our first incarnation: the previous job may have begun the newest one.
         """
         return 0 < after < state.incarnation and not self._ours(state)
 
@@ -204,10 +207,13 @@ class Host:
         return state
 
     def check_fence(self) -> None:
-        """Raise if the incarnation that is served must end. (No incarnation ends a rollout task.)
+        """Raise if the incarnation that is served must end; a rollout task outlives incarnations.
 
-        Raises StaleIncarnationError if a newer one has begun, TrialEndedError if the trial was
-        cancelled or failed (of a finished trial the control log says ``exit``), EnvironmentFailure.
+        Raises:
+            StaleIncarnationError: a newer incarnation has begun.
+            TrialEndedError: the trial was canceled or failed. If it finished, the control log says
+                ``exit`` instead.
+            EnvironmentFailure: the history cannot be read.
         """
         if self.serving == 0 or not self.identity.trains:
             return
@@ -390,8 +396,9 @@ class Output:
         self._plan(now, size, most)
 
     def newest_after_now(self) -> Callable[[], str]:
-        """Return a function that reads the newest output written after this call, at most
-        NEWEST_BYTES of it; empty if it cannot be read.
+        """Return a function that reads the newest output written after this call.
+
+        It returns at most NEWEST_BYTES; an empty string if the output cannot be read.
         """
         begin = self.path.stat().st_size if self.path.exists() else 0
 

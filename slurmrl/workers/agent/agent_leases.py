@@ -191,8 +191,9 @@ class TrainersLease:
         return Orphaned(incarnation=incarnation, attempt=self._attempt, counter=counter)
 
     def beat_since(self, seen: Orphaned) -> bool:
-        """Return whether there was a heartbeat since another task has seen the last one, or may
-        have been: the directory does not answer.
+        """Return whether the trainers renewed their lease after another task saw it, or may have.
+
+        They may have renewed it if the directory does not answer.
         """
         lease = self._paths.lease(TRAINERS, 0, seen.attempt)
         return LeaseObserver(lease, self._ttl_s, self._clock).observe().counter != seen.counter

@@ -403,8 +403,9 @@ class Children:
         self._drop_master()
 
     def _await_exits(self, meanwhile: Callable[[], None]) -> None:
-        """Wait until workers that were killed have ended and freed their GPUs, even if the fork
-        server does not answer.
+        """Wait until killed workers have exited and freed their GPUs.
+
+        This works even if the fork server does not answer.
         """
         exits = [
             exit_fd
@@ -430,8 +431,9 @@ class Children:
             self.turn(0.05)
 
     def close(self) -> None:
-        """End everything, the workers before the fork server: they must have released their devices
-        when this process ends.
+        """Stop all processes, the workers before the fork server.
+
+        The workers must have released their devices when this process exits.
         """
         self.end()
         self._drop_fork_server()

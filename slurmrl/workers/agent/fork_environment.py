@@ -1,5 +1,7 @@
-"""The environment of a host's fork server, which its workers inherit, and the command that runs its
-Python, inside a container if one is configured. Pure functions.
+"""The environment of a host's fork server and the command that starts its Python.
+
+The workers inherit this environment. The command runs inside a container if one is configured. All
+functions are pure.
 
 Variables of the submitter, of ``cluster.env`` and of set-up lines override the defaults. The agent
 stays outside of the container, where it has Slurm and the shared directory.
@@ -63,8 +65,10 @@ def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
 def of_fork_server(
     group: GroupPlan, devices: Sequence[str], environ: Mapping[str, str], more: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of a fork server, which sees the ``devices`` of all its ranks; each
-    worker sees its own (see `of_rank`). ``environ`` is the agent's, ``more`` are `defaults`.
+    """Return the environment of a fork server, which sees the ``devices`` of all its ranks.
+
+    Each worker sees only its own devices (see `of_rank`). ``environ`` is the agent's environment,
+    ``more`` are the variables from `defaults`.
     """
     visible = ",".join(filter(None, devices))
     ours = {**FLIGHT_RECORDER, **(ALLOCATOR if visible else {}), **more}

@@ -169,8 +169,9 @@ class Incarnation:
     # -- relaying ----------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """Relay the master's messages to the workers until ``exit``; none while this host's lease
-        may have expired.
+        """Relay the master's messages to the workers until ``exit``.
+
+        No message is relayed while this host's lease may have expired.
         """
         host, replies = self.host, self.replies
         assert replies is not None
@@ -296,8 +297,9 @@ class Incarnation:
     # -- its end -----------------------------------------------------------------------------
 
     def fail(self, error: SlurmrlError) -> Failure:
-        """Publish a failure of this host, unless another one was first, and send it to the master,
-        which then ends the incarnation on the other hosts too.
+        """Publish a failure of this host, unless another was first, and send it to the master.
+
+        The master then ends the incarnation on the other hosts too.
         """
         host, failure = self.host, self.host.describe(error)
         if failure.cause != Cause.LOST_HOST:  # else there is no master left to begin
@@ -315,8 +317,10 @@ class Incarnation:
         self.send(*held, failure)
 
     def _explain(self, failure: Failure) -> None:
-        """Keep the evidence of a hang: the stacks of all hosts if the master can still request
-        them, else those of this host.
+        """Keep the stacks of a hang as evidence.
+
+        They are the stacks of all hosts if the master can still request them, else those of this
+        host.
         """
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
             taken = self._witness.take(self.number, 0, failure.reason, self._idle)
@@ -344,8 +348,9 @@ class Incarnation:
             self.host.lease_guard.turn()
 
     def _await_begin(self) -> None:
-        """After a failure before the incarnation began, give the master time to begin it: then the
-        history counts this failure, and restarts come to an end.
+        """Give the master time to begin an incarnation that has already failed.
+
+        The history then counts this failure, so that restarts come to an end.
         """
         children = self.host.children
         backoff = Backoff()

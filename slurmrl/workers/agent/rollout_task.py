@@ -55,8 +55,9 @@ class RolloutTask:
     def __init__(
         self, host: Host, *, orphan_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """``orphan_s``: how long it waits for trainers that are gone; infinite in their own job,
-        with which it ends.
+        """Prepare a task that waits ``orphan_s`` seconds for lost trainers.
+
+        ``orphan_s`` is infinite in the trainers' own job, because the task ends with that job.
         """
         self.host = host
         self._orphan_s = orphan_s
@@ -179,8 +180,10 @@ class RolloutTask:
             logger.warning("later tasks will wait for the trainers as well: %s", error)
 
     def _look_at_folder(self) -> None:
-        """When due, raise if the master has removed the directory of this attempt: it was lost
-        while it did not run, and no request to leave can reach its workers any more.
+        """When due, raise if the master has removed the directory of this attempt.
+
+        Such an attempt was lost while it did not run. Requests to exit can no longer reach its
+        workers.
         """
         if not self._folder_looks.due():
             return

@@ -1,5 +1,6 @@
-"""Failure detection: which events of a host's processes mean that the incarnation has failed, and
-whether the kernel killed one of them for lack of memory.
+"""Detection of failed incarnations from the events of a host's processes.
+
+It also detects whether the kernel killed one of them for lack of memory.
 """
 
 from __future__ import annotations
@@ -97,15 +98,14 @@ class Symptoms:
         )
 
     def _last_words(self) -> str:
-        """Return the last line that the fork server, or the program that starts its container,
-        has printed.
-        """
+        """Return the last line printed by the fork server or its container's start program."""
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
     def _fault_that_aborted(self) -> GpuFault | None:
-        """Return the fault for which torch's NCCL watchdog ended a process: it looks at the GPU
-        every 100 ms, and may be faster than the rank itself.
+        """Return the GPU fault for which torch's NCCL watchdog ended a process.
+
+        The watchdog looks at the GPU every 100 ms, and may be faster than the rank itself.
         """
         lines = self._output().splitlines()
         faults = (find_in(line) for line in lines if WATCHDOG in line)
@@ -124,9 +124,10 @@ class Symptoms:
 
 
 class OomKills:
-    """Reads the kernel's count of such kills from the most precise counter of this machine: that of
-    our control group (version 2, else 1), else that of the whole host. Our children are in that
-    group or below it, also in containers.
+    """Reads the kernel's count of out-of-memory kills from this machine's most precise counter.
+
+    The counter is that of our control group (version 2, else 1), else that of the whole host. Our
+    children are in that group or below it, even in containers.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

@@ -1,5 +1,6 @@
-"""The stacks of a host's processes: their collection, with the state of processes that do not
-answer, and the files and reports about them.
+"""Collection of the stacks of a host's processes, and the files and reports about them.
+
+For processes that do not answer, the report has their state.
 """
 
 from __future__ import annotations
@@ -122,9 +123,10 @@ def _state(pid: int) -> str:
 
 
 def _py_spy(pid: int, state: str, deadline: float) -> str:
-    """Return what py-spy reads from outside, or why it could not: with C frames, for which it
-    pauses the process, and without them if the process is stopped or blocked. Empty if it is not
-    installed.
+    """Return the stacks that py-spy reads from outside, or why it could not read them.
+
+    The stacks have C frames, for which py-spy pauses the process. If the process is stopped or
+    blocked, they have none. Return an empty string if py-spy is not installed.
     """
     beside = Path(sys.executable).with_name(PY_SPY)  # PATH of a job need not have the environment
     program = str(beside) if beside.exists() else shutil.which(PY_SPY)

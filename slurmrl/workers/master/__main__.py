@@ -1,5 +1,6 @@
-"""``python -m slurmrl.workers.master --run RUN --submission N --job JOB --pipe-fd FD
---pulse-s S``
+"""Run ``python -m slurmrl.workers.master`` with the options below.
+
+``--run RUN --submission N --job JOB --pipe-fd FD --pulse-s S``
 """
 
 from __future__ import annotations

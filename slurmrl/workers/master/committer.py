@@ -156,8 +156,9 @@ class Committer:
         return self._name(writing)
 
     def _name(self, writing: Writing) -> Outcome:
-        """Win the COMMIT slot, retrying while it is unclear whether it was won: the directory must
-        stay until then. (A second record of the same commit would change nothing.)
+        """Win the COMMIT slot, retrying while it is unclear whether it was won.
+
+        The directory must stay until then. A second record of the same commit would change nothing.
         """
         return retry(f"commit step {writing.step}", lambda: self._win_slot(writing))
 
@@ -185,8 +186,10 @@ class Committer:
         return self._outcome(writing)
 
     def _give_up(self, writing: Writing, reason: str) -> Outcome:
-        """Remove its files and those set aside from damaged commits at once, because the disk may
-        be full. Commits are never removed to make room.
+        """Remove the files of a failed commit at once, because the disk may be full.
+
+        Remove also files that were set aside from damaged commits. Commits are never removed to
+        make room.
         """
         logger.warning("no checkpoint of step %d: %s", writing.step, reason)
         for directory in (writing.directory, *self.paths.damaged_checkpoints()):
@@ -258,8 +261,9 @@ def choose(
     state: TrialState,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[str | None, list[Damage]]:
-    """Return the directory of the newest usable commit (None if there is none) and the damages of
-    newer ones. This checks file sizes; ranks have checked and reported wrong checksums.
+    """Return the directory of the newest usable commit, or None, and the damages of newer commits.
+
+    This checks file sizes; ranks have checked and reported wrong checksums.
     """
     damages: list[Damage] = []
     reported = _reported_damage(names, state)
@@ -305,8 +309,9 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
 
 
 def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:
-    """Return the reasons by directory of checkpoints that recent incarnations found damaged: ranks
-    when loading, masters when exporting.
+    """Return the reasons why recent incarnations found checkpoints damaged, by directory.
+
+    Ranks find damage when they load a checkpoint, masters when they export one.
     """
     damage: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):

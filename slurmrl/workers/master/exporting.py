@@ -1,6 +1,4 @@
-"""Export of a committed checkpoint in Hugging Face form, without torch: the files, the types of the
-weights, and how much of the training's update those keep.
-"""
+"""Export of a committed checkpoint in Hugging Face form, without torch: files, types, precision."""
 
 from __future__ import annotations
 
@@ -141,8 +139,7 @@ class Exporter:
         return Exported(folder, types)
 
     def pin(self, commit: Commit, target: Path) -> Path:
-        """Make a model folder with links to the files of a commit; return it. Raises
-        DamagedCheckpointError."""
+        """Make a model folder of links to a commit's files. Raises DamagedCheckpointError."""
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
         manifest.verify(checkpoint, checksums=False)
         values, generation, _ = self._model_files(checkpoint)
@@ -183,8 +180,7 @@ class Exporter:
         return values, _generation(generation_values(model), values, stops), storage
 
     def _whole(self, trained: RoleCheckpoint) -> ExportedWeights:
-        """All weights of the role, of which a checkpoint may have adapters only. Raises UsageError
-        if these belong to other weights than those in the folder now."""
+        """Return all weights, with adapters merged. Raises UsageError if the base has changed."""
         model = self.model
         if model.lora is None:
             return trained
@@ -210,8 +206,10 @@ class Exporter:
         )
 
     def _tokenizer(self, checkpoint: Path) -> TokenizerFiles | None:
-        """Return the tokenizer with the template in `dataset.chat_template: FILE`, if there is one:
-        the committed template, or that in the file now for commits of older versions."""
+        """Return the tokenizer with the committed chat template, or None without a tokenizer.
+
+        Commits of older versions have no template: the file in `dataset.chat_template` is used.
+        """
         folder = self.model.tokenizer or self.config.actor.tokenizer
         if not folder:
             return None
@@ -245,8 +243,9 @@ def export_step(
     dtype: ExportDtype | None = None,
     form: ExportForm | None = None,
 ) -> Exported:
-    """Export a commit of any trial, running or not; by default the newest, into its own directory.
-    If the run deletes the commit meanwhile, another one is chosen.
+    """Export a commit of any trial, running or not.
+
+    By default, export the newest into its own directory. If the run deletes it, another is used.
 
     Raises UsageError for an unknown step or role, a target in use, or an adapter of a role without
     one, CheckpointError for a damaged commit, naming the alternatives.
@@ -267,12 +266,11 @@ def export_step(
 
 
 def pin_actor(paths: RunPaths, step: int | None) -> Path:
-    """A model folder with links to the files of a commit of any trial, by default the newest, so
-    that another trial can read it; an existing one is returned. It is in the trial's own directory,
-    as links need one file system.
+    """Return a model folder for other trials with links to a commit's files, by default the newest.
 
-    Raises UsageError for an unknown step or a trial that trains no actor, CheckpointError for a
-    damaged commit, EnvironmentFailure.
+    Links need one file system: the folder is in the trial's directory. An existing one is returned.
+
+    Raises UsageError (unknown step or no actor), CheckpointError (damaged), EnvironmentFailure.
     """
     config = load_resolved(paths.config)
     exporter = Exporter(paths, config, ROLE, _head(paths, ROLE), "float32", "merged")
@@ -285,8 +283,7 @@ def pin_actor(paths: RunPaths, step: int | None) -> Path:
 
 
 def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
-    """Make such a folder for the trials of `evaluation.tasks`, in a place of its own: it is removed
-    when they have ended. Raises as `pin_actor`."""
+    """Pin a commit for `evaluation.tasks` only, until these have ended. Raises as `pin_actor`."""
     folder = paths.checkpoint_to_evaluate(commit.directory)
     if not manifest.is_pinned(folder):
         config = load_resolved(paths.config)
@@ -297,8 +294,10 @@ def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
 def _of_commit(
     paths: RunPaths, step: int | None, make: Callable[[Commit], Made], *, how: str
 ) -> Made:
-    """Make an export or a folder of a commit. If the run deletes the commit meanwhile, another one
-    is chosen. ``how`` says how to choose one, for the message about a damaged one."""
+    """Make an export or a folder of a commit; choose another if the run deletes the commit first.
+
+    ``how`` says how to choose a commit, for the message about a damaged one.
+    """
     while True:
         commit = _choose(paths, step)
         try:
@@ -339,9 +338,10 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
 
 
 def _plan(paths: RunPaths) -> Plan:
-    """Return the plan of a trial. The models of a damaged or missing one follow from the
-    configuration. Raises CorruptFileError or EnvironmentFailure if that needs code that is not
-    here."""
+    """Return a trial's plan, made from its configuration if the file is damaged or missing.
+
+    Raises CorruptFileError or EnvironmentFailure if that needs code that is not here.
+    """
     try:
         return Plan.read(paths.plan)
     except (CorruptFileError, EnvironmentFailure) as damage:
@@ -366,9 +366,11 @@ def _head(paths: RunPaths, role: str) -> Head:
 
 
 def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
-    """Whether the role is a reward model that was trained at the ends of turns. A trial that an
-    older slurmrl has planned trains at the ends of whole conversations, which only its plan
-    tells. Raises CorruptFileError, EnvironmentFailure."""
+    """Return whether the role is a reward model that was trained at the ends of turns.
+
+    Only the plan tells: an older slurmrl planned training at the ends of whole conversations.
+    Raises CorruptFileError, EnvironmentFailure.
+    """
     if role != ROLE or all(call.interface not in REWARD_MODELS for call in _plan(paths).calls):
         return False
     return any(
@@ -380,8 +382,7 @@ def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
 def _generation(
     stated: Mapping[str, Any], config: Mapping[str, Any], stops: list[int]
 ) -> dict[str, Any]:
-    """Return generation_config.json: that of the model, or one made from config.json, in either
-    case with the stop tokens of the run."""
+    """Return the model's generation_config.json, or one from config.json, with the run's stops."""
     ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
     values = dict(stated) or {"_from_model_config": True, **ids}
     known = values.get(EOS)
@@ -443,8 +444,7 @@ class ExportTypes:
 def export_types(
     model: Model, dtype: ExportDtype, weights: ExportedWeights, storage: Storage
 ) -> ExportTypes:
-    """Choose the types of an export of ``weights``, and measure what they keep. ``auto`` is the
-    model's own types if they keep enough of the update, else float32."""
+    """Choose export types and measure what they keep; ``auto`` is float32 if that is too little."""
     precision = _precision(model, dtype)
     entries = file_entries(weights.weights(), weights.read, storage)
     types = {entry.name: precision.apply(entry).spec.dtype for entry in entries}

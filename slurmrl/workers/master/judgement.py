@@ -29,13 +29,16 @@ def judge(
     max_begins: int,
     explain_limit: Callable[[Ending], str] = lambda ending: "",
 ) -> dict[str, Any] | None:
-    """Return the data of a FAILED record (reason and traceback) if another incarnation, in ``job``,
-    would be futile; None if it would not.
+    """Return the data of a FAILED record if another incarnation would be futile, else None.
 
-    It is futile if the last one met a user error (a UsageError), if user code failed with the same
-    exception at the same step twice, if the same input was absent twice in a row, if two jobs in a
-    row reached their time limit before a commit (``explain_limit`` adds figures), or if
-    ``max_begins`` incarnations in a row made no commit.
+    The data has a reason and a traceback. Another incarnation, in ``job``, is futile if:
+
+    - the last one met a user error (a UsageError)
+    - user code failed with the same exception at the same step twice
+    - the same input was absent twice in a row
+    - two jobs in a row reached their time limit before a commit (``explain_limit`` adds figures)
+    - ``max_begins`` incarnations in a row made no commit
+
     Incarnations whose job was taken away do not count, unless very many were lost without warning.
     """
     in_vain = fold(records).begins_without_commit
@@ -72,8 +75,9 @@ def _futile(reason: str, traceback: str = "") -> dict[str, Any]:
 
 
 def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
-    """Mark incarnations that ended with a broken connection because a host had died: only the next
-    incarnation of the same job finds the host missing.
+    """Mark incarnations that ended with a broken connection because a host had died.
+
+    Only the next incarnation of the same job finds the host missing.
     """
     marked: list[Ending] = []
     for ending in reversed(endings):
@@ -84,8 +88,10 @@ def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
 
 
 def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
-    """Mark GPU faults of a host that failed before, since nothing replaces it, and those that the
-    same call met at the same step on another host, since the code may cause them.
+    """Mark GPU faults that are likely to happen again.
+
+    - faults of a host that failed before, since nothing replaces it
+    - faults that the same call met at the same step on another host, since the code may cause them
     """
     marked: list[Ending] = []
     for ending in endings:

@@ -338,8 +338,9 @@ class Master:
             self._retry("write samples", write)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
-        """Retry while the directory does not accept it: the disk may be full of a failed
-        checkpoint, which is removed meanwhile.
+        """Retry ``action`` while the directory rejects it.
+
+        The disk may be full of a failed checkpoint, which is removed during the retries.
         """
         return retry(what, action, self.channel.rest)
 
@@ -401,8 +402,9 @@ class Master:
             self._tell(self.committer.wait())
 
     def _commit_last(self) -> None:
-        """Commit the step that this incarnation stops at, retrying until the job ends: all progress
-        since the last commit would be lost otherwise.
+        """Commit the step that this incarnation stops at, retrying until the job ends.
+
+        All progress since the last commit would be lost otherwise.
         """
         self.timeline.write()
         backoff = Backoff(*LAST_RETRY_S)

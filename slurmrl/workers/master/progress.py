@@ -54,9 +54,7 @@ def _is_ledger(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedSteps:
-    """The steps ``first`` to ``last``, for each of which an incarnation wrote ``files`` part
-    files.
-    """
+    """Steps ``first`` to ``last``, in each of which an incarnation wrote ``files`` part files."""
 
     first: Annotated[int, COUNT]
     last: Annotated[int, COUNT]
@@ -283,8 +281,9 @@ class Progress:
         return self.controller.values()
 
     def advance(self, metrics: Mapping[str, Any]) -> None:
-        """Finish the step: its batch is trained, and its metrics change the scalars, unless the
-        filter left nothing to train on.
+        """Finish the step: its batch is trained, and its metrics change the scalars.
+
+        The scalars do not change if the filter left no samples to train on.
         """
         self.step += 1
         self.ledger.train(self._batch, self.step)

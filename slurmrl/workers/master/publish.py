@@ -73,8 +73,10 @@ class StatusPublisher:
         }
 
     def update(self, **changes: Any) -> None:
-        """Change the status and publish it now: ``step``, ``total_steps``, ``metrics``, ``phase``,
-        ``checkpoint_failed`` (step and reason of the newest, until one succeeds).
+        """Change the status and publish it now.
+
+        The keys are ``step``, ``total_steps``, ``metrics``, ``phase`` and ``checkpoint_failed``
+        (step and reason of the newest failed checkpoint, until one succeeds).
         """
         self._status.update(changes, waiting=None)
         self._publish_now()
@@ -112,8 +114,9 @@ class StatusPublisher:
         return rows
 
     def dead(self) -> list[str]:
-        """Return the agents whose lease had expired when it was read last, apart from those that
-        were started again since.
+        """Return the agents whose lease had expired when it was last read.
+
+        Agents that were started again since then are left out.
         """
         return [
             label
@@ -219,8 +222,9 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
 
 
 def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, Any]:
-    """Metrics of the evaluation of a suite, from those of its calls (`of_step`): of the times, only
-    the whole.
+    """Return the metrics of the evaluation of a suite from the metrics of its calls (`of_step`).
+
+    The only time among them is the time of the whole evaluation.
     """
     own = {name: value for name, value in metrics.items() if not name.startswith("time/")}
     named = {f"{evaluation_metric(suite)}{name}": value for name, value in own.items()}
@@ -229,8 +233,10 @@ def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, A
 
 
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
-    """Readable samples of the batch, or of the first candidates for it, from whichever calls give
-    some, with the notes of all calls on them. Notes on others are left out.
+    """Return readable samples of the batch, or of the first candidates for it, with notes on them.
+
+    They come from all calls that give samples, the notes from all calls. Notes on other samples are
+    left out.
     """
     first = {call.name: (call, answers) for call, answers in reversed(calls)}
     names = dict.fromkeys(call.name for call, _ in calls)

@@ -72,8 +72,9 @@ class Results:
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def write(self) -> None:
-        """Write the file of results and, if the algorithm has one, their summary: those of an
-        earlier call are replaced.
+        """Write the file of results and, if the algorithm has one, their summary.
+
+        They replace the files of an earlier call.
 
         Raises CorruptFileError for part files that are missing or damaged, EnvironmentFailure.
         """
@@ -120,9 +121,7 @@ class Results:
 
 
 def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
-    """One JSON object that begins with ``head``, with the score of each item on a line of its
-    own.
-    """
+    """Yield one JSON object that begins with ``head``, with each item's score on its own line."""
     estimates = {name: each._asdict() for name, each in summary.estimates.items()}
     whole = {**head, "items": len(summary.scores), "estimates": estimates}
     yield json.dumps(finite(whole), indent=1).removesuffix("\n}").encode()
@@ -133,8 +132,9 @@ def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
 
 
 def files_of_step(plan: Plan) -> int:
-    """The number of part files that the ranks write in a step: one for each share of the items of
-    the call that records; 0 without such a call.
+    """Return the number of part files that the ranks write in a step.
+
+    There is one for each share of the items of the call that records; 0 without such a call.
     """
     calls = [call for call in plan.calls if call.method is Method.RECORD]
     if not calls:
@@ -171,8 +171,10 @@ class EvaluationScores:
         self._check = check
 
     def restart(self, last_step: int) -> None:
-        """Remove the files of steps after the commit that an incarnation continues from, what
-        interrupted evaluations have left, and what `keep` did not. Raises EnvironmentFailure.
+        """Remove files that the commit to continue from does not need. Raises EnvironmentFailure.
+
+        These are the files of steps after that commit, leftovers of interrupted evaluations, and
+        files that an earlier `keep` did not remove.
 
         The folder of part files is made here and stays: an NFS client that has found it missing may
         believe so for a minute after a rank on another host has made it.
@@ -193,8 +195,9 @@ class EvaluationScores:
     def write(
         self, step: int, items: int, calls: Sequence[ScoringCall], suite: str = WHOLE
     ) -> dict[str, float]:
-        """Write the file of the evaluation of a suite with ``items`` items, and remove its part
-        files. Return the estimates and the ends of their intervals.
+        """Write the file of the evaluation of a suite with ``items`` items; return its metrics.
+
+        The metrics are the estimates and the ends of their intervals. The part files are removed.
 
         Raises CorruptFileError for part files that are missing or damaged, UsageError for scores
         that cannot be measured, or that two calls give, EnvironmentFailure, StaleIncarnationError,

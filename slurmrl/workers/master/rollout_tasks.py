@@ -98,11 +98,13 @@ class RolloutTasks:
         bells: TaskBells | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``ledger`` and ``record`` are of the same commit. New attempts are looked for every
-        ``look_s``. The log of an attempt that has items is read every ``poll_s``, others are read
-        after up to ``look_s``. The status does not tell of an attempt that has not joined and whose
-        agent has had no heartbeat for ``lease_ttl_s``. ``numbers``: how many must join before
-        anything is leased, and how many may stay; None: one, and all."""
+        """Begin with the ``ledger`` and ``record`` of one commit.
+
+        New attempts are looked for every ``look_s``. The log of an attempt that has items is read
+        every ``poll_s``, other logs after up to ``look_s``. The status omits an attempt that has
+        not joined if its agent has had no heartbeat for ``lease_ttl_s``. ``numbers`` says how many
+        must join before items are leased, and how many may stay; None means one, and all.
+        """
         self.agents: dict[str, Identity] = {}
         """Of the newest attempt that has joined at each task, while it lives, by its label."""
         self._begun_of: dict[str, int] = {}
@@ -194,9 +196,11 @@ class RolloutTasks:
     def take(
         self, step: int, count: int, *, filtered: bool = False
     ) -> Sequence[StoredGroup] | None:
-        """Take ``count`` groups for a step, all of which could be read; they are in flight then.
-        Of groups to be ``filtered``, more are taken if they are there: as many as probably leave
-        ``count``. None: there are not enough yet, or some are worth waiting for."""
+        """Take ``count`` readable groups for a step, which are then in flight.
+
+        For groups to be ``filtered``, more are taken if available: as many as probably leave
+        ``count``. Return None if there are not enough yet, or if some are worth waiting for.
+        """
         self._wait.begin(step)
         samples: Sequence[StoredGroup] = ()
         if not filtered or not self._overtakes(step, count):
@@ -216,17 +220,20 @@ class RolloutTasks:
         return samples
 
     def _overtakes(self, step: int, count: int) -> bool:
-        """Whether a step that takes groups now would leave behind others that no later step can
-        train, though their tasks could finish them soon. Mostly they are the longest ones, which
-        training must not lack."""
+        """Return whether taking groups now would make unfinished ones too stale to train.
+
+        Their tasks could finish soon. Mostly they are the longest, which training must not lack.
+        """
         if len(self._checks.sound) < count:
             return False
         holders = self._ledger.stragglers(step, self._admission.max_staleness)
         return bool(holders & self._leases.able().keys()) and self._wait.lasts()
 
     def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
-        """Groups that a step had taken wait for the next one, once they were read again. Those that
-        it could not train are made again."""
+        """Queue groups that a step had taken for the next step, once they were read again.
+
+        Groups that the next step cannot train are generated again.
+        """
         for sample in samples:
             age = step - 1 - oldest_step(sample)
             self._counts.give_back(age)
@@ -274,8 +281,7 @@ class RolloutTasks:
 
     @property
     def lack_weights(self) -> bool:
-        """Whether there are tasks, but none with weights that the next step could be trained
-        with."""
+        """Whether there are tasks, but none has weights that the next step could train with."""
         joined = any(one.record.agent is not None for one in self._living.values())
         return joined and not self._leases.able()
 
@@ -447,9 +453,11 @@ class TaskNumbers:
         patience_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``planned`` tasks may run at a time, or as many as a user has set unless their number is
-        ``fixed``: they are in the trainers' job. An incarnation needs ``least`` to begin. Tasks are
-        too many after ``patience_s``, in which lost ones would be known."""
+        """Let ``planned`` tasks run at a time, or as many as a user sets unless that is ``fixed``.
+
+        It is fixed in the trainers' job. An incarnation needs ``least`` tasks to begin. Tasks count
+        as surplus only after ``patience_s`` seconds, by when lost tasks would be known.
+        """
         self.allowed = planned
         """Tasks that may run now."""
         self.least = least
@@ -476,8 +484,7 @@ class TaskNumbers:
         return self._were_enough
 
     def surplus(self, joined: Iterable[RolloutAttempt]) -> Sequence[RolloutAttempt]:
-        """Return the newest ones if there have been too many for long enough. Elements of an array
-        start in the order of their numbers."""
+        """Return the newest attempts (highest tasks) if there were too many for ``patience_s``."""
         staying = sorted(
             (one for one in joined if not one.leaving), key=lambda one: (one.task, one.number)
         )

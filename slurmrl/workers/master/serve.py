@@ -210,8 +210,9 @@ def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
 
 
 def _clean(paths: RunPaths, state: TrialState) -> None:
-    """Remove leftovers of earlier incarnations that the history does not name: half-written
-    checkpoints, obsolete control logs and meeting places.
+    """Remove leftovers of earlier incarnations that the history does not name.
+
+    These are half-written checkpoints, obsolete control logs and meeting places.
 
     Earlier incarnations can no longer commit, but a newer one may have begun since ``state`` was
     read and may be writing, so its files stay. Damaged checkpoints that were set aside stay until a
@@ -259,8 +260,9 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
 
 
 def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
-    """Return advice for a job that reached its time limit before the first commit: how far it came,
-    and which settings to change.
+    """Return advice for a job that reached its time limit before the first commit.
+
+    It says how far the job came, and which settings to change.
     """
     ready_s = next(
         (

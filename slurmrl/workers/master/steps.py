@@ -1,5 +1,7 @@
-"""A step or an evaluation, executed by the ranks: one batch through all calls, or rounds of
-candidates up to a filter and then those that it accepted through the calls after it.
+"""A step or an evaluation, executed by the ranks.
+
+Either one batch goes through all calls, or rounds of candidates go through the calls up to a
+filter. The candidates that it accepts then go through the calls after it.
 """
 
 from __future__ import annotations
@@ -115,9 +117,7 @@ class StepRunner:
         return samples
 
     def evaluate(self, step: int) -> Executed:
-        """Evaluate held-out items of one suite after the other; the state of training does not
-        change.
-        """
+        """Evaluate held-out items, one suite after another; the training state does not change."""
         metrics: dict[str, Any] = {}
         rows: list[Any] = []
         answered: Answered = []
@@ -156,9 +156,10 @@ class StepRunner:
         return Executed(measured, publish.texts(answered), answered)
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
-        """Take candidates until enough are accepted for a batch, or as many were judged as the
-        rounds have, and train on those. Candidates beyond a batch are queued again, or their groups
-        wait for the next step.
+        """Take candidates until enough are accepted for a batch, and train on the accepted ones.
+
+        Stop if as many were judged as the rounds allow. Candidates beyond a batch are queued again,
+        or their groups wait for the next step.
         """
         progress, calls = self._progress, self._plan.calls
         before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]

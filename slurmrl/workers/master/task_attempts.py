@@ -280,8 +280,9 @@ class TaskBells:
         return () if self._bell is None else (self._bell.fileno(),)
 
     def hear(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
-        """Have the logs of those be read that have rung: of a few at once, of a thousand at the
-        pace at which logs of results are read.
+        """Schedule reads of the logs of attempts that have rung, a few at once.
+
+        If a thousand rang, their logs are read at the pace at which logs of results are read.
         """
         if self._bell is None:
             return
@@ -310,8 +311,9 @@ LOST: Final = "lost"
 
 
 class TaskEvents:
-    """Tells a state of an attempt once: a master that resumes from a commit reads again what
-    attempts have said since, which earlier masters have told.
+    """Reports each state of an attempt once, even over a resume.
+
+    A master that resumes from a commit reads messages again that earlier masters have reported.
     """
 
     def __init__(
@@ -386,8 +388,9 @@ class FailedTasks:
     """Failures of attempts that never held weights, since any attempt last did."""
 
     def __init__(self, paths: RunPaths, *, inside: bool) -> None:
-        """``inside``: whether the tasks are in the trainers' job, where each of them is started
-        again on its own GPUs. Earlier failures do not count.
+        """Ignore earlier failures. ``inside`` says whether the tasks run in the trainers' job.
+
+        There, each task is started again on its own GPUs.
         """
         self._names = FileNameStore(paths.names)
         self._inside = inside
@@ -426,9 +429,11 @@ class FailedTasks:
         lives: Callable[[RolloutAttempt], bool],
         allowed: int,
     ) -> None:
-        """Raise RunFailedError if nothing but such failures is to be expected of the ``allowed``
-        tasks that may run at a time: there are enough of them, and each attempt that still starts
-        is on a host, or at a task of the trainers' job, where one has failed.
+        """Raise RunFailedError if all tasks can be expected to fail at their start in the same way.
+
+        That holds if there are enough failures for the ``allowed`` tasks that may run at a time,
+        and each attempt that still starts is on a host, or at a task of the trainers' job, where
+        one has failed.
         """
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():

@@ -1,9 +1,10 @@
-"""Which attempts of rollout tasks get items, how many, and when items are taken back; the checks,
-counts and removal of the samples that they make.
+"""Leases of items to attempts of rollout tasks, and the samples that the attempts make.
+
+A lease says which attempt gets items and how many. Items are also taken back here. The samples are
+checked, counted and removed.
 
 A few finished samples are checked at each look: a step takes none that cannot be read. Samples that
-no commit needs are removed, also a little at each look. See "Leases of samples" in
-docs/protocols.md.
+no commit needs are removed, also a few at each look. See "Leases of samples" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -122,9 +123,7 @@ class TaskLeases:
         }
 
     def _expected(self) -> set[str]:
-        """The attempts that have not taken the newest weights yet but should soon, and then need
-        items too.
-        """
+        """Return the attempts that should take the newest weights soon, and then need items too."""
         since_s = self._clock() - self._newest_at
         return {
             one.name
@@ -143,8 +142,10 @@ class TaskLeases:
     # -- leases ------------------------------------------------------------------------------
 
     def take_back(self) -> None:
-        """Queue items again whose samples would be too stale for every step to come, and those of
-        attempts that cannot write: without staleness a step waits for them alone.
+        """Take items back that will not yield usable samples in time, and queue them again.
+
+        These are items whose samples would be too stale for every later step, and items of attempts
+        that cannot write: without staleness, a step would wait for only those.
         """
         oldest, silent = self._ledger.oldest, self._silent()
         useless = oldest - self._of_use(oldest).keys()
@@ -176,8 +177,9 @@ class TaskLeases:
         attempt.post(*requests)
 
     def grant(self) -> None:
-        """Lease items to those who have the least to do, as far as their weights allow, and to none
-        more than its share of what may be with tasks now.
+        """Lease items to the attempts with the fewest items, as far as their weights allow.
+
+        No attempt gets more than its share of the items that may be with tasks now.
         """
         silent = self._silent()
         able = {name: held for name, held in self.able().items() if name not in silent}
@@ -206,8 +208,10 @@ class TaskLeases:
 
 
 def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:
-    """Items for each task, one after the other to the one with the least: none gets more than its
-    ``share`` with its load, nor any that exceeds its room, which counts those of all.
+    """Return the number of items for each task, dealt one by one to the task with the fewest.
+
+    No task gets more than its ``share`` including its load, nor more than its room. The room counts
+    the items dealt to all tasks.
     """
     queue = [(load, name) for name, load in loads.items()]
     heapq.heapify(queue)
@@ -364,8 +368,10 @@ class SampleSweep:
         ]
 
     def look(self) -> None:
-        """Visit the next attempt: remove the files that the commit has no need of, or the whole
-        directory of one that is over. What fails is tried again after the next commit.
+        """Visit the next attempt and remove its files that the commit does not need.
+
+        If the attempt is over, remove the whole directory. A failed removal is retried after the
+        next commit.
         """
         if not self._visits:
             return

@@ -109,17 +109,20 @@ class VersionPublisher:
 
     @property
     def is_lacking(self) -> bool:
-        """Whether the newest version could not be published or read, or is gone, and no other is
-        being written. Raises EnvironmentFailure.
+        """Whether the newest version is missing and no other version is being written.
+
+        It is missing if it could not be published or read, or is gone. Raises EnvironmentFailure.
         """
         if self._writing is not None:
             return False
         return self._newest is None or not _is_published(self._folder / self._newest.name)
 
     def start(self, step: int, *, again: bool = False) -> Publication | None:
-        """Tell the ranks to write the version of ``step``, which they hold now; the previous one
-        must be over (`wait`). ``again``: a whole one, in the place of what there may be: whoever
-        reads that finds a missing version. Returns the outcome only if it cannot be started.
+        """Tell the ranks to write the version of ``step``, which they hold now.
+
+        The previous write must be over (`wait`). With ``again``, the ranks write a whole version
+        that replaces any existing one: readers of the old one find it missing. Return the outcome
+        only if the write cannot be started.
         """
         assert self._writing is None, "one version at a time"
         version = VersionId(step, self._incarnation)
@@ -222,8 +225,9 @@ class VersionPublisher:
 
 
 def remove_leftovers(folder: Path, lineage: Lineage, incarnation: int) -> None:
-    """Remove what earlier incarnations left: versions without a manifest, and those of steps that
-    were rolled back. Raises EnvironmentFailure.
+    """Remove what earlier incarnations left. Raises EnvironmentFailure.
+
+    That is versions without a manifest, and versions of steps that were rolled back.
     """
     for version in version_ids(folder):
         if version.incarnation >= incarnation:

@@ -158,8 +158,9 @@ class WorkerChannel:
         return lambda: self._log.append(*next(batches, ()))
 
     def end(self, stacks: str = "") -> None:
-        """Tell the agents that this incarnation is over; if that fails, they find out later by
-        themselves. ``stacks``: the reason for which they take stacks first.
+        """Tell the agents that this incarnation is over; if that fails, they detect it later.
+
+        ``stacks``: the reason why they collect stacks first.
         """
         try:
             self._log.append(CONTROL_LOG.to_json(Over(stacks=stacks)))
@@ -168,9 +169,7 @@ class WorkerChannel:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
     def collect_stacks(self, timeout_s: float) -> list[Stacked]:
-        """Return the reports of all agents that have said hello, or of those that answer in
-        time.
-        """
+        """Return the reports of all agents that have said hello and that answer in time."""
         stacked: dict[str, Stacked] = {}
         deadline = time.monotonic() + timeout_s
         while self.mailbox.agents.keys() - stacked and time.monotonic() < deadline:
@@ -220,8 +219,9 @@ class WorkerChannel:
                 time.sleep(min(left_s, REST_S))
 
     def wait_for(self, take: Callable[[], T | None], what: Callable[[], str]) -> T | None:
-        """Call ``take`` until it returns something, or the job will end (None); errors of ranks are
-        raised meanwhile. ``what`` tells what is waited for.
+        """Call ``take`` until it returns a value; return None if the job will end.
+
+        Errors of ranks are raised during the wait. ``what`` returns a description of the wait.
         """
         since = time.monotonic()
         while (found := take()) is None and not self.warned:

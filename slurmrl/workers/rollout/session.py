@@ -76,8 +76,11 @@ class Session:
     """
 
     def __init__(self, *, most_begun: int, most_unwritten: int) -> None:
-        """``most_begun``: items that are drawn at a time; ``most_unwritten``: items whose samples
-        may wait to be judged or recorded before no further one begins.
+        """Limit the items at work at a time.
+
+        ``most_begun`` limits the items that are sampled at a time. ``most_unwritten`` limits the
+        items whose samples wait for a score or to be recorded; no further item begins at that
+        limit.
         """
         self.incarnation: int | None = None
         self.held: VersionId | None = None
@@ -184,8 +187,9 @@ class Session:
     # -- what has happened -------------------------------------------------------------------
 
     def drew(self, key: Key, group: SampleGroup) -> None:
-        """The tokens of an item are there, and are to be judged; no-op if nobody wants them any
-        more. `finish` follows.
+        """Note that an item's tokens are sampled and must be scored; `finish` follows.
+
+        Do nothing if nobody wants the item any more.
         """
         if self._begun.pop(key, None) is not None:
             self._drawn[key] = group
@@ -218,8 +222,9 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether the task retires and owes nothing: also at the deadline while nobody says
-        which leases hold.
+        """Whether the task retires and owes nothing.
+
+        After the deadline that is true even if nobody says which leases hold.
         """
         at_work = self._waiting or self._begun or self._drawn or self._recording
         if self.retirement is None or at_work:
@@ -305,8 +310,9 @@ class TaskBell:
     """Hears the master ring, and rings there. Without a ``bell`` nothing is ever heard."""
 
     def __init__(self, bell: Bell | None, spread_s: float) -> None:
-        """A ring is heeded half of ``spread_s`` to ``spread_s`` seconds later: the master may have
-        rung at a thousand tasks. Further rings are ignored meanwhile.
+        """Heed a ring after half of ``spread_s`` to ``spread_s`` seconds; ignore rings until then.
+
+        The delay spreads the load, as the master may have rung at a thousand tasks.
         """
         self._bell, self._spread_s = bell, spread_s
         self._random = random.Random()

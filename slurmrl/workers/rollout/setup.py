@@ -192,8 +192,9 @@ class TaskWorker:
         return Ready(rank=0, size=0, fingerprint="")
 
     def serve(self, agent: Connection) -> None:
-        """Serve the incarnations that the agent names, until it says `Retire` or the master says
-        ``Leave``. Raises RunFailedError if the agent is gone.
+        """Serve the incarnations that the agent names, until `Retire` or the master's ``Leave``.
+
+        Raises RunFailedError if the agent is gone.
         """
         host = HostFolder()
         try:
@@ -283,8 +284,10 @@ def actor_config(model: Model) -> ModelConfig:
 
 
 def _cores(trainers: GroupPlan) -> int:
-    """CPU cores for the rewards of a task: the host's, or its share of those of the trainers' job
-    in which it runs.
+    """Return the number of CPU cores for the rewards of a task.
+
+    It is all of the host's cores. A task inside the trainers' job gets its share of that job's
+    cores.
     """
     cores = len(os.sched_getaffinity(0))
     if not trainers.tasks_per_host:
@@ -300,7 +303,9 @@ def _read(what: str, action: Callable[[], T]) -> T:
 def native(
     settings: Settings, decoder: Decoder, decode: Decode, peers: Peers | None = None
 ) -> NativeRollout:
-    """``decoder``: with any weights, in ``actor.dtype``; ``decode``: for stop strings; ``peers``:
+    """Build the native rollout engine.
+
+    ``decoder`` has any weights, in ``actor.dtype``. ``decode`` is for stop strings. ``peers`` are
     the ranks of a decoder that is split.
     """
     config = settings.config

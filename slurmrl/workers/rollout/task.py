@@ -117,8 +117,10 @@ class TaskAtWork:
         await self._tell()
 
     async def run(self) -> None:
-        """Raises RunFailedError and UsageError of the engine, EpisodeError, and CorruptFileError
-        for damaged requests or rows.
+        """Run until the task exits.
+
+        Raises RunFailedError and UsageError of the engine, EpisodeError, and CorruptFileError for
+        damaged requests or rows.
         """
         try:
             with self._bell.hung():
@@ -316,8 +318,9 @@ class TaskAtWork:
             self._changed.notify_all()
 
     async def _news(self, seen: int, within_s: float | None) -> None:
-        """Let others look, and wait for a change after those that were ``seen``, or for a time if
-        that is not over.
+        """Let others look, and wait for a change after the changes that were ``seen``.
+
+        The wait takes at most ``within_s``; it has no limit if that is None or already over.
         """
         limit_s = None if within_s is None or within_s <= 0 else within_s
         async with self._changed:

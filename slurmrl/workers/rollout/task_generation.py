@@ -138,9 +138,10 @@ MOST_LATE: Final = 2
 
 
 class Judging:
-    """Judges groups in processes of its own, each of which has the whole reward and judges one
-    group at a time. What it cannot judge it leaves to the trainers, who meet the same error where
-    it is the reward's, and say so as if they judged everything.
+    """Scores groups in separate processes, each with the whole reward and one group at a time.
+
+    Groups that it cannot score are left to the trainers. They meet the same error if it is the
+    reward's, and report it as if they scored all groups.
     """
 
     def __init__(
@@ -255,8 +256,10 @@ class Judging:
 
 
 def judging_of(call: CallContext, rows: TaskRows, submission: int) -> Judging | None:
-    """None if there is no reward function, if one needs the trainers' reward model, or if only
-    evaluations are judged.
+    """Return the judging of a task's groups, or None if the task is not to score them.
+
+    That is so if there is no reward function, if one needs the trainers' reward model, or if only
+    evaluations are scored.
 
     :param call: of any step.
     :param submission: of the trial.

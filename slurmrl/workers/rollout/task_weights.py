@@ -63,8 +63,10 @@ class TaskWeights:
         *,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``folder``: of this task alone, in the host's memory or on a local disk; ``config``: the
-        model's ``config.json``; ``merging``: of a model that trains adapters.
+        """Read versions from ``versions`` into ``folder``.
+
+        ``folder`` is this task's own, in the host's memory or on a local disk. ``config`` is the
+        model's ``config.json``. ``merging`` is for a model that trains adapters.
         """
         self._versions, self._folder, self._config = versions, folder, config
         self._merging = merging
@@ -105,8 +107,9 @@ class TaskWeights:
         return self._folder / "models"
 
     def _published(self) -> Iterator[tuple[VersionId, Stamp]]:
-        """Newer versions, from new to old; those that were refused only when they are published
-        anew.
+        """Yield newer versions, from new to old.
+
+        Rejected versions are yielded only if they were published again.
         """
         for version in reversed(version_ids(self._versions, calls=self._calls)):
             if self._held is not None and not self._held < version:
@@ -129,8 +132,9 @@ class TaskWeights:
         return found.st_ino, found.st_mtime_ns
 
     def _model_folder(self, copied: CopiedVersion) -> Path:
-        """A folder that keeps the weights when the copy moves on, and has the configuration that
-        servers read. (They get the tokenizer by an argument.)
+        """Return a folder that keeps the weights when the copy changes to another version.
+
+        It has the configuration that servers read. They get the tokenizer by an argument.
         """
         folder = self._models / copied.id.name
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,9 +169,10 @@ class MergingHost:
         *,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``source``: the folder of ``actor.path``; ``folder``: of this task alone, in the host's
-        memory or on a local disk; ``dtype``: of frozen and merged weights. Computes on
-        ``device``.
+        """Merge adapters of versions with frozen weights, computing on ``device``.
+
+        ``source`` is the folder of ``actor.path``. ``folder`` is this task's own, in the host's
+        memory or on a local disk. ``dtype`` is the type of frozen and merged weights.
         """
         self._source, self._folder = source, folder
         self._config, self._dtype, self._device = config, dtype, device

@@ -1,5 +1,7 @@
-"""``python -m slurmrl.workers.supervisor --run RUN --submission N --group G --launcher L`` is the
-last line of the batch script, so signals that Slurm sends to the batch process arrive here.
+"""Run ``python -m slurmrl.workers.supervisor --run RUN --submission N --group G --launcher L``.
+
+This is the last line of the batch script, so signals that Slurm sends to the batch process arrive
+here.
 """
 
 from __future__ import annotations
@@ -137,8 +139,10 @@ def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
 
 
 def read_variables(file: Path) -> dict[str, str]:
-    """Raises UsageError for what its owner has to change, EnvironmentFailure for the rest: this
-    host may lack a mount or map users in its own way.
+    """Return the variables in ``file``.
+
+    Raises UsageError for errors that its owner must fix, EnvironmentFailure for others: this host
+    may lack a mount or map users in its own way.
     """
     try:
         return variables.read(file)
@@ -181,8 +185,9 @@ def was_removed(paths: RunPaths) -> bool:
 
 
 def run_link(link: Link, rounds: Rounds) -> int:
-    """Run the rounds of a Slurm job and the upkeep of the trial's other jobs, then prepare the next
-    link. Returns the exit code of the rounds.
+    """Run the rounds of a Slurm job, then prepare the next link; return the rounds' exit code.
+
+    The upkeep of the trial's other jobs runs at the same time as the rounds.
     """
     jobs = Plan.read(link.run.plan).jobs
     elastic = {group.name: group.hosts for group in jobs if group.elastic}

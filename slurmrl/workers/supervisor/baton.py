@@ -110,9 +110,7 @@ class Baton:
         return None if holder.host in now.hosts else Left.PUT_BACK
 
     def _beats(self, holder: Turn) -> bool:
-        """Return whether the first agent of a job renews its lease and the job has not reported its
-        end.
-        """
+        """Return whether a job's first agent renews its lease and the job has reported no end."""
         ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in ends):
             return False
@@ -169,8 +167,10 @@ def wait_for_turn(
 
 
 def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
-    """Return whether the job belongs to one of the submission's arrays, as opposed to a script
-    submitted by hand. If neither Slurm nor the run directory can tell, it does.
+    """Return whether the job belongs to one of the submission's arrays.
+
+    A script submitted by hand does not. If neither Slurm nor the run directory can tell, return
+    True.
     """
     try:
         return link.job in scheduler.recover(link.run, link.submission).get(link.group, (link.job,))

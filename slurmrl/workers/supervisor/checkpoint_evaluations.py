@@ -144,8 +144,9 @@ class CheckpointEvaluations:
         return True
 
     def _missing(self, config: Config, commits: Sequence[Commit]) -> Iterator[tuple[Commit, str]]:
-        """Checkpoints and suites that no link has submitted, by step; also of checkpoints that the
-        trial has deleted, if they are linked.
+        """Yield checkpoints and suites that no link has submitted, by step.
+
+        Checkpoints that the trial has deleted are included if they are linked.
         """
         marks = self._paths.evaluation_marks
         make_private_directory(marks)
@@ -158,9 +159,10 @@ class CheckpointEvaluations:
                     yield commit, suite
 
     def _command(self, config: Config, commit: Commit, suite: str) -> list[str]:
-        """The command that submits the evaluation of a suite, on as many rows as an evaluation
-        during training has, rounded up to whole batches, and with the code that the trial runs,
-        wherever that came from.
+        """Return the command that submits the evaluation of a suite.
+
+        It evaluates as many rows as an evaluation during training, rounded up to whole batches. It
+        uses the code that the trial runs, wherever that came from.
         """
         folder = str(self._paths.checkpoint_to_evaluate(commit.directory))
         root = str(self._paths.run.parents[2])
@@ -262,9 +264,10 @@ def linked_commits(paths: RunPaths) -> list[Commit]:
 
 
 def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
-    """Remove the folders that no evaluation needs: all of its suites were submitted, or the others
-    are ``given_up``, and have ended. Any process may do so. Raises nothing: a later one makes up
-    for it.
+    """Remove the folders that no evaluation needs any more. Raises nothing: a later call retries.
+
+    A folder is removed once all of its suites were submitted, or the others are ``given_up``, and
+    the submitted evaluations have ended. Any process may call this.
     """
     try:
         commits = linked_commits(paths)
@@ -305,8 +308,9 @@ def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
 
 
 def evaluated_trial(paths: RunPaths) -> RunPaths | None:
-    """The trial whose checkpoint a trial evaluates; None if it evaluates none, or does something
-    else. Raises ConfigError, UsageError.
+    """Return the trial whose checkpoint this trial evaluates. Raises ConfigError, UsageError.
+
+    Return None if it evaluates no checkpoint of a trial.
     """
     model = _model(paths)
     if model is None or len(model.parents) < 2:
@@ -318,8 +322,9 @@ def evaluated_trial(paths: RunPaths) -> RunPaths | None:
 
 
 def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
-    """The trials that evaluate a folder of a step of a trial, by whatever path to the root they do
-    so. Raises as `subject`.
+    """Return the trials that evaluate a folder of a step of a trial. Raises as `subject`.
+
+    They may reach the folder by any path to the root.
     """
     own = (trial for number, trial in evaluated.trials(paths) if number == step)
     found = ((trial, _model(trial)) for trial in own if trial.config.is_file())
@@ -334,8 +339,9 @@ def _model(paths: RunPaths) -> Path | None:
 
 
 def hand_over_results(paths: RunPaths) -> None:
-    """Let the sinks of the trial that this one evaluates have all results, or those of this one if
-    others evaluate it. Raises nothing.
+    """Send all results to the sinks of the trial that this one evaluates. Raises nothing.
+
+    If other trials evaluate this one, send their results to the sinks of this one.
     """
     try:
         trained = evaluated_trial(paths) or paths

@@ -1,5 +1,7 @@
-"""The rounds of a job: starting its agents, and restarting them after some have died, on those of
-the job's hosts that are usable. Jobs avoid hosts that repeatedly cause incarnations to fail.
+"""The rounds of a job: starts and restarts of its agents.
+
+Agents are restarted after some have exited, on those of the job's hosts that are usable. Jobs avoid
+hosts that repeatedly cause incarnations to fail.
 """
 
 from __future__ import annotations
@@ -187,8 +189,10 @@ class Rounds:
         """Why the command that starts the agents cannot run on this host; empty if it can."""
 
     def run(self) -> int:
-        """Return the exit code of the last round (128 plus the number of a signal); 0 if nothing is
-        left to do, because srun also fails after kills that were recovered from.
+        """Return the exit code of the last round (128 plus the number of a signal).
+
+        Return 0 if nothing is left to do: srun also fails after kills that the trial recovered
+        from.
         """
         for warning in SIGNALS:
             signal.signal(warning, self._relay)
@@ -225,8 +229,9 @@ class Rounds:
         return code
 
     def failed_start(self) -> tuple[str, str]:
-        """Return why nothing began in this job and the host to blame, which is empty if it is
-        unknown or already recorded.
+        """Return why nothing began in this job and the host to blame.
+
+        The host is empty if it is unknown or already recorded.
         """
         if self._no_agents:
             return self._no_agents, env.NODE_NAME.get()
@@ -314,8 +319,10 @@ class Rounds:
             return self.child
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
-        """Return its exit code, or None after a while; only a job of several hosts can lose one,
-        and only one with tasks has to start them again.
+        """Return the child's exit code, or None after a limited wait.
+
+        The wait has a limit only in a job of several hosts, which can lose one, or in one with
+        tasks, which must be started again.
         """
         look_s = LOOK_S if len(self.allocation.hosts) > 1 else None
         try:

@@ -93,8 +93,10 @@ class TasksInside:
         job_end: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``job``: this start of it (``JOBID.RESTART``); ``per_host``: tasks on each of its
-        ``hosts``; ``job_end``: when it reaches its time limit, by this host's clock.
+        """Prepare ``per_host`` tasks on each of the ``hosts`` of a job.
+
+        ``job`` is this start of the job (``JOBID.RESTART``). ``job_end`` is when it reaches its
+        time limit, by this host's clock.
         """
         self._options, self._job, self._events, self._clock = options, job, events, clock
         self._paths = RunPaths(options.run)
@@ -178,8 +180,10 @@ class TasksInside:
         self._events.write("task_started", task=task.number, host=task.host, failures=task.failures)
 
     def _host(self, task: _Task, hosts: Sequence[str]) -> str:
-        """Return where a task is to run: where it was if that host is still used, else where no
-        other task has its slot.
+        """Return the host on which a task must run.
+
+        It is the task's previous host if that is still used, else a host where no other task has
+        its slot.
         """
         if not hosts or task.host in hosts:
             return task.host
@@ -198,9 +202,10 @@ class TasksInside:
 
 
 def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None:
-    """Make the directory of the attempt that the next agent will claim, so that the master gives
-    the items of the last one to other tasks. The next agent does it too, but Python's start takes
-    it a second, and a minute where its files are on a slow file system.
+    """Make the directory of the attempt that the next agent will claim.
+
+    The master then gives the items of the last attempt to other tasks. The next agent also makes
+    it, but Python's start takes a second, or a minute if its files are on a slow file system.
 
     ``job``: the start of a job (``JOBID.RESTART``), of which the task's agent has ended.
     """

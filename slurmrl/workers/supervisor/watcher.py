@@ -100,8 +100,9 @@ class Watcher:
         return True
 
     def _is_lost(self) -> bool | None:
-        """Return whether the job runs without its batch host, but with this one; None if this start
-        of it is over.
+        """Return whether the job runs without its batch host, but with this host.
+
+        Return None if this start of the job is over.
         """
         try:
             row = this_start(self._client, self._link)

@@ -1,6 +1,6 @@
-"""``python -m slurmrl.workers.worker --run RUN --world W --pipe-fd FD --pulse-s S --stacks-fd FD``
+"""The entry point of a host's fork server; a forked child continues here as the worker of a rank.
 
-Entry point of a host's fork server; a forked child continues here as the worker of a rank.
+``python -m slurmrl.workers.worker --run RUN --world W --pipe-fd FD --pulse-s S --stacks-fd FD``
 """
 
 from __future__ import annotations

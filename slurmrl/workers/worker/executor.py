@@ -177,8 +177,9 @@ class Executor:
         return self._done(order, began)
 
     def call(self, order: RunCall) -> Done:
-        """Execute one call of the dataflow graph on this rank's part, if the rank takes part in the
-        call. Of ranks with the same part, only the first one's results count.
+        """Execute one call of the dataflow graph on this rank's part, if the rank takes part in it.
+
+        If several ranks have the same part, only the first one's results count.
         """
         began = time.monotonic()
         call = next(call for call in self._calls(order) if call.name == order.name)
@@ -379,10 +380,13 @@ def _read(action: Callable[[], T]) -> T:
 
 
 def checked(result: Any, call: CallPlan, *, leads: bool) -> CallResult:
-    """The result of a call on a rank that ``leads`` those that work on the same samples, or on
-    another one, which need not return them.
+    """Return the result of a call after checking it.
 
-    :raises UsageError: it is none, lacks an output of the call, or has a metric that is no pair.
+    A rank that ``leads`` the ranks that work on the same samples must return the call's outputs.
+    Other ranks need not.
+
+    :raises UsageError: it is not a CallResult, lacks an output of the call, or has a metric that is
+        not a pair.
     """
     made = f"{call.interface}.{call.method.value}() of call '{call.name}'"
     if not isinstance(result, CallResult):
@@ -432,8 +436,9 @@ class UpdateKept:
         return _part_of(engine) if self._dtype and engine is not None and trains else None
 
     def stats(self, before: Array, engine: Engine | None) -> Stats:
-        """Return the share of the update since ``before``, as statistics of a training call; none
-        without an update.
+        """Return the share of the update since ``before`` that is kept, as training statistics.
+
+        They are empty without an update.
         """
         assert self._dtype is not None, "there are weights to compare with"
         assert engine is not None, "there are weights to compare with"

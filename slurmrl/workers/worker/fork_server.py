@@ -47,8 +47,9 @@ POLL_S = 0.01
 
 
 def preload(run: Path, group: str) -> None:
-    """Import what the workers of a group need, except the user's modules: importing those may have
-    any side effect. Nothing of it is ever garbage.
+    """Import what the workers of a group need, except the user's modules.
+
+    Their import may have any side effect. Nothing that is imported here is ever garbage.
     """
     from transformers import AutoTokenizer  # noqa: F401
 

@@ -151,8 +151,10 @@ def _place(order: Order) -> _Place:
 
 
 def _linger(pipe: Connection) -> None:
-    """Stay until the agent kills this process, so that the report is sent completely and other
-    ranks do not fail in their collectives before it is known which rank failed first.
+    """Wait until the agent kills this process, so that the report is sent completely.
+
+    An earlier exit could fail other ranks in their collectives before it is known which rank failed
+    first.
     """
     deadline = time.monotonic() + LINGER_S
     while not pipe.closed and (left_s := deadline - time.monotonic()) > 0:

@@ -157,8 +157,9 @@ def _placed(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> PlacedLayout:
-    """A model's layout on all ``ranks`` of the group; those without a part of the model get it from
-    its first rank. Collective.
+    """Return a model's layout on all ``ranks`` of the group. Collective.
+
+    Ranks without a part of the model get the layout from its first rank.
     """
     engine = engines.get(model.role)
     layout = None if engine is None else engine.layout()
@@ -196,8 +197,9 @@ class Residence:
 
     @contextmanager
     def using(self, *models: str) -> Iterator[None]:
-        """The models are in device memory for the duration of the block, as far as this rank holds
-        parts of them. After an exception they stay there.
+        """Keep the models in device memory during the block, if this rank holds parts of them.
+
+        After an exception they stay there.
         """
         for name in models:
             if name in self._engines:

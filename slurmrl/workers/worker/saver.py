@@ -53,9 +53,10 @@ class Snapshot(Protocol):
 
 
 class Saver:
-    """Writes the snapshots of one order at a time, then sends `Saved` with the files, or with the
-    error if the directory did not take them; that error ends nothing. Any other exception is a bug,
-    which `wait` raises again.
+    """Writes the snapshots of one order at a time, then sends `Saved` with the files.
+
+    If the directory did not accept them, `Saved` has the error, which ends nothing. Any other
+    exception is a bug, which `wait` raises again.
     """
 
     def __init__(self, rank: int) -> None:

@@ -90,8 +90,9 @@ class RolloutWorker(Protocol):
     def ready(self) -> Ready: ...
 
     def serve(self, agent: Connection) -> None:
-        """Serve the incarnations that ``agent`` names, until it says `Retire`, the master says
-        ``Leave``, or the agent is gone.
+        """Serve the incarnations that ``agent`` names, until `Retire` or the master's ``Leave``.
+
+        Also return if the agent is gone.
         """
 
 

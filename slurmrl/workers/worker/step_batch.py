@@ -1,5 +1,4 @@
-"""The current batch on this rank: keys stay with the ranks that made them until a call needs them
-elsewhere.
+"""The current batch on this rank: keys stay with their makers until a call needs them elsewhere.
 
 `Shares` says which items each data-parallel rank works on, call by call. `Mail` brings samples from
 rank to rank, and `share` from the first of the ranks with the same part of a batch to the others.
@@ -132,9 +131,7 @@ class Batch:
         return None if context is None else self._part(spread).only(call.inputs)
 
     def add(self, call: CallPlan, made: SequenceSample | None) -> None:
-        """Keep what a call made on the first rank of a part, and drop the keys that no later call
-        reads.
-        """
+        """Keep a call's output on the first rank of a part; drop keys that no later call reads."""
         spread = self._spread(call)
         if made is not None and spread.speaks(self._rank):
             own = self._part(spread)
@@ -164,9 +161,7 @@ class Batch:
         return lengths
 
     def _spread(self, call: CallPlan) -> Spread:
-        """The spread of a call, after it is known how long the completions are if it follows from
-        that.
-        """
+        """Return the spread of a call, once completion lengths are known if it depends on them."""
         if self._shares.needs_lengths(call):
             self._shares.use_lengths(self._all_lengths())
         return self._shares.of(call)
@@ -187,17 +182,16 @@ class Batch:
         return self._held[spread]
 
     def _send_made(self, done: int) -> None:
-        """Send the outputs of the first ``done`` calls to their readers, in the plan's order, up to
-        the first one whose shares are not known yet.
+        """Send the outputs of the first ``done`` calls to their readers, in the plan's order.
+
+        Stop at the first reader whose shares are not known yet.
         """
         for maker, readers in self._readers[:done]:
             while readers and not self._shares.needs_lengths(readers[0]):
                 self._send(maker, readers.pop(0))
 
     def _send(self, maker: CallPlan, reader: CallPlan) -> None:
-        """Send what this rank has made to the ranks of a reader, unless they got it for an earlier
-        one.
-        """
+        """Send this rank's outputs to a reader's ranks, unless these have them already."""
         source, target = self._shares.of(maker), self._shares.of(reader)
         sent = self._sent.setdefault(target, set())
         keys = [key for key in reader.inputs if key in maker.outputs and key not in sent]
@@ -212,8 +206,9 @@ class Batch:
     def _delivered(
         self, maker: CallPlan, keys: Sequence[str], reader: CallPlan
     ) -> SequenceSample | None:
-        """The keys that a call made, of all items of this rank's part for the reader; None on a
-        rank that does not speak for a part.
+        """Return the keys that a call made, for all items of this rank's part for the reader.
+
+        Return None on a rank that does not speak for a part.
         """
         source, target = self._shares.of(maker), self._shares.of(reader)
         if source == target:
@@ -339,8 +334,9 @@ class Mail:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """``group`` moves tensors in host memory between all ranks (gloo); ``device`` is where
-        received tensors go.
+        """Move tensors in host memory between all ranks with ``group`` (gloo).
+
+        Received tensors go to ``device``.
         """
         self._group = group
         self._device = device

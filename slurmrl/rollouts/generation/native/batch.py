@@ -115,9 +115,10 @@ class ContinuousBatch:
                 self._schedule.remove(sequence)
 
     def renew(self, version: str, *, stale_cache: bool = False) -> None:
-        """The decoder's weights have changed: sequences keep their tokens, which are read again, or
-        with ``stale_cache`` also the keys and values of these, which no other sequence then
-        shares.
+        """Continue with changed weights of the decoder.
+
+        Sequences keep their tokens, which are prefilled again. With ``stale_cache`` they also keep
+        the keys and values of these tokens, which no other sequence then shares.
         """
         if stale_cache:
             self._settle()

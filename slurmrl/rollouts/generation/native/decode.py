@@ -85,8 +85,10 @@ class _CUDAGraph:
 
 
 def capture_for(decoder: PagedDecoder) -> Capture | None:
-    """How to capture a decoder's calls; None to compute them directly: on CPUs, with ranks that
-    compute together, and with experts, of which the host reads how many tokens each gets.
+    """Return how to capture a decoder's calls, or None to compute them directly.
+
+    Calls are not captured on CPUs, with ranks that compute together, and with experts: there the
+    host reads how many tokens each expert gets.
     """
     model = decoder.decoder
     if not model.head_weight().is_cuda or not model.split.whole or model.config.moe is not None:

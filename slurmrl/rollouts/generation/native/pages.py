@@ -88,8 +88,9 @@ class PagePool:
         self._prefixes[page], self._serials[page] = (parent, tokens), self._serial
 
     def find(self, tokens: Sequence[int]) -> list[int]:
-        """The pages that hold the longest known beginning of ``tokens`` but not its last token,
-        whose logits are needed.
+        """Return the pages that hold the longest known prefix of ``tokens`` without its last token.
+
+        The logits of the last token are needed.
         """
         found: list[int] = []
         parent = 0

@@ -25,8 +25,9 @@ IDLE: Final = timedelta(days=30)
 
 
 def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> RunFailedError:
-    """The error of a rank that has drawn other tokens than its leader; each as (number of tokens,
-    checksum).
+    """Return the error of a rank that has sampled other tokens than its leader.
+
+    ``own`` and ``leader`` are (number of tokens, checksum).
     """
     return RunFailedError(
         f"rank {rank} of a model that is split has drawn other tokens than its leader "

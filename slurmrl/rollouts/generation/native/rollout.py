@@ -249,8 +249,10 @@ class NativeRollout(RolloutEngine):
                 job.future.set_exception(failure)
 
     async def _progress(self) -> None:
-        """Wait until a token was drawn with the weights of the last update, so that updates that
-        come faster than prompts can be read again do not stop all requests.
+        """Wait until a token was sampled with the weights of the last update.
+
+        Without the wait, updates that come faster than prompts can be prefilled again would stop
+        all requests.
         """
         while self._fresh and self._serving:
             self._serve()

@@ -58,8 +58,10 @@ class Runner:
     """The decoder, its cache, and its rows."""
 
     def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
-        """With ``support``, log-probabilities are those of the tokens that top-k and top-p leave;
-        otherwise of the whole distribution, as training computes them.
+        """``support`` selects the distribution of the log-probabilities.
+
+        With ``support``, it is the distribution over the tokens that top-k and top-p leave.
+        Otherwise it is the whole distribution, as training computes it.
         """
         self._limits, self._pool, self._support = limits, pool, support
         self._device = decoder.head_weight().device
@@ -154,8 +156,9 @@ class Runner:
             self._decode.forget()
 
     def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
-        """The logits [·, V] after the readings that draw; the first ``fresh`` begin at 0 and are
-        read apart.
+        """Return the logits [·, V] after the readings that sample.
+
+        The first ``fresh`` readings begin at position 0 and are prefilled separately.
         """
         page = self._limits.page_tokens
         ids: list[int] = []
@@ -215,8 +218,9 @@ class Runner:
         settings: tuple[Law, tuple[int, ...]],
         places: list[int],
     ) -> Sampled:
-        """The tokens of the sequences at these places, which are drawn from one law without the
-        same stop tokens.
+        """Sample the tokens of the sequences at these places.
+
+        All are sampled by one law, which excludes the same stop tokens.
         """
         group = [sequences[place] for place in places]
         (temperature, top_k, top_p, greedy, record), banned = settings

@@ -184,8 +184,9 @@ class Schedule:
         self._start(follower)
 
     def _admit(self, sequence: Sequence, settle: Callable[[], None]) -> bool:
-        """Give the first waiting sequence a row and the pages for all of its tokens, if there are
-        enough and every other row can have another one.
+        """Give the first waiting sequence a row and the pages for all of its tokens.
+
+        Return False unless there are enough pages, and another one for every other row.
         """
         shared = self._pool.find(sequence.tokens)
         needed = self._pages(sequence.length) - len(shared) + self._pool.idle_among(shared)
@@ -206,8 +207,11 @@ class Schedule:
         insort(self.running, sequence, key=lambda other: other.rank)
 
     def _reserve(self, sequence: Sequence, tokens: int, settle: Callable[[], None]) -> bool:
-        """Give it the pages for this many tokens, those of the last in the order of service if
-        there are no others. False if it was the last itself, and is preempted.
+        """Give a sequence the pages for this many tokens.
+
+        If no pages are free, take the pages of the sequence that is last in the order of service.
+        Return False if that is this sequence, which is then preempted, or if this sequence has
+        ended.
         """
         while len(sequence.pages) < self._pages(tokens):
             if self._pool.available():

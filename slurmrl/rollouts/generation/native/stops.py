@@ -13,11 +13,10 @@ text differently."""
 
 
 def ends_with_stop(decode: Decode, tokens: Sequence[int], stop_strings: Sequence[str]) -> bool:
-    """Whether the last of a completion's ``tokens`` completes one of ``stop_strings``, which may
-    begin and end within tokens.
+    """Whether the last of a completion's ``tokens`` completes one of ``stop_strings``.
 
-    A token is at least one byte of text, so only as many tokens as the longest string has bytes
-    matter.
+    A stop string may begin and end within tokens. A token has at least one byte, so only as many
+    tokens matter as the longest string has bytes.
     """
     last = tokens[-max(len(stop.encode()) for stop in stop_strings) - MARGIN :]
     text = decode(last)

@@ -38,11 +38,10 @@ class Choice(StrEnum):
 
 
 def operators(device: torch.device, elements: int) -> Any | None:
-    """The namespace with ``gae``, ``scan`` and ``copy`` for tensors on ``device``; None to use
-    torch instead.
+    """Return the namespace with ``gae``, ``scan`` and ``copy`` for tensors on ``device``.
 
-    The first call that needs a half builds it, which can take a minute. Raises
-    EnvironmentFailure only with SLURMRL_OPS=native.
+    Return None to use torch instead. The first call that needs a half builds it, which can take a
+    minute. Raises EnvironmentFailure only with SLURMRL_OPS=native.
     """
     choice = _choice()
     if device.type not in HALVES or choice is Choice.TORCH:
@@ -55,8 +54,9 @@ def operators(device: torch.device, elements: int) -> Any | None:
 
 
 def for_floats(like: Tensor) -> Any:
-    """The operators for tensors of this dtype and device that have only a float32 form for CPUs,
-    whatever their size; None if there are none.
+    """Return the operators that have only a float32 form for CPUs; None if there are none.
+
+    They are for tensors of any size with the dtype and device of ``like``.
     """
     if like.dtype != torch.float32 or like.device.type != "cpu":
         return None

@@ -62,7 +62,7 @@ class Toolchain:
         return _ask(self.cxx, "--version").partition("\n")[0]
 
     def nvcc_version(self) -> str:
-        """nvcc's version. Raises EnvironmentFailure if there is none."""
+        """Return the version of nvcc. Raises EnvironmentFailure if there is none."""
         if not self.nvcc:
             raise EnvironmentFailure(f"there is no nvcc here: {NO_NVCC}")
         return " ".join(_ask(self.nvcc, "--version").split())
@@ -136,10 +136,10 @@ class Recipe:
 
 
 def stem(half: Half) -> str:
-    """The prefix of a half's keys, from all that does not depend on the compilers: sources, flags,
-    ABI target and the processor's architecture.
+    """Return the prefix of a half's keys, which does not depend on the compilers.
 
-    Raises EnvironmentFailure if the sources are missing.
+    It has a digest of sources, flags, ABI target and the processor's architecture. Raises
+    EnvironmentFailure if the sources are missing.
     """
     flags = (CXX_FLAGS, NVCC_FLAGS, ABI_TARGET, platform.machine())
     digest = hashlib.sha256(json.dumps(flags).encode())
@@ -185,8 +185,9 @@ def inputs(half: Half) -> dict[str, bytes]:
 
 
 def find_toolchain() -> Toolchain:
-    """The compilers set by CXX and CUDA_HOME; else those on PATH, in the toolkit's usual folder or
-    in this environment's packages.
+    """Return the compilers set by CXX and CUDA_HOME, or those found.
+
+    The search covers PATH, the toolkit's usual folder and this environment's packages.
     """
     return Toolchain(shutil.which(env.CXX.get()) or "", _find_nvcc())
 
