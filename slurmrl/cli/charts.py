@@ -131,9 +131,10 @@ def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) ->
 @json_option
 @common
 def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
-    """Show the settings in which two trials differ, and the metrics that both have: their values at
-    the last step of both, and the least and the greatest value with its step. For a section that
-    one trial lacks it shows what the other sets.
+    """Show the settings in which two trials differ, and the metrics that both have.
+
+    The table has each metric's values at the last step of both trials, and its minimum and maximum
+    with their steps. For a section that one trial lacks, it shows the settings of the other trial.
     """
     from dataclasses import asdict
 
@@ -164,9 +165,10 @@ def _text(found: Comparison, one: str, two: str) -> str:
 
 
 def _metrics(found: Comparison, one: str, two: str, width: int | None) -> list[str]:
-    """Return a line for each metric, at the last step that both trials have; first those of a
-    progress line, then the others by name. A last line names the metrics that are constant and
-    the same in both.
+    """Return a line for each metric, at the last step that both trials have.
+
+    The metrics of a progress line come first, then the others by name. A last line names the
+    metrics that are constant and the same in both.
     """
     rows: list[tuple[str, ...]] = [
         ("METRIC", "STEP", one, two, f"{one} FROM, TO", f"{two} FROM, TO")

@@ -116,8 +116,9 @@ def resume(
 
 
 def _exec_own_slurmrl(paths: RunPaths) -> None:
-    """Replace this process by the trial's own slurmrl if that differs: the version that reads the
-    configuration, plan and batch scripts later must write them.
+    """Replace this process by the trial's own slurmrl if its version differs.
+
+    The version that reads the configuration, plan and batch scripts later must write them.
     """
     from slurmrl.desk import snapshot
     from slurmrl.scheduler.job_environment import of_snapshot
@@ -196,9 +197,10 @@ def scale(trial: str, tasks: int, as_json: bool, root: str | None) -> int:
 )
 @common
 def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> int:
-    """Print what the ranks of a running trial are doing: the Python stacks of all threads and the
-    newest collectives of each rank, or of RANK only. Without RANK, the stacks of the master and of
-    the agents as well.
+    """Print what the ranks of a running trial are doing.
+
+    The output has the Python stacks of all threads and the newest collectives of each rank, or only
+    of RANK. Without RANK, it also has the stacks of the master and of the agents.
     """
     from slurmrl.desk import trials
     from slurmrl.errors import EnvironmentFailure, UsageError

@@ -74,8 +74,9 @@ def show(
 @json_option
 @common
 def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | None) -> int:
-    """Read and tokenise all data of CONFIG, as its run would, and name the lines that cannot be
-    used. The exit code is 2 if there are any.
+    """Read and tokenize all data of CONFIG, as its run would, and name the unusable lines.
+
+    The exit code is 2 if there are any.
     """
     report = _report(config, overrides, root)
     counts = list(report.counts())
@@ -211,8 +212,10 @@ def try_reward(
 
 
 def _object(tried: Tried) -> dict[str, object]:
-    """``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …, "stats": …,
-    "made_s": …, "scored_s": …}``
+    """Return the object that ``--json`` prints.
+
+    It is ``{"items": [{"line", "id", "completion", "answer", "score"}, …], "mean": …, "stats": …,
+    "made_s": …, "scored_s": …}``.
     """
     return {**asdict(tried), "mean": _mean(tried)}
 

@@ -149,8 +149,9 @@ def has_ended(paths: RunPaths) -> bool:
 
 
 def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
-    """Return a query for use at every look: a shared scheduler is asked far less often than that,
-    and its last answer is returned in between.
+    """Return a query to run at every look.
+
+    It asks a shared scheduler far less often, and returns the last answer in between.
     """
     return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
 
@@ -192,8 +193,10 @@ class TrialFollower:
         self._status: dict[str, Any] | None = None
 
     def run(self) -> dict[str, Any]:
-        """Return the last status: of an ended or interrupted trial, or of one on Slurm that the
-        user stopped watching. Raises KeyboardInterrupt if that was before the first look.
+        """Return the last status.
+
+        The trial has ended or was interrupted, or it runs on Slurm and the user stopped watching.
+        Raises KeyboardInterrupt if the user stopped before the first look.
         """
         follow(
             self._look,
@@ -262,9 +265,7 @@ class View(AbstractContextManager["View"]):
 
 
 class PlainView(View):
-    """Prints a line for each step, each change of state and each commit of the incarnations after
-    number ``earlier``.
-    """
+    """Prints a line for each step, state change and commit of incarnations after ``earlier``."""
 
     def __init__(self, earlier: int = 0, write: Callable[[str], Any] = click.echo) -> None:
         self._write = write
@@ -366,8 +367,10 @@ def picture(status: status_text.Status, lines: Sequence[Mapping[str, Any]] = ())
 
 
 def curve(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return ``reward ▁▂▄▆█ 0.12 to 0.41, steps 1 to 60``: the first metric of a progress line that
-    two of the lines have; empty without one. Evaluations are too few for a curve of their own.
+    """Return ``reward ▁▂▄▆█ 0.12 to 0.41, steps 1 to 60``, or an empty string without a metric.
+
+    The curve shows the first metric of a progress line that two of the lines have. Evaluations are
+    too few for a separate curve.
     """
     for name in sorted(status_text.SHOWN, key=lambda name: name.startswith("eval/")):
         points = [

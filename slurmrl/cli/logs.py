@@ -130,8 +130,9 @@ def logs(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Print the output of a trial's processes (default: of the newest trial) in the order of their
-    clocks: of the newest attempts and of the batch process.
+    """Print the output of a trial's processes (default: the newest trial) by their clocks.
+
+    The processes are those of the newest attempts, and the batch process.
     """
     from slurmrl.watch import log_files
     from slurmrl.watch.log_files import newest, serving
@@ -226,8 +227,9 @@ def events(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Print the events of a trial's processes in the order of their clocks: starts, commits,
-    warnings, failures and ends.
+    """Print the events of a trial's processes in the order of their clocks.
+
+    Events are starts, commits, warnings, failures and ends.
     """
     paths = chosen_trial(root, trial)
     printer = _EventPrinter(paths, since or 0.0, kind, last, as_json=as_json)
@@ -294,8 +296,10 @@ def _nothing(events: Sequence[dict[str, Any]]) -> str:
 
 
 def lines(event: dict[str, Any], columns: int, terminal: int | None) -> list[str]:
-    """Return ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``: the reader's local
-    time, the kind in so many columns, all other values that are not empty, and the writer.
+    """Return ``11-21 16:02:29.3  commit  step=10  seconds=0.4  (master.1)``.
+
+    The line has the reader's local time, the kind in ``columns`` columns, all other values that are
+    not empty, and the writer.
     """
     rest = {key: value for key, value in event.items() if key not in COMMON_KEYS}
     shown = {key: text for key, value in rest.items() if (text := _shown(value))}
@@ -340,8 +344,9 @@ def samples(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Print completions of a step with their prompts and rewards, of those that a trial keeps
-    (logging.samples).
+    """Print completions of a step with their prompts and rewards.
+
+    The trial keeps the completions that logging.samples selects.
     """
     from slurmrl.desk.report.samples import of_step
 

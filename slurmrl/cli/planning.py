@@ -117,7 +117,9 @@ def plan(
 
 
 def _is_allocation(target: str) -> bool:
-    """Existing files and paths that look like files are configurations, so that a mistyped file is
+    """Return whether the target is an allocation, not a configuration.
+
+    Existing files and paths that look like files are configurations, so that a mistyped file is
     reported as missing.
     """
     names_file = target.endswith((".yaml", ".yml")) or "/" in target

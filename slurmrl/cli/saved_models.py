@@ -182,11 +182,10 @@ def export(
     form: ExportForm | None,
     root: str | None,
 ) -> int:
-    """Export a checkpoint's model to a folder that transformers or PEFT can load, and print the
-    folder.
+    """Export a checkpoint's model to a folder for transformers or PEFT, and print the folder.
 
-    Works while the trial runs and after it has ended. The checkpoint is verified by checksum first;
-    nothing is written from a damaged one.
+    The command works while the trial runs and after it has ended. It first verifies the checkpoint
+    by checksum, and writes nothing from a damaged one.
     """
     from slurmrl.desk import trials
     from slurmrl.workers.master.exporting import export_step

@@ -384,9 +384,10 @@ def bundle(
     torch: str,
     root: str | None,
 ) -> None:
-    """Write CONFIG and all that it names into one archive, which `slurmrl submit` takes on a
-    cluster without a network: models, datasets, your code, and wheels of slurmrl and what it needs.
-    Repositories of the hub are fetched now.
+    """Write CONFIG and all that it names into one archive, a bundle.
+
+    `slurmrl submit` takes the bundle on a cluster without a network. It holds models, datasets,
+    your code, and wheels of slurmrl and its requirements. Repositories of the hub are fetched now.
     """
     from slurmrl.desk.bundle.make import make_bundle
 

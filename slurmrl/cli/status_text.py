@@ -88,8 +88,9 @@ def commit(status: Status) -> str:
 
 
 def note(status: Status) -> str:
-    """Return why the trial failed, why it waits, or why its status is uncertain: one line without
-    ages, possibly empty.
+    """Return one line that says why the trial failed or waits, or why its status is uncertain.
+
+    The line has no ages, and may be empty.
     """
     if status["state"] in ("FAILED", "CANCELLED"):
         return first_line(status["reason"])

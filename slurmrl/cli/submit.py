@@ -166,9 +166,10 @@ def carry_out(
     wait: bool | None,
     as_json: bool,
 ) -> int:
-    """Check (``check_s`` None: only what takes no time) and start trials, or show what a
-    ``dry_run`` would start. All are checked before the first one starts, and none starts after one
-    that was watched and did not finish.
+    """Check and start trials, or show what a ``dry_run`` would start.
+
+    If ``check_s`` is None, only checks that take no time run. All trials are checked before the
+    first one starts. None starts after a watched trial that did not finish.
     """
     from slurmrl.desk.submit import rehearse
 

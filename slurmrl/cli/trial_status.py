@@ -75,8 +75,9 @@ def status(
     exit_status: bool,
     root: str | None,
 ) -> int:
-    """Show the state of all trials, of some of them or those of some experiments, or of one trial
-    in detail. AGE is the time since the trial was submitted or resumed last.
+    """Show the state of all trials, of some trials or experiments, or of one trial in detail.
+
+    AGE is the time since the trial was last submitted or resumed.
     """
     from slurmrl.desk import trials
 
@@ -130,8 +131,9 @@ class _Wanted:
 def _collect(
     wanted: _Wanted, schedulers: SchedulerFactory | None = None, *, whole: bool
 ) -> list[dict[str, Any]]:
-    """Return the objects of the chosen trials; in a list those that are not ``whole`` have only
-    what it shows.
+    """Return the objects of the chosen trials.
+
+    In a list, objects that are not ``whole`` have only the values that the list shows.
     """
     from slurmrl.scheduler import make
     from slurmrl.watch.overview import collect, glance
@@ -196,9 +198,10 @@ class _Watch:
 
 
 class Rest:
-    """Tells when nothing will happen by itself: each trial has ended, or the scheduler says twice
-    in a row that no job of it is left. (The history is read first, and a trial may end before the
-    scheduler is asked.)
+    """Tells when nothing will happen by itself.
+
+    Each trial has ended, or the scheduler says twice in a row that no job of it is left. (The
+    history is read first, and a trial may end before the scheduler is asked.)
     """
 
     def __init__(self) -> None:

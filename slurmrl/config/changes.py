@@ -158,9 +158,10 @@ WHERE: Final = ("backend", "gpus", "model")
 
 
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Add overrides that move the critic and the reference along with the actor, if they had the
-    actor's layout and the overrides set none for them; and a layout for another number of rollout
-    tasks.
+    """Add overrides that move the critic and the reference along with the actor.
+
+    A role moves if it had the actor's layout and the overrides set none for it. Also add a layout
+    for another number of rollout tasks.
     """
     added = _for_other_tasks(config, overrides)
     if not _moves("actor", overrides):
@@ -185,8 +186,10 @@ def _for_other_tasks(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
-    """Return overrides that keep the data types of a trial that began with ``old`` where the
-    configuration sets none: the default depends on the hosts and on slurmrl's version.
+    """Return overrides that keep the data types with which a trial of ``old`` began.
+
+    They are for data types that the configuration does not set: the default depends on the hosts
+    and on slurmrl's version.
     """
     overrides = []
     for role in old.roles:
@@ -208,8 +211,9 @@ def _moves(role: str, overrides: Sequence[str]) -> bool:
 
 
 def consequences(old: Config, new: Config) -> list[str]:
-    """Describe what a changed layout preserves and what it does not, as lines for the user; empty
-    if the layout is the same.
+    """Describe what a changed layout preserves and what it does not.
+
+    Return lines for the user; none if the layout is the same.
     """
     changed = changes(old, new, LAYOUT)
     if new.rollout.tasks is not None:  # their number is no matter of the trainers' layout
@@ -240,9 +244,10 @@ def _ranks(config: Config) -> dict[str, int]:
 def moved_schedules(
     old: Config, new: Config, *, trained: Mapping[str, int], step: int, optimizer_steps: int
 ) -> list[str]:
-    """Describe how the learning rates of the ``trained`` roles change when the trial resumes after
-    ``step``, as lines for the user; empty if they do not change. The numbers of ``trained`` are
-    steps at the start of the run in which a role is not trained yet; each further step has
+    """Describe how learning rates of ``trained`` roles change if the trial resumes after ``step``.
+
+    Return lines for the user; none if the rates do not change. The numbers of ``trained`` are steps
+    at the start of the run in which a role is not trained yet. Each further step has
     ``optimizer_steps`` optimizer steps.
     """
     lines = []

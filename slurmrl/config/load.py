@@ -56,9 +56,11 @@ def load(
     derive: Derive | None = None,
     profile: Path | None = None,
 ) -> Source:
-    """Read a file, put a site ``profile`` under it, perhaps ``derive`` another configuration of
-    both, and apply the overrides. Raises ConfigError if a file cannot be read; ``parse`` reports
-    all other problems, which are collected in ``problems``.
+    """Read a file, put a site ``profile`` under it, and apply the overrides.
+
+    If given, ``derive`` makes another configuration of both before the overrides. Raises
+    ConfigError if a file cannot be read. ``parse`` reports all other problems, which are collected
+    in ``problems``.
     """
     source = read(path)
     if profile is not None:
@@ -194,8 +196,9 @@ def dump(config: Config) -> str:
 
 
 def _writable(value: Any) -> Any:
-    """The values with lists for tuples, and with quotes around texts that need them: those with
-    line breaks of YAML 1.1 or control characters.
+    """Return the values with lists for tuples, and with quotes around strings that need them.
+
+    Strings with line breaks of YAML 1.1 or control characters need quotes.
     """
     if isinstance(value, dict):
         return {_writable(key): _writable(item) for key, item in value.items()}
@@ -263,9 +266,7 @@ def paths_in(model: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, 
 
 
 def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> str:
-    """The absolute path, or the repository of the hub; ``org/name`` is one if there is no such
-    path.
-    """
+    """Return the absolute path, or the hub's repository: ``org/name`` if there is no such path."""
     if not text or (may_be_hub and text.startswith(hub.PREFIX)):
         return text
     if scheme := re.match(r"([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE):
@@ -377,8 +378,10 @@ def _forget(source: Source, path: KeyPath) -> None:
 def as_written(
     schema: type[BaseModel], values: Any, source: Source, prefix: KeyPath
 ) -> tuple[Any, list[Problem]]:
-    """Return a copy of the values at ``prefix`` in which a number of a string setting is its own
-    text (``trial: 007``), and ``~`` and variables of a path are replaced, with the problems.
+    """Return a copy of the values at ``prefix`` as the user wrote them, with the problems.
+
+    A number of a string setting becomes its literal spelling (``trial: 007``). ``~`` and variables
+    of a path are replaced.
     """
     problems: list[Problem] = []
     return _written(schema, values, source, prefix, problems), problems

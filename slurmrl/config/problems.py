@@ -115,8 +115,10 @@ def problems_from(
 def drop_removed(
     values: dict[Any, Any], schema: type[BaseModel], prefix: KeyPath = (), *, resolved: bool = False
 ) -> None:
-    """Leave out settings of earlier releases that have their defaults, which changed nothing, and
-    of a ``resolved`` configuration those of `LOGS`. Free-form values stay as they are.
+    """Leave out settings of earlier releases that have their defaults, which changed nothing.
+
+    Also leave out the settings of `LOGS` from a ``resolved`` configuration. Free-form values stay
+    as they are.
     """
     for name, value in list(values.items()):
         place = (*prefix, name)
@@ -281,9 +283,7 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _documented(kind: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Yield the fields that a class itself defines, with their docstrings; an empty one for a field
-    without.
-    """
+    """Yield the fields that a class itself defines, with their docstrings (empty if missing)."""
     body = _body(kind)
     for statement, following in zip(body, [*body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

@@ -61,8 +61,10 @@ class ServerKeys:
 
 
 def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> ServerKeys:
-    """The keys in the lines of a file that only the user can read: the API key, then the admin key,
-    if there is one. Without a file, those of the environment.
+    """Return the keys in the lines of a file that only the user can read.
+
+    The lines are the API key, then the admin key, if there is one. Without a file, return the keys
+    of the environment.
 
     Raises UsageError, and UnreadableInputError for a file that is missing or cannot be read.
     """
@@ -94,7 +96,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> Ser
 
 
 def _checked(key: str, where: str) -> str:
-    """The key. (It goes into a header, so one with a line break would add others.)"""
+    """Return the key; reject one with a line break, which would add headers to the request."""
     if not all("!" <= character <= "~" for character in key):
         raise UsageError(f"the key in {where} has spaces or other characters that no header takes")
     return key

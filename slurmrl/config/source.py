@@ -90,8 +90,10 @@ class Source:
         return True
 
     def folder(self, key_path: KeyPath) -> Path:
-        """The base of a relative path at this key: the folder of the file that has it, or the
-        current directory for the command line.
+        """Return the base of a relative path at this key.
+
+        It is the folder of the file that has the key, or the current directory for the command
+        line.
         """
         if self.where(key_path) == COMMAND_LINE:
             return Path.cwd()

@@ -12,8 +12,9 @@ DOUBLING = "write {{ and }} for braces in the text"
 
 @dataclass(frozen=True)
 class Template:
-    """Literal texts with a field between any two: ``literals`` has one entry more than
-    ``fields``.
+    """Literal strings with a field between any two.
+
+    ``literals`` has one entry more than ``fields``.
     """
 
     literals: tuple[str, ...]
@@ -58,5 +59,5 @@ class Template:
 
 
 def _place(text: str, at: int) -> str:
-    """``character 7 ('{x')``"""
+    """Return ``character 7 ('{x')``."""
     return f"character {at + 1} ({text[at : at + 12]!r})"

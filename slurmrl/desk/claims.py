@@ -51,8 +51,10 @@ def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
 
 
 def confirm(paths: RunPaths, jobs: Jobs) -> None:
-    """Raise UsageError if there is a newer submission nevertheless (by an older slurmrl, or because
-    this process seemed dead). Our jobs are cancelled then; they would exit by themselves.
+    """Raise UsageError if there is a newer submission nevertheless, and cancel our jobs.
+
+    An older slurmrl may have made it, or this process seemed dead. Our jobs would also exit by
+    themselves.
     """
     newest = newest_submission(paths)
     if newest is not None and newest.number > jobs.number:

@@ -67,8 +67,9 @@ def stamps(sources: Mapping[Path, Collection[str]]) -> dict[Path, tuple[int, ...
 
 
 def files(source: Path, without: Collection[str] = ()) -> Iterator[tuple[PurePath, Path]]:
-    """Yield the files to copy (see `copy`), with their names in the copy; for a file, the file
-    itself. Raises EnvironmentFailure for a folder that cannot be listed.
+    """Yield the files to copy (see `copy`), with their names in the copy.
+
+    If the source is a file, yield it. Raises EnvironmentFailure for a folder that cannot be listed.
     """
     if not source.is_dir():
         yield PurePath(), source

@@ -101,8 +101,9 @@ def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
 
 
 def _newest(paths: RunPaths) -> int | Literal["last"]:
-    """The step of the newest commit; where there is none, the reference to it, which is refused
-    with what is lacking.
+    """Return the step of the newest commit.
+
+    Without a commit, return the reference to it, which is rejected with the reason.
     """
     commit = fold(History(paths.history).read()).last_commit if paths.history.exists() else None
     return LAST if commit is None else commit.step
@@ -119,8 +120,10 @@ def _as_name(text: str) -> str:
 
 
 def of_evaluation(overrides: Sequence[str]) -> list[str]:
-    """Overrides of an evaluation, of which ``experiment=NAME`` names the experiment that trains: a
-    trial that was submitted with it finds the results.
+    """Return overrides of an evaluation.
+
+    ``experiment=NAME`` names the experiment that trains: a trial that was submitted with it finds
+    the results.
     """
     unset = (EXPERIMENT, f"{EXPERIMENT}null")
     return [
@@ -130,10 +133,9 @@ def of_evaluation(overrides: Sequence[str]) -> list[str]:
 
 
 def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:
-    """The suites of a configuration's evaluation that are ``wanted``, or all of them; `WHOLE` for
-    an evaluation without suites.
+    """Return the suites of a configuration's evaluation that are ``wanted``, or all of them.
 
-    Raises UsageError for unknown ones.
+    Return `WHOLE` for an evaluation without suites. Raises UsageError for unknown ones.
     """
     evaluation = load(config).values.get("evaluation")
     suites = evaluation.get("suites") if isinstance(evaluation, dict) else None
@@ -146,13 +148,14 @@ def choose_suites(config: Path, wanted: Sequence[str]) -> Sequence[str]:
 
 
 def evaluation_of(checkpoint: str, root: Path | None, suite: str = WHOLE) -> Derive:
-    """The change of a configuration into that of an evaluation of ``checkpoint``, see
-    `find_checkpoint`, on a ``suite`` of `choose_suites`. ``root`` overrides the configuration's
-    own.
+    """Return the change of a configuration into an evaluation of ``checkpoint``.
 
-    One of algorithm `evaluate` gets the model, and of a suite its dataset, its reward and how
-    completions are sampled and judged. Any other gives its `evaluation` section; everything that
-    trains is left out.
+    See `find_checkpoint`; ``suite`` is a suite of `choose_suites`. ``root`` overrides the
+    configuration's own.
+
+    A configuration of algorithm `evaluate` gets the model, and from a suite its dataset, its
+    reward, and how completions are sampled and scored. Any other configuration gives its
+    `evaluation` section; everything that trains is left out.
     """
 
     def derive(source: Source) -> None:
@@ -248,8 +251,10 @@ def _from_training(derived: _Derived) -> None:
 
 
 def _actor_generates(derived: _Derived) -> bool:
-    """Whether the actor's engine generates, whatever does so in training: rollout tasks, another
-    layout than that of the evaluation, or running servers, whose weights are the trainers'.
+    """Return whether the actor's engine generates in the evaluation, if others do in training.
+
+    Others are rollout tasks, a layout that differs from the evaluation's, or running servers, which
+    have the trainers' weights.
     """
     tasks = derived.written("evaluation", "tasks")
     return bool(

@@ -1,5 +1,6 @@
-"""Some rows of a dataset of prompts, found without reading more of the file than necessary, and
-completions for them.
+"""Find some rows of a dataset of prompts, and completions for them.
+
+No more of the file is read than necessary.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class Item:
 
 
 class FoundRows:
-    """The methods raise ConfigError where a row that they return does not have the keys of the
-    dataset's type, or where a row before it is not a JSON object.
+    """Rows of a dataset that are found on demand.
+
+    The methods raise ConfigError if a row that they return lacks the keys of the dataset's type, or
+    if a row before it is not a JSON object.
     """
 
     def __init__(self, config: Dataset) -> None:
@@ -132,8 +135,10 @@ def find_items(rows: FoundRows, selection: Selection) -> list[Item]:
 
 
 def _of_file(rows: FoundRows, path: Path, count: int | None) -> list[Item]:
-    """The first completions of a JSONL file of ``{"id": …, "completion": …}``, as a run's
-    ``samples/`` are; without ids they are of the first, second, … row.
+    """Return the first completions of a JSONL file of ``{"id": …, "completion": …}``.
+
+    A run's ``samples/`` are such files. Without ids, completions belong to the first, second, …
+    row.
     """
     reader = RecordReader(path, "")  # an id may occur more than once
     given = [(record.number, record.row) for record in islice(reader, count)]

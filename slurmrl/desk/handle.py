@@ -37,7 +37,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """``EXPERIMENT/TRIAL``"""
+        """``EXPERIMENT/TRIAL``, the trial's full name."""
         return f"{self._paths.experiment}/{self._paths.trial}"
 
     @property
@@ -50,8 +50,9 @@ class Trial:
         return collect([self._paths], make, detailed=True)[0]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each step so far, with those of evaluations of its checkpoint in trials
-        of their own.
+        """Return the metrics of each step so far.
+
+        They include metrics of evaluations of its checkpoints in separate trials.
         """
         return evaluated.lines_of(self._paths)
 

@@ -1,6 +1,4 @@
-"""The checks of a trial's inputs by the inspector: weights, data, the tokenizer, and the user's own
-code.
-"""
+"""Checks of a trial's inputs by the inspector: weights, data, tokenizer, and the user's code."""
 
 from __future__ import annotations
 
@@ -270,8 +268,9 @@ class InputChecks:
             return
 
     def _other_tokenizers(self, folder: str, known: Mapping[str, int]) -> Iterator[Finding]:
-        """Yield the models that were trained with another tokenizer than the actor's: they get the
-        actor's token ids.
+        """Yield the models that were trained with another tokenizer than the actor's.
+
+        They get the actor's token ids.
         """
         for use in self.roles:
             path = self.config.model(use.role).path
@@ -330,9 +329,10 @@ class InputChecks:
                     yield Finding("data", weight, remark.message, f"{key}.{remark.key}")
 
     def _most_tokens(self, dataset: DatasetConfig) -> int | None:
-        """The most tokens of a row that all models have positions for, and for a prompt's first
-        new token; None if no model states it, or if a setting bounds the rows: the plan's checks
-        compare that.
+        """Return the maximum number of tokens of a row that all models have positions for.
+
+        A prompt also needs a position for its first new token. Return None if no model states the
+        number, or if a setting bounds the rows: the plan's checks compare the setting.
         """
         if longest(dataset, 0) is not None:
             return None
@@ -387,8 +387,9 @@ def sources(sections: Mapping[KeyPath, DatasetConfig]) -> Iterator[tuple[str, Da
 
 
 def judged(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
-    """The data sets that the reward with this dotted key judges: that of the trial all but those of
-    suites that have their own.
+    """Return the datasets that the reward with this dotted key scores.
+
+    The trial's reward scores all datasets except those of suites that have a separate reward.
     """
     judges: dict[KeyPath, str] = {("dataset",): "reward"}
     for suite in config.evaluations:
@@ -399,7 +400,7 @@ def judged(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
 
 
 def limits(dataset: DatasetConfig) -> str:
-    """``max_prompt_tokens 512``"""
+    """Return ``max_prompt_tokens 512``."""
     named = {"max_prompt_tokens": dataset.max_prompt_tokens, "max_tokens": dataset.max_tokens}
     return " or ".join(f"{name} {value}" for name, value in named.items() if value is not None)
 

@@ -186,8 +186,9 @@ class RewardData:
 def try_reward(
     data: RewardData, selection: Selection, code: own_code.OwnCode, timeout_s: float
 ) -> Tried:
-    """Judge completions in one call, in a child process with the code and the environment that the
-    run's would have. The child also reads the rows, whose type may be the user's code.
+    """Score completions in one call, in a child process with the run's code and environment.
+
+    The child also reads the rows, whose type may be the user's code.
 
     :raises ConfigError: rows that cannot be used.
     :raises UsageError: the reward or its return value is wrong, or it needs a model.
@@ -260,8 +261,9 @@ def described(settings: Settings, code: Code, begun: Config | None = None) -> Se
 
 
 def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
-    """Return the datasets whose prompts may describe the episode's tools and that leave this to the
-    default.
+    """Return the datasets that leave the description of the episode's tools to the default.
+
+    Their prompts may describe the tools.
     """
     if not config.rollout.episode.describes_tools or config.actor.tokenizer is None:
         return {}

@@ -68,8 +68,9 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
 
 
 def uncommitted(paths: RunPaths) -> str:
-    """Return ``steps 11 to 14``, which are after the last commit of a trial that has not ended;
-    empty without such steps. Raises CorruptFileError, EnvironmentFailure.
+    """Return ``steps 11 to 14``, the steps after the last commit of a trial that has not ended.
+
+    Empty without such steps. Raises CorruptFileError, EnvironmentFailure.
     """
     state, lines = fold(History(paths.history).read()), read_latest(paths.metrics, 1)
     if state.end is not None or not lines:

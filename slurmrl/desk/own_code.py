@@ -1,7 +1,8 @@
-"""The user's own code that a run needs: the entries of ``code``, the modules of the algorithm, the
-reward and the type of dataset, and the modules beside them that they import.
+"""The user's own code that a run needs.
 
-Nothing is imported to find it: the code may need torch or a GPU.
+It has the entries of ``code``, the modules of the algorithm, the reward and the type of dataset,
+and the modules next to them that they import. Nothing is imported to find it: the code may need
+torch or a GPU.
 """
 
 from __future__ import annotations
@@ -95,8 +96,10 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 
 
 def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> None:
-    """Raise ConfigError for own modules with a name of the standard library, which has loaded its
-    own long before, or of an installed package, which other code needs.
+    """Raise ConfigError for own modules with a name of the standard library or of a package.
+
+    The standard library has loaded its module long before. Other code needs the module of an
+    installed package.
     """
     problems = []
     for key, module in _references(config):

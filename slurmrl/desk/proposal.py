@@ -103,11 +103,13 @@ class Proposal:
         return make(self.kind).scripts(self.request(number, known, code(self.paths)))
 
     def check(self, timeout_s: float | None, compared: set[str] | None = None) -> list[Finding]:
-        """Check everything that the run will read (see `checks.run`, also for ``compared``), and
-        whether Slurm accepts its jobs; without ``timeout_s``, only what takes no time.
+        """Check everything that the run will read, and whether Slurm accepts its jobs.
 
-        Check nothing for a trial with another slurmrl, which may not know all settings of this
-        one: `submit` refuses it, unless it is complete.
+        See `checks.run`, also for ``compared``. Without ``timeout_s``, check only what takes no
+        time.
+
+        Check nothing for a trial with another slurmrl, which may not know all settings of this one:
+        `submit` refuses it, unless it is complete.
         """
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
@@ -214,9 +216,7 @@ def _own_names(config: Config) -> list[str]:
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
-    """Return whether a trial exists that has no commit and whose configuration now names other
-    code.
-    """
+    """Return whether a trial without a commit exists whose configuration now names other code."""
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)
@@ -224,8 +224,9 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
 
 
 def kept(settings: Settings) -> list[str]:
-    """Return overrides that keep what the configuration leaves to a default that may have been
-    another one when the trial began.
+    """Return overrides that keep the defaults with which the trial began.
+
+    They cover settings that the configuration leaves to a default that may have changed since.
     """
     before = begun(settings)
     return [] if before is None else keep_precision(before, settings.config, settings.source)
@@ -274,8 +275,9 @@ def _planned(
 
 
 def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
-    """Raise UsageError if fewer rollout tasks may run than a start waits for, as the user has set
-    their number before.
+    """Raise UsageError if fewer rollout tasks may run than a start waits for.
+
+    The user has set their number earlier.
     """
     tasks = config.rollout.tasks
     for group in plan.jobs:

@@ -16,8 +16,10 @@ SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
 
 
 def with_imported(found: dict[str, Path], modules: Iterable[str]) -> dict[str, Path]:
-    """Return the top-level modules in ``found``, by name, and those beside them that ``modules``
-    (dotted names) import directly or indirectly. Each reachable file is read once.
+    """Return the modules in ``found``, by name, and the modules next to them that are imported.
+
+    ``found`` has top-level modules. ``modules`` (dotted names) import the others directly or
+    indirectly. Each reachable file is read once.
     """
     result = dict(found)
     waiting, seen = list(modules), set[Path]()
@@ -83,8 +85,9 @@ def _imported(file: Path, package: list[str]) -> Iterator[str]:
 
 
 def _beside(folder: Path, name: str) -> Path | None:
-    """Return the module of that name in a folder, in the order in which Python looks: a folder
-    without ``__init__.py`` comes after modules that are installed.
+    """Return the module of that name in a folder, in the order in which Python looks.
+
+    A folder without ``__init__.py`` comes after modules that are installed.
     """
     if (folder / name / "__init__.py").is_file():
         return folder / name

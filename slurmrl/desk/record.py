@@ -81,9 +81,7 @@ class ProvenanceWriter:
         _write(folder / FILE, (json.dumps(values, indent=1) + "\n").encode())
 
     def _repositories(self, folder: Path) -> Iterator[tuple[str, Any]]:
-        """Yield the repositories of the working directory and of this package; write their
-        diffs.
-        """
+        """Yield the repositories of the working directory and this package; write their diffs."""
         seen: dict[Path, str] = {}
         places = {"directory": Path.cwd(), "slurmrl": Path(slurmrl.__file__).parent}
         for name, place in places.items():

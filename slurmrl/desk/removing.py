@@ -16,8 +16,10 @@ ASIDE = ".removed-"
 
 
 def check(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> None:
-    """Raise UsageError if one of the ``chosen`` trials has a job, or if the configuration of one of
-    the ``others`` names a file in it. Raise SchedulerError where the scheduler does not answer.
+    """Check that the ``chosen`` trials can be removed.
+
+    Raise UsageError if one of them has a job, or if the configuration of one of the ``others``
+    names a file in it. Raise SchedulerError if the scheduler does not answer.
     """
     for paths in chosen:
         jobs = newest_jobs(paths)

@@ -34,11 +34,12 @@ class Scaled:
 
 
 def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
-    """Set the number of rollout tasks of a trial, for all of its later links and submissions; 0
-    pauses generation. Tasks that are too many are asked to leave by the trial's master.
+    """Set the number of rollout tasks of a trial, for all of its later links and submissions.
 
-    Raises UsageError for a trial without such tasks, one that has ended, and for a number that it
-    does not allow.
+    0 pauses generation. The trial's master tells surplus tasks to exit.
+
+    Raises UsageError for a trial without such tasks, for a trial that has ended, and for a number
+    that the trial does not allow.
     """
     name = f"{paths.experiment}/{paths.trial}"
     settings = load_resolved(paths.config).rollout.tasks

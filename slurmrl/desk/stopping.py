@@ -20,10 +20,9 @@ POLL_S = 2.0
 
 
 def stop(paths: RunPaths) -> Jobs:
-    """Ask the jobs of the newest submission to commit and end, cancel its queued ones, and return
-    all of them.
+    """Tell the jobs of the newest submission to commit and exit; cancel its queued ones.
 
-    Raises UsageError for a trial that has ended or has no job, SchedulerError.
+    Return all of them. Raises UsageError for a trial that has ended or has no job, SchedulerError.
     """
     name = f"{paths.experiment}/{paths.trial}"
     end = fold(History(paths.history).read()).end

@@ -129,8 +129,10 @@ def submit(proposal: Proposal) -> Submitted:
 def _hand_over(
     proposal: Proposal, scheduler: Scheduler, number: int, code: int, state: TrialState | None
 ) -> JobIds:
-    """Write the configuration into an existing trial (``state``; None: a new one), and submit its
-    jobs. If the scheduler rejects them, nothing stays behind. Raises SchedulerError.
+    """Write the configuration into an existing trial (``state``) or a new one, and submit its jobs.
+
+    ``state`` is None for a new trial. If the scheduler rejects the jobs, everything written is
+    removed. Raises SchedulerError.
     """
     paths = proposal.paths
     before = None if state is None else Before.of(paths, state.end)
@@ -147,8 +149,9 @@ def _hand_over(
 
 
 def rehearse(proposal: Proposal) -> Outlook | None:
-    """Return the state of the trial that `submit` would continue, None for a new one; change
-    nothing. Raises as `submit` does where it refuses to continue the trial.
+    """Return the state of the trial that `submit` would continue; change nothing.
+
+    Return None for a new trial. Raises as `submit` does if it refuses to continue the trial.
     """
     if not is_prepared(proposal.paths):
         return None
@@ -156,8 +159,9 @@ def rehearse(proposal: Proposal) -> Outlook | None:
 
 
 def _outlook(proposal: Proposal) -> Outlook:
-    """Raises UsageError for a live trial, one with another configuration and one with another
-    slurmrl.
+    """Return the state of the trial that `submit` would continue.
+
+    Raises UsageError for a live trial, one with another configuration and one with another slurmrl.
     """
     check_owner(proposal.paths)
     newest = claims.newest(proposal.paths)  # before the jobs are read
@@ -180,8 +184,10 @@ def _outlook(proposal: Proposal) -> Outlook:
 
 
 def refusal(settings: Settings) -> str:
-    """Why the trial of this name cannot continue with a configuration; empty if it can, if there is
-    no such trial, or if it began with another slurmrl, whose defaults may differ.
+    """Return why the trial of this name cannot continue with a configuration.
+
+    Empty if it can, if there is no such trial, or if it began with another slurmrl, whose defaults
+    may differ.
     """
     paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:

@@ -28,8 +28,10 @@ def chosen_root(option: str | None) -> Path | None:
 
 
 def root_folder(option: str | None) -> Path:
-    """Return the root folder for commands without a configuration: the given one, else that of the
-    site profile, else ./runs. Raises UsageError for a profile that cannot be used.
+    """Return the root folder for commands without a configuration.
+
+    It is the given folder, else the root of the site profile, else ./runs. Raises UsageError for a
+    profile that cannot be used.
     """
     if (chosen := chosen_root(option)) is not None:
         return chosen

@@ -32,8 +32,9 @@ class Before:
 
 
 def undo(paths: RunPaths, number: int, before: Before | None) -> None:
-    """Remove a submission that has no jobs, and restore the trial as it was; None: it is new, and
-    is removed. Raises EnvironmentFailure.
+    """Remove a submission that has no jobs, and restore the trial as it was ``before``.
+
+    If ``before`` is None, the trial is new and is removed. Raises EnvironmentFailure.
     """
     if before is None:
         remove(paths)

@@ -41,9 +41,7 @@ class TorchBuild(NamedTuple):
 
 
 def torch_build() -> TorchBuild | None:
-    """Return how the installed torch was built, from its ``version.py``; None if there is no
-    torch.
-    """
+    """Return how the installed torch was built, from its ``version.py``; None without torch."""
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None

@@ -54,8 +54,9 @@ def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
 
 
 def all_calls(config: Config, algorithm: Algorithm) -> Iterator[Call]:
-    """The calls of a step and of the evaluation of each suite by the trainers, some of them more
-    than once.
+    """Yield the calls by the trainers, in a step and in the evaluation of each suite.
+
+    Some calls come more than once.
     """
     yield from algorithm.calls(config)
     for own in config.evaluations.values() if config.trainers_evaluate else ():
@@ -148,8 +149,9 @@ class Algorithm(Protocol):
         ...
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
-        """Settings anywhere in the configuration that exclude each other with this algorithm: their
-        key and the message.
+        """Return settings anywhere in the configuration that this algorithm excludes together.
+
+        Each has its key and the message.
         """
         ...
 

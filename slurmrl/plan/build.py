@@ -32,8 +32,9 @@ pipeline stages communicate least. The order is Megatron's (Narayanan et al. 202
 
 
 def make_plan(settings: Settings, *, scheduler: str, hosts: resources.Hosts | None = None) -> Plan:
-    """The plan for ``scheduler``, ``"local"`` or ``"slurm"``, and for the cluster's ``hosts`` if
-    they are known.
+    """Return the plan for ``scheduler``, ``"local"`` or ``"slurm"``.
+
+    It is for the cluster's ``hosts`` if they are known.
     """
     config, algorithm = settings.config, settings.algorithm
     uses = {use.role: use for use in uses_of(config, algorithm)}
@@ -160,7 +161,7 @@ def _group(
 def _with_resources(
     settings: Settings, group: GroupPlan, scheduler: str, hosts: Sequence[HostRow]
 ) -> GroupPlan:
-    """Add the default requests of a group with GPUs. (The local scheduler requests nothing.)"""
+    """Add the default requests of a group with GPUs; the local scheduler requests nothing."""
     if scheduler == "local" or group.gpus_per_worker == 0:
         return group
     cluster, needed = settings.config.cluster, group.hosts_of_job

@@ -1,6 +1,7 @@
-"""The dataflow graph: the calls of an algorithm, their models, the keys of the dataset, and the
-results. Edges follow from the keys that calls produce and consume. A plan's graph is also shown as
-JSON values and as a document.
+"""The dataflow graph: the calls of an algorithm, their models, dataset keys, and results.
+
+Edges follow from the keys that calls produce and consume. A plan's graph is also shown as JSON
+values and as a document.
 """
 
 from __future__ import annotations
@@ -233,9 +234,11 @@ class Graph:
 
 
 def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = False) -> list[str]:
-    """Warnings about keys of the user's own calls that no call reads, and about built-in calls and
-    a dataset of which none is read: what else these make depends on neither algorithm nor settings.
-    In an evaluation, the last calls' outputs are its results and give no warning.
+    """Return warnings about results that no call reads.
+
+    They name keys of the user's own calls that no call reads, and built-in calls and a dataset of
+    which no key is read. The other keys of built-in calls and datasets depend on neither algorithm
+    nor settings. In an evaluation, the last calls' outputs are its results and give no warning.
     """
     read = {key for call in calls for key in call.inputs}
     keys = DATASET_KEYS[dataset_type]
@@ -360,7 +363,10 @@ def _lines(call: Mapping[str, Any], makers: Mapping[str, str]) -> Iterator[NodeL
 
 
 def _levels(graph: Mapping[str, Any]) -> dict[str, int]:
-    """The longest path from the dataset to each call. (A plan's calls are in topological order.)"""
+    """Return the longest path from the dataset to each call.
+
+    (A plan's calls are in topological order.)
+    """
     levels = {DATASET: 0}
     for call in graph["calls"]:
         parents = [edge["from"] for edge in graph["edges"] if edge["to"] == call["name"]]

@@ -19,8 +19,10 @@ from slurmrl.errors import AllocationError
 
 @dataclass(frozen=True)
 class EngineRules:
-    """What an engine supports: the dimensions of its layouts, and ``module:Class`` of the
-    torch-free class whose ``from_hf`` refuses architectures that it cannot run.
+    """The features that an engine supports.
+
+    They include the dimensions of its layouts, and ``module:Class`` of the torch-free class whose
+    ``from_hf`` rejects architectures that it cannot run.
     """
 
     dimensions: str
@@ -125,8 +127,9 @@ ENGINES: Final = {
 
 
 def able(supports: Callable[[EngineRules], object], *, trains: bool | None = None) -> list[str]:
-    """Return the names of the engines that support something: all, or only those that ``trains``
-    selects.
+    """Return the names of the engines that support something.
+
+    ``trains`` selects engines that train or do not; None selects all.
     """
     return [
         name
@@ -136,8 +139,9 @@ def able(supports: Callable[[EngineRules], object], *, trains: bool | None = Non
 
 
 def known_backends(*, trains: bool) -> list[str]:
-    """Return the names of the backends that train, or that only generate, with and without an
-    engine.
+    """Return the names of the backends that train, or that only generate.
+
+    The names come with and without an engine.
     """
     return [name for name, backend in BACKENDS.items() if backend.trains == trains]
 
@@ -176,8 +180,10 @@ LEAST: Final = len("--tp")
 
 
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
-    """Return the value of the last argument that is one of the flags, as argparse reads it: behind
-    `=` or in the next word, with `_` for `-`, and by a beginning of the flag. None without one.
+    """Return the value of the last argument that is one of the flags, as argparse reads it.
+
+    The value follows `=` or is the next word. A flag may have `_` for `-`, and may be a beginning
+    of its name. Return None without such an argument.
     """
     words = [part for argument in arguments for part in argument.split("=", 1)]
     found = [value for word, value in pairwise(words) if any(is_flag(word, flag) for flag in flags)]

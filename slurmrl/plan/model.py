@@ -106,8 +106,9 @@ class ModelPlan(_PlanPart):
 
 
 class Reallocation(_PlanPart):
-    """The weights of one model of the plan go into the layout of another one, if they have changed
-    since they did so last.
+    """The move of one model's weights into the layout of another model of the plan.
+
+    The weights move if they have changed since their last move.
     """
 
     source: str
@@ -193,8 +194,9 @@ class Plan(_PlanPart):
 
     @property
     def filtered(self) -> int:
-        """The number of a step's calls that candidates go through: those up to the filter; 0
-        without one.
+        """The number of a step's calls that candidates go through, up to the filter.
+
+        0 without a filter.
         """
         numbers = (n for n, call in enumerate(self.calls, 1) if call.method is Method.FILTER)
         return max(numbers, default=0)

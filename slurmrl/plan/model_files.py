@@ -47,10 +47,11 @@ def generation_values(model: Model) -> dict[str, Any]:
 
 
 def stop_tokens(config: Config, ends: Iterable[int] = ()) -> tuple[int, ...]:
-    """The tokens that end a completion of the actor: each ``eos_token_id`` of its
-    ``generation_config.json`` and ``config.json``, the ``ends`` of the tokenizer and the chat
-    templates (`data.chat.stop_ids`), and ``rollout.stop_token_ids``. Ids beyond the vocabulary,
-    which some files have, are left out.
+    """Return the tokens that end a completion of the actor.
+
+    They are each ``eos_token_id`` of its ``generation_config.json`` and ``config.json``, the
+    ``ends`` of the tokenizer and the chat templates (`data.chat.stop_ids`), and
+    ``rollout.stop_token_ids``. Ids beyond the vocabulary, which some files have, are left out.
 
     Raises UsageError for an ``eos_token_id`` that is neither a number nor a list of numbers.
     """
@@ -83,8 +84,9 @@ def vocabulary(values: Mapping[str, Any]) -> int | None:
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part in the ``config.json`` of a multimodal model; the whole object for
-    all others.
+    """Return the language model's part in the ``config.json`` of a multimodal model.
+
+    Return the whole object for all others.
     """
     text = values.get("text_config")
     return text if isinstance(text, Mapping) else values

@@ -1,5 +1,7 @@
-"""A user's own code that a configuration names by ``my_file.py:Name`` or ``package.module:Name``,
-and the contract of an algorithm of that kind: the declarations and results of its class.
+"""A user's own code that a configuration names, and the contract of an own algorithm.
+
+The name is ``my_file.py:Name`` or ``package.module:Name``. The contract has the declarations and
+results of an algorithm's class.
 
 Login-node commands import the module without torch; ranks and the master import the trial's copy.
 """
@@ -112,7 +114,7 @@ def importable(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def describe(error: BaseException, folders: Sequence[Path]) -> str:
-    """``NameError: name 'x' is not defined (my_file.py, line 3)``"""
+    """Return ``NameError: name 'x' is not defined (my_file.py, line 3)``."""
     return f"{type(error).__name__}: {error}{_line_of(error, folders)}"
 
 

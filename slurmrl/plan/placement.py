@@ -33,8 +33,10 @@ LARGEST_HOST: Final = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """``ranks[i]`` is the worker of its group that holds the layout's i-th rank: all ranks of a
-    server in a rollout task are of one worker.
+    """The workers that hold the ranks of a layout.
+
+    ``ranks[i]`` is the worker of its group that holds the layout's i-th rank. One worker has all
+    ranks of a server in a rollout task.
     """
 
     allocation: Allocation
@@ -63,8 +65,9 @@ def place(backend: str, gpus: str, *, group: str = TRAINERS) -> Placement:
 
 
 def _by_copies(allocation: Allocation) -> tuple[int, ...]:
-    """The ranks (stages outermost, then copies, then tensor ranks) that put each copy of a served
-    model on adjacent GPUs.
+    """Return the ranks in an order that puts each copy of a served model on adjacent GPUs.
+
+    The order of the ranks is stages outermost, then copies, then tensor ranks.
     """
     copies, stages, tp = (allocation.sizes[axis] for axis in ("dp", "pp", "tp"))
     return tuple(
@@ -114,8 +117,9 @@ def in_tasks(rollout: Rollout) -> bool:
 
 
 def uses_base(config: Config, role: str) -> bool:
-    """Whether a role is the actor without its adapters: a reference with the same weights, layout
-    and precision.
+    """Return whether a role is the actor without its adapters.
+
+    Such a role is a reference with the same weights, layout and precision.
     """
     model = config.find_model(role)
     if role != REFERENCE or model is None or config.actor.lora is None or model.ema is not None:
@@ -197,9 +201,10 @@ def hosts_of_trainers(config: Config, placed: Mapping[str, Placement]) -> tuple[
 def workers_per_host(
     workers: int, tp_sizes: Iterable[int], tasks: int = 0, gpus_per_task: int = 1
 ) -> int:
-    """Workers on each of equally filled hosts with at most `LARGEST_HOST` GPUs: as many as keep
-    each tensor-parallel group within a host, otherwise the most that divide the groups. Each host
-    also has its share of ``tasks``. 1 if nothing fits.
+    """Return the workers on each of equally filled hosts with at most `LARGEST_HOST` GPUs.
+
+    They are as many as keep each tensor-parallel group within a host, otherwise the maximum that
+    divides the groups. Each host also has its share of ``tasks``. Return 1 if nothing fits.
     """
 
     def fits(size: int) -> bool:

@@ -46,7 +46,7 @@ def _profile(profile: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def _title(report: Mapping[str, Any]) -> str:
-    """``algorithm ppo, 60 steps``"""
+    """Return ``algorithm ppo, 60 steps``."""
     steps, name = report["total_steps"], f"algorithm {report['algorithm']['name']}"
     if not report["one_pass"]:
         return f"{name}, {_count(steps, 'step')}"

@@ -1,8 +1,8 @@
-"""The report of ``slurmrl plan`` as plain values: a plan with its rank tables, process groups,
-estimates, and the algorithm's settings in force.
+"""The report of ``slurmrl plan`` as plain values.
 
-Tables of ranks and groups are derived from the plan, so every process of a run computes the same
-ones.
+It has a plan with its rank tables, process groups, estimates, and the algorithm's settings in
+force. Tables of ranks and groups are derived from the plan, so every process of a run computes the
+same ones.
 """
 
 from __future__ import annotations
@@ -303,8 +303,10 @@ class Row:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """``uses`` are ``global``, ``model NAME``, and ``NAME AXIS`` (``NAME expert AXIS`` of the
-    experts' own grid). Uses of the same ranks share one group.
+    """A process group of torch.distributed, with its uses.
+
+    ``uses`` are ``global``, ``model NAME``, and ``NAME AXIS`` (``NAME expert AXIS`` in the experts'
+    own grid). Uses of the same ranks share one group.
     """
 
     uses: tuple[str, ...]
@@ -337,8 +339,9 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
 
 
 def process_groups(plan: Plan) -> list[ProcessGroup]:
-    """The groups of torch.distributed, without those of one rank, in the order in which every rank
-    of the fixed job creates them.
+    """Return the groups of torch.distributed, except groups of one rank.
+
+    They are in the order in which every rank of the fixed job creates them.
     """
     uses: dict[tuple[int, ...], list[str]] = {}
     for use, ranks in _wanted(plan):
@@ -385,9 +388,10 @@ MOST_DEFAULTS: Final = 6
 
 
 def in_force(settings: Settings) -> dict[str, Any]:
-    """``name``, and for each source the settings that come from it, by dotted key: those that the
-    configuration sets, those of the algorithm's preset, and other defaults. ``rollout.n`` is among
-    them where the algorithm chooses it.
+    """Return ``name``, and for each source the settings that come from it, by dotted key.
+
+    Sources are the configuration, the algorithm's preset, and other defaults. The settings include
+    ``rollout.n`` if the algorithm chooses it.
     """
     algorithm, values = settings.algorithm, settings.source.values
     written = set(_flat(values.get("algorithm") or {}))

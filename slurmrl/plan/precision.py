@@ -1,5 +1,7 @@
-"""The precision in which completions are generated, whether it is that of training, and whether
-processors have instructions for it.
+"""The precision in which completions are generated.
+
+The module also finds out if training has the same precision, and if processors have instructions
+for it.
 """
 
 from __future__ import annotations
@@ -80,9 +82,7 @@ def generating(config: Config) -> GeneratingPrecision:
 
 
 def unlike_training(config: Config) -> str:
-    """Return how the precision of generation differs from that of training; empty if it does
-    not.
-    """
+    """Return how the precision of generation differs from training; empty if it does not."""
     found, own = generating(config), config.actor.dtype
     if found.dtype is None:
         return f"the precision of {found.source} may differ from actor.dtype"
@@ -95,8 +95,10 @@ def unlike_training(config: Config) -> str:
 
 
 def rounds_to(config: Config) -> str | None:
-    """Return the narrower type to which generation rounds the actor's float32 weights, or their sum
-    with adapters; None if it rounds none, and if only the server knows.
+    """Return the narrower type to which generation rounds the actor's float32 weights.
+
+    With adapters, it may round their sum with the weights. Return None if it rounds none, and if
+    only the server knows.
     """
     dtype = generating(config).dtype
     return dtype if dtype in NARROW else None
@@ -112,8 +114,9 @@ ELSEWHERE: Final = "compute nodes may have another processor (slurmrl doctor CON
 
 
 def computes_bfloat16(cpuinfo: Path = CPUINFO) -> bool | None:
-    """Return whether this host's processor has instructions for bfloat16; None if the system does
-    not list its instructions.
+    """Return whether this host's processor has instructions for bfloat16.
+
+    Return None if the system does not list its instructions.
     """
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()

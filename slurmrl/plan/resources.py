@@ -63,8 +63,9 @@ def memory(
 
 
 def _best(hosts: Sequence[HostRow], needed: int) -> list[HostRow]:
-    """The hosts with the most cores and memory, as many as are needed; of ``hosts`` that have
-    enough GPUs.
+    """Return the ``needed`` hosts with the most cores and memory.
+
+    All ``hosts`` have enough GPUs.
     """
     return sorted(hosts, key=lambda host: (host.cpus, host.memory_mib), reverse=True)[:needed]
 

@@ -56,8 +56,10 @@ class ProfileUse:
 
 @dataclass(frozen=True)
 class Settings:
-    """``config`` is resolved: absolute paths, every section that the algorithm uses, and the
-    algorithm's settings with their defaults.
+    """A resolved configuration and its algorithm.
+
+    ``config`` has absolute paths, every section that the algorithm uses, and the algorithm's
+    settings with their defaults.
     """
 
     config: Config
@@ -263,8 +265,10 @@ def _with_root(config: Config, root: Path | None) -> Config:
 
 
 def with_present_defaults(config: Config, algorithm: Algorithm) -> Config:
-    """A trial's resolved configuration with defaults for settings that its algorithm did not have
-    when the trial was submitted, by the class of ``algorithm``.
+    """Return a trial's resolved configuration with defaults for settings that are new.
+
+    Its algorithm did not have them when the trial was submitted. The class of ``algorithm`` has the
+    defaults.
     """
     if config.algorithm.get("name") != algorithm.name:
         return config
@@ -287,8 +291,9 @@ def _frozen(config: Config, algorithm: Algorithm | None) -> set[str]:
 
 
 def _new(reported: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:
-    """The found problems, except those at or below a key that was already reported: its value is
-    only a default that replaced the invalid one.
+    """Return the found problems, except problems at or below a key that was already reported.
+
+    The value of such a key is only a default that replaced the invalid one.
     """
     keys = {problem.key for problem in reported if problem.key}
     return [

@@ -45,8 +45,10 @@ BACKENDS: Final = {
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """The experts' layout over the ranks of a pipeline stage: ``dp`` copies of ``ep`` parts of all
-    experts, each expert split over ``tp`` ranks. (edp, ep and etp of the whole model.)
+    """The experts' layout over the ranks of a pipeline stage.
+
+    There are ``dp`` copies of ``ep`` parts of all experts, and each expert is split over ``tp``
+    ranks. (These are edp, ep and etp of the whole model.)
     """
 
     dp: int

@@ -32,8 +32,9 @@ class HubCache:
         self.folder = root / user_name() / CACHE
 
     def pinned(self, reference: HubReference, before: str | None) -> HubReference:
-        """The commit whose folder a trial used ``before``, if the revision has been that commit;
-        else the reference as it is.
+        """Return the commit whose folder a trial used ``before``.
+
+        If the revision has never been that commit, return the reference as it is.
         """
         for commit in reference.commits(self.folder):
             if str(reference.folder(self.folder, commit)) == before:

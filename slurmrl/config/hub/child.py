@@ -51,8 +51,9 @@ class RepositoryFetcher:
         self._endpoint = constants.ENDPOINT
 
     def fetch(self) -> str:
-        """Make the folder of the revision's newest commit, unless it is there as a whole; return
-        the commit.
+        """Make the folder of the revision's newest commit unless it is complete.
+
+        Return the commit.
         """
         from huggingface_hub import HfApi
 

@@ -104,8 +104,6 @@ def parse(text: str, kind: HubKind, subset: str | None = None) -> HubReference:
 
 
 def is_plain(text: str, path: Path) -> bool:
-    """Whether a text is a repository, ``org/name``: its ``path`` does not exist, nor the folder
-    ``org``.
-    """
+    """Return whether a string is a repository ``org/name``: neither ``path`` nor ``org`` exists."""
     named = _PLAIN.fullmatch(text) is not None and not text.endswith(_FILES)
     return named and not path.exists() and not path.parent.is_dir()

@@ -271,8 +271,10 @@ class Config(Section):
 
     @property
     def evaluations(self) -> dict[str, Config]:
-        """The configuration as the evaluation of each suite sees it, by the suite's name: with its
-        dataset, settings and reward. `WHOLE` for an evaluation without suites.
+        """The configuration that the evaluation of each suite sees, by the suite's name.
+
+        It has the suite's dataset, settings and reward. The name is `WHOLE` for an evaluation
+        without suites.
         """
         if self.evaluation is None or not self.evaluation.suites:
             return {} if self.evaluation is None else {WHOLE: self}
@@ -310,9 +312,7 @@ class Config(Section):
 
     @property
     def evaluation_trials_roll_out(self) -> bool:
-        """Whether evaluations in trials of their own generate with an engine like that of
-        `rollout.backend`.
-        """
+        """Whether evaluations in separate trials generate with an engine like `rollout.backend`."""
         tasks = self.evaluation.tasks if self.evaluation is not None else None
         if tasks is None or tasks.backend or not self.rollout.backend:
             return False
@@ -334,8 +334,9 @@ class Config(Section):
         return {("dataset",): self.dataset, **held_out}
 
     def with_datasets(self, changed: Callable[[KeyPath, Dataset], Dataset]) -> Config:
-        """The configuration with other datasets, which ``changed`` makes of a section's key and
-        each dataset.
+        """Return the configuration with other datasets.
+
+        ``changed`` makes them of a section's key and each dataset.
         """
         update: dict[str, Any] = {"dataset": changed(("dataset",), self.dataset)}
         if (evaluation := self.evaluation) is not None:
@@ -363,8 +364,9 @@ class Config(Section):
 
     @property
     def evaluates_completions(self) -> bool:
-        """Whether evaluations of a model that learns from given answers generate completions of
-        held-out prompts, instead of reading held-out answers.
+        """Whether evaluations of a model that learns from given answers generate completions.
+
+        They complete held-out prompts then, instead of reading held-out answers.
         """
         return self.evaluation is None or self.held_out.kind == "prompt"
 

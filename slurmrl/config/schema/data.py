@@ -116,9 +116,10 @@ class DataSource(Section):
 
 
 class Dataset(Section):
-    """The rows that feed a trial: JSONL, JSON or Parquet files, or a folder that Hugging Face
-    `datasets` has saved (docs/data.md). A key of a row may be nested: `reward_model.ground_truth`
-    or `choices.0.text`.
+    """The rows that feed a trial.
+
+    They are JSONL, JSON or Parquet files, or a folder that Hugging Face `datasets` has saved
+    (docs/data.md). A key of a row may be nested: `reward_model.ground_truth` or `choices.0.text`.
     """
 
     type: TypeName

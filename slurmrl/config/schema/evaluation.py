@@ -79,8 +79,9 @@ class Suite(Section):
 
 
 class EvaluationTasks(Section):
-    """Evaluation of each checkpoint in a trial of its own, while training goes on
-    (docs/howto/checkpoint-evaluations.md).
+    """Evaluation of each checkpoint in a separate trial; training may continue.
+
+    See docs/howto/checkpoint-evaluations.md.
     """
 
     backend: Line = ""
@@ -90,8 +91,9 @@ class EvaluationTasks(Section):
 
 
 class Evaluation(Section):
-    """Evaluation on held-out prompts, with the run's reward or those of `suites`, and a separate
-    random stream.
+    """Evaluation on held-out prompts, with a separate random stream.
+
+    It uses the run's reward or the rewards of `suites`.
     """
 
     tasks: EvaluationTasks | None = None
@@ -137,8 +139,9 @@ class Evaluation(Section):
 
     @property
     def attempts(self) -> tuple[int, ...]:
-        """Each k of pass@k, and of maj@k without 1; none with a single completion, or where no
-        reward says which completions are correct.
+        """Each k of pass@k, and of maj@k without 1.
+
+        Empty for a single completion, or if no reward says which completions are correct.
         """
         return subset_sizes(self.n) if self.n > 1 and self.pass_score is not None else ()
 
@@ -150,9 +153,7 @@ class Evaluation(Section):
 
     @property
     def parts(self) -> dict[str, Evaluation]:
-        """An evaluation of a single dataset for each suite, by its name; `WHOLE` for one without
-        suites.
-        """
+        """An evaluation of a single dataset for each suite, by its name; `WHOLE` without suites."""
         if not self.suites:
             return {WHOLE: self}
         return {name: self._of(suite) for name, suite in self.suites.items()}

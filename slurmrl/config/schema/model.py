@@ -56,10 +56,11 @@ TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 
 
 class Lora(Section):
-    """Train low-rank adapters instead of the weights (LoRA, Hu et al. 2021): a target's weight W
-    becomes W + scale * B A, where A has `rank` rows and B has `rank` columns. W is frozen, in the
-    role's `dtype`. Only A and B, in float32, are trained and committed; of a critic, the value head
-    too. fsdp with the built-in decoder only (docs/lora.md).
+    """Train low-rank adapters instead of the weights (LoRA, Hu et al. 2021).
+
+    A target's weight W becomes W + scale * B A, where A has `rank` rows and B has `rank` columns. W
+    is frozen, in the role's `dtype`. Only A and B, in float32, are trained and committed; for a
+    critic, the value head too. LoRA needs fsdp with the built-in decoder (docs/lora.md).
     """
 
     rank: PositiveInt = 16
@@ -174,9 +175,10 @@ class Optimizer(Section):
         return name
 
     def learning_rate(self, step: int, run_steps: int) -> float:
-        """Rate of optimizer step ``step`` (from 0) in a run of ``run_steps``: warm-up rises
-        linearly and ends at ``lr``; then constant, linear or half a cosine down to
-        ``lr * min_lr_ratio`` at the schedule's last step, where it stays.
+        """Return the rate of optimizer step ``step`` (from 0) in a run of ``run_steps``.
+
+        Warm-up rises linearly and ends at ``lr``. Then the rate is constant, linear or half a
+        cosine down to ``lr * min_lr_ratio`` at the schedule's last step, where it stays.
         """
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps

@@ -159,8 +159,10 @@ class Reward(Section):
 
     @property
     def is_binary(self) -> bool:
-        """Whether each completion scores 1 if it is correct, else 0: every function that counts
-        says so with weight 1, and no row is judged by two of them.
+        """Whether each completion scores 1 if it is correct, else 0.
+
+        This holds if every function that counts says so with weight 1, and no two of them score the
+        same row.
         """
         counted = [part for part in self.functions.values() if part.weight]
         plain = all(part.weight == 1.0 and part.is_binary for part in counted)

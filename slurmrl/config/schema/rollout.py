@@ -63,10 +63,11 @@ def subset_sizes(n: int) -> tuple[int, ...]:
 
 
 class Publish(Section):
-    """Weight versions: the actor's weights as files in `versions/` of the run directory, for
-    generation outside the trainers' job. A version has the tensors of an export in `actor.dtype`,
-    or with `actor.lora` the adapters alone, in float32. The first one of each start is that of the
-    step from which it goes on.
+    """Weight versions: the actor's weights as files in `versions/` of the run directory.
+
+    They serve generation outside the trainers' job. A version has the tensors of an export in
+    `actor.dtype`, or with `actor.lora` only the adapters, in float32. The first version of each
+    start has the step from which it goes on.
     """
 
     every_steps: PositiveInt = 1
@@ -85,8 +86,9 @@ class Publish(Section):
 
 
 class Tasks(Section):
-    """Generation in tasks of their own, each on one host, that come and go while the trainers
-    train: in Slurm jobs of their own, or with `rollout.gpus` in the trainers' job.
+    """Generation in separate tasks, each on one host, that come and go during training.
+
+    The tasks run in separate Slurm jobs, or with `rollout.gpus` in the trainers' job.
     """
 
     max: PositiveInt | None = None
@@ -142,8 +144,10 @@ class ToolChoice(Section):
 
 
 class EpisodeSettings(Section):
-    """How a completion comes about: by one turn of the policy, or by several with messages between
-    them, on which the policy is not trained (docs/rollouts.md).
+    """The turns that make a completion (docs/rollouts.md).
+
+    A completion has one turn of the policy, or several with messages between them. The policy is
+    not trained on the messages.
     """
 
     name: Word = SINGLE_TURN

@@ -52,10 +52,11 @@ def is_bundle(path: Path) -> bool:
 
 
 def unpack(path: Path, root: Path) -> Path:
-    """Return the configuration in a bundle's folder below ``root``, which is made unless it is
-    there. The folder appears once it is whole and has been compared with the checksums.
+    """Return the configuration in a bundle's folder below ``root``; make the folder if missing.
 
-    Raises UsageError for what is no whole bundle, EnvironmentFailure.
+    The folder appears once it is complete and its checksums have been compared.
+
+    Raises UsageError if the file is not a complete bundle, EnvironmentFailure.
     """
     bundles = root / user_name() / BUNDLES
     with _opened(path) as archive:
@@ -201,8 +202,10 @@ def _publish(part: Path, folder: Path) -> None:
 
 
 def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
-    """Raises OwnershipError if other users could change what is there, UsageError if files of a
-    bundle that was unpacked earlier have been lost or changed their sizes.
+    """Check the folder of a bundle that was unpacked earlier.
+
+    Raises OwnershipError if other users could change its files, UsageError if files have been lost
+    or have changed their sizes.
     """
     for warning in ownership.check(folder):
         logger.warning("%s", warning)

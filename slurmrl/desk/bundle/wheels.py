@@ -28,9 +28,10 @@ CUDA: Final = "cuda"
 
 
 def gather(folder: Path, *, python: str, torch: str, extras: Sequence[str]) -> list[Path]:
-    """Fill a new folder with wheels of slurmrl and of what it needs, with some of its extras, at
-    the versions that are installed here, for Linux on x86-64. Extras need not be installed here.
-    Raises EnvironmentFailure with what pip printed.
+    """Fill a new folder with wheels of slurmrl and its requirements, for Linux on x86-64.
+
+    The wheels have the versions that are installed here, and include some of slurmrl's extras,
+    which need not be installed here. Raises EnvironmentFailure with what pip printed.
     """
     source = Path(slurmrl.__file__).parents[1]
     if not (source / "setup.cfg").exists():
@@ -81,8 +82,9 @@ def extras_of(config: Config, files: Iterable[str]) -> list[str]:
 
 
 def installed(torch: str) -> list[str]:
-    """The versions of this environment as constraints, without the local part of torch's, which
-    names its build.
+    """Return the versions of this environment as constraints.
+
+    The local part of torch's version, which names its build, is left out.
     """
     found = {
         _name(one.metadata["Name"]): one.version.partition("+")[0]

@@ -1,5 +1,6 @@
-"""Whether the data of a trial have changed since its last commit, which keeps the order of the
-items. Torch-free.
+"""Check if a trial's data have changed since its last commit, which keeps the item order.
+
+The module is torch-free.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ MOST_BYTES: Final = 256 * 2**20
 
 
 def changed_data(config: Config) -> Iterator[Finding]:
-    """Yield the sources that the trial of a configuration was trained on and that now have another
-    content. Commits of older versions do not know their sources.
+    """Yield the sources that a configuration's trial was trained on and that have changed since.
 
-    Raises EnvironmentFailure.
+    Commits of older versions do not know their sources. Raises EnvironmentFailure.
     """
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     state = fold(History(paths.history).read()) if paths.config.exists() else TrialState()

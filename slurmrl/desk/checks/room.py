@@ -69,8 +69,10 @@ def checkpoint_bytes(settings: Settings) -> int:
 
 
 def version_bytes(settings: Settings) -> int:
-    """Estimate the bytes of the whole weight versions, of which there is one more before an old one
-    is removed. What those between them take depends on the training.
+    """Estimate the bytes of the complete weight versions.
+
+    There is one more than `rollout.publish.keep_whole` before an old one is removed. The size of
+    the versions between complete ones depends on the training.
     """
     publish = settings.config.rollout.publish
     if publish is None:

@@ -217,8 +217,9 @@ def job_variables(settings: Settings) -> dict[str, str]:
 def _understood(
     replies: Sequence[dict[str, Any]], ended: ChildEnd, timeout_s: float
 ) -> tuple[list[Finding], Collection[str]]:
-    """Return the inspector's findings, and what it could not check; and the subjects of the checks
-    that it has begun.
+    """Return the inspector's findings, and the subjects of the checks that it has begun.
+
+    The findings include everything that the inspector could not check.
     """
     findings, begun = [], [{"begins": "starting to check", "subject": "checks"}]
     for values in replies:

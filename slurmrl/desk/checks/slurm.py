@@ -130,8 +130,9 @@ def _gpu_type(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, 
 
 
 def _by_accounting(slurm: Slurm, client: SlurmClient) -> Iterator[tuple[str, Weight, str]]:
-    """Yield names that the accounting database does not have, though sbatch accepts them, and a
-    time above the limit of the QOS.
+    """Yield names that the accounting database lacks, and a time above the limit of the QOS.
+
+    sbatch accepts such names.
     """
     try:
         accounts = client.accounts(user_name()).names if slurm.account is not None else ()

@@ -72,8 +72,10 @@ class Quota:
 
 
 def parse_quota(text: str) -> list[Quota]:
-    """The lines with numbers in what ``quota -w -p`` or ``lfs quota`` print: file system, KiB used,
-    quota, limit, grace, files used, quota, limit, grace. The lower of quota and limit counts.
+    """Return the lines with numbers in the output of ``quota -w -p`` or ``lfs quota``.
+
+    A line has the file system, KiB used, quota, limit, grace, files used, quota, limit, grace. The
+    lower of quota and limit counts.
     """
     quotas = []
     for line in text.splitlines():

@@ -17,9 +17,11 @@ ADVICE = (
 
 
 def check(expected: int, visible: str, seen: list[str] | None) -> Check:
-    """``visible`` is CUDA_VISIBLE_DEVICES; ``seen`` are the UUIDs that nvidia-smi lists, in the
-    order of their indices, None where there is no such tool. Raises EnvironmentFailure for a value
-    of CUDA_VISIBLE_DEVICES that cannot be parsed.
+    """Check the GPUs of a host against the expected number.
+
+    ``visible`` is CUDA_VISIBLE_DEVICES. ``seen`` are the UUIDs that nvidia-smi lists, in the order
+    of their indices; None without such a tool. Raises EnvironmentFailure for a value of
+    CUDA_VISIBLE_DEVICES that cannot be parsed.
     """
     given = parse_visible(visible)
     names = ",".join(device.text for device in given) or "none"

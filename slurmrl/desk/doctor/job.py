@@ -89,8 +89,10 @@ class ProbeJob:
         servers: Mapping[str, Any] | None = None,
         narrow: Sequence[str] = (),
     ) -> None:
-        """``servers``: those of `servers.running_settings`, which the job's first host must reach;
-        ``narrow``: models that compute in bfloat16 on processors.
+        """Set the servers to reach and the models to check.
+
+        ``servers`` are the settings of `servers.running_settings`; the job's first host must reach
+        them. ``narrow`` are models that compute in bfloat16 on processors.
         """
         self.paths = paths
         self.kind = kind

@@ -104,8 +104,9 @@ def act(folder: Path, do: str, name: str) -> dict[str, Any]:
 
 
 def see(path: Path) -> dict[str, Any]:
-    """Wait for a file: the seconds until it was visible (None: not within LONGEST_DELAY_S), and the
-    digest of its content.
+    """Wait for a file; return the seconds until it was visible and the digest of its content.
+
+    The seconds are None if it was not visible within LONGEST_DELAY_S.
     """
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < LONGEST_DELAY_S:
@@ -141,8 +142,9 @@ def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
 
 
 def clock_offset(other: Host) -> tuple[float, float]:
-    """How far the other host's clock is ahead of ours, and the error bound, half of the round
-    trip; both in seconds (the smallest round trip of five, Cristian 1989).
+    """Return how far the other host's clock is ahead of ours, and the error bound, in seconds.
+
+    The bound is half of the round trip. The smallest round trip of five counts (Cristian 1989).
     """
     best = (0.0, float("inf"))
     for _ in range(5):

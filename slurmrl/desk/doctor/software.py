@@ -86,8 +86,9 @@ def operators() -> Check:
 
 
 def processor(models: Sequence[str]) -> list[Check]:
-    """Whether the processor of this host has instructions for ``models``, which compute in bfloat16
-    on processors.
+    """Check if this host's processor has instructions for ``models``.
+
+    The models compute in bfloat16 on processors.
     """
     if not models:
         return []

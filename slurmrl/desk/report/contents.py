@@ -33,8 +33,9 @@ class CallTime:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpan:
-    """When one attempt of a rollout task worked, by the master's clock, in seconds since the
-    epoch.
+    """The working time of one attempt of a rollout task.
+
+    Times are seconds since the epoch, by the master's clock.
     """
 
     task: str

@@ -32,8 +32,9 @@ def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
 
 
 def smoothed(values: Iterable[float | None], factor: float) -> list[float | None]:
-    """Return the exponential moving averages; ``factor``, below 1, is the weight of what came
-    before. The first values have no bias towards zero.
+    """Return the exponential moving averages; ``factor``, below 1, is the weight of the past.
+
+    The first values have no bias towards zero.
     """
     mean = weight = 0.0
     found: list[float | None] = []

@@ -53,10 +53,11 @@ OF_TOKENS = ("tokens", "left_out", "values", "versions")
 
 
 def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
-    """Return at most ``most`` rows, those of evaluations after those of training and marked
-    ``evaluation``; if there are both, at most half of each. With more, the steps between are left
-    out evenly: the first and the newest step are kept. Long texts are cut. Raises
-    EnvironmentFailure.
+    """Return at most ``most`` rows: first of training, then of evaluations, marked ``evaluation``.
+
+    If there are both, at most half of the rows are of each kind. If there are more rows, steps in
+    the middle are left out evenly: the first and the newest step are kept. Long strings are cut.
+    Raises EnvironmentFailure.
     """
     training, evaluations = (
         list(places(folder, evaluation=evaluation).values()) for evaluation in (False, True)

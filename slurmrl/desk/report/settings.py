@@ -32,12 +32,13 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:
-    """Return the values by trial of each dotted key in which they differ; None where a trial lacks
-    the key.
+    """Return the values by trial of each dotted key in which they differ.
 
-    A section that a trial lacks is one key, with what the others set in it: settings other than the
-    defaults, by the rest of their dotted keys. A single setting that a trial lacks does not count
-    where the others leave it at its default, nor does the name of a trial.
+    A value is None if a trial lacks the key.
+
+    A section that a trial lacks is one key, with the settings of the others in it: settings other
+    than the defaults, by the remainder of their dotted keys. A single setting that a trial lacks
+    does not count if the others leave it at its default. The name of a trial never counts.
     """
     found: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for one in settings for key in one):
@@ -86,8 +87,9 @@ def _set_in(section: str, settings: Flat) -> dict[str, Any] | None:
 
 
 def _default(key: str, settings: Flat) -> Any:
-    """The default of a setting as it is written to a file; `NO_DEFAULT` for one that has none, or
-    that is not known.
+    """Return the default of a setting as it is written to a file.
+
+    Return `NO_DEFAULT` if the setting has none or is not known.
     """
     name, *rest = key.split(".")
     if name != "algorithm" or not rest:

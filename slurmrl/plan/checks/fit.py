@@ -1,8 +1,7 @@
-"""Whether an architecture fits a layout, and whether the models of the fullest GPU fit into its
-memory: every rule that can be checked before anything runs.
+"""Check if an architecture fits a layout, and the models of the fullest GPU its memory.
 
-Each rule of a layout is a function that yields misfits. To add one, write the function and list it
-in RULES.
+The checks have every rule that can be checked before anything runs. Each rule of a layout is a
+function that yields misfits. To add one, write the function and list it in RULES.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ Rule: TypeAlias = Callable[[Fit], Found]
 
 
 def check(fit: Fit) -> Found:
-    """Everything that does not fit; only the first misfit of an axis, because another size may
-    solve all.
+    """Return everything that does not fit.
+
+    Only the first misfit of an axis counts, because another size may solve all.
     """
     reported = set()
     for rule in RULES:
@@ -301,8 +301,10 @@ def memory(draft: Draft) -> Iterator[Problem]:
 
 
 def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str | None:
-    """Why the model of rollout tasks does not fit into GPUs of ``limit`` bytes; None if it may, or
-    without such tasks. ``certain``: assumed lengths of sequences do not count.
+    """Return why the model of rollout tasks does not fit into GPUs of ``limit`` bytes.
+
+    Return None if it may fit, or without such tasks. If ``certain``, assumed lengths of sequences
+    do not count.
     """
     uses = uses_of(checked.config, checked.algorithm)
     rollout = placements(checked.config, [use.role for use in uses]).get(ROLLOUTS)
@@ -374,8 +376,10 @@ def advice(checked: Checked, limit: int) -> str:
 
 
 def _split(checked: Checked, limit: int) -> str:
-    """The smallest fsdp layout, in powers of two, of the actor and of all that have its layout,
-    with which the models fit; empty if there is none that a batch can be split over.
+    """Return the smallest fsdp layout, in powers of two, with which the models fit.
+
+    The actor and all models with its layout get it. Empty if there is none that a batch can be
+    split over.
     """
     actor = checked.config.actor
     backend = parse(actor.backend)
@@ -433,7 +437,10 @@ def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
 
 
 def _allowed(model: Model, mode: str) -> bool:
-    """transformers' models have no selective checkpointing."""
+    """Return whether a model allows a checkpointing mode.
+
+    ``transformers``' models have no selective checkpointing.
+    """
     return model.implementation != "hf" or mode == "full"
 
 

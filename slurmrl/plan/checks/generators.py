@@ -1,8 +1,10 @@
-"""Checks of the jobs and servers that generate beside the trainers: rollout tasks, evaluations in
-separate trials, the run's own servers, and servers that run already.
+"""Checks of the jobs and servers that generate next to the trainers.
+
+These are rollout tasks, evaluations in separate trials, the run's own servers, and servers that run
+already.
 
 Nobody watches when an evaluation in a separate trial is submitted, so its problems are reported
-with those of the trial.
+with the trial's problems.
 """
 
 from __future__ import annotations
@@ -162,8 +164,9 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
 
 
 def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterator[Problem]:
-    """The layout of the actor in evaluations; it also generates unless ``rollout`` has an
-    engine.
+    """Check the layout of the actor in evaluations.
+
+    The actor also generates unless ``rollout`` has an engine.
     """
     own = draft.allocations().get("actor")
     if not text and own is None:

@@ -161,8 +161,9 @@ def base_reference(draft: Draft) -> Iterator[Problem]:
 
 
 def lengths(draft: Draft) -> Iterator[Problem]:
-    """Sequences are not longer than any model supports, nor so long that its results would depend
-    on the rest of the batch.
+    """Check that sequences are not longer than any model supports.
+
+    They must not be so long either that a model's results would depend on the rest of the batch.
     """
     limits = [limit for _, model in draft.models() if (limit := _length_limit(model))]
     if not limits:
@@ -179,7 +180,7 @@ def lengths(draft: Draft) -> Iterator[Problem]:
 
 
 def _length_limit(model: Model) -> Any | None:
-    """The ``LengthLimit`` of a model. (The built-in decoder never exceeds one silently.)"""
+    """Return a model's ``LengthLimit``; the built-in decoder never exceeds one silently."""
     try:
         values = model_files.config_values(model)
     except UsageError:

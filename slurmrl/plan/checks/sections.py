@@ -196,8 +196,9 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
 
 
 def length_of_run(draft: Draft) -> Iterator[Problem]:
-    """Training has a number of steps, on which learning rates depend; a single pass ends with its
-    dataset.
+    """Check that training has a number of steps, on which learning rates depend.
+
+    A single pass ends with its dataset.
     """
     config, name, one_pass = draft.config, draft.algorithm.name, draft.algorithm.one_pass
     if config.total_steps is None and (draft.trained or not one_pass):

@@ -91,8 +91,9 @@ def replays_experts(checked: Checked) -> bool:
 
 
 def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost | None:
-    """The cost of a call over all sequences of a step at full length; None for a call without a
-    model, or where the architecture or the lengths are unknown.
+    """Return the cost of a call over all sequences of a step at full length.
+
+    Return None for a call without a model, or if the architecture or the lengths are unknown.
     """
     name = layout_of(call, list(placed))
     if name is None or name not in placed:
@@ -120,8 +121,9 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
 
 
 def _decoding_bytes(shape: ModelShape, placed: Placement, model: Model, lengths: Lengths) -> float:
-    """Bytes that a rank reads to generate one token of each of its sequences: the weights, and half
-    of the final keys and values on average.
+    """Return the bytes that a rank reads to generate one token of each of its sequences.
+
+    They are the weights, and half of the final keys and values on average.
     """
     allocation = placed.allocation
     sequences = -(-lengths.sequences // allocation.sizes["dp"])
@@ -161,8 +163,10 @@ def call_flops(
     *,
     frozen: bool = False,
 ) -> int:
-    """Operations for all sequences of a step at full length; a train_step makes ``passes`` passes
-    over them. Weights that are ``frozen`` under adapters need no gradients.
+    """Return the operations for all sequences of a step at full length.
+
+    A train_step makes ``passes`` passes over them. Weights that are ``frozen`` under adapters need
+    no gradients.
     """
     total = lengths.sequences * forward_flops(shape, head, lengths.longest)
     if method is Method.GENERATE:  # an item's prompt is read once
@@ -187,7 +191,8 @@ def compute_seconds(flops: int, gpus: int, gpu: Gpu) -> float:
 
 
 def decode_seconds(new_tokens: int, bytes_per_token: float, gpu: Gpu) -> float:
-    """The memory-bandwidth bound: each generated token reads a rank's weights, keys and values
-    once.
+    """Return the memory-bandwidth bound in seconds.
+
+    Each generated token reads a rank's weights, keys and values once.
     """
     return new_tokens * bytes_per_token / gpu.bytes_per_s

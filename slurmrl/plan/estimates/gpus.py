@@ -109,9 +109,11 @@ class TrainersGpus:
         return best
 
     def server_bytes(self) -> int:
-        """Bytes of each GPU that a server uses: the share that the user sets, or else all that the
-        other models leave free, and at least what it needs. Where a GPU's size is unknown: its
-        weights and all sequences of a step.
+        """Return the bytes of each GPU that a server uses.
+
+        This is the share that the user sets, or else all that the other models leave free, and at
+        least the server's minimum. If a GPU's size is unknown: its weights and all sequences of a
+        step.
         """
         memory, limit = self.sizes[ROLLOUTS], self.limit
         if limit is None:
@@ -161,8 +163,9 @@ class TrainersGpus:
         return {name: self.sizes[name] for name in models if name in used or name not in self._away}
 
     def _moving(self, models: Mapping[str, Memory]) -> dict[str, int]:
-        """Bytes while weights move to the engine that generates; no rank stages more than it
-        holds.
+        """Return the bytes while weights move to the engine that generates.
+
+        No rank stages more than it holds.
         """
         moved, parts = self.sizes[ROLLOUTS].weights, _resident(models)
         if ROLLOUTS not in models:
@@ -213,8 +216,10 @@ def fullest_gpu(checked: Checked, *, certain: bool = False, limit: int | None = 
 
 
 def share_of_server(checked: Checked, gpu_bytes: int) -> int | None:
-    """Bytes of each GPU for a server of the run's own; None if there is none, or if its arguments
-    set that. Assumed lengths of sequences count only where they leave it enough.
+    """Return the bytes of each GPU for the run's own server.
+
+    Return None if there is none, or if its arguments set the share. Assumed lengths of sequences
+    count only if they leave enough to the server.
     """
     if own_share(checked.config.rollout.server_args) is not None:
         return None
@@ -236,8 +241,10 @@ SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
 
 
 def computing(gpu_bytes: int) -> int:
-    """Bytes that a server needs beside weights and caches: activations of the prompts that it reads
-    at a time, logits, CUDA graphs. SGLang and vLLM choose their batches by the GPU's size.
+    """Return the bytes that a server needs in addition to weights and caches.
+
+    They hold activations of the prompts that it reads at a time, logits, and CUDA graphs. SGLang
+    and vLLM choose their batches by the GPU's size.
     """
     return max(LEAST_COMPUTING, gpu_bytes // 10)
 
@@ -248,8 +255,10 @@ def least(memory: Memory, gpu_bytes: int) -> int:
 
 
 def share_in_task(arguments: Sequence[str], gpu_bytes: int) -> int:
-    """Bytes of each GPU that a server uses which has them to itself, and needs no room for weights
-    that arrive: all but a margin, or the share that the user's arguments set.
+    """Return the bytes of each GPU that a server uses if no other process uses the GPU.
+
+    Such a server needs no room for weights that arrive. It uses all but a margin, or the share that
+    the user's arguments set.
     """
     own = own_share(arguments)
     return gpu_bytes - margin(0) if own is None else round(own * gpu_bytes)

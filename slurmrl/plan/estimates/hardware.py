@@ -54,8 +54,9 @@ def memory_bytes(cluster: Cluster) -> int | None:
 
 
 def margin(needed: int) -> int:
-    """Bytes to leave free beside an estimate: about 3 GiB for the CUDA context and NCCL's buffers,
-    and 10 % for fragmentation.
+    """Return the bytes to leave free in addition to an estimate.
+
+    About 3 GiB are for the CUDA context and NCCL's buffers, and 10 % for fragmentation.
     """
     return 3 * GIB + needed // 10
 

@@ -46,8 +46,10 @@ a new version; the one before is gone if the server has slept. As many in that o
 
 
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
-    """Host memory that jobs of a group need for each worker with a GPU, or for each GPU if rollout
-    tasks run beside the trainers. None where an architecture is unknown.
+    """Return the host memory in bytes that jobs of a group need for each worker with a GPU.
+
+    If rollout tasks run next to the trainers, it is for each GPU. Return None if an architecture is
+    unknown.
     """
     task = task_bytes(checked) if group.elastic or group.tasks_per_host else 0
     if group.elastic:
@@ -59,8 +61,9 @@ def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
 
 
 def worker_bytes(checked: Checked) -> int | None:
-    """Host memory of a trainers' worker with a GPU; None where a model's architecture is
-    unknown.
+    """Return the host memory in bytes of a trainers' worker with a GPU.
+
+    Return None if a model's architecture is unknown.
     """
     uses = {use.role: use for use in uses_of(checked.config, checked.algorithm)}
     placed = placements(checked.config, uses)
@@ -91,9 +94,11 @@ def worker_bytes(checked: Checked) -> int | None:
 
 
 def task_bytes(checked: Checked) -> int | None:
-    """Host memory of the worker of a rollout task with a GPU: its copy of the weights, twice while
-    a new version comes; of weights with adapters, the frozen ones besides, and of all others one
-    copy. None where the actor's architecture is unknown.
+    """Return the host memory in bytes of the worker of a rollout task with a GPU.
+
+    It holds its copy of the weights, twice while a new version comes. With adapters, only the
+    adapted weights are held twice, in addition to their frozen originals; all other weights have
+    one copy. Return None if the actor's architecture is unknown.
     """
     actor = checked.config.actor
     shape = shape_of(actor)
@@ -109,8 +114,9 @@ def task_bytes(checked: Checked) -> int | None:
 
 
 def server_experts_bytes(checked: Checked) -> int:
-    """Host memory of an SGLang server for recorded experts, for each of its GPUs; 0 where none of
-    the run's servers records any.
+    """Return the host memory in bytes of an SGLang server for recorded experts, for each GPU.
+
+    Return 0 if none of the run's servers records any.
     """
     config = checked.config
     rollout, shape = _rollouts(checked), shape_of(config.actor)
@@ -146,8 +152,10 @@ def _whole_bytes(config: Config, shape: ModelShape) -> float:
 
 
 def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
-    """The copies of a trained model for checkpoints and weight versions, and what ``cpu_offload``
-    keeps in host memory: weights, and of a trained model gradients and moments.
+    """Return the bytes of a model that its ranks keep in host memory.
+
+    They are the copies of a trained model for checkpoints and weight versions, and the tensors that
+    ``cpu_offload`` moves: weights, and for a trained model gradients and moments.
     """
     model = model_of(config, use.role)
     shape = shape_of(model)
@@ -172,8 +180,10 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
 
 
 def _published_bytes(config: Config, shape: ModelShape) -> float:
-    """The copies of the weights, or of the adapters alone, that all ranks keep together for weight
-    versions: the newest one, and the one before for what has changed since.
+    """Return the bytes of the copies that all ranks keep together for weight versions.
+
+    They hold the weights, or only the adapters: the newest copy, and the previous one to find the
+    changes since.
     """
     publish, lora = config.rollout.publish, config.actor.lora
     if publish is None:

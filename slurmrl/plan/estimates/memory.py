@@ -190,8 +190,9 @@ def tokens_of_microbatch(job: MemoryDemand) -> int:
 
 
 def _tokens_of_rank(job: MemoryDemand, lengths: Lengths, *, whole: bool = False) -> int:
-    """Tokens of one optimizer step, or of one step without training or ``whole``, on one
-    data-parallel rank.
+    """Return the tokens of one optimizer step on one data-parallel rank.
+
+    Without training, or if ``whole``, return the tokens of one step.
     """
     parts = 1 if whole else job.minibatches
     return -(-lengths.sequences // (job.allocation.sizes["dp"] * parts)) * lengths.longest
@@ -206,9 +207,10 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
 
 
 def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
-    """Elements per token that one layer keeps for its backward pass: all activations, or with
-    ``selective`` checkpointing the inputs of its halves, queries, keys, values and the result of
-    attention.
+    """Return the elements per token that one layer keeps for its backward pass.
+
+    These are all activations, or with ``selective`` checkpointing the inputs of its halves,
+    queries, keys, values and the result of attention.
     """
     shape, sizes = job.shape, job.allocation.sizes
     tp = sizes["tp"]
@@ -230,9 +232,11 @@ def _inner(job: MemoryDemand) -> float:
 
 
 def _inner_tensors(job: MemoryDemand) -> int:
-    """Tensors of that size that a feed-forward block keeps: the built-in dense one keeps its gate
-    and its other half; experts, megatron's blocks and blocks with an adapter of their output also
-    keep their product, and transformers' blocks the activated gate as well.
+    """Return the number of tensors of that size that a feed-forward block keeps.
+
+    The built-in dense block keeps its gate and its other half. Experts, megatron's blocks and
+    blocks with an adapter of their output also keep their product. transformers' blocks keep the
+    activated gate as well.
     """
     gated = job.shape.mlp_matrices == 3
     if job.model.implementation == "hf":
@@ -277,8 +281,10 @@ def _experts(job: MemoryDemand) -> int:
 
 
 def _kept(job: MemoryDemand, tokens: int) -> float:
-    """Bytes that the forward pass keeps: activations of all layers, and the inputs and outputs of
-    the final norm and of the head.
+    """Return the bytes that the forward pass keeps.
+
+    They are activations of all layers, and the inputs and outputs of the final norm and of the
+    head.
     """
     layers, hidden = _layers_in_flight(job), job.shape.hidden
     each: float = hidden
@@ -288,8 +294,10 @@ def _kept(job: MemoryDemand, tokens: int) -> float:
 
 
 def _head_backward(job: MemoryDemand, tokens: int) -> float:
-    """Bytes at the start of the backward pass: logits, and of a sharded engine the gathered
-    projection and its gradient in float32, which is converted once the logits are freed.
+    """Return the bytes at the start of the backward pass.
+
+    They are logits, and for a sharded engine the gathered projection and its gradient in float32,
+    which is converted once the logits are freed.
     """
     if job.allocation.backend not in SHARDED:
         return _logits(job, tokens)
@@ -300,8 +308,10 @@ def _head_backward(job: MemoryDemand, tokens: int) -> float:
 
 
 def _layer_backward(job: MemoryDemand, tokens: int) -> float:
-    """Bytes of the backward pass of one layer: what it recomputes, gradients of its activations,
-    and of a sharded engine gathered weights and the gradient that is being reduced.
+    """Return the bytes of the backward pass of one layer.
+
+    They are recomputed tensors, gradients of the layer's activations, and for a sharded engine
+    gathered weights and the gradient that is being reduced.
     """
     width = BYTES[job.model.dtype]
     elements = 4 * _inner(job) + 2 * job.shape.hidden
@@ -318,8 +328,9 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
 
 
 def _tied_projection(job: MemoryDemand) -> float:
-    """Elements of a head's matrix that is the embedding, too: the matrix and its gradient stay
-    whole until the end of the backward pass.
+    """Return the elements of a head's matrix that is also the embedding.
+
+    The matrix and its gradient stay whole until the end of the backward pass.
     """
     return _projection(job) if job.shape.tied and job.head == "lm" else 0
 
@@ -358,8 +369,10 @@ def _accumulates(job: MemoryDemand) -> bool:
 
 
 def _layers_in_flight(job: MemoryDemand) -> float:
-    """Layers times micro-batches whose activations the first stage keeps: p micro-batches of L / p
-    layers with the 1F1B schedule, more with the interleaved one (Korthikanti et al. 2022).
+    """Return the layers times micro-batches whose activations the first stage keeps.
+
+    It keeps p micro-batches of L / p layers with the 1F1B schedule, more with the interleaved one
+    (Korthikanti et al. 2022).
     """
     pp, sizes = job.allocation.sizes["pp"], job.model.model
     virtual = (sizes.virtual_pipeline_model_parallel_size if sizes else None) or 1
@@ -387,8 +400,9 @@ def _generation(job: MemoryDemand) -> int:
 
 
 def _cache(job: MemoryDemand, sequences: int) -> int:
-    """Bytes of keys and values of sequences at full length, and of their experts where the built-in
-    engine keeps these beside them.
+    """Return the bytes of keys and values of sequences at full length.
+
+    They include the experts of the sequences if the built-in engine keeps these next to them.
     """
     tokens = sequences * job.lengths.longest if job.lengths is not None else 0
     each = kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
@@ -431,10 +445,12 @@ def numbers(shape: ModelShape) -> int:
 def replayed(
     shape: ModelShape, allocation: Allocation, *, batch: int, micro: int, layers: float
 ) -> int:
-    """On a GPU, while a model computes: records of ``batch`` tokens, a copy of those of a
-    micro-batch, and the engine's own form of it. ``micro``: tokens of a
-    micro-batch on one context rank, each of which has the record of all of them; ``layers``: those
-    of a stage times the micro-batches that are on their way through it.
+    """Return the bytes on a GPU of replayed experts while a model computes.
+
+    They hold records of ``batch`` tokens, a copy of the records of a micro-batch, and the engine's
+    own form of it. ``micro`` is the tokens of a micro-batch on one context rank; each rank has the
+    record of all of them. ``layers`` is the layers of a stage times the micro-batches that are on
+    their way through it.
 
     megatron's routers have a mask with a byte for each token, layer and expert.
     """
@@ -452,7 +468,9 @@ def beside_cache(shape: ModelShape) -> int:
 
 
 def on_host_of_server(shape: ModelShape, tokens: float) -> int:
-    """Page-locked host memory of each tensor rank of an SGLang server: the experts of all layers,
-    dense ones included, for each of the ``tokens`` that its cache of keys and values takes.
+    """Return the page-locked host memory in bytes of each tensor rank of an SGLang server.
+
+    It holds the experts of all layers, dense ones included, for each of the ``tokens`` that the
+    server's cache of keys and values takes.
     """
     return round(SERVED * shape.layers * shape.experts_per_token * tokens)

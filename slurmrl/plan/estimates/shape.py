@@ -1,5 +1,7 @@
-"""The sizes of an architecture, from a Hugging Face ``config.json``, the parameters of a rank, and
-the lengths of the sequences of a step. (The engines' own checks decide whether they can run it.)
+"""The sizes of an architecture, the parameters of a rank, and the sequence lengths of a step.
+
+The sizes come from a Hugging Face ``config.json``. (The engines' own checks decide whether they can
+run it.)
 """
 
 from __future__ import annotations
@@ -203,8 +205,10 @@ def adapted_parameters(shape: ModelShape, lora: Lora) -> float:
 
 
 def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float]]:
-    """For each kind of weight with an adapter, the number of layers that have it, and a tensor
-    rank's part of the side that tensor ranks split; the other side is the hidden size.
+    """Return the number of layers and the split side of each kind of weight with an adapter.
+
+    The number counts the layers that have the kind of weight. The split side is a tensor rank's
+    part of the side that tensor ranks split; the other side is the hidden size.
     """
     queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
     attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
@@ -259,8 +263,10 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
 
 
 def as_long_as_rows(config: Config, algorithm: Algorithm) -> Config:
-    """Return the configuration with the longest row of the training data as the limit of lengths,
-    if it allows longer ones: no micro-batch holds more than the data can fill.
+    """Return the configuration with the longest row of the training data as the length limit.
+
+    The limit changes only if the configuration allows longer rows: no micro-batch holds more than
+    the data can fill.
     """
     dataset = config.dataset
     rows = resolve(LONGEST_ROW)(dataset)
@@ -282,9 +288,11 @@ def bounded_parts(config: Config) -> Iterator[tuple[KeyPath, Dataset, int]]:
 
 
 def least_context(config: Config, *, assumed: bool = True) -> int:
-    """Tokens of a prompt and its completion that a server must take, of the datasets for which
-    servers generate; 0 if they are not bounded. ``assumed``: of a dataset that sets no bound, all
-    that the model takes; else it does not count.
+    """Return the tokens of a prompt and its completion that a server must take.
+
+    Only the datasets for which servers generate count. Return 0 if they are not bounded. If
+    ``assumed``, a dataset that sets no bound needs all that the model takes; else it does not
+    count.
     """
     bounds = [
         longest(dataset, new_tokens)
@@ -301,8 +309,9 @@ def least_context(config: Config, *, assumed: bool = True) -> int:
 
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:
-    """Tokens of the longest sequence, with a completion of ``new_tokens``; None if the dataset sets
-    no bound.
+    """Return the tokens of the longest sequence, with a completion of ``new_tokens``.
+
+    Return None if the dataset sets no bound.
     """
     if dataset.kind == "prompt":
         prompt = dataset.max_prompt_tokens

@@ -1,3 +1,5 @@
-"""Replacement of shorthand: ``allocation_mode``, ``trial:`` references, sizes in Megatron's terms,
-and settings that other roles inherit from the actor.
+"""Replacement of shorthand in a configuration.
+
+Shorthand is ``allocation_mode``, ``trial:`` references, sizes in Megatron's terms, and settings
+that other roles inherit from the actor.
 """

@@ -1,5 +1,7 @@
-"""References that only files decide: ``hf://org/name@revision`` becomes a folder of the cache of
-repositories, and the rows of a dataset decide whether it gets the chat template.
+"""References that only files decide.
+
+``hf://org/name@revision`` becomes a folder of the cache of repositories. The rows of a dataset
+decide whether it gets the chat template.
 """
 
 from __future__ import annotations
@@ -162,8 +164,10 @@ class HubResolver:
     def _restored(
         self, key: KeyPath, folder: str, reference: HubReference, *, fetch: bool
     ) -> str | None:
-        """The folder of a commit that a trial has in its configuration, which is fetched again if
-        it has lost files; else None and a problem.
+        """Return the folder of a commit that a trial has in its configuration.
+
+        Fetch the commit again if its folder has lost files; if that fails, return None and add a
+        problem.
         """
         damage = contents.damage(Path(folder))
         if not damage:
@@ -203,8 +207,9 @@ HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
 
 
 def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:
-    """The configuration with a decision for each dataset whose first row can be read, and the
-    problems of datasets whose sources differ.
+    """Return the configuration with a decision for each dataset whose first row can be read.
+
+    Also return the problems of datasets whose sources differ.
     """
     has_messages: Callable[[Dataset], bool | None] = resolve(HAS_MESSAGES)
     problems: list[Problem] = []

@@ -1,5 +1,6 @@
-"""Settings that roles inherit: from the actor, from the kind of device (GPUs of a worker, the
-precision), and each role's layout in one spelling.
+"""Settings that roles inherit, and each role's layout in one spelling.
+
+Roles inherit from the actor and from the kind of device (GPUs of a worker, the precision).
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ INHERITED: Final = (
 
 
 def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Config, list[Problem]]:
-    """The configuration with a complete section for every role that the algorithm uses and every
-    layout as a string, and the problems where the two spellings of a layout disagree.
+    """Return the configuration with all sections and layouts, and the problems.
+
+    It has a complete section for every role that the algorithm uses, and every layout as a string.
+    The problems are layouts whose two spellings disagree.
     """
     problems: list[Problem] = []
     actor = config.actor.model_copy(
@@ -94,8 +97,9 @@ def _with_pass_score(config: Config) -> Config:
 
 
 def _for_one_pass(config: Config) -> Config:
-    """The rows in the order of the file, and a commit after each step, unless the user chooses
-    otherwise: what a step has made is worth more than the commit costs.
+    """Return a configuration with the rows in file order, and a commit after each step.
+
+    The user's own choices stay. The results of a step are worth more than the commit costs.
     """
     dataset, checkpoint = config.dataset, config.checkpoint
     if "shuffle" not in dataset.model_fields_set:
@@ -202,8 +206,9 @@ def gpus_per_worker(cluster: Cluster, scheduler: str) -> int:
 
 
 def with_precision(config: Config, scheduler: str) -> Config:
-    """The configuration with the actor's default precision, which the other roles inherit, if the
-    actor sets none. (A resolved configuration sets all, so a trial keeps its precision.)
+    """Return the configuration with the actor's default precision, if the actor sets none.
+
+    The other roles inherit it. (A resolved configuration sets all, so a trial keeps its precision.)
     """
     if "dtype" in config.actor.model_fields_set:
         return config

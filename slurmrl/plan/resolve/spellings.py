@@ -1,5 +1,7 @@
-"""Other spellings of layouts: the deprecated ``allocation_mode``, with all roles in one string, and
-sizes in the terms of Megatron and RLinf, merged with the backend's string.
+"""Other spellings of layouts.
+
+They are the deprecated ``allocation_mode``, with all roles in one string, and sizes in the terms of
+Megatron and RLinf, merged with the backend's string.
 """
 
 from __future__ import annotations
@@ -126,7 +128,9 @@ def explain(text: str) -> dict[str, Any]:
 
 
 def of_components(components: Components, *, trains: bool = True) -> dict[str, Placed]:
-    """Components are named after roles; an unnamed one is the rollout if it cannot train, else the
+    """Return the layouts by role.
+
+    Components are named after roles; an unnamed one is the rollout if it cannot train, else the
     actor. Raises AllocationError for two components of one role, and if a trial that ``trains`` has
     no actor.
     """
@@ -212,11 +216,10 @@ def is_engine_only(backend: str) -> bool:
 def merge(
     backend: str, sizes: dict[str, int], gpus: int | None
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The complete string for a backend and separate sizes, and their disagreements as pairs of
-    axis and message.
+    """Return the complete string for a backend and separate sizes, and their disagreements.
 
-    If ``backend`` is only an engine's name, the layout comes from ``sizes``, and data parallelism
-    fills the rest of ``gpus``.
+    A disagreement is a pair of axis and message. If ``backend`` is only an engine's name, the
+    layout comes from ``sizes``, and data parallelism fills the rest of ``gpus``.
     """
     if not sizes:
         return backend, []

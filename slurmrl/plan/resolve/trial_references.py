@@ -1,6 +1,7 @@
-"""``trial:EXPERIMENT/TRIAL`` is the newest export of that trial, ``trial:EXPERIMENT/TRIAL@STEP``
-the export of a step, and ``@last`` that of its newest checkpoint. An export of adapters is no model
-of its own.
+"""References to trials: ``trial:EXPERIMENT/TRIAL`` is the newest export of that trial.
+
+``trial:EXPERIMENT/TRIAL@STEP`` is the export of a step, and ``@last`` the export of its newest
+checkpoint. An export of adapters is not a complete model.
 
 A model that is not trained can also be a checkpoint itself: a folder with hard links to its files,
 which its own trial may then delete.
@@ -248,8 +249,9 @@ def _listed(steps: Collection[int]) -> str:
 
 
 def _earlier_pin(paths: RunPaths, step: int) -> Path | None:
-    """The folder of a checkpoint of a step that the trial has deleted since: of the newest
-    incarnation, if there are several.
+    """Return the folder of a checkpoint of a step that the trial has deleted since.
+
+    If several incarnations have one, return the newest incarnation's folder.
     """
     folders = paths.exports.iterdir() if paths.exports.is_dir() else ()
     matches = ((_PINNED.fullmatch(folder.name), folder) for folder in folders)
@@ -271,9 +273,10 @@ def _pinned(text: str, paths: RunPaths, step: int | None) -> Path:
 def promised(
     text: str, root: Path, configs: Path, *, longest: int = LONGEST
 ) -> dict[str, Any] | None:
-    """The architecture of a referenced trial without a folder, from its run directory or from the
-    configuration next to this one, or that of the trial or folder that it starts from itself; None
-    if none states it.
+    """Return the architecture of a referenced trial without a folder.
+
+    It comes from the trial's run directory or from the configuration next to this one, or from the
+    trial or folder that the referenced trial starts from. Return None if none states it.
     """
     try:
         experiment, trial, _ = parse(text)
