@@ -1,5 +1,4 @@
-"""Makes preference pairs and labels, for DPO and KTO, from answers that a model gave and a reward
-judged.
+"""Make preference pairs and labels, for DPO and KTO, from a model's answers and rewards.
 
     python examples/addition/judged.py RESULTS PAIRS LABELS
 

@@ -18,8 +18,11 @@ def novelty(
     steps: int = 30,
     most_tokens: int = 5,
 ) -> list[float]:
-    """1 for a completion of at most ``most_tokens`` tokens that differs from all earlier ones of
-    its prompt, else 0. It declines to nothing over the first ``steps`` steps of the run."""
+    """Return 1 for a completion that differs from all earlier ones of its prompt, else 0.
+
+    A completion of more than ``most_tokens`` tokens also gets 0. The reward declines to zero over
+    the first ``steps`` steps of the run.
+    """
     left = max(0.0, 1.0 - step / steps)
     return [
         left * (len(tokens) <= most_tokens and completion not in group[:index])

@@ -34,7 +34,7 @@ from slurmrl.algorithms.sequences import TOKENS, last_values, per_sequence
 from slurmrl.data.encoder import Encoder
 from slurmrl.data.messages import ASSISTANT
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.types.base import expanded
+from slurmrl.data.token_sequence import expanded
 from slurmrl.plan.model_files import scored_at_turn_end
 
 if TYPE_CHECKING:

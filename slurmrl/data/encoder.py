@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import ChatTemplate, MarkedText
 from slurmrl.data.messages import Message
+from slurmrl.data.token_sequence import RowTokens, TokenSequence
 from slurmrl.data.tokenizer import end_id, text_ids, without_ends
-from slurmrl.data.types.base import RowTokens, TokenSequence
 from slurmrl.errors import ChatTemplateError
 
 if TYPE_CHECKING:

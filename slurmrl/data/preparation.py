@@ -25,8 +25,8 @@ from slurmrl.data.records import MOST_PROBLEMS, NumberedRow, RecordReader, RowCh
 from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
 from slurmrl.data.sources import open_source
 from slurmrl.data.sources.base import fingerprint_of, state_of
+from slurmrl.data.token_sequence import RowTokens
 from slurmrl.data.types import own_convert, own_source, row_type
-from slurmrl.data.types.base import RowTokens
 from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, inputs
 from slurmrl.fsio.calls import REAL, SystemCalls

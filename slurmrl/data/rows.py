@@ -13,9 +13,10 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Continuations, Encoder
 from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
+from slurmrl.data.token_sequence import RowTokens
 from slurmrl.data.tokenizer import text_ids
 from slurmrl.data.types import own_convert, row_type
-from slurmrl.data.types.base import Row, RowTokens, RowType
+from slurmrl.data.types.base import Row, RowType
 from slurmrl.data.types.prompt import Prompts, conversation, tools
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
 

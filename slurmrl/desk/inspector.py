@@ -30,8 +30,9 @@ from slurmrl.data.encoder import Continuations
 from slurmrl.data.preparation import TokenReader
 from slurmrl.data.records import NumberedRow, id_of
 from slurmrl.data.rows import ROWS, Remarks
+from slurmrl.data.token_sequence import RowTokens, TokenSequence
 from slurmrl.data.tokenizer import end_id, load_tokenizer
-from slurmrl.data.types.base import Row, RowTokens, TokenSequence
+from slurmrl.data.types.base import Row
 from slurmrl.desk.found_rows import FoundRows, Item, find_items
 from slurmrl.desk.input_checks import datasets, inputs
 from slurmrl.desk.inspection import Selection, undescribed

@@ -27,8 +27,7 @@ from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.sampling import NONE, Sampled, keyed_uniform, sample
 
 if TYPE_CHECKING:
-    from slurmrl.models.hf_model import HFModel
-    from slurmrl.models.hf_session import HFSession
+    from slurmrl.models.hf_model import HFModel, HFSession
 
 Answer = asyncio.Future[tuple[Completion, ...]]
 KEEP_FRACTION = 0.75

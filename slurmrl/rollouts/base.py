@@ -1,16 +1,14 @@
-"""The contracts of episodes, environments and tools. Torch-free."""
+"""What episodes and environments exchange. Torch-free."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slurmrl.rollouts.completions import Completions
     from slurmrl.rollouts.generation.base import Finish
-    from slurmrl.rollouts.policy import Policy
     from slurmrl.rollouts.tools.toolbox import Tools
 
 
@@ -48,19 +46,6 @@ class PolicyTurn:
     def stopped(self) -> bool:
         """Whether it ended with a stop token or stop string, not at `rollout.max_new_tokens`."""
         return self.finish == "stop"
-
-
-class Episode(Protocol):
-    """An episode, written by a user as a class or a function.
-
-    A class is constructed with the configuration's options, once per rank; a function gets them
-    with each call. The episodes of a rank run concurrently in one event loop, so they must await
-    everything that takes long. If an episode raises, only that episode fails.
-    """
-
-    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
-        """Have ``policy`` write the turns of one completion."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from slurmrl.config.schema import EnvironmentChoice, EpisodeSettings
 from slurmrl.errors import UsageError
 from slurmrl.registry import Registry, import_own
 from slurmrl.rollouts import ENVIRONMENTS, EPISODES
-from slurmrl.rollouts.base import Environment, Episode, EpisodeItem
+from slurmrl.rollouts.base import Environment, EpisodeItem
+from slurmrl.rollouts.policy import Episode
 from slurmrl.rollouts.tools.toolbox import Tools
 from slurmrl.rollouts.turns import MultiTurn
 

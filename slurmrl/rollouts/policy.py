@@ -1,4 +1,4 @@
-"""The policy as an episode sees it: it writes turns, within the limits of the episode."""
+"""An episode, and the policy that writes its turns within its limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from slurmrl.errors import EpisodeLimitError, RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -13,6 +14,9 @@ from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.dialogue import Dialogue
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
+
+if TYPE_CHECKING:
+    from slurmrl.rollouts.tools.toolbox import Tools
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,3 +205,16 @@ class Policy:
                     self._clock.reschedule(loop.time() + self._left_s)
 
         future.add_done_callback(answered)
+
+
+class Episode(Protocol):
+    """An episode, written by a user as a class or a function.
+
+    A class is constructed with the configuration's options, once per rank; a function gets them
+    with each call. The episodes of a rank run concurrently in one event loop, so they must await
+    everything that takes long. If an episode raises, only that episode fails.
+    """
+
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        """Have ``policy`` write the turns of one completion."""
+        ...

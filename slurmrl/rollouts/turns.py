@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from slurmrl.rollouts.base import Environment, Episode, EpisodeItem
+from slurmrl.rollouts.base import Environment, EpisodeItem
 from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.policy import Episode, Policy
 from slurmrl.rollouts.tools.toolbox import Tools
-
-if TYPE_CHECKING:
-    from slurmrl.rollouts.policy import Policy
 
 
 class SingleTurn(Episode):

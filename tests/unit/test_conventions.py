@@ -227,6 +227,13 @@ def test_the_room_check_sees_what_it_forbids() -> None:
         floors({"a": ["b"], "b": ["a"]})
 
 
+def test_modules_have_no_circles() -> None:
+    """Imports for type checkers count too."""
+    floors(
+        {module: {one.imported for one in imports(module)} - {module, ""} for module in modules()}
+    )
+
+
 def test_wheels_have_every_file_of_the_package() -> None:
     lines = (PACKAGE.parent / "setup.cfg").read_text().partition("[options.package_data]")[2]
     patterns = lines.partition("\n\n")[0].split()[2:]

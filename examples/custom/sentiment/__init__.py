@@ -38,8 +38,10 @@ class Sentiment:
 
     @cached_property
     def _loaded(self) -> tuple[PreTrainedTokenizerBase, PreTrainedModel, int]:
-        """Tokenizer, model, place of the label. Loaded by the first call, so that a submission
-        does not import torch."""
+        """The tokenizer, the model, and the index of the label.
+
+        The first call loads them, so that a submission does not import torch.
+        """
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(self._folder, local_files_only=True)

@@ -24,7 +24,8 @@ from slurmrl.data.messages import (
     text_of,
     wrong_answer,
 )
-from slurmrl.data.types.base import Row, RowTokens, TokenSequence
+from slurmrl.data.token_sequence import RowTokens, TokenSequence
+from slurmrl.data.types.base import Row
 from slurmrl.data.types.prompt import WHOLE, PromptAnswers, wrong_chat
 from slurmrl.errors import Problem
 

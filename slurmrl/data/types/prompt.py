@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from slurmrl.data import messages
 from slurmrl.data.fields import Requirement, RowField, value_at, wrong_full_text
 from slurmrl.data.messages import ASSISTANT, Message, as_context
-from slurmrl.data.types.base import Row, RowTokens, RowType, TokenSequence
+from slurmrl.data.token_sequence import RowTokens, TokenSequence
+from slurmrl.data.types.base import Row, RowType
 
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder
