@@ -200,7 +200,8 @@ class Watch:
 
     def _folders(self) -> Iterator[Path]:
         """Where each rollout worker keeps its models: it holds its folder in the host's memory
-        open."""
+        open.
+        """
         for pid in _of_tasks(self._paths.run, "worker"):
             with suppress(OSError):
                 for descriptor in Path(f"/proc/{pid}/fd").iterdir():

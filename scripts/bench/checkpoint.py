@@ -83,7 +83,8 @@ def batch() -> SequenceSample:
 
 def measure(engine: Engine, mode: str, folder: Path, steps: int) -> tuple[float, float, float]:
     """Seconds of the steps in all, in which the rank waited, and from the checkpoint's start until
-    it was on disk."""
+    it was on disk.
+    """
     saver, sample = Saver(0), batch()
     done: list[float] = []
     began = time.monotonic()

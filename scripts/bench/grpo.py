@@ -266,7 +266,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def cpu_s(marker: Path) -> dict[int, float]:
     """CPU seconds of each process that has the path in its command line, with those of its children
-    that have ended."""
+    that have ended.
+    """
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -296,7 +297,8 @@ def wait_for(run: SlurmrlRun | TrlRun, steps: int) -> None:
 
 def measure(run: SlurmrlRun | TrlRun, task: Task) -> tuple[float, float]:
     """CPU seconds per 1,000 completion tokens, and tokens per completion, of the steps that
-    count."""
+    count.
+    """
     spent = []
     try:
         for step in (WARM_UP, WARM_UP + task.steps):

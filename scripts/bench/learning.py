@@ -99,7 +99,8 @@ def policy(name: str, *overrides: str, preset: str = "") -> Entry:
 
 def stale(steps: int, suffix: str = "", *overrides: str) -> Entry:
     """GRPO with completions of two rollout tasks: 100 steps at a lower learning rate, since samples
-    that are four steps old come from weights of 16 updates before."""
+    that are four steps old come from weights of 16 updates before.
+    """
     tasks = f"rollout.tasks={{max: 2, max_staleness: {steps}}}"
     chosen = (tasks, "total_steps=100", "actor.optimizer.lr=6e-4", *overrides)
     return policy(f"grpo_stale_{steps}{suffix}", *chosen, preset="grpo")

@@ -120,7 +120,8 @@ def settled(trial: Watched) -> None:
 def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]]:
     """Ends of the phases of a recovery, as far as somebody noted them: the failure was published,
     the next job's supervisor ran, the incarnation began, the last agent joined it, all ranks had
-    formed their groups and loaded."""
+    formed their groups and loaded.
+    """
     seen = [event for event in events.read_all(trial.witness.paths) if event["time"] >= killed]
     now = trial.incarnation
 
@@ -163,7 +164,8 @@ def effective(
     bed: Path, trial: Watched, options: argparse.Namespace, floors: dict[str, float]
 ) -> dict[str, Any]:
     """Disturb the trial every so often; the part of the wall time since its first step that went
-    into steps that it kept, and the part that would be left if only Slurm's floor were lost."""
+    into steps that it kept, and the part that would be left if only Slurm's floor were lost.
+    """
     if not trial.until("the first step", lambda: trial.witness.has_posted(trial.incarnation, 1)):
         raise SystemExit("the trial ended before its first step")
     began, at_best_s = time.monotonic(), options.minutes * 60

@@ -66,7 +66,8 @@ def against_all_to_all(
 ) -> Costs:
     """A move, and one all-to-all of as many bytes between each two ranks; a rank sends itself what
     it copies locally in the move. The all-to-all's buffers are packed and its results are not
-    unpacked."""
+    unpacked.
+    """
     plan, rank, ranks = planned(source, target, budget), dist.get_rank(), dist.get_world_size()
     sides = [Holdings(side, rank, _storages(side, rank)) for side in (source, target)]
     links = plan.links()
@@ -96,7 +97,8 @@ def against_megatron(
     sides: list[Side], architecture: dict[str, Any], rounds: int, budget: int
 ) -> Costs:
     """A move between two megatron engines, and megatron-core's ``swap_model_weights``. Both are
-    checked for every bit."""
+    checked for every bit.
+    """
     made = engines(sides, architecture)
     layouts = placed_layouts(sides, made)
     plan, rank = planned(*layouts, budget), dist.get_rank()

@@ -70,7 +70,8 @@ def requirements() -> list[str]:
 
 def probe(python: Path) -> dict[str, Any]:
     """What this Python and its torch are. ``reason``, where there is one, says why no GPU can be
-    used."""
+    used.
+    """
     try:
         done = subprocess.run(
             [python, "-c", PROBE], capture_output=True, text=True, timeout=LIMIT_S
@@ -90,7 +91,8 @@ def release(version: str) -> tuple[int, ...]:
 
 def find_torch(named: Path | None) -> tuple[Path, dict[str, Any]]:
     """The first Python whose torch uses a GPU: the one that is named, else the project's virtual
-    environment, the one that runs this, and python3. Raises CannotRunError."""
+    environment, the one that runs this, and python3. Raises CannotRunError.
+    """
     on_path = shutil.which("python3")
     usual = [ROOT / ".venv/bin/python", Path(sys.executable), *([Path(on_path)] if on_path else [])]
     tried = []
@@ -109,7 +111,8 @@ def find_torch(named: Path | None) -> tuple[Path, dict[str, Any]]:
 
 def prepare(python: Path, torch: dict[str, Any], wheels: Path, folder: Path) -> Environment:
     """The project's own virtual environment as it is, or a new one in ``folder``. Raises
-    CannotRunError."""
+    CannotRunError.
+    """
     if python.parent == ROOT / ".venv/bin":
         return Environment(python, torch)
     made = make_venv(python, torch["paths"], folder)
@@ -118,7 +121,8 @@ def prepare(python: Path, torch: dict[str, Any], wheels: Path, folder: Path) -> 
 
 def make_venv(python: Path, paths: list[str], folder: Path) -> Path:
     """A virtual environment that sees the packages in ``paths``, those of ``python``. The option
-    --system-site-packages alone would not do where that Python is in an environment itself."""
+    --system-site-packages alone would not do where that Python is in an environment itself.
+    """
     _run([python, "-m", "venv", "--clear", "--without-pip", "--system-site-packages", folder])
     made = folder / "bin" / "python"
     asked = [made, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
@@ -129,7 +133,8 @@ def make_venv(python: Path, paths: list[str], folder: Path) -> Path:
 
 def install(python: Path, needed: list[str], wheels: Path) -> list[str]:
     """Install what is needed and not there yet; return what cannot be had. Raises CannotRunError
-    where pip is missing."""
+    where pip is missing.
+    """
     carried = sorted(wheels.glob("pip-*.whl"))
     pip = [python, f"{carried[-1]}/pip"] if carried else [python, "-m", "pip"]
     _run([*pip, "--version"])
