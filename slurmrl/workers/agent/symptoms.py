@@ -98,9 +98,9 @@ class Symptoms:
         )
 
     def _last_words(self) -> str:
-        """Return the last line printed by the fork server or its container's start program."""
+        """Return the last line of the group's log, which may be another process's; "" without."""
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
-        return lines[-1] if lines else ""
+        return f"the log ends with: {lines[-1]}" if lines else ""
 
     def _fault_that_aborted(self) -> GpuFault | None:
         """Return the GPU fault for which torch's NCCL watchdog ended a process.

@@ -111,7 +111,7 @@ def test_killed_by_the_kernel(bed: Bed, rank: int | None) -> None:
     ("code", "why", "reason"),
     [
         (1, "ModuleNotFoundError: x", "exited with code 1: ModuleNotFoundError: x"),
-        (255, "", "exited with code 255: FATAL: no image"),
+        (255, "", "exited with code 255: the log ends with: FATAL: no image"),
         (KILLED, "", "was ended by SIGKILL"),
         (0, "", "exited unexpectedly"),
     ],
