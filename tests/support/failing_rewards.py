@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import subprocess
 import sys
@@ -81,6 +82,12 @@ def once(
         path.touch()
         os._exit(9)
     return [1.0]
+
+
+def bounded(
+    prompts: Sequence[str], completions: Sequence[str], rows: Rows, bound: float = 1.0
+) -> list[float]:
+    return [float(math.isinf(bound))] * len(completions)
 
 
 async def asynchronous(

@@ -371,15 +371,18 @@ def test_a_run_exports_a_reward_model_as_one(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize(
+    "interface", [INTERFACE, "slurmrl.algorithms.reward_model.interface:RewardModelInterface"]
+)
+@pytest.mark.parametrize(
     ("inputs", "rule"),
     [(("input_ids", "prompt_mask"), "turn_end"), (("input_ids",), None)],
 )
 def test_export_states_where_its_scores_are_read(
-    trial: Trial, inputs: tuple[str, ...], rule: str | None
+    trial: Trial, inputs: tuple[str, ...], rule: str | None, interface: str
 ) -> None:
     """Trials that slurmrl 1 has planned train at the end of the conversation."""
     trial.commit(4)
-    as_reward_model(trial, *inputs)
+    as_reward_model(trial, *inputs, interface=interface)
     commit = fold(History(trial.paths.history).read()).commits[-1]
     exported = export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder
     for folder in (exported, pin_actor(trial.paths, 4)):
@@ -416,11 +419,11 @@ def test_export_of_a_reward_model_needs_its_plan(
     assert f"{trial.paths.plan} is missing" in capsys.readouterr().err
 
 
-def as_reward_model(trial: Trial, *inputs: str) -> None:
+def as_reward_model(trial: Trial, *inputs: str, interface: str = INTERFACE) -> None:
     """Make the plan that of a reward model whose training gets ``inputs``."""
     plan = json.loads(trial.paths.plan.read_text())
     plan["models"]["actor"]["head"] = "value"
-    plan["calls"][0] |= {"interface": INTERFACE, "inputs": inputs}
+    plan["calls"][0] |= {"interface": interface, "inputs": inputs}
     trial.paths.plan.write_text(json.dumps(plan))
 
 

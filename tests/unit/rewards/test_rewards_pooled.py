@@ -147,6 +147,11 @@ def test_async_functions_and_classes(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "closed").exists(), "close() is called"
 
 
+def test_options_arrive_as_they_are_written(make: Make) -> None:
+    """JSON has no infinity."""
+    assert judge(make("bounded", {"bound": float("inf")}), ["a"]) == [1.0]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
