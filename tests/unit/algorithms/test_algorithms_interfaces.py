@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -97,6 +98,16 @@ def test_a_greedy_baseline_has_one_most_probable_completion(make_world: MakeWorl
     assert baseline.sequence_counts("greedy_input_ids") == [1, 1]
     for key in ("input_ids", "prompt_mask", "finished"):
         assert torch.equal(baseline.tensor(f"greedy_{key}"), wanted.sample.tensor(key))
+
+
+def test_a_rank_without_completions_has_no_greedy_baseline_either(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a server over several GPUs one rank has the completions."""
+    world = make_world()
+    monkeypatch.setattr(type(world.actor), "serving", lambda *_: nullcontext(None))
+    made = GreedyRolloutInterface().generate(world.actor, prompts(["x@0"]), world.context(step=3))
+    assert (made.sample, made.stats) == (None, {})
 
 
 def test_a_completion_does_not_depend_on_how_many_its_prompt_has(make_world: MakeWorld) -> None:
