@@ -42,7 +42,7 @@ async def _at_once() -> None:
 
 
 class HFRollout(RolloutEngine):
-    """Serves all waiting requests together, then the requests that were submitted meanwhile.
+    """Serves all waiting requests together, then those that were submitted during the round.
 
     All requests of a round have the same sampling options, except for ``max_new_tokens`` and a
     ``min_new_tokens`` that is cut to it.

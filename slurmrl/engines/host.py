@@ -156,7 +156,7 @@ class Offload:
         for storage, _ in self._kept:
             storage.resize_(0)
         if any(storage.device.type == "cuda" for storage, _ in self._kept):
-            torch.cuda.empty_cache()  # for the other processes on the card
+            torch.cuda.empty_cache()  # for the other processes on the GPU
 
     def give(self) -> None:
         """Undo ``take``."""
