@@ -1,9 +1,10 @@
 """A pool of long-lived rank processes for tests of distributed code.
 
 Importing torch takes seconds, so rank processes are started once and reused. Each job gets a
-process group of its own (gloo, over a file store). A rank whose peer fails sees its connections
-close and fails too; ranks that do not answer in time are killed and replaced. A rank that succeeds
-keeps its connections until all have answered: a slower one may still be building a group.
+process group of its own (gloo, over a file store), and runs once all ranks have joined it. A rank
+whose peer fails sees its connections close and fails too; ranks that cannot join the group, or do
+not answer in time, are replaced. A rank that succeeds keeps its connections until all have
+answered: a slower one may still be building a group.
 """
 
 from __future__ import annotations
@@ -232,16 +233,20 @@ def execute(job: Job, connection: Connection) -> None:
 
 
 def attempt(job: Job) -> Answer:
+    """Run the job's function in its group. An error while joining the group ends the process:
+    torch then counts a group that the other ranks never made, and names the next one differently.
+    """
     import torch.distributed as dist
 
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(job.store, job.size),
+        rank=job.rank,
+        world_size=job.size,
+        timeout=timedelta(seconds=job.timeout_s),
+    )
+    dist.barrier()
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(job.store, job.size),
-            rank=job.rank,
-            world_size=job.size,
-            timeout=timedelta(seconds=job.timeout_s),
-        )
         module, _, function = job.reference.partition(":")
         answer = Answer(getattr(importlib.import_module(module), function)(*job.args, **job.kwargs))
     except Exception:  # noqa: BLE001 - a process boundary: the parent raises it

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests import pool
 from tests.pool import RankError, RankPool
 
 HERE = "tests.distributed.test_pool"
@@ -38,6 +39,11 @@ def leave_on(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
     dist.barrier()
+
+
+def name_a_missing_interface(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.environ["GLOO_SOCKET_IFNAME"] = "missing0"
 
 
 def make_sharded(length: int) -> None:
@@ -97,4 +103,15 @@ def test_a_deadline_names_the_rank_and_its_position_in_the_code(ranks: RankPool)
 def test_a_rank_that_exits_is_reported_and_replaced(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0: exited with 7"):
         ranks(2, f"{HERE}:leave_on", 0)
+    assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
+
+
+def test_a_rank_that_cannot_join_is_replaced(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its torch would give the next group another name than its peer's, and both would wait."""
+    monkeypatch.setattr(pool, "GRACE_S", 1.0)
+    ranks(2, f"{HERE}:name_a_missing_interface", 0)
+    with pytest.raises(RankError, match=r"rank 0: exited with 1(.|\n)*missing0"):
+        ranks(2, f"{HERE}:total", 1.0)
     assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
