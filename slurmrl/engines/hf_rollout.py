@@ -54,10 +54,12 @@ class HFRollout(RolloutEngine):
         version: str,
         prefill_tokens: int,
         *,
+        support: bool = True,
         settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """``settled``: a round begins when it returns (see `ServingOptions`)."""
+        """``support``, ``settled``: see `ServingOptions`. ``settled`` returns before a round."""
         self._model, self._version, self._prefill_tokens = model, version, prefill_tokens
+        self._support = support
         self._settled = settled or _at_once
         self._waiting: dict[str, tuple[GenerationRequest, Answer]] = {}
         self._running = asyncio.Event()
@@ -159,7 +161,7 @@ class HFRollout(RolloutEngine):
         """Sample all completions of requests. A prompt of several requests is read once."""
         if not requests:
             return []
-        batch = _Batch(requests, self._device)
+        batch = _Batch(requests, self._device, support=self._support)
         made = iter(batch.run(self._model, self._prefill_tokens, self._version))
         return [tuple(next(made) for _ in request.keys) for request in requests]
 
@@ -198,8 +200,10 @@ class _SampledPart:
 class _Batch:
     """The completions of a round. Every row that is alive has the same number of new tokens."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], device: torch.device) -> None:
-        self._options = _common(requests)
+    def __init__(
+        self, requests: Sequence[GenerationRequest], device: torch.device, *, support: bool
+    ) -> None:
+        self._options, self._support = _common(requests), support
         self._seed, self._step = requests[0].seed, requests[0].step
         numbers: dict[tuple[int, ...], int] = {}
         rows = [
@@ -268,7 +272,7 @@ class _Batch:
             top_p=options.top_p,
             greedy=options.greedy,
             banned=self._stops if self._count < options.min_new_tokens else None,
-            support=options.support,
+            support=self._support,
             record=options.support,
         )
         self._count += 1

@@ -74,7 +74,11 @@ class DistantEngine(RolloutEngine):
         return await self._engine.submit(replace(request, request_id=name))
 
     def abort(self, request_id: str) -> None:
-        self._loop.call_soon_threadsafe(self._engine.abort, self._named(request_id))
+        asyncio.run_coroutine_threadsafe(self._aborted(request_id), self._loop)
+
+    async def _aborted(self, request_id: str) -> None:
+        """Abort a request. As a task, like ``_served``: the loop starts tasks in their order."""
+        self._engine.abort(self._named(request_id))
 
     async def pause(self) -> None:
         await self._there(self._engine.pause())

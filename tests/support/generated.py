@@ -91,7 +91,7 @@ def generate(
 
     async def run() -> list[tuple[Completion, ...]]:
         if not isinstance(model, Decoder):
-            return await _answers(HFRollout(model, "1.0", tokens), asked)
+            return await _answers(HFRollout(model, "1.0", tokens, support=options.support), asked)
         how: dict[str, Any] = {"own": False, "turns": False, "support": options.support}
         sizes = limits or Limits(step_tokens=max(256, prefill_tokens or 2048))
         return await _answers(NativeRollout(model, limits=sizes, version="1.0", **how), asked)

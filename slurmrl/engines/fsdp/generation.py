@@ -40,7 +40,13 @@ class GatheredGeneration(GenerateEngine):
         with torch.no_grad(), self._shards.gathered() as decoder:
             if not isinstance(decoder, Decoder):
                 model = cast("HFModel", decoder)
-                yield HFRollout(model, version, self._max_tokens, settled=options.settled)
+                yield HFRollout(
+                    model,
+                    version,
+                    self._max_tokens,
+                    support=options.support,
+                    settled=options.settled,
+                )
                 return
             rows = options.rows
             peers = self._peers()

@@ -196,6 +196,29 @@ def test_turns_of_rounds_have_their_supports() -> None:
         assert (values[len(text) :] - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("implementation", ["builtin", "hf"])
+def test_logprobs_are_under_the_support_whether_or_not_it_is_recorded(implementation: str) -> None:
+    """Unless ``ServingOptions.support`` asks for the whole distribution."""
+    model = engine(implementation=implementation)
+    asked = _request(prompts(1)[0], 5, 12)
+    unrecorded = replace(asked, options=replace(asked.options, support=False))
+
+    def completion(wanted: GenerationRequest, *, support: bool) -> Completion:
+        async def run(served: RolloutEngine) -> Completion:
+            return (await served.submit(wanted))[0]
+
+        with model.serving("1.1", ServingOptions(support=support)) as served:
+            assert served is not None
+            return asyncio.run(run(served))
+
+    recorded = completion(asked, support=True)
+    under = completion(unrecorded, support=True)
+    whole = completion(unrecorded, support=False)
+    assert recorded.tokens == under.tokens == whole.tokens
+    assert under.logprobs == recorded.logprobs
+    assert sum(whole.logprobs) < sum(under.logprobs) - 0.1
+
+
 def _request(prompt: tuple[int, ...], key: int, size: int) -> GenerationRequest:
     options = replace(OPTIONS, max_new_tokens=size)
     return GenerationRequest(

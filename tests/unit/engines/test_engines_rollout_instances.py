@@ -6,12 +6,14 @@ import asyncio
 import selectors
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any, Literal, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmrl.engines.server_engine import DistantEngine
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import (
@@ -151,7 +153,8 @@ class FakeEngine(RolloutEngine):
         )
 
     def abort(self, request_id: str) -> None:
-        self._aborted.add(request_id)
+        if request_id in self._tasks:
+            self._aborted.add(request_id)
 
     async def pause(self) -> None:
         await self.server.answer(0.0)
@@ -497,3 +500,25 @@ def test_prefixes_match_in_whole_blocks_and_are_forgotten() -> None:
     assert index.matches(range(100)) == {1: BLOCK}
     index.remember(range(1000, 1000 + 4 * BLOCK), 2)
     assert index.matches(range(100)) == {}
+
+
+def test_a_request_may_be_aborted_from_another_thread_as_soon_as_it_is_submitted() -> None:
+    server = FakeServer()
+    loop = asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+
+    async def aborted() -> tuple[Completion, ...]:
+        inner = FakeEngine(server)
+        inner._version = "1.0"
+        engine = DistantEngine(inner, loop, "a")
+        future = engine.submit(request("x", (1,), keys=2))
+        engine.abort("x")
+        return await future
+
+    try:
+        assert asyncio.run(asyncio.wait_for(aborted(), 60)) == (ABORTED, ABORTED)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
