@@ -1,10 +1,10 @@
 """A pool of long-lived rank processes for tests of distributed code.
 
-Importing torch takes seconds, so rank processes are started once and reused. Each job gets a
-process group of its own (gloo, over a file store), and runs once all ranks have joined it. A rank
-whose peer fails sees its connections close and fails too; ranks that cannot join the group, or do
-not answer in time, are replaced. A rank that succeeds keeps its connections until all have
-answered: a slower one may still be building a group.
+Importing torch takes seconds, so rank processes are started once and reused. Each job gets its
+own process group (gloo, over a file store). Its function starts once all ranks have joined. A rank
+whose peer fails sees its connections close and fails too. The pool replaces ranks that cannot join
+or do not answer in time. A rank that succeeds keeps its connections until all have answered,
+because a slower one may still be building a group.
 """
 
 from __future__ import annotations
@@ -233,8 +233,10 @@ def execute(job: Job, connection: Connection) -> None:
 
 
 def attempt(job: Job) -> Answer:
-    """Run the job's function in its group. An error while joining the group ends the process:
-    torch then counts a group that the other ranks never made, and names the next one differently.
+    """Join the group and run the job's function in it.
+
+    An error while joining ends the process. torch has counted the failed group already, so this
+    rank and its peers would use different names for the next one.
     """
     import torch.distributed as dist
 

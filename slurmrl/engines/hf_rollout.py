@@ -57,7 +57,7 @@ class HFRollout(RolloutEngine):
         support: bool = True,
         settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """``support``, ``settled``: see `ServingOptions`. ``settled`` returns before a round."""
+        """``support``, ``settled``: see `ServingOptions`. Each round first awaits ``settled``."""
         self._model, self._version, self._prefill_tokens = model, version, prefill_tokens
         self._support = support
         self._settled = settled or _at_once

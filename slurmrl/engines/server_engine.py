@@ -77,7 +77,7 @@ class DistantEngine(RolloutEngine):
         asyncio.run_coroutine_threadsafe(self._aborted(request_id), self._loop)
 
     async def _aborted(self, request_id: str) -> None:
-        """Abort a request. As a task, like ``_served``: the loop starts tasks in their order."""
+        """Abort a request. The loop starts tasks in order, so an earlier ``submit`` goes first."""
         self._engine.abort(self._named(request_id))
 
     async def pause(self) -> None:

@@ -198,7 +198,7 @@ def test_turns_of_rounds_have_their_supports() -> None:
 
 @pytest.mark.parametrize("implementation", ["builtin", "hf"])
 def test_logprobs_are_under_the_support_whether_or_not_it_is_recorded(implementation: str) -> None:
-    """Unless ``ServingOptions.support`` asks for the whole distribution."""
+    """``ServingOptions.support=False`` selects the whole distribution instead."""
     model = engine(implementation=implementation)
     asked = _request(prompts(1)[0], 5, 12)
     unrecorded = replace(asked, options=replace(asked.options, support=False))
