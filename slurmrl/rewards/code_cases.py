@@ -28,8 +28,9 @@ TOLERANCE: Final = 1e-6
 """Relative and absolute, between numbers of which one has a fraction or an exponent."""
 NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FENCE: Final = re.compile(
-    r"(?:^(?P<indent>[ \t]+))?```(?:[ \t]*(?P<alone>\w*)[ \t]*|\{?\.?(?P<word>\w[\w.+#-]*)[^\n`]*)"
-    r"\r?\n(?P<body>.*?)(?:\n?[ \t]*```|\Z)",
+    r"(?:^(?P<indent>[ \t]+))?(?P<fence>```|~~~)"
+    r"(?:[ \t]*(?P<alone>\w*)[ \t]*|\{?\.?(?P<word>\w[\w.+#-]*)[^\n`]*)"
+    r"\r?\n(?P<body>.*?)(?:\n?[ \t]*(?P=fence)|\Z)",
     re.DOTALL | re.MULTILINE,
 )
 """A block of Markdown. Behind its language there may be more: ```` ```python title="a.py" ````."""

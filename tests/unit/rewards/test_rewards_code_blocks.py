@@ -30,6 +30,7 @@ from slurmrl.rewards.code_cases import cases_of, program_of
         ("One ``` so to say\n```python\na\n```", "a"),
         ("```python\na\n```\nIt prints:\n```\n3\n```", "a"),
         ("```\na\n```\n```\nb\n```", "b"),
+        ("~~~python\na = '```'\n~~~\n```\n3\n```", "a = '```'"),
     ],
 )
 def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
