@@ -1,0 +1,187 @@
+"""Invalid configurations: each gives one message, at the invalid key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from slurmrl.errors import ConfigError, Problem
+from slurmrl.plan.settings import Settings
+from tests.unit.plan.conftest import EXPERTS, LARGE, memory_problems
+
+Load = Callable[..., Settings]
+MIXTRAL = {**LARGE, "model_type": "mixtral", "num_local_experts": 4}
+BACKEND, MEGATRON = "actor.backend", "actor.backend=megatron:"
+
+
+ROWS = (Path(__file__).parent / "refused.txt").read_text().splitlines()
+SECTIONS = {"[llama]": LARGE, "[qwen3_moe]": EXPERTS, "[mixtral]": MIXTRAL, "[submitted]": None}
+
+
+class Refused(NamedTuple):
+    key: str
+    message: str
+    overrides: list[str]
+    architecture: dict[str, object] | None
+
+
+def refused() -> Iterator[Refused]:
+    """Read ``refused.txt``."""
+    architecture: dict[str, object] | None = None
+    for row in ROWS:
+        if row in SECTIONS:
+            architecture = SECTIONS[row]
+        elif row and not row.startswith("#"):
+            key, message, overrides = row.split(" | ")
+            yield Refused(key, message, overrides.split(" ; "), architecture)
+
+
+CASES = list(refused())
+
+
+def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
+    """Return those that prevent a plan, else those of memory, which prevent only a submission."""
+    try:
+        settings = load(*overrides, **options)
+    except ConfigError as error:
+        return list(error.problems)
+    return memory_problems(settings)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case.overrides))
+def test_wrong_configuration_gives_one_message_at_its_key(
+    plan_ppo: Load, load_ppo: Load, case: Refused
+) -> None:
+    if case.architecture is None:
+        found = problems(load_ppo, *case.overrides)
+    else:
+        found = problems(plan_ppo, *case.overrides, architecture=case.architecture)
+    assert len(found) == 1, found
+    [problem] = found
+    assert problem.key == case.key
+    assert case.message in problem.message
+    assert problem.where == "command line" or re.search(r"ppo\.yaml:\d+$", problem.where)
+
+
+def test_all_errors_are_reported_at_once(plan_ppo: Load) -> None:
+    found = problems(
+        plan_ppo,
+        f"{MEGATRON}d3t3p5",
+        "rollout.backend=sglang:t16",
+        "actor.model.sequence_parallel=true",
+        "cluster.hosts=1",
+        "evaluation.samples=1",
+    )
+    assert {problem.key for problem in found} == {
+        "actor.backend",
+        "algorithm.batch_size",
+        "cluster.hosts",
+        "evaluation.samples",
+        "rollout.backend",
+    }
+    told = " ".join(problem.message for problem in found)
+    assert "num_attention_heads" in told
+    assert "num_hidden_layers" in told
+
+
+RIGHT = {
+    "settings of the optimizer": "actor.optimizer={name: sgd, momentum: 0.9}",
+    "heads, kv heads, vocabulary": f"{MEGATRON}t4",
+    "kv heads are copied": "actor.backend=fsdp:t8",
+    "tokens are filled up": "actor.backend=fsdp:t2c4",
+    "layers": f"{MEGATRON}p6",
+    "context": f"{MEGATRON}c4",
+    "batch": "actor.backend=fsdp:d16",
+    "all": f"{MEGATRON}d2t2p2c2",
+    "one copy in a host": "rollout.backend=vllm:d3t4p2",
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_what_fits_is_accepted(plan_ppo: Load, kind: str) -> None:
+    assert plan_ppo(RIGHT[kind]).config.experiment == "addition"
+
+
+@pytest.mark.parametrize("dims", ["d4e4", "(attn:d4t2|ffn:t4e2)", "(attn:d2p2|ffn:e2)"])
+def test_experts_that_fit_are_accepted(plan_ppo: Load, dims: str) -> None:
+    settings = plan_ppo(f"{MEGATRON}{dims}", architecture=EXPERTS)
+    assert settings.missing
+
+
+def test_virtual_stages_that_fit_are_accepted(plan_ppo: Load) -> None:
+    field = "actor.model.virtual_pipeline_model_parallel_size"
+    assert plan_ppo(f"{MEGATRON}p4", f"{field}=3").missing
+
+
+@pytest.mark.parametrize("implementation", ["hf", "builtin"])
+@pytest.mark.parametrize(("new", "fits"), [(256, True), (257, False)])
+def test_sequences_do_not_exceed_learned_positions(
+    plan_ppo: Load, implementation: str, new: int, fits: bool
+) -> None:
+    small = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
+    settings = plan_ppo(
+        f"actor.implementation={implementation}",
+        f"rollout.max_new_tokens={new}",
+        "evaluation=",
+        architecture={"model_type": "gpt2", "vocab_size": 151936, **small},
+    )
+    found = [problem for problem in settings.missing if "positions" in problem.message]
+    assert [problem.key for problem in found] == ([] if fits else ["dataset.max_prompt_tokens"])
+    for problem in found:
+        assert "up to 513 tokens are not allowed" in problem.message
+        assert "has positions for 512 tokens" in problem.message
+
+
+LONGROPE = {
+    **LARGE,
+    "model_type": "phi3",
+    "original_max_position_embeddings": 512,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["rollout.max_new_tokens=256"], None, ""),
+        (
+            ["rollout.max_new_tokens=257", "evaluation="],
+            "dataset.max_prompt_tokens",
+            "up to 513 tokens are not",
+        ),
+        (["dataset.max_prompt_tokens="], "dataset.max_prompt_tokens", "is required: with rope_t"),
+        (
+            ["evaluation.max_new_tokens=300"],
+            "evaluation.dataset.max_prompt_tokens",
+            "sequence, prompt and completion, has more than 512 tokens",
+        ),
+        (["actor.architecture.rope_scaling=", "dataset.max_prompt_tokens="], None, ""),
+    ],
+)
+def test_lengths_of_transformers_models_are_bounded_where_batches_would_matter(
+    plan_ppo: Load, overrides: list[str], key: str | None, message: str
+) -> None:
+    settings = plan_ppo(
+        "actor.implementation=hf",
+        *([] if "evaluation=" in overrides else ["evaluation.dataset.max_prompt_tokens=256"]),
+        *overrides,
+        architecture=LONGROPE,
+    )
+    found = [problem for problem in settings.missing if "rope_type" in problem.message]
+    assert [problem.key for problem in found] == ([key] if key else [])
+    assert all(message in problem.message for problem in found)
+
+
+def test_evaluation_is_named_as_the_cause_where_only_it_generates_on_the_trainers(
+    plan_ppo: Load,
+) -> None:
+    tasks = (f"{MEGATRON}d1", "rollout.backend=vllm:d1", "rollout.tasks={}")
+    [problem] = [one for one in plan_ppo(*tasks).missing if one.key == BACKEND]
+    assert "the trainers generate for `evaluation`" in problem.message
+    remedy = "evaluation={tasks: {backend: fsdp:d1}, dataset: {type: prompt, path: held_out.jsonl}}"
+    assert "evaluation.tasks={backend: fsdp:d1}" in problem.message
+    assert BACKEND not in {one.key for one in plan_ppo(*tasks, remedy).missing}
