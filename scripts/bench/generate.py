@@ -67,7 +67,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def native(case: Case) -> Run:
-    from slurmrl.rollouts.generation.native.rollout import NativeRollout
+    from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 
     decoder = own_decoder(case)
 

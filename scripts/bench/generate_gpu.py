@@ -80,8 +80,8 @@ def whole(case: Case, device: str) -> Generate:
     """Requests of the native engine: attention reads pages, decode is CUDA graphs."""
     from slurmrl.models.generate import GenerationOptions
     from slurmrl.rollouts.generation.base import GenerationRequest
-    from slurmrl.rollouts.generation.native.rollout import NativeRollout
-    from slurmrl.rollouts.generation.native.schedule import Limits
+    from slurmrl.rollouts.generation.native.batch_schedule import Limits
+    from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 
     decoder = own_decoder(case).to(device, torch.bfloat16)
     limits = Limits(step_tokens=8192)

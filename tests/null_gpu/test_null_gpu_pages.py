@@ -9,7 +9,7 @@ import torch
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.native import rollout as rollout_module
+from slurmrl.rollouts.generation.native import native_rollout as rollout_module
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
@@ -107,7 +107,7 @@ def test_a_token_of_a_whole_batch(
         generate(FEW)
     with device.counted() as more, device.waits() as sites:
         generate(MORE)
-    assert [batch.drawn for batch in made] == [ROWS * FEW, ROWS * FEW, ROWS * MORE]
+    assert [batch.sampled for batch in made] == [ROWS * FEW, ROWS * FEW, ROWS * MORE]
     steps = MORE - FEW
     launches = sum(more[name] - few[name] for name in ("launches", "products")) / steps
     assert launches <= LAUNCHES_OF_A_TOKEN

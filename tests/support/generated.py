@@ -19,8 +19,8 @@ from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import Completion, Decode, GenerationRequest, RolloutEngine
-from slurmrl.rollouts.generation.native.rollout import NativeRollout
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.tensors.layout import Array
 
 

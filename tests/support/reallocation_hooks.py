@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.rollouts.generation.native.led import LedBatch, RepeatedBatch
+from slurmrl.rollouts.generation.native.split_batch import FollowerBatch, LeaderBatch
 from slurmrl.tensors.transfer.execute import Mover
 from tests.support.hooks import FOLDER
 from tests.support.trials import wait_until
@@ -68,8 +68,8 @@ def ranks_die_while_they_serve() -> None:
     """First a rank that repeats the steps of its leader is killed in the middle of generation, and
     then, after the restart, the leader.
     """
-    for kind, method, calls in ((RepeatedBatch, "_step", 50), (LedBatch, "step", 30)):
-        setattr(kind, method, _deadly(getattr(kind, method), kind is LedBatch, calls))
+    for kind, method, calls in ((FollowerBatch, "_step", 50), (LeaderBatch, "step", 30)):
+        setattr(kind, method, _deadly(getattr(kind, method), kind is LeaderBatch, calls))
 
 
 def _deadly(method: Any, leads: bool, calls: int) -> Any:

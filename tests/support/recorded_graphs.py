@@ -33,7 +33,7 @@ class RecordedGraph:
     def __init__(self, compute: Callable[[], Sampled], graphs: RecordedGraphs) -> None:
         self._graphs, self._computed = graphs, True
         with _Recorder() as recorder:
-            self.draws = compute()
+            self.samples = compute()
         self._calls = recorder.calls
 
     def replay(self) -> None:

@@ -13,9 +13,9 @@ from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.engines.host import Offload
 from slurmrl.models.decoder import Decoder
-from slurmrl.rollouts.generation.native.peers import Peers
-from slurmrl.rollouts.generation.native.rollout import NativeRollout
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.rollouts.generation.native.split_batch import Peers
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
@@ -64,7 +64,7 @@ class GatheredGeneration(GenerateEngine):
                 turns=options.turns,
                 support=options.support,
             )
-            if peers is not None and options.turns and not peers.leads:
+            if peers is not None and options.turns and not peers.is_leader:
                 rollout.follow()
                 yield None
                 return

@@ -35,9 +35,9 @@ from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.rollouts.generation.base import Decode, RolloutEngine
-from slurmrl.rollouts.generation.native.peers import Peers
-from slurmrl.rollouts.generation.native.rollout import NativeRollout
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.rollouts.generation.native.split_batch import Peers
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.servers import VISIBLE, ServerKind, weights_config
 from slurmrl.run.channel.bell import Bell

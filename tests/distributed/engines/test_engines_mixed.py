@@ -17,7 +17,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import LossFn, Outputs, ServingOptions
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.base import RolloutEngine
-from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import batch, model, prompts
 from tests.distributed.engines.mixed_cases import ROLES, Step, context, replay

@@ -23,13 +23,13 @@ from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
 from slurmrl.models.paged import PagedDecoder
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.native import batch as batch_module
 from slurmrl.rollouts.generation.native import decode as decode_module
-from slurmrl.rollouts.generation.native import memory
-from slurmrl.rollouts.generation.native import rollout as rollout_module
-from slurmrl.rollouts.generation.native import runner as runner_module
-from slurmrl.rollouts.generation.native.peers import Peers
-from slurmrl.rollouts.generation.native.rollout import NativeRollout
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native import model_runner as runner_module
+from slurmrl.rollouts.generation.native import native_rollout as rollout_module
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.rollouts.generation.native.split_batch import Peers
 from slurmrl.tensors.ops.products import packable
 from tests.distributed.engines.cases import (
     ARCHITECTURE,
@@ -87,7 +87,7 @@ class Counted:
 
 @contextmanager
 def served(
-    setup: Setup, *, late: bool, timeout_s: float | None = None, stale_cache: bool = False
+    setup: Setup, *, overlap: bool, timeout_s: float | None = None, stale_cache: bool = False
 ) -> Any:
     """A rank's engine, and its counts. With a time-out, messages have a group of their own."""
     engine: Any = make(setup)
@@ -105,7 +105,7 @@ def served(
             stale_cache=stale_cache,
         )
         batch, counted = rollout._batch, Counted()
-        batch._late = late
+        batch._overlap = overlap
         step, preempt = batch._schedule.next, batch._schedule.preempt
 
         def next_step(settle: Any) -> Any:
@@ -120,14 +120,14 @@ def served(
         yield rollout, counted
         pool = batch._pool
         counted.free = len(pool._free) + len(pool._idle) == pool.made and not any(pool._users)
-        counted.drawn, counted.checksum = batch.drawn, batch.checksum
+        counted.drawn, counted.checksum = batch.sampled, batch.checksum
         counted.broadcasts = peers.broadcasts if peers else 0
 
 
-def work(setup: Setup, name: str, *args: Any, late: bool = False, **more: Any) -> Counted:
+def work(setup: Setup, name: str, *args: Any, overlap: bool = False, **more: Any) -> Counted:
     """Run one of the functions below on the leader, while the others follow."""
-    with served(setup, late=late, **more) as (rollout, counted):
-        if rollout._peers is None or rollout._peers.leads:
+    with served(setup, overlap=overlap, **more) as (rollout, counted):
+        if rollout._peers is None or rollout._peers.is_leader:
             counted.result = asyncio.run(globals()[name](rollout, *args))
             rollout.dismiss()
         else:
@@ -200,7 +200,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "late", "stale_cache"),
+    ("layout", "overlap", "stale_cache"),
     [
         ("t2", False, False),
         ("t2", True, True),
@@ -209,14 +209,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ],
 )
 def test_split_models_serve_what_one_rank_serves(
-    ranks: RankPool, layout: str, late: bool, stale_cache: bool, folders: tuple[Path, Path]
+    ranks: RankPool, layout: str, overlap: bool, stale_cache: bool, folders: tuple[Path, Path]
 ) -> None:
     """Groups, stops, aborts, refusals, preemption, pauses and new weights in the middle: the same
     completions, and on all ranks the same steps; each step costs one broadcast.
     """
     setup = LAYOUTS[layout]
     whole = Setup(model=model(), split=[range(5)])
-    more = {"late": late, "stale_cache": stale_cache}
+    more = {"overlap": overlap, "stale_cache": stale_cache}
     (alone,) = ranks(1, f"{HERE}:work", whole, "everything", *folders, **more)
     leader, other = ranks(2, f"{HERE}:work", setup, "everything", *folders, **more)
     assert leader.result.keys() == alone.result.keys()
@@ -264,7 +264,7 @@ def memory_of_all(setup: Setup) -> int:
     """The memory that a cache is made for, where rank r has 100 - r bytes."""
     engine: Any = make(setup)
     split = engine._shards.decoder.split
-    return memory._least(100 - dist.get_rank(), split, torch.device("cpu"))
+    return batch_module._least(100 - dist.get_rank(), split, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("layout", ["t2", "c2"])
@@ -294,12 +294,12 @@ async def one_request(rollout: NativeRollout) -> None:
 
 def breaking(setup: Setup, how: str, weights: Path) -> None:
     """``one_request``, and a rank that breaks in the middle of it."""
-    with served(setup, late=False) as (rollout, _):
+    with served(setup, overlap=False) as (rollout, _):
         batch, sample = rollout._batch, runner_module.sample
-        leads = rollout._peers.leads
+        leads = rollout._peers.is_leader
 
         def step() -> Any:
-            if batch.drawn == 5:
+            if batch.sampled == 5:
                 os._exit(7)
             return taken()
 
@@ -339,7 +339,7 @@ READ_WEIGHTS = rollout_module.read_weights
     [
         ("rank 1 exits", ["rank 1: exited with 7", "the native engine failed"]),
         ("rank 0 exits", ["rank 0: exited with 7", "in receive"]),
-        ("other tokens", ["rank 1 of a model that is split has drawn other tokens"]),
+        ("other tokens", ["rank 1 of a model that is split has sampled other tokens"]),
         ("weights", ["could not be read .* other ranks of the model", "stale file handle"]),
     ],
 )
@@ -424,7 +424,7 @@ def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
     """
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], token)
-    message = "RunFailedError: rank 1 of a model that is split has drawn other tokens"
+    message = "RunFailedError: rank 1 of a model that is split has sampled other tokens"
     assert str(caught.value).count(message) == 2
 
 

@@ -21,9 +21,8 @@ from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import RewardError
 from slurmrl.models.paged import cell_bytes
 from slurmrl.rollouts.generation.native import batch as batch_module
-from slurmrl.rollouts.generation.native.pages import PagePool
-from slurmrl.rollouts.generation.native.runner import Drawn, Runner
-from slurmrl.rollouts.generation.native.schedule import Step
+from slurmrl.rollouts.generation.native.batch_schedule import PagePool, Step
+from slurmrl.rollouts.generation.native.model_runner import ModelRunner, SampledStep
 
 MakeWorld = Callable[..., Any]
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
@@ -132,13 +131,13 @@ def test_as_many_sequences_are_extended_as_episodes_advance(
 ) -> None:
     """One token of each by one call of the model, however many they are."""
     world, draws = make_world(), []
-    run = batch_module.Runner.run
+    run = batch_module.ModelRunner.run
 
-    def counted(self: Runner, step: Step, version: str) -> Drawn | None:
-        draws.append(sum(reading.draws for reading in step.readings) + len(step.forks))
+    def counted(self: ModelRunner, step: Step, version: str) -> SampledStep | None:
+        draws.append(sum(chunk.samples for chunk in step.chunks) + len(step.forks))
         return run(self, step, version)
 
-    monkeypatch.setattr(batch_module.Runner, "run", counted)
+    monkeypatch.setattr(batch_module.ModelRunner, "run", counted)
     ids = [str(number) for number in range(300)]
     generated(world, context_of(world, {"name": f"{OWN}:once", "concurrency": 300}), ids)
     assert max(draws) == 300

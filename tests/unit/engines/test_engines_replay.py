@@ -20,7 +20,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from tests.support.generated import GenerationOutput, generated
 from tests.unit.engines.test_engines_rollout_native import (
     TIGHT,

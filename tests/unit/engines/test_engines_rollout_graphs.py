@@ -14,9 +14,9 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import GenerationRequest
 from slurmrl.rollouts.generation.native import decode as decode_module
-from slurmrl.rollouts.generation.native import runner as runner_module
+from slurmrl.rollouts.generation.native import model_runner as runner_module
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.sequence import Sequence
 from slurmrl.tensors.ops.sampling import Sampled
 from tests.support.recorded_graphs import RecordedGraphs
@@ -61,12 +61,12 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(decode_module, "LEAST_CELLS", 8)  # rows grow out of their graphs
 
     def make(
-        name: str, limits: Limits, *, late: bool, graphs: bool, kind: Any = RecordedGraphs
+        name: str, limits: Limits, *, overlap: bool, graphs: bool, kind: Any = RecordedGraphs
     ) -> Run:
         recorded = kind() if graphs else None
         monkeypatch.setattr(runner_module, "capture_for", lambda decoder: recorded)
         decoder = random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0)
-        batch = ContinuousBatch(decoder, limits, context=None, late=late)
+        batch = ContinuousBatch(decoder, limits, context=None, overlap=overlap)
         batch.renew("1")
         return Run(batch, decoder, recorded)
 
@@ -82,17 +82,17 @@ def same(found: list[Sequence], wanted: list[Sequence]) -> None:
         assert own.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("limits", [Limits(rows=24), TIGHT])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "gpt2"])
 def test_replayed_calls_draw_what_computed_ones_do(
-    start: Any, name: str, limits: Limits, late: bool
+    start: Any, name: str, limits: Limits, overlap: bool
 ) -> None:
     """Also where the cache and its tables move, rows are preempted, and tokens are read late;
     tokens drawn behind the end of a row are not counted.
     """
     direct, replayed = (
-        start(name, limits, late=late and graphs, graphs=graphs) for graphs in (False, True)
+        start(name, limits, overlap=overlap and graphs, graphs=graphs) for graphs in (False, True)
     )
     results = []
     for run in (direct, replayed):
@@ -101,7 +101,7 @@ def test_replayed_calls_draw_what_computed_ones_do(
         sequences += run.add(2, restricted, first=15)
         run.finish()
         results.append(sequences)
-        assert run.batch.drawn == sum(len(sequence.logprobs) for sequence in sequences)
+        assert run.batch.sampled == sum(len(sequence.logprobs) for sequence in sequences)
         pool = run.batch._pool
         assert len(pool._free) + len(pool._idle) == pool.made
         assert not any(pool._users)
@@ -117,8 +117,8 @@ class Replaced:
     graph: Any
 
     @property
-    def draws(self) -> Any:
-        drawn: Sampled = self.graph.draws
+    def samples(self) -> Any:
+        drawn: Sampled = self.graph.samples
         return drawn._replace(tokens=drawn.tokens + 1)
 
     def replay(self) -> None:
@@ -139,17 +139,17 @@ class RefusedGraphs(RecordedGraphs):
         return super().__call__(compute)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [(WrongGraphs, "tokens differ"), (RefusedGraphs, "not permitted when stream is capturing")],
 )
 def test_a_graph_that_fails_or_draws_otherwise_is_not_used(
-    start: Any, caplog: pytest.LogCaptureFixture, kind: Any, reason: str, late: bool
+    start: Any, caplog: pytest.LogCaptureFixture, kind: Any, reason: str, overlap: bool
 ) -> None:
     """The log says so, and all calls are direct ones from then on."""
-    direct = start("qwen3", Limits(rows=24), late=False, graphs=False)
-    run = start("qwen3", Limits(rows=24), late=late, graphs=True, kind=kind)
+    direct = start("qwen3", Limits(rows=24), overlap=False, graphs=False)
+    run = start("qwen3", Limits(rows=24), overlap=overlap, graphs=True, kind=kind)
     results = []
     for each in (direct, run):
         results.append(each.add(12))
@@ -161,17 +161,17 @@ def test_a_graph_that_fails_or_draws_otherwise_is_not_used(
 
 @pytest.mark.parametrize("copied", [False, True], ids=["weights-in-place", "weights-copied"])
 @pytest.mark.parametrize(
-    ("late", "stale_cache"), [(False, False), (True, False), (False, True), (True, True)]
+    ("overlap", "stale_cache"), [(False, False), (True, False), (False, True), (True, True)]
 )
 def test_graphs_follow_new_weights_aborts_and_later_requests(
-    start: Any, monkeypatch: pytest.MonkeyPatch, late: bool, stale_cache: bool, copied: bool
+    start: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, stale_cache: bool, copied: bool
 ) -> None:
     """In the middle of decoding, also with a call in flight whose tokens nobody has read."""
     if not copied:  # as on a GPU
         monkeypatch.setattr(inference_module, "packable", lambda weight: False)
     results = []
     for graphs in (False, True):
-        run = start("qwen3", Limits(rows=24), late=late and graphs, graphs=graphs)
+        run = start("qwen3", Limits(rows=24), overlap=overlap and graphs, graphs=graphs)
         long = replace(OPTIONS, stop_token_ids=())
         sequences = run.add(6, long)
         for _ in range(12):

@@ -20,11 +20,11 @@ from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.paged import PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.rollouts.generation.native import rollout as rollout_module
-from slurmrl.rollouts.generation.native.memory import bounded
-from slurmrl.rollouts.generation.native.rollout import NativeRollout
-from slurmrl.rollouts.generation.native.schedule import Limits
-from slurmrl.rollouts.generation.native.stops import ends_with_stop
+from slurmrl.rollouts.generation.native import native_rollout as rollout_module
+from slurmrl.rollouts.generation.native.batch import bounded
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.rollouts.generation.native.sequence import ends_with_stop
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 from tests.support.generated import generate
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
@@ -58,14 +58,14 @@ def served(
     requests: list[GenerationRequest],
     limits: Limits | None = None,
     *,
-    late: bool = False,
+    overlap: bool = False,
     **more: Any,
 ) -> tuple[list[Completion], NativeRollout]:
     """All completions in the requests' order, and the engine, which has ended."""
 
     async def run() -> tuple[list[Completion], NativeRollout]:
         engine = NativeRollout(decoder, limits=limits, version="0.1", **more)
-        engine._batch._late = late
+        engine._batch._overlap = overlap
         results = await asyncio.wait_for(asyncio.gather(*map(engine.submit, requests)), 120)
         return [completion for result in results for completion in result], engine
 
@@ -92,10 +92,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("limits", [Limits(), SMALL, TIGHT])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
-def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, late: bool) -> None:
+def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, overlap: bool) -> None:
     """However few rows, tokens or pages there are, and whether tokens are read one call late,
     completions are those of a batch that begins and ends together.
     """
@@ -108,7 +108,7 @@ def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, late:
     flat = torch.tensor([token for text in texts for token in text])
     wanted = generate(decoder, flat, cu, options, seed=1, step=2, keys=torch.arange(36))
     requests = [request(i, text, options, *range(i * n, i * n + n)) for i, text in enumerate(texts)]
-    found, engine = served(decoder, requests, limits, late=late)
+    found, engine = served(decoder, requests, limits, overlap=overlap)
     rows = zip(
         wanted.tokens.split(wanted.lengths.tolist()),
         wanted.logprobs.split(wanted.lengths.tolist()),
@@ -142,7 +142,7 @@ def test_a_turn_shares_no_cell_that_was_not_computed() -> None:
 
     async def run() -> tuple[GenerationRequest, Completion]:
         engine = NativeRollout(decoder, limits=limits, version="0.1")
-        engine._batch._late = True
+        engine._batch._overlap = True
         futures = [engine.submit(each) for each in (*first, more)]
         (_,), (ended,), _ = await asyncio.gather(*futures)
         assert len(ended.tokens) == 4
@@ -322,7 +322,7 @@ def test_with_a_stale_cache_tokens_behind_an_update_are_drawn_over_older_keys(
         limits = Limits(page_tokens=4)
         engine = NativeRollout(from_hf(old), version="0.1", limits=limits, stale_cache=True)
         future = engine.submit(request("first", prompt, options, 0))
-        while engine._batch.drawn < 2:
+        while engine._batch.sampled < 2:
             await asyncio.sleep(0)
         assert (engine._batch.read < limits.page_tokens) == (length == 2)
         await engine.update_weights(WeightVersion(name="1.1", folder=new))
@@ -364,7 +364,7 @@ def test_with_a_stale_cache_all_completions_of_a_prompt_keep_their_pages_to_them
         limits = Limits(rows=4, step_tokens=6, page_tokens=16)
         engine = NativeRollout(from_hf(old), version="0.1", limits=limits, stale_cache=True)
         other = engine.submit(request("other", (1, 2, 3), options, 0))
-        while engine._batch.drawn < 3:
+        while engine._batch.sampled < 3:
             await asyncio.sleep(0)
         future = engine.submit(request("first", prompt, options, 0, 1))
         read = engine._batch.read
@@ -625,9 +625,9 @@ def letters(tokens: Any) -> str:
     return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("least", [0, 5])
-def test_stop_strings_end_completions_across_tokens(least: int, late: bool) -> None:
+def test_stop_strings_end_completions_across_tokens(least: int, overlap: bool) -> None:
     """A completion ends with the first token after which its text has a stop string, wherever in
     tokens it begins and ends, and after the least number of tokens.
     """
@@ -639,7 +639,7 @@ def test_stop_strings_end_completions_across_tokens(least: int, late: bool) -> N
     found, engine = served(
         decoder,
         [request(i, text, options, i) for i, text in enumerate(texts)],
-        late=late,
+        overlap=overlap,
         decode=letters,
     )
     assert everything_is_free(engine)

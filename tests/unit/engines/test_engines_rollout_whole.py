@@ -22,7 +22,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.paged import PagedCache
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from tests.support.generated import GenerationOutput, generate, generated
 from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample

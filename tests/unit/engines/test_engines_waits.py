@@ -119,7 +119,7 @@ def test_requests_wait_only_for_what_an_earlier_call_has_drawn(
 
     async def served() -> list[tuple[int, ...]]:
         with model.serving("1.0", ServingOptions()) as rollout:
-            rollout._batch._late = True
+            rollout._batch._overlap = True
             requests = [
                 GenerationRequest(
                     request_id=str(place),

@@ -16,8 +16,8 @@ from slurmrl.models import inference
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.native import decode as decode_module
-from slurmrl.rollouts.generation.native import runner as runner_module
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native import model_runner as runner_module
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
 from tests.support.generated import GenerationOutput, generate

@@ -75,7 +75,7 @@ assert gc.isenabled() and gc.get_freeze_count()
 import torch
 device.set_up(device.choose(0), threads=1, deterministic=True)
 assert torch.are_deterministic_algorithms_enabled()
-assert "slurmrl.rollouts.generation.native.rollout" in sys.modules
+assert "slurmrl.rollouts.generation.native.native_rollout" in sys.modules
 unused = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "sympy"}
 print(unused.intersection(sys.modules) or "none")
 from torch._inductor import config  # for compiled models of the user

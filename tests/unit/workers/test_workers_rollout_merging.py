@@ -23,7 +23,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.model_tensors import MergedCheckpoint, SafetensorsFolder
 from slurmrl.models.shapes import parameter_shapes, storage_of
-from slurmrl.rollouts.generation.native.weights import read_weights
+from slurmrl.rollouts.generation.native.native_rollout import read_weights
 from slurmrl.tensors.checkpoint.export import Precision
 from slurmrl.tensors.checkpoint.tensors import TensorFile, file_entries
 from slurmrl.tensors.layout import Array, Box, TensorSpec

@@ -27,7 +27,7 @@ from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.models.hf import to_hf
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.rollouts.generation.native.rollout import NativeRollout
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.run.channel.bell import Bell

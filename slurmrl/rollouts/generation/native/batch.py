@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import replace
 from itertools import count
 from zlib import crc32
 
+import torch
+import torch.distributed as dist
+
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.paged import cell_bytes
+from slurmrl.models.parallel.split import Split
 from slurmrl.rollouts.generation.base import Decode, GenerationRequest
-from slurmrl.rollouts.generation.native.memory import bounded
-from slurmrl.rollouts.generation.native.pages import PagePool
-from slurmrl.rollouts.generation.native.runner import Drawn, Runner
-from slurmrl.rollouts.generation.native.schedule import Limits, Schedule
-from slurmrl.rollouts.generation.native.sequence import Sequence
-from slurmrl.rollouts.generation.native.stops import ends_with_stop
+from slurmrl.rollouts.generation.native.batch_schedule import Limits, PagePool, Schedule
+from slurmrl.rollouts.generation.native.model_runner import ModelRunner, SampledStep
+from slurmrl.rollouts.generation.native.sequence import Sequence, ends_with_stop
+
+SHARE = 0.8
+"""Part of a GPU's free memory that the cache may use; the rest is for activations and logits."""
+GIB = 2**30
 
 
 class ContinuousBatch:
@@ -34,30 +41,30 @@ class ContinuousBatch:
         decode: Decode | None = None,
         support: bool = True,
         turns: bool = True,
-        late: bool | None = None,
+        overlap: bool | None = None,
     ) -> None:
         """``context`` is the most tokens of a sequence, prompt included, at which it ends.
 
         None: a request that may become longer than the model's positions is refused. ``decode`` is
-        needed for stop strings. ``support``: see ``Runner``. Without ``turns``, the cache does not
-        grow to keep what later prompts might begin with. With ``late``, the tokens of a call are
-        read while the next one runs (default: on a GPU).
+        needed for stop strings. ``support``: see ``ModelRunner``. Without ``turns``, the cache does
+        not grow to keep what later prompts might begin with. With ``overlap``, the tokens of a call
+        are read while the next one runs (default: on a GPU).
         """
         limits = bounded(limits, decoder)
         self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
         self._schedule = Schedule(limits, self._pool)
-        self._runner = Runner(decoder, limits, self._pool, support=support)
+        self._runner = ModelRunner(decoder, limits, self._pool, support=support)
         self._limits, self._context, self._decode = limits, context, decode
         self._vocabulary = decoder.config.vocab_size
         self._check_length = decoder.config.check_length
-        self._late = decoder.head_weight().is_cuda if late is None else late
-        self._unread: list[Drawn] = []
+        self._overlap = decoder.head_weight().is_cuda if overlap is None else overlap
+        self._unread: list[SampledStep] = []
         self._ended: list[Sequence] = []
         self._arrivals = count()
         self.version = ""
-        """The weights that draw."""
-        self.drawn = 0
-        """Tokens drawn in all."""
+        """The weights that sample."""
+        self.sampled = 0
+        """Tokens sampled in all."""
         self.checksum = 0
         """Of these tokens, in their order."""
         self.read = 0
@@ -94,20 +101,20 @@ class ContinuousBatch:
 
     def step(self) -> list[Sequence]:
         """Call the model once; return the sequences that have ended since the last call."""
-        step = self._schedule.next(self._settle)
-        drawn = self._runner.run(step, self.version) if step.readings else None
-        self.read += sum(reading.tokens for reading in step.readings)
-        self._settle()  # what the call before has drawn, while this one runs
-        if drawn is not None:
-            self._unread.append(drawn)
-        if not self._late:
-            self._settle()
+        step = self._schedule.next(self._flush)
+        sampled = self._runner.run(step, self.version) if step.chunks else None
+        self.read += sum(chunk.tokens for chunk in step.chunks)
+        self._flush()  # what the call before has sampled, while this one runs
+        if sampled is not None:
+            self._unread.append(sampled)
+        if not self._overlap:
+            self._flush()
         ended, self._ended = self._ended, []
         return ended
 
     def abort(self, sequences: list[Sequence]) -> None:
         """End those that have not ended; they keep their tokens."""
-        self._settle()
+        self._flush()
         for sequence in sequences:
             sequence.followers = []
             if sequence.finish is None:
@@ -121,8 +128,8 @@ class ContinuousBatch:
         the keys and values of these tokens, which no other sequence then shares.
         """
         if stale_cache:
-            self._settle()
-            self._schedule.seclude()
+            self._flush()
+            self._schedule.isolate()
             self._pool.forget()
         else:
             self._empty_cache()
@@ -131,7 +138,7 @@ class ContinuousBatch:
 
     def _empty_cache(self) -> None:
         """All tokens are read again."""
-        self._settle()
+        self._flush()
         for sequence in list(self._schedule.running):
             self._schedule.preempt(sequence)
         self._pool.forget()
@@ -163,30 +170,30 @@ class ContinuousBatch:
             )
         return limit
 
-    def _settle(self) -> None:
-        """Read all tokens that were drawn."""
+    def _flush(self) -> None:
+        """Read all tokens that were sampled."""
         unread, self._unread = self._unread, []
-        for drawn in unread:
-            self._absorb(drawn)
+        for sampled in unread:
+            self._process(sampled)
 
-    def _absorb(self, drawn: Drawn) -> None:
-        """Take what a call drew; end the sequences that are complete."""
-        tokens, logprobs, supports = drawn.read()
+    def _process(self, sampled: SampledStep) -> None:
+        """Take what a call sampled; end the sequences that are complete."""
+        tokens, logprobs, supports = sampled.read()
         self.checksum = crc32(array("q", tokens), self.checksum)
         if not all(map(math.isfinite, logprobs)):
             raise RunFailedError("the model's logits are not finite: its weights have diverged")
         for sequence, token, logprob, support in zip(
-            drawn.sequences, tokens, logprobs, supports, strict=True
+            sampled.sequences, tokens, logprobs, supports, strict=True
         ):
             sequence.unread -= 1
             if sequence.finish is not None:
-                continue  # it had ended when this token was drawn
+                continue  # it had ended when this token was sampled
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
-            sequence.versions.append(drawn.version)
+            sequence.versions.append(sampled.version)
             if sequence.request.options.support:
                 sequence.support.add(support)
-            self.drawn += 1
+            self.sampled += 1
             self._finish(sequence, token)
 
     def _finish(self, sequence: Sequence, token: int) -> None:
@@ -213,3 +220,49 @@ class ContinuousBatch:
         assert self._decode is not None
         tokens = sequence.tokens[len(sequence.request.prompt) :]
         return ends_with_stop(self._decode, tokens, options.stop_strings)
+
+
+def bounded(limits: Limits, decoder: Decoder) -> Limits:
+    """The limits with ``cache_tokens`` from ``cache_bytes``, or on a GPU from its free memory.
+
+    Without either, or with ``cache_tokens``, they are unchanged. All ranks of a decoder that is
+    split get the same limits: they have as many pages as the GPU with the least free memory holds.
+
+    Raises UsageError if not even one page fits.
+    """
+    device = decoder.head_weight().device
+    if limits.cache_tokens is not None:
+        return limits
+    size, source = limits.cache_bytes, "the cache may use"
+    if size is None and device.type == "cuda":
+        free = _least(_free_bytes(device), decoder.split, device)
+        size, source = int(SHARE * free), f"the free memory of {device} leaves it"
+    if size is None:
+        return limits
+    cell = cell_bytes(decoder)
+    pages = (size - cell) // (cell * limits.page_tokens)  # (a spare cell lies behind them)
+    if pages < 1:
+        needed = cell * (limits.page_tokens + 1) / GIB
+        raise UsageError(
+            f"a page of {limits.page_tokens} tokens of the key-value cache needs {needed:.3g} GiB, "
+            f"but {source} {size / GIB:.3g} GiB: give it more memory, use fewer models on this "
+            "device, or offload them"
+        )
+    return replace(limits, cache_tokens=pages * limits.page_tokens, cache_bytes=None)
+
+
+def _least(size: int, split: Split, device: torch.device) -> int:
+    """The least of the sizes of all ranks of a decoder. Collective over them."""
+    if split.whole:
+        return size
+    least = torch.tensor(size, device=device)
+    for axis in (split.tensor, split.context):
+        if axis.size > 1:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=axis.group)
+    return int(least)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that torch could allocate now."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

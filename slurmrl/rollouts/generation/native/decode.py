@@ -1,9 +1,9 @@
-"""Calls that read one token of each row and draw the next one.
+"""Calls that read one token of each row and sample the next one.
 
 Their inputs have few shapes, so a GPU repeats them as CUDA graphs: the host starts one graph for
 each token of all rows, whatever the number of layers. Other devices compute the same directly.
 
-B rows of a call, padding included.
+B rows of a call, padding included; R rows of a batch, N pages of a row, T tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from slurmrl import log
 from slurmrl.models.paged import PagedCall, PagedDecoder
-from slurmrl.rollouts.generation.native.rows import RowState
-from slurmrl.rollouts.generation.native.sequence import Law
+from slurmrl.rollouts.generation.native.sequence import SamplingKey, Sequence
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.sampling import Sampled, sample, stream_uniform
@@ -26,6 +26,8 @@ logger = log.get(__name__)
 
 LEAST_CELLS = 1024
 """Graphs are made for rows of up to this many cells of the cache, and twice as many, and so on."""
+UNREAD = -1
+"""In place of a token that the host has not read: it is the last token of its row."""
 
 
 class RowInput(NamedTuple):
@@ -46,12 +48,12 @@ class DecodeShape(NamedTuple):
     rows: int
     longest: int
     """Upper bound of the cells that a row sees."""
-    law: Law
+    sampling_key: SamplingKey
     banned: tuple[int, ...]
 
 
 class DecodeGraph(Protocol):
-    draws: Sampled
+    samples: Sampled
     """In the same memory after every replay."""
 
     def replay(self) -> None:
@@ -78,7 +80,7 @@ class _CUDAGraph:
         self._graph = torch.cuda.CUDAGraph()
         # Other threads of the process may call CUDA meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.draws = compute()
+            self.samples = compute()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -102,7 +104,7 @@ class DecodeStep:
     def __init__(
         self, decoder: PagedDecoder, state: RowState, *, support: bool, capture: Capture | None
     ) -> None:
-        """``support``: see ``Runner``."""
+        """``support``: see ``ModelRunner``."""
         self._decoder, self._state, self._support = decoder, state, support
         self._capture, self._device = capture, state.last.device
         self._inputs: dict[int, Tensor] = {}
@@ -115,25 +117,29 @@ class DecodeStep:
         """Drop all graphs: what they read or write has moved in memory."""
         self._graphs = dict.fromkeys(self._graphs)
 
-    def run(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> Sampled:
-        """Read a token of each row and draw the next, which the next call can read.
+    def run(
+        self, inputs: list[RowInput], sampling_key: SamplingKey, banned: tuple[int, ...]
+    ) -> Sampled:
+        """Read a token of each row and sample the next, which the next call can read.
 
         The results are valid until the next call; nothing waits for a GPU, except where a graph is
         made.
         """
-        shape = self._shape(inputs, law, banned)
+        shape = self._shape(inputs, sampling_key, banned)
         more = shape.rows - len(inputs)
         spare = RowInput(0, self._decoder.cache.spare, 0, self._state.spare, 0)
         rows = torch.tensor([*inputs, *[spare] * more], dtype=torch.int64)
-        draws = self._replayed(rows.t().contiguous(), shape)
-        return draws.each(lambda values: values[: len(inputs)])
+        samples = self._replayed(rows.t().contiguous(), shape)
+        return samples.each(lambda values: values[: len(inputs)])
 
-    def _shape(self, inputs: list[RowInput], law: Law, banned: tuple[int, ...]) -> DecodeShape:
+    def _shape(
+        self, inputs: list[RowInput], sampling_key: SamplingKey, banned: tuple[int, ...]
+    ) -> DecodeShape:
         count, longest = len(inputs), 1 + max(each.position for each in inputs)
         if self._capture is None:
-            return DecodeShape(count, longest, law, banned)
+            return DecodeShape(count, longest, sampling_key, banned)
         rows = min(_power(count), self._state.spare)
-        return DecodeShape(rows, max(LEAST_CELLS, _power(longest)), law, banned)
+        return DecodeShape(rows, max(LEAST_CELLS, _power(longest)), sampling_key, banned)
 
     def _replayed(self, columns: Tensor, shape: DecodeShape) -> Sampled:
         if shape.banned not in self._banned:
@@ -150,26 +156,26 @@ class DecodeStep:
         if graph is None:
             return self._captured(self._capture, inputs, shape)
         graph.replay()
-        return graph.draws
+        return graph.samples
 
     def _captured(
         self, capture: Capture, inputs: tuple[Tensor, ...], shape: DecodeShape
     ) -> Sampled:
         """Make the graph of a shape.
 
-        Its first replay must draw what a direct call draws; else, or if it cannot be made, all
+        Its first replay must sample what a direct call samples; else, or if it cannot be made, all
         later calls are direct ones.
         """
         last = self._state.last.clone()
-        draws = self._compute(inputs, shape)
+        samples = self._compute(inputs, shape)
         after = self._state.last.clone()
         self._state.last.copy_(last)
         try:
             graph = capture(lambda: self._compute(inputs, shape))
             graph.replay()
-            if torch.equal(graph.draws.tokens, draws.tokens):
+            if torch.equal(graph.samples.tokens, samples.tokens):
                 self._graphs[shape] = graph
-                return graph.draws
+                return graph.samples
             reason = "its tokens differ from those of a direct call"
         except RuntimeError as error:
             reason = str(error)
@@ -177,7 +183,7 @@ class DecodeStep:
         self._capture = None
         self._graphs.clear()
         self._state.last.copy_(after)
-        return draws
+        return samples
 
     def _placed(self, columns: Tensor) -> tuple[Tensor, ...]:
         """The inputs in the memory that graphs of as many rows read."""
@@ -202,8 +208,8 @@ class DecodeStep:
         )
         ids = self._state.tokens(ids, rows)
         logits = self._decoder.logits(ids, positions, call, None)
-        temperature, top_k, top_p, greedy, record = shape.law
-        drawn = sample(
+        temperature, top_k, top_p, greedy, record = shape.sampling_key
+        sampled = sample(
             logits,
             stream_uniform(streams, lengths),
             temperature=temperature,
@@ -214,10 +220,52 @@ class DecodeStep:
             support=self._support,
             record=record,
         )
-        self._state.last.index_copy_(0, rows, drawn.tokens)
-        return drawn
+        self._state.last.index_copy_(0, rows, sampled.tokens)
+        return sampled
 
 
 def _power(number: int) -> int:
     """The least power of 2 that is not below a number."""
     return 1 << (number - 1).bit_length()
+
+
+class RowState:
+    """The page tables and the last tokens of all rows.
+
+    Behind the rows lies one more, the ``spare`` one, for tokens that belong to no sequence.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.spare = rows
+        self.tables = torch.zeros((rows + 1, 1), dtype=torch.int64, device=device)
+        """[R + 1, N]."""
+        self.last = torch.zeros(rows + 1, dtype=torch.int64, device=device)
+        """[R + 1]: the token that each row sampled last."""
+        self._new: list[tuple[int, int, int]] = []
+        """Pages that the tables lack: row, place, page."""
+
+    def row(self, sequence: Sequence) -> int:
+        """The row of a sequence; its new pages are in the tables after the next ``write``."""
+        row, pages = sequence.row, sequence.pages
+        assert row is not None
+        if sequence.in_table < len(pages):
+            self._new += [(row, n, pages[n]) for n in range(sequence.in_table, len(pages))]
+            sequence.in_table = len(pages)
+        return row
+
+    def write(self) -> bool:
+        """Write new pages into the tables. True if the tables have moved in memory."""
+        if not self._new:
+            return False
+        new, self._new = torch.tensor(self._new, dtype=torch.int64), []
+        missing = int(new[:, 1].max()) + 1 - self.tables.shape[1]
+        if missing > 0:
+            self.tables = pad(self.tables, (0, max(missing, self.tables.shape[1])))
+        places = new[:, 0] * self.tables.shape[1] + new[:, 1]
+        places, pages = upload([places, new[:, 2]], self.tables.device)
+        self.tables.view(-1).index_copy_(0, places, pages)
+        return missing > 0
+
+    def tokens(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Tokens [T] of rows [T], with those that the host has not read."""
+        return torch.where(ids == UNREAD, self.last[rows], ids)

@@ -1,19 +1,23 @@
-"""One completion while it is made."""
+"""One completion while it is made, and where its stop strings end it."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 from slurmrl.data.support import SampledSupport
-from slurmrl.rollouts.generation.base import Completion, Finish, GenerationRequest
+from slurmrl.rollouts.generation.base import Completion, Decode, Finish, GenerationRequest
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.ops.sampling import stream
 
 Rank = tuple[int, int]
 """A sequence's place in the order of service: priority and arrival."""
-Law = tuple[float, int | None, float, bool, bool]
-"""What is common to draws that one call of `tensors.ops.sampling.sample` can make: temperature, top
-k, top p, greedy, and whether supports are recorded."""
+SamplingKey = tuple[float, int | None, float, bool, bool]
+"""What one call of `tensors.ops.sampling.sample` needs in common: temperature, top k, top p,
+greedy, and whether supports are recorded."""
+MARGIN = 4
+"""Tokens that are decoded before the longest possible match: tokenizers treat the first token of a
+text differently."""
 
 
 @dataclass(eq=False, slots=True)
@@ -26,15 +30,15 @@ class Sequence:
     limit: int
     """Most tokens, those of the prompt included."""
     tokens: list[int] = field(init=False)
-    """The prompt and the tokens drawn, as far as the host knows them."""
-    law: Law = field(init=False)
+    """The prompt and the tokens sampled, as far as the host knows them."""
+    sampling_key: SamplingKey = field(init=False)
     stream: int = field(init=False)
     """Its random numbers, for `tensors.ops.sampling.stream_uniform`."""
     logprobs: list[float] = field(default_factory=list)
-    """Of the tokens drawn."""
+    """Of the tokens sampled."""
     versions: list[str] = field(default_factory=list)
     support: SampledSupport = field(default_factory=SampledSupport)
-    """Of the tokens drawn, if the request asks for it."""
+    """Of the tokens sampled, if the request asks for it."""
     experts: Array | None = None
     """Of all tokens, once it has ended, if the request asks for it."""
     finish: Finish | None = None
@@ -47,15 +51,15 @@ class Sequence:
     """Leading tokens whose keys and values are in the cache, or will be before the next call."""
     shared: int = 0
     """Leading pages whose content the pool knows."""
-    tabled: int = 0
+    in_table: int = 0
     """Leading pages that are in the batch's table."""
     unread: int = 0
-    """Tokens drawn on the device that the host has not read."""
+    """Tokens sampled on the device that the host has not read."""
 
     def __post_init__(self) -> None:
         request, options = self.request, self.request.options
         self.tokens = list(request.prompt)
-        self.law = (
+        self.sampling_key = (
             *(options.temperature, options.top_k, options.top_p),
             *(options.greedy, options.support),
         )
@@ -67,19 +71,19 @@ class Sequence:
 
     @property
     def ahead(self) -> int:
-        """Tokens to read before the next one can be drawn; 0 if the last one was drawn."""
+        """Tokens to read before the next one can be sampled; 0 if the last one was sampled."""
         return 0 if self.length >= self.limit else self.length - self.stored
 
     @property
-    def drawn(self) -> int:
-        """Tokens drawn, unread ones included."""
+    def sampled(self) -> int:
+        """Tokens sampled, unread ones included."""
         return self.length - len(self.request.prompt)
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Stop tokens that the next draw must not give."""
+        """Stop tokens that the next sample must not give."""
         options = self.request.options
-        return options.stop_token_ids if self.drawn < options.min_new_tokens else ()
+        return options.stop_token_ids if self.sampled < options.min_new_tokens else ()
 
     def completion(self) -> Completion:
         assert self.finish is not None
@@ -91,3 +95,18 @@ class Sequence:
             support=self.support if self.request.options.support else None,
             experts=self.experts,
         )
+
+
+def ends_with_stop(decode: Decode, tokens: list[int], stop_strings: tuple[str, ...]) -> bool:
+    """Whether the last of a completion's ``tokens`` completes one of ``stop_strings``.
+
+    A stop string may begin and end within tokens. A token has at least one byte, so only as many
+    tokens matter as the longest string has bytes.
+    """
+    last = tokens[-max(len(stop.encode()) for stop in stop_strings) - MARGIN :]
+    text = decode(last)
+    found = [stop for stop in stop_strings if stop in text]
+    if not found:
+        return False
+    known = len(os.path.commonprefix((text, decode(last[:-1]))))  # noqa: RUF071 - as of any texts
+    return any(stop in text[max(known - len(stop) + 1, 0) :] for stop in found)

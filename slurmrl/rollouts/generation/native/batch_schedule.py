@@ -1,12 +1,15 @@
-"""Which tokens the next call of the model reads: continuous batching with a token budget.
+"""Which tokens the next call of the model reads, and which pages of the cache hold them.
 
-Everything here is a pure function of the requests and of the tokens drawn, so tensor ranks that
+Continuous batching with a token budget over a paged key-value cache.
+
+Everything here is a pure function of the requests and of the tokens sampled, so tensor ranks that
 get the same requests decide alike.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -14,7 +17,6 @@ from typing import NamedTuple
 
 from slurmrl.errors import UsageError
 from slurmrl.plan.estimates.memory import PAGE_TOKENS
-from slurmrl.rollouts.generation.native.pages import PagePool
 from slurmrl.rollouts.generation.native.sequence import Rank, Sequence
 
 
@@ -25,7 +27,7 @@ class Limits:
     rows: int = 256
     """Most sequences that are served at a time."""
     step_tokens: int = 2048
-    """Most tokens that one call of the model reads: one of each row that draws, and parts of
+    """Most tokens that one call of the model reads: one of each row that samples, and parts of
     prompts."""
     cache_tokens: int | None = None
     """Tokens of keys and values that are kept. Default: as many as fit into ``cache_bytes``."""
@@ -57,23 +59,23 @@ class Limits:
         return None if self.cache_tokens is None else self.cache_tokens // self.page_tokens
 
 
-class Reading(NamedTuple):
+class TokenChunk(NamedTuple):
     """Tokens of a sequence that a call reads: ``tokens`` behind the first ``begin``."""
 
     sequence: Sequence
     begin: int
     tokens: int
-    draws: bool
-    """Whether it ends with the last token, so that the next one is drawn."""
+    samples: bool
+    """Whether it ends with the last token, so that the next one is sampled."""
 
 
 @dataclass
 class Step:
     """One call of the model."""
 
-    readings: list[Reading] = field(default_factory=list)
+    chunks: list[TokenChunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
-    """Sequences that draw their first token behind the prompt of another one, which is read."""
+    """Sequences that sample their first token behind the prompt of another one, which is read."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Pages to copy after the call: source and target."""
 
@@ -109,33 +111,33 @@ class Schedule:
         self._release(sequence)
         self.add(sequence)
 
-    def next(self, settle: Callable[[], None]) -> Step:
+    def next(self, flush: Callable[[], None]) -> Step:
         """Choose what to read next.
 
-        Tokens and pages count as stored from now on. ``settle`` reads all tokens that were drawn;
+        Tokens and pages count as stored from now on. ``flush`` reads all tokens that were sampled;
         sequences can be preempted only then.
         """
         step = Step()
         budget = self._limits.step_tokens
         pending = [(ahead, sequence) for sequence in self.running if (ahead := sequence.ahead)]
-        pending.sort(key=lambda pair: pair[0] > 1)  # those that draw first
+        pending.sort(key=lambda pair: pair[0] > 1)  # those that sample first
         for ahead, sequence in pending:
             count = min(ahead, budget)
             if not count:
                 break
             # (one that was preempted for an earlier one has no row)
             tokens = sequence.stored + count
-            if sequence.row is not None and self._reserve(sequence, tokens, settle):
+            if sequence.row is not None and self._reserve(sequence, tokens, flush):
                 self._read(sequence, count, step)
                 budget -= count
         while budget and self._waiting and self._rows:
             sequence = self._waiting[0][1]
-            if not self._admit(sequence, settle):
+            if not self._admit(sequence, flush):
                 break
             count = min(sequence.ahead, budget)
             self._read(sequence, count, step)
             budget -= count
-        step.readings = [reading for reading in step.readings if reading.sequence.row is not None]
+        step.chunks = [chunk for chunk in step.chunks if chunk.sequence.row is not None]
         return step
 
     def store(self, sequence: Sequence) -> None:
@@ -148,7 +150,7 @@ class Schedule:
             self._pool.store(sequence.pages[place], before, tokens)
         sequence.shared = max(sequence.shared, full)
 
-    def seclude(self) -> None:
+    def isolate(self) -> None:
         """No page of those that run is stored from now on.
 
         (Without its first page, which may not be full yet, the pool stores none of a sequence.)
@@ -157,11 +159,11 @@ class Schedule:
             sequence.shared = max(sequence.shared, 1)
 
     def _read(self, sequence: Sequence, count: int, step: Step) -> None:
-        begin, draws = sequence.stored, count == sequence.ahead
-        step.readings.append(Reading(sequence, begin, count, draws))
+        begin, samples = sequence.stored, count == sequence.ahead
+        step.chunks.append(TokenChunk(sequence, begin, count, samples))
         sequence.stored += count
         self.store(sequence)  # a call stores all keys before it attends to any
-        if draws:
+        if samples:
             for follower in sequence.followers:
                 self._fork(sequence, follower, step)
             sequence.followers = []
@@ -183,7 +185,7 @@ class Schedule:
         step.forks.append((leader, follower))
         self._start(follower)
 
-    def _admit(self, sequence: Sequence, settle: Callable[[], None]) -> bool:
+    def _admit(self, sequence: Sequence, flush: Callable[[], None]) -> bool:
         """Give the first waiting sequence a row and the pages for all of its tokens.
 
         Return False unless there are enough pages, and another one for every other row.
@@ -198,7 +200,7 @@ class Schedule:
         sequence.pages = shared
         sequence.stored, sequence.shared = len(shared) * self._pool.page, len(shared)
         self._start(sequence)
-        reserved = self._reserve(sequence, sequence.length, settle)
+        reserved = self._reserve(sequence, sequence.length, flush)
         assert reserved, "the pages were counted"
         return True
 
@@ -206,7 +208,7 @@ class Schedule:
         sequence.row = self._rows.pop()
         insort(self.running, sequence, key=lambda other: other.rank)
 
-    def _reserve(self, sequence: Sequence, tokens: int, settle: Callable[[], None]) -> bool:
+    def _reserve(self, sequence: Sequence, tokens: int, flush: Callable[[], None]) -> bool:
         """Give a sequence the pages for this many tokens.
 
         If no pages are free, take the pages of the sequence that is last in the order of service.
@@ -217,7 +219,7 @@ class Schedule:
             if self._pool.available():
                 sequence.pages.append(self._pool.take())
                 continue
-            settle()
+            flush()
             if sequence.row is None:
                 return False  # it has ended
             if self._pool.available():
@@ -238,4 +240,116 @@ class Schedule:
         self.running.remove(sequence)
         self._pool.release(sequence.pages)
         sequence.pages, sequence.row = [], None
-        sequence.stored = sequence.shared = sequence.tabled = 0
+        sequence.stored = sequence.shared = sequence.in_table = 0
+
+
+Prefix = tuple[int, tuple[int, ...]]
+"""The serial number of the page before, 0 for none, and a page's tokens."""
+
+
+class PagePool:
+    """Pages with numbers of users.
+
+    A page without users keeps its content until it is needed, so a sequence that begins with the
+    same tokens can share it.
+    """
+
+    def __init__(self, page: int, limit: int | None, *, keep: bool = True) -> None:
+        """Pages of ``page`` tokens; ``limit`` is their number, None for no limit.
+
+        Without ``keep`` the content of pages without users is given up before further pages are
+        used.
+        """
+        self.page, self._limit, self._keep = page, limit, keep
+        self.made = 0
+        """Pages that were ever used."""
+        self._users: list[int] = []
+        self._free: list[int] = []
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Pages with content but without users; those that were used last come last."""
+        self._known: dict[Prefix, int] = {}
+        self._prefixes: dict[int, Prefix] = {}
+        self._serials: dict[int, int] = {}
+        self._serial = 0
+
+    def available(self) -> float:
+        """Pages that can be taken; infinite without a limit."""
+        unmade = float("inf") if self._limit is None else self._limit - self.made
+        return len(self._free) + len(self._idle) + unmade
+
+    def take(self) -> int:
+        """A page for one user, without content. One must be available."""
+        if self._free:
+            page = self._free.pop()
+        elif self._grows:
+            page, self.made = self.made, self.made + 1
+            self._users.append(0)
+        else:
+            page, _ = self._idle.popitem(last=False)
+            self._forget(page)
+        self._users[page] = 1
+        return page
+
+    @property
+    def _grows(self) -> bool:
+        """Whether to use another page rather than one with content."""
+        room = self._limit is None or self.made < self._limit
+        return room and (self._keep or not self._idle)
+
+    def share(self, page: int) -> None:
+        """Count another user of a page."""
+        self._users[page] += 1
+        self._idle.pop(page, None)
+
+    def release(self, pages: list[int]) -> None:
+        """Undo one ``take`` or ``share`` of each page.
+
+        The last page of a sequence is reused first: without it, the pages before it can still be
+        shared.
+        """
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._prefixes:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def store(self, page: int, before: int | None, tokens: tuple[int, ...]) -> None:
+        """Record that a page holds these tokens behind those of the page ``before``."""
+        parent = 0 if before is None else self._serials.get(before)
+        if parent is None or (parent, tokens) in self._known or page in self._prefixes:
+            return  # another page holds the same
+        self._serial += 1
+        self._known[parent, tokens] = page
+        self._prefixes[page], self._serials[page] = (parent, tokens), self._serial
+
+    def find(self, tokens: list[int]) -> list[int]:
+        """Return the pages that hold the longest known prefix of ``tokens`` without its last token.
+
+        The logits of the last token are needed.
+        """
+        found: list[int] = []
+        parent = 0
+        for end in range(self.page, len(tokens), self.page):
+            page = self._known.get((parent, tuple(tokens[end - self.page : end])))
+            if page is None:
+                break
+            found.append(page)
+            parent = self._serials[page]
+        return found
+
+    def forget(self) -> None:
+        """Let no page be shared any more: the weights have changed."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        for page in list(self._prefixes):
+            self._forget(page)
+
+    def idle_among(self, pages: list[int]) -> int:
+        """How many of these pages have no user."""
+        return sum(page in self._idle for page in pages)
+
+    def _forget(self, page: int) -> None:
+        del self._known[self._prefixes.pop(page)], self._serials[page]

@@ -9,9 +9,14 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from slurmrl.errors import CorruptFileError, RunFailedError, UsageError
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.hf import TensorSource, Weights
 from slurmrl.models.inference import join_matrices
+from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.models.shapes import parameter_shapes
 from slurmrl.rollouts.generation.base import (
     Completion,
     Decode,
@@ -20,11 +25,14 @@ from slurmrl.rollouts.generation.base import (
     WeightVersion,
 )
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.rollouts.generation.native.led import ComparedBatch, LedBatch, RepeatedBatch
-from slurmrl.rollouts.generation.native.peers import Peers
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.sequence import Sequence
-from slurmrl.rollouts.generation.native.weights import read_weights
+from slurmrl.rollouts.generation.native.split_batch import (
+    ComparedBatch,
+    FollowerBatch,
+    LeaderBatch,
+    Peers,
+)
 
 Completions = tuple[Completion, ...]
 
@@ -75,7 +83,7 @@ class NativeRollout(RolloutEngine):
         call ``follow``. ``stale_cache``: over an update, requests in flight keep what older weights
         have computed. Without ``turns``, no request continues an earlier one's sequence, a request
         beyond the model's positions is refused, and all ``peers`` serve the same requests.
-        ``support``: see ``Runner``.
+        ``support``: see ``ModelRunner``.
         """
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
@@ -93,9 +101,9 @@ class NativeRollout(RolloutEngine):
         self._stale_cache = stale_cache
         self._version = version
         self._fresh = True
-        """Whether no token was drawn since the last update of the weights."""
+        """Whether no token was sampled since the last update of the weights."""
         self._stepped = asyncio.Event()
-        if version is not None and (peers is None or peers.leads or not turns):
+        if version is not None and (peers is None or peers.is_leader or not turns):
             self._batch.renew(version)
 
     @property
@@ -151,7 +159,7 @@ class NativeRollout(RolloutEngine):
         If reading breaks off, or succeeds on some ranks only, the decoder has parts of two
         versions, and the engine is lost.
         """
-        if isinstance(self._batch, LedBatch):
+        if isinstance(self._batch, LeaderBatch):
             self._batch.read_weights(name, folder)
         error: UsageError | OSError | CorruptFileError | None = None
         try:
@@ -192,17 +200,17 @@ class NativeRollout(RolloutEngine):
         Raises RuntimeError if the leader is gone.
         """
         assert self._peers is not None, "a rank alone has no leader"
-        assert not self._peers.leads, "the leader serves requests"
+        assert not self._peers.is_leader, "the leader serves requests"
 
         def read(name: str, folder: Path) -> None:
             with suppress(UsageError):  # the leader's caller gets it; nothing has changed
                 self._read(name, folder)
 
-        RepeatedBatch(self._batch, self._peers, read).run()
+        FollowerBatch(self._batch, self._peers, read).run()
 
     def dismiss(self) -> None:
-        """Let the other ranks of the model return from ``follow``. Nothing is drawn any more."""
-        if isinstance(self._batch, LedBatch) and self._lost is None:
+        """Let the other ranks of the model return from ``follow``. Nothing is sampled any more."""
+        if isinstance(self._batch, LeaderBatch) and self._lost is None:
             self._batch.end()
 
     @property
@@ -215,21 +223,21 @@ class NativeRollout(RolloutEngine):
         )
 
     def _serve(self) -> None:
-        """Have a task that calls the model while there is something to draw."""
+        """Have a task that calls the model while there is something to sample."""
         if self._serving and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._check)
 
     async def _run(self) -> None:
         while self._serving:
-            before = self._batch.drawn
+            before = self._batch.sampled
             ended = self._batch.step()
             for request_id in {sequence.request.request_id for sequence in ended}:
                 self._answer(request_id)
-            self._fresh = self._fresh and self._batch.drawn == before
+            self._fresh = self._fresh and self._batch.sampled == before
             self._stepped.set()
             await asyncio.sleep(0)
-        self._stepped.set()  # there may be nothing to draw any more
+        self._stepped.set()  # there may be nothing to sample any more
 
     def _check(self, task: asyncio.Task[None]) -> None:
         """Fail what is in flight if the model's calls have failed."""
@@ -284,6 +292,23 @@ def _batch(
         return ContinuousBatch(decoder, limits, turns=turns, **options)
     if not turns:
         return ComparedBatch(decoder, limits, peers, turns=turns, **options)
-    if peers.leads:
-        return LedBatch(decoder, limits, peers, turns=turns, **options)
+    if peers.is_leader:
+        return LeaderBatch(decoder, limits, peers, turns=turns, **options)
     return ContinuousBatch(decoder, limits, turns=turns, **options)
+
+
+@torch.no_grad()
+def read_weights(decoder: Decoder, folder: Path) -> None:
+    """Fill a decoder, or a tensor rank's part of it, from a Hugging Face folder.
+
+    Raises UsageError, and changes nothing, if the folder holds another architecture.
+    """
+    config, tensor = decoder.config, decoder.split.tensor
+    split = TensorSplit(config, tensor.size)
+    shapes = parameter_shapes(config, decoder.head)
+    boxes = {name: split.box(name, shape, tensor.rank) for name, shape in shapes.items()}
+    with TensorSource(folder) as files:
+        weights = Weights(files, config, decoder.head)
+        for name, parameter in decoder.named_parameters():
+            if boxes[name].count:
+                parameter.copy_(weights.read(name, boxes[name]))

@@ -1,6 +1,6 @@
-"""Calls of the model and draws: from a step of the scheduler to tensors and back.
+"""Calls of the model and samples: from a step of the scheduler to tensors and back.
 
-D draws of a call.
+D samples of a call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from torch.nn import functional as F
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.paged import PagedCall, PagedDecoder
-from slurmrl.rollouts.generation.native.decode import DecodeStep, RowInput, capture_for
-from slurmrl.rollouts.generation.native.pages import PagePool
-from slurmrl.rollouts.generation.native.rows import UNREAD, RowState
-from slurmrl.rollouts.generation.native.schedule import Limits, Reading, Step
-from slurmrl.rollouts.generation.native.sequence import Law, Sequence
+from slurmrl.rollouts.generation.native.batch_schedule import Limits, PagePool, Step, TokenChunk
+from slurmrl.rollouts.generation.native.decode import (
+    UNREAD,
+    DecodeStep,
+    RowInput,
+    RowState,
+    capture_for,
+)
+from slurmrl.rollouts.generation.native.sequence import SamplingKey, Sequence
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing
@@ -30,12 +34,12 @@ GROWTH = 1.5
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The tokens that a call drew, still on the device."""
+class SampledStep:
+    """The tokens that a call sampled, still on the device."""
 
     sequences: list[Sequence]
-    draws: Sampled
-    """[D]; log-probabilities of the distribution that each was drawn from or of the whole one."""
+    samples: Sampled
+    """[D]; log-probabilities of the distribution that each was sampled from or of the whole one."""
     version: str
     copied: torch.cuda.Event | None
     """When they are in host memory; None if they are now."""
@@ -44,7 +48,7 @@ class Drawn:
         """Wait for the tokens, their log-probabilities and their recorded supports."""
         if self.copied is not None:
             self.copied.synchronize()
-        tokens, logprobs, support = self.draws
+        tokens, logprobs, support = self.samples
         if support is None:
             return tokens.tolist(), logprobs.tolist(), [[]] * len(tokens)
         kept = support != NONE
@@ -54,7 +58,7 @@ class Drawn:
         return tokens.tolist(), logprobs.tolist(), supports
 
 
-class Runner:
+class ModelRunner:
     """The decoder, its cache, and its rows."""
 
     def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
@@ -78,31 +82,31 @@ class Runner:
             self._decode.forget()
 
     @torch.no_grad()
-    def run(self, step: Step, version: str) -> Drawn | None:
-        """Read the step's tokens and draw the next ones, if any of its sequences is complete.
+    def run(self, step: Step, version: str) -> SampledStep | None:
+        """Read the step's tokens and sample the next ones, if any of its sequences is complete.
 
         Nothing waits for a GPU.
         """
         self._grow()
         if _only_decodes(step):
-            return self._decoded([reading.sequence for reading in step.readings], version)
-        fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.tokens)
-        readings = fresh + [reading for reading in step.readings if reading.begin]
+            return self._decoded([chunk.sequence for chunk in step.chunks], version)
+        fresh = sorted((c for c in step.chunks if not c.begin), key=lambda c: c.tokens)
+        chunks = fresh + [chunk for chunk in step.chunks if chunk.begin]
         apart = len(fresh) if self._decoder.reads_beginnings_apart else 0
-        logits = self._logits(readings, apart)
-        sequences = [reading.sequence for reading in readings if reading.draws]
+        logits = self._logits(chunks, apart)
+        sequences = [chunk.sequence for chunk in chunks if chunk.samples]
         places = {id(sequence): place for place, sequence in enumerate(sequences)}
         if step.forks:
             of_leaders = [places[id(leader)] for leader, _ in step.forks]
             sequences = sequences + [follower for _, follower in step.forks]
             rows = torch.tensor([*range(len(places)), *of_leaders])
             logits = logits[upload([rows], self._device)[0]]
-        drawn = self._draws(sequences, logits, version) if sequences else None
+        sampled = self._draws(sequences, logits, version) if sequences else None
         if step.copies:
             sources, targets = zip(*step.copies, strict=True)
             pages = upload([torch.tensor(sources), torch.tensor(targets)], self._device)
             self._decoder.cache.copy_pages(*pages)
-        return drawn
+        return sampled
 
     @property
     def has_experts(self) -> bool:
@@ -118,7 +122,7 @@ class Runner:
         self._decode.forget()
 
     def experts(self, sequence: Sequence) -> Array:
-        """Of a sequence that has just drawn its last token; see `Completion`."""
+        """Of a sequence that has just sampled its last token; see `Completion`."""
         page, read = self._limits.page_tokens, len(sequence.tokens) - 1
         places = torch.arange(read)
         cells = torch.tensor(sequence.pages)[places // page] * page + places % page
@@ -135,8 +139,8 @@ class Runner:
         self._decoder.cache.grow(grown if most is None else min(grown, most))
         self._decode.forget()
 
-    def _decoded(self, sequences: list[Sequence], version: str) -> Drawn:
-        """Read the last token of each sequence and draw the next."""
+    def _decoded(self, sequences: list[Sequence], version: str) -> SampledStep:
+        """Read the last token of each sequence and sample the next."""
         inputs = []
         for sequence in sequences:
             position = sequence.length - 1
@@ -144,8 +148,8 @@ class Runner:
             token = sequence.tokens[position] if not sequence.unread else UNREAD
             inputs.append(RowInput(token, slot, position, row, sequence.stream))
         self._write_tables()
-        draws = self._decode.run(inputs, sequences[0].law, sequences[0].banned)
-        return self._drawn(sequences, draws, version)
+        samples = self._decode.run(inputs, sequences[0].sampling_key, sequences[0].banned)
+        return self._step_of(sequences, samples, version)
 
     def _slot(self, sequence: Sequence, position: int) -> int:
         page = self._limits.page_tokens
@@ -155,10 +159,10 @@ class Runner:
         if self._rows.write():
             self._decode.forget()
 
-    def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
-        """Return the logits [·, V] after the readings that sample.
+    def _logits(self, chunks: list[TokenChunk], fresh: int) -> Tensor:
+        """Return the logits [·, V] after the chunks that sample.
 
-        The first ``fresh`` readings begin at position 0 and are prefilled separately.
+        The first ``fresh`` chunks begin at position 0 and are prefilled separately.
         """
         page = self._limits.page_tokens
         ids: list[int] = []
@@ -166,7 +170,7 @@ class Runner:
         positions: list[int] = []
         rows: list[int] = []
         ends, last = [0], []
-        for sequence, begin, count, ready in readings:
+        for sequence, begin, count, ready in chunks:
             own, pages = self._rows.row(sequence), sequence.pages
             end = begin + count
             known = sequence.tokens[begin:end]
@@ -191,36 +195,36 @@ class Runner:
             rows=row[first:],
             lengths=position[first:] + 1,
             longest=max(positions[first:], default=0) + 1,
-            chunk=max((reading.tokens for reading in readings[fresh:]), default=1),
+            chunk=max((chunk.tokens for chunk in chunks[fresh:]), default=1),
         )
         input_ids = self._rows.tokens(input_ids, row)
         return self._decoder.logits(input_ids, position, call, ending)
 
-    def _draws(self, sequences: list[Sequence], logits: Tensor, version: str) -> Drawn:
-        """Draw a token for each sequence from logits [D, V]."""
-        groups: dict[tuple[Law, tuple[int, ...]], list[int]] = {}
+    def _draws(self, sequences: list[Sequence], logits: Tensor, version: str) -> SampledStep:
+        """Sample a token for each sequence from logits [D, V]."""
+        groups: dict[tuple[SamplingKey, tuple[int, ...]], list[int]] = {}
         for place, sequence in enumerate(sequences):
-            groups.setdefault((sequence.law, sequence.banned), []).append(place)
+            groups.setdefault((sequence.sampling_key, sequence.banned), []).append(place)
         parts = [self._sampled(sequences, logits, *group) for group in groups.items()]
-        draws = joined(parts)
+        samples = joined(parts)
         order = torch.tensor([place for places in groups.values() for place in places])
         own = torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
         back, rows = upload([order.argsort(), own], self._device)
         if len(groups) > 1:
-            draws = draws.each(lambda values: values[back])
-        self._rows.last.index_copy_(0, rows, draws.tokens)
-        return self._drawn(sequences, draws, version)
+            samples = samples.each(lambda values: values[back])
+        self._rows.last.index_copy_(0, rows, samples.tokens)
+        return self._step_of(sequences, samples, version)
 
     def _sampled(
         self,
         sequences: list[Sequence],
         logits: Tensor,
-        settings: tuple[Law, tuple[int, ...]],
+        settings: tuple[SamplingKey, tuple[int, ...]],
         places: list[int],
     ) -> Sampled:
         """Sample the tokens of the sequences at these places.
 
-        All are sampled by one law, which excludes the same stop tokens.
+        All have one sampling key and exclude the same stop tokens.
         """
         group = [sequences[place] for place in places]
         (temperature, top_k, top_p, greedy, record), banned = settings
@@ -243,16 +247,16 @@ class Runner:
             record=record,
         )
 
-    def _drawn(self, sequences: list[Sequence], draws: Sampled, version: str) -> Drawn:
-        """Start to copy what was drawn, before the next call may overwrite it."""
+    def _step_of(self, sequences: list[Sequence], samples: Sampled, version: str) -> SampledStep:
+        """Start to copy what was sampled, before the next call may overwrite it."""
         for sequence in sequences:
             sequence.unread += 1
         if self._device.type != "cuda":
-            return Drawn(sequences, draws.each(torch.clone), version, None)
-        host = draws.each(_on_its_way)
+            return SampledStep(sequences, samples.each(torch.clone), version, None)
+        host = samples.each(_on_its_way)
         copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         copied.record()
-        return Drawn(sequences, host, version, copied)
+        return SampledStep(sequences, host, version, copied)
 
 
 def _on_its_way(values: Tensor) -> Tensor:
@@ -262,15 +266,15 @@ def _on_its_way(values: Tensor) -> Tensor:
 
 
 def _only_decodes(step: Step) -> bool:
-    """Whether a call reads the last token of some rows only, which all draw alike."""
-    first = step.readings[0].sequence
+    """Whether a call reads the last token of some rows only, which all sample alike."""
+    first = step.chunks[0].sequence
     return not step.forks and all(
-        reading.draws
-        and reading.tokens == 1
-        and reading.begin
-        and reading.sequence.law == first.law
-        and reading.sequence.banned == first.banned
-        for reading in step.readings
+        chunk.samples
+        and chunk.tokens == 1
+        and chunk.begin
+        and chunk.sequence.sampling_key == first.sampling_key
+        and chunk.sequence.banned == first.banned
+        for chunk in step.chunks
     )
 
 

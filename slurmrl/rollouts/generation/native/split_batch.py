@@ -1,28 +1,120 @@
 """Continuous batching on the ranks of a model that is split.
 
-Each rank has a batch of its own. What a batch does depends on the calls of its methods and on the
-sampled tokens only, and every rank samples the same tokens, because all have the whole logits. So
-the leader sends its calls, in one broadcast for each call of the model, and the others repeat them.
+Each rank has a batch. What a batch does depends on the calls of its methods and on the sampled
+tokens only, and every rank samples the same tokens, because all have the whole logits. So the
+leader sends its calls, in one broadcast for each call of the model, and the others repeat them.
 Where all ranks know the requests beforehand, each makes the calls by itself, and they compare the
 sampled tokens.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+
+from slurmrl.errors import RunFailedError
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.base import GenerationRequest
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.rollouts.generation.native.peers import Call, Peers, other_tokens
-from slurmrl.rollouts.generation.native.schedule import Limits
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.sequence import Sequence
+from slurmrl.tensors.ops.collectives import Group, broadcast_sized, gathered
 
+Call = tuple[Any, ...]
+"""The name of a call and its arguments, as JSON has them."""
+INLINE_BYTES: Final = 2048
+"""Size of the broadcast that begins a message. Longer ones take a second broadcast."""
+SIZE_BYTES: Final = 8
+"""The length of a message, in front of it."""
+IDLE: Final = timedelta(days=30)
+"""Time-out of a rank that waits for a message: a leader without requests sends none."""
 COMPARED_CALLS = {"cpu": 1, "cuda": 8}
 """Calls of the model, by type of device, between two comparisons. Each waits for a GPU."""
+
+
+def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> RunFailedError:
+    """Return the error of a rank that has sampled other tokens than its leader.
+
+    ``own`` and ``leader`` are (number of tokens, checksum).
+    """
+    return RunFailedError(
+        f"rank {rank} of a model that is split has sampled other tokens than its leader "
+        f"({own[0]} and {leader[0]} tokens, checksums {own[1]:08x} and {leader[1]:08x}): "
+        "the ranks' processors must be alike"
+    )
+
+
+@dataclass(eq=False)
+class Peers:
+    """The ranks of one copy of a model. The first one is the leader."""
+
+    group: Group
+    device: torch.device
+    broadcasts: int = field(default=0, init=False)
+    """Number of broadcasts so far."""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.group.rank() == 0
+
+    def send(self, calls: list[Call]) -> None:
+        """Send calls to the others. On the leader only."""
+        content = json.dumps(calls).encode()
+        inline = SIZE_BYTES + len(content) <= INLINE_BYTES
+        message = len(content).to_bytes(SIZE_BYTES, "little") + (content if inline else b"")
+        self._begin(torch.frombuffer(bytearray(message.ljust(INLINE_BYTES)), dtype=torch.uint8))
+        if not inline:
+            rest = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            self._rest(rest, len(content))
+
+    def receive(self) -> list[Call]:
+        """Wait for the leader's next calls, however long it has none. On the others only.
+
+        Raises RuntimeError if the leader is gone.
+        """
+        message = self._begin(torch.zeros(INLINE_BYTES, dtype=torch.uint8))
+        size = int.from_bytes(message[:SIZE_BYTES], "little")
+        content = message[SIZE_BYTES : SIZE_BYTES + size]
+        if SIZE_BYTES + size > INLINE_BYTES:
+            content = self._rest(torch.empty(0, dtype=torch.uint8), size)
+        calls: list[Call] = json.loads(content)
+        return calls
+
+    def answers(self, own: int) -> list[int]:
+        """The numbers that all ranks give, in rank order. Collective."""
+        values: list[int] = gathered(torch.tensor([own], device=self.device), self.group).tolist()
+        return values
+
+    def compare(self, sampled: int, checksum: int) -> None:
+        """Compare what the ranks have sampled: the number of tokens, and a checksum. Collective.
+
+        Raises RunFailedError on all of them if they differ.
+        """
+        own = torch.tensor([[sampled, checksum]], device=self.device)
+        leader, *others = map(tuple, gathered(own, self.group).tolist())
+        for rank, other in enumerate(others, start=1):
+            if other != leader:
+                raise other_tokens(rank, other, leader)
+
+    def _begin(self, message: torch.Tensor) -> bytes:
+        message = message.to(self.device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.timeout = 0, IDLE
+        self.group.broadcast([message], options).wait()
+        self.broadcasts += 1
+        return bytes(message.cpu().numpy())
+
+    def _rest(self, own: torch.Tensor, size: int) -> bytes:
+        self.broadcasts += 1
+        received = broadcast_sized(own.to(self.device), size, self.group)
+        return bytes(received.cpu().numpy())
 
 
 class ComparedBatch(ContinuousBatch):
@@ -38,11 +130,11 @@ class ComparedBatch(ContinuousBatch):
         ended = super().step()
         self._calls += 1
         if self._calls % self._every == 0 or not self.busy:
-            self._peers.compare(self.drawn, self.checksum)
+            self._peers.compare(self.sampled, self.checksum)
         return ended
 
 
-class LedBatch(ContinuousBatch):
+class LeaderBatch(ContinuousBatch):
     """The batch of the leader."""
 
     def __init__(self, decoder: Decoder, limits: Limits, peers: Peers, **options: Any) -> None:
@@ -71,7 +163,7 @@ class LedBatch(ContinuousBatch):
 
     def step(self) -> list[Sequence]:
         assert self._together, "the other ranks were let go, or a call of the model has failed"
-        self._send("step", self.drawn, self.checksum)
+        self._send("step", self.sampled, self.checksum)
         self._together = False
         ended = super().step()
         self._together = True
@@ -92,7 +184,7 @@ class LedBatch(ContinuousBatch):
         self._peers.send(calls)
 
 
-class RepeatedBatch:
+class FollowerBatch:
     """The batch of another rank."""
 
     def __init__(
@@ -105,7 +197,7 @@ class RepeatedBatch:
     def run(self) -> None:
         """Repeat the leader's calls until it ends.
 
-        Raises RunFailedError if this rank has drawn other tokens than the leader.
+        Raises RunFailedError if this rank has sampled other tokens than the leader.
         """
         while True:
             for name, *arguments in self._peers.receive():
@@ -124,14 +216,14 @@ class RepeatedBatch:
                 self._batch.renew(version, stale_cache=stale_cache)
             case "read", [version, folder]:
                 self._read(version, Path(folder))
-            case "step", [drawn, checksum]:
-                self._step(drawn, checksum)
+            case "step", [sampled, checksum]:
+                self._step(sampled, checksum)
             case _:
                 raise AssertionError(f"unknown call {name} {arguments}")
 
-    def _step(self, drawn: int, checksum: int) -> None:
+    def _step(self, sampled: int, checksum: int) -> None:
         batch = self._batch
-        here, leader = (batch.drawn, batch.checksum), (drawn, checksum)
+        here, leader = (batch.sampled, batch.checksum), (sampled, checksum)
         if here != leader:
             raise other_tokens(self._peers.group.rank(), here, leader)
         for request_id in {sequence.request.request_id for sequence in batch.step()}:
