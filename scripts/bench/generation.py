@@ -93,7 +93,7 @@ def config(case: Case) -> dict[str, Any]:
 
 
 def own_decoder(case: Case) -> Any:
-    from slurmrl.engines.initial_weights import init_tensor
+    from slurmrl.engines.role_weights import init_tensor
     from slurmrl.models.config import ModelConfig
     from slurmrl.models.decoder import build
 

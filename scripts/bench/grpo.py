@@ -80,7 +80,7 @@ def prepare(folder: Path, words: int, steps: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from slurmrl.engines.initial_weights import init_tensor
+    from slurmrl.engines.role_weights import init_tensor
     from slurmrl.models.config import ModelConfig
     from slurmrl.models.decoder import build
     from slurmrl.models.hf import to_hf

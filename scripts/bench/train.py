@@ -97,7 +97,7 @@ def prepare(folder: Path, spread: float, count: int, gpu: bool) -> Sequences:
     """Write the model and the sequences."""
     import torch
 
-    from slurmrl.engines.initial_weights import init_tensor
+    from slurmrl.engines.role_weights import init_tensor
     from slurmrl.models.config import ModelConfig
     from slurmrl.models.decoder import build
     from slurmrl.models.hf import to_hf

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from spread import Spread
 
-from slurmrl.engines.initial_weights import init_tensor
+from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.tensors.checkpoint.tensors import CHUNK_BYTES

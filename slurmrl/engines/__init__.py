@@ -15,6 +15,6 @@ ENGINES = Registry(
         "megatron": "slurmrl.engines.megatron:make",
         "sglang": "slurmrl.engines.server_engine:SglangEngine",
         "vllm": "slurmrl.engines.server_engine:VllmEngine",
-        "native": "slurmrl.engines.native.engine:NativeEngine",
+        "native": "slurmrl.engines.native_engine:NativeEngine",
     },
 )

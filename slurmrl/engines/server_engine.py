@@ -21,7 +21,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
 from slurmrl.engines.fsdp.parameters import constant_specs, whole_shapes
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.engines.initial_weights import model_config
+from slurmrl.engines.role_weights import model_config
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.parallel.boxes import TensorSplit

@@ -153,7 +153,7 @@ def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what the other ranks of megatron would send: statistics of the last stage, and the
     shards that each rank saves.
     """
-    schedule = "slurmrl.engines.megatron.schedule.PipelineSchedule"
+    schedule = "slurmrl.engines.megatron.model.PipelineSchedule"
     monkeypatch.setattr(f"{schedule}.broadcast_stats", lambda _, stats, device: stats)
     from slurmrl.engines.megatron import state  # its import of megatron-core warns
 

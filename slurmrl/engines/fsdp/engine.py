@@ -19,18 +19,14 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.support import EXPERTS
 from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
-from slurmrl.engines.fingerprint import Fingerprint
 from slurmrl.engines.fsdp import parameters
-from slurmrl.engines.fsdp.adapters import (
+from slurmrl.engines.fsdp.parameters import (
     MergedWeights,
     attached,
-    dropout_keys,
-    initial_matrix,
-)
-from slurmrl.engines.fsdp.generation import GatheredGeneration
-from slurmrl.engines.fsdp.parameters import (
     constant_specs,
+    dropout_keys,
     fill,
+    initial_matrix,
     new_model,
     split_of,
     tensor_split,
@@ -46,7 +42,6 @@ from slurmrl.engines.fsdp.sharding import (
     sum_copies,
 )
 from slurmrl.engines.host import HostCopies, Offload, lock_sizes_as_they_are
-from slurmrl.engines.initial_weights import initial_weights, model_config
 from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
     Sums,
@@ -58,7 +53,9 @@ from slurmrl.engines.microbatch import (
     shared_tokens,
     support_of,
 )
+from slurmrl.engines.native_engine import GatheredGeneration
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
+from slurmrl.engines.role_weights import Fingerprint, initial_weights, model_config
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.config import Head, ModelConfig

@@ -1,34 +1,60 @@
 """Parameters of a model: construction, split over ranks, filling, saving and loading.
 
 Parameters are filled box by box. An engine saves and loads its shards, moments, step count and
-random state.
+random state. A decoder may have low-rank adapters: initial values, dropout keys, merged weights.
+
+T packed tokens, S sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slurmrl.engines import role_state
-from slurmrl.engines.initial_weights import BoxReader
-from slurmrl.engines.role_state import fill_saved
+from slurmrl.config.schema.model import Lora
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import TOKENS
+from slurmrl.engines.role_weights import (
+    BoxReader,
+    fill_saved,
+    generator_of,
+    random_entries,
+    restore_random,
+)
 from slurmrl.errors import UsageError
+from slurmrl.models.adapters import (
+    BLOCK,
+    LORA_A,
+    LORA_B,
+    adapted_weight,
+    matrix_name,
+    merge,
+    refusal,
+)
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.decoder import build
+from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import as_array
 from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.lora import Adapters, attach
+from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.parallel.boxes import TensorSplit, refusals
 from slurmrl.models.parallel.split import Axis, Split
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
 from slurmrl.tensors.layout import Box, Index, Layout, TensorSpec
+from slurmrl.tensors.ops.collectives import gathered
+from slurmrl.tensors.ops.splitmix import hash64, mix, start
 from slurmrl.tensors.parallel.groups import ParallelContext
+
+DEVICE_BLOCK = 2**24
+"""Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32 besides
+the elements in the weight's type."""
 
 
 def new_model(
@@ -108,7 +134,7 @@ def snapshot(
         for shard in layout.held_by(rank)
     )
     header = ShardHeader(role, rank, layout.ranks, step)
-    return RoleSnapshot(header, (*entries, *role_state.random_entries()), layout, frozen)
+    return RoleSnapshot(header, (*entries, *random_entries()), layout, frozen)
 
 
 @torch.no_grad()
@@ -136,7 +162,7 @@ def load(
         )
     for shard in layout.held_by(rank):
         fill_saved(tensors[shard.name], checkpoint, shard.name, shard.box)
-    role_state.restore_random(checkpoint, rank, layout.ranks)
+    restore_random(checkpoint, rank, layout.ranks)
     return checkpoint.step
 
 
@@ -168,3 +194,139 @@ def _axis(context: ParallelContext, name: str) -> Axis:
     if context.axis_size(name) == 1:
         return Axis()
     return Axis(context.axis_rank(name), context.axis_size(name), context.group(name))
+
+
+def attached(role: str, decoder: PackedModel, lora: Lora) -> Adapters:
+    """Give a decoder adapters. Raises UsageError for one that cannot have them."""
+    if not isinstance(decoder, Decoder):
+        raise UsageError(f"{role}.lora is not allowed with implementation hf: use builtin")
+    if reason := refusal(decoder.config, lora):
+        raise UsageError(f"{role}.lora is not allowed: {reason}")
+    return attach(decoder, lora)
+
+
+def initial_matrix(shapes: Mapping[str, Index], seed: int, name: str, box: Box) -> Tensor:
+    """Return a box of an adapter matrix's initial float32 values.
+
+    They are the same for a (seed, name) on every rank. As in PEFT, B is zero, so that training
+    starts with the frozen model. A is uniform with magnitude 1 / sqrt(inputs).
+    """
+    if name.endswith(LORA_B):
+        return torch.zeros(box.size)
+    bound = shapes[name][1] ** -0.5
+    whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator_of(name, seed))
+    return whole[box.slices]
+
+
+def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Tensor:
+    """Return a number for each token, [T] int64, on the host.
+
+    It depends on the token's sample, sequence and position, and on the number of optimizer steps
+    before it.
+    """
+    states = [
+        start(hash64(role), seed, steps, hash64(name), sequence)
+        for name, row in zip(sample.ids, sample.lengths[TOKENS], strict=True)
+        for sequence in range(len(row))
+    ]
+    cu_seqlens, tokens = sample.cu_seqlens(TOKENS), sample.tensor(TOKENS).shape[0]
+    rows = packed_rows(cu_seqlens, tokens)
+    return mix(torch.tensor(states)[rows] ^ packed_positions(cu_seqlens, tokens))
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """This rank's chunks of a decoder's weights, each merged with its adapter: W + scale * B A.
+
+    They are rounded to the type of W (see `models.adapters`). They are computed when they are read,
+    always from the frozen W; only the last one is kept. All ranks of the model have to make the
+    object together.
+    """
+
+    def __init__(
+        self, local: Mapping[str, Tensor], adapters: Adapters, context: ParallelContext
+    ) -> None:
+        """``local`` are this rank's chunks of all parameters."""
+        self._scale = adapters.scale
+        self._weights = {n: w for n, w in local.items() if adapted_weight(n) is None}
+        self._rows = {
+            weight: values
+            for name, values in local.items()
+            if name.endswith(LORA_B) and (weight := adapted_weight(name)) is not None
+        }
+        """This rank's rows of each B, which are the rows of its weight."""
+        chunks = {weight: local[matrix_name(weight, LORA_A)] for weight in self._rows}
+        self._inner = _gathered_rows(chunks, adapters.rank, context)
+        """Every A with all of its rows."""
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        if name not in self._rows:
+            return weight
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is allocated
+            merged = merged_weight(weight, self._rows[name], self._inner[name], self._scale)
+            self._last = name, merged
+        return self._last[1]
+
+    @torch.no_grad()
+    def sample(self, most: int) -> list[Tensor]:
+        """Return equally spaced rows of adapted weights, as flat float32 values without rounding.
+
+        There are about ``most`` values in all, and at least one row of each weight.
+        """
+        every = sum(self._weights[name].numel() for name in self._rows) // most | 1
+        sampled = []
+        for name, b in self._rows.items():
+            a = self._inner[name]
+            weight = self._weights[name][::every].to(a.device, torch.float32)
+            merged = weight.addmm(b[::every].to(a.device), a, alpha=self._scale)
+            sampled.append(merged.flatten())
+        return sampled
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+@torch.no_grad()
+def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """Return ``weight`` + scale * b a, in the type and on the device of ``weight``.
+
+    It is computed on the device of ``a``, block by block (see `models.adapters`).
+    """
+    device, merged = a.device, torch.empty_like(weight)
+    block = BLOCK if device.type == "cpu" else DEVICE_BLOCK
+    each = max(1, block // max(1, weight.shape[1]))
+    for first in range(0, weight.shape[0], each):
+        rows = slice(first, first + each)
+        part = torch.empty_like(weight[rows], device=device)
+        merge(part, weight[rows].to(device), b[rows].to(device), a, scale, block=block)
+        merged[rows] = part
+    return merged
+
+
+def _gathered_rows(
+    chunks: Mapping[str, Tensor], rows: int, context: ParallelContext
+) -> dict[str, Tensor]:
+    """All ``rows`` of each matrix, of which data- and context-parallel ranks have ceil-chunks.
+
+    One collective.
+    """
+    ranks = context.axis_size("dp") * context.axis_size("cp")
+    if ranks == 1:
+        return {name: chunk.to(context.device) for name, chunk in chunks.items()}
+    each = -(-rows // ranks)
+    padded = []
+    for chunk in chunks.values():
+        part = torch.zeros((each, chunk.shape[1]), device=context.device)
+        part[: chunk.shape[0]] = chunk
+        padded.append(part.flatten())
+    whole = gathered(torch.cat(padded)[None], context.group("shard"))
+    parts = whole.split_with_sizes([part.numel() for part in padded], 1)
+    return {
+        name: part.reshape(ranks * each, -1)[:rows]
+        for name, part in zip(chunks, parts, strict=True)
+    }

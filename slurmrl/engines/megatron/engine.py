@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines import role_state
 from slurmrl.engines.base import (
     OUTPUTS,
     TOKENS,
@@ -29,9 +28,16 @@ from slurmrl.engines.base import (
     spaced,
 )
 from slurmrl.engines.host import HostCopies, Offload
-from slurmrl.engines.initial_weights import initial_weights, model_config
-from slurmrl.engines.megatron.layers import Micro, micro_batch, own_modules, te_modules, uses_te
-from slurmrl.engines.megatron.model import Chunk
+from slurmrl.engines.megatron.layers import (
+    Micro,
+    Router,
+    balance_of,
+    micro_batch,
+    own_modules,
+    te_modules,
+    uses_te,
+)
+from slurmrl.engines.megatron.model import Chunk, PipelineSchedule, Use
 from slurmrl.engines.megatron.parts import (
     Parts,
     Place,
@@ -42,8 +48,6 @@ from slurmrl.engines.megatron.parts import (
     parts_of,
     place_of,
 )
-from slurmrl.engines.megatron.routing import Router, balance_of
-from slurmrl.engines.megatron.schedule import PipelineSchedule, Use
 from slurmrl.engines.megatron.settings import RandomStates, collection, transformer_config
 from slurmrl.engines.megatron.state import ModelState, ShardedOptimizer
 from slurmrl.engines.microbatch import (
@@ -56,6 +60,7 @@ from slurmrl.engines.microbatch import (
     no_outputs,
     support_of,
 )
+from slurmrl.engines.role_weights import initial_weights, model_config, restore_random
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.experts import Balance
@@ -314,7 +319,7 @@ class MegatronEngine(TrainEngine):
         checkpoint = RoleCheckpoint(directory, self.role)
         self._state.load(checkpoint)
         self._optimizer.continue_from(checkpoint.step)
-        role_state.restore_random(checkpoint, self.context.rank, self.context.size)
+        restore_random(checkpoint, self.context.rank, self.context.size)
 
     def layout(self) -> Layout:
         places = [self._place_of(rank) for rank in range(self.context.size)]

@@ -7,6 +7,12 @@ are exchanged.
 T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and value
 heads on this rank, D head size. Ranks along the context axis hold equal consecutive parts of the
 packed tokens, padded with a separate last sequence; attention sees whole sequences.
+
+Routers take recorded experts and add the load-balancing loss: L blocks with experts in a chunk, E
+experts, K of them for each token. megatron passes each layer a mask of its tokens, and keeps it for
+the layers that it computes again. The mask tells routers what they must know about a micro-batch.
+They hold nothing of it: several micro-batches may be on their way through a pipeline, and a process
+may hold several models. (megatron's own `RouterReplay` keeps records in lists of the class.)
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -38,10 +45,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from slurmrl.engines.megatron.parts import Stage
-from slurmrl.engines.megatron.routing import Router
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.experts import UNKNOWN
+from slurmrl.models.experts import UNKNOWN, Balance
 from slurmrl.models.feed_forward import RMSNorm
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
@@ -179,6 +185,95 @@ class GatedHalves(nn.Module):
         """Map ``x`` [..., 2i] to the gated product [..., i]."""
         product = gated_halves(x.flatten(0, -2), self.activation)
         return product.view(*x.shape[:-1], product.shape[1])
+
+
+def marks(real: Tensor, recorded: Tensor | None, experts: int) -> Tensor:
+    """Return the mask of tokens [T, 1 + L * E]: ``real`` [T], and allowed experts of each block.
+
+    With ``recorded`` experts [T, L, K], a token may be sent only to these experts of a block. It
+    may be sent to all experts if the record does not name K different ones, for example if it is
+    `UNKNOWN`. Without a record, the mask is [T, 1].
+    """
+    if recorded is None:
+        return real[:, None]
+    allowed = real.new_zeros((*recorded.shape[:2], experts))
+    allowed.scatter_(-1, recorded.long().clamp(min=0), recorded != UNKNOWN)
+    free = allowed.sum(-1, keepdim=True) != recorded.shape[-1]
+    return torch.cat((real[:, None], (allowed | free).flatten(1)), 1)
+
+
+class Router(TopKRouter):  # type: ignore[misc]
+    """A router that takes recorded experts, with a load-balancing loss over the whole batch.
+
+    It adds the gradient of that loss. megatron's own loss is per micro-batch, or uses counts that
+    change between micro-batches.
+    """
+
+    router_replay: _Among | None
+
+    def __init__(self, *, balance: Balance | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.balance = balance
+        self.number = 0 if balance is None else balance.join()
+        self.block = 0
+        """This router's index among those of its chunk."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weights and the choices, both [T, E], of ``logits`` [T, 1, E].
+
+        The mask [T, 1, 1 + L * E] has the tokens' `marks`. It is None if there is neither a record
+        nor a loss.
+        """
+        if padding_mask is None:
+            assert self.balance is None
+            return self._among(logits, None)
+        marked, experts = padding_mask.flatten(1), logits.shape[-1]
+        real, allowed = marked[:, :1], marked[:, 1:]
+        first = self.block * experts
+        own = allowed[:, first : first + experts] if allowed.shape[1] else None
+        weights, chosen = self._among(logits, own)
+        if self.balance is None:
+            return weights, chosen
+        probabilities = logits.view_as(weights).softmax(-1, dtype=torch.float32) * real
+        counts = (chosen & real).sum(0)
+        return self.balance.follow(self.number, weights, probabilities, counts), chosen
+
+    def _among(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights and choices among the ``allowed`` experts [T, E]; None: among all."""
+        self.router_replay = None if allowed is None else _Among(allowed)
+        try:
+            chosen: tuple[Tensor, Tensor] = super().routing(logits)
+        finally:
+            self.router_replay = None
+        return chosen
+
+
+@dataclass(frozen=True)
+class _Among:
+    """Takes the place of megatron's `RouterReplay` in a call of a router."""
+
+    allowed: Tensor
+    """[T, E]"""
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        compute_topk: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """The scores [T, E] and numbers of the best of the allowed experts."""
+        among = scores.masked_fill(~self.allowed, -torch.inf)
+        return compute_topk(among, topk, num_groups, group_topk)
+
+
+def balance_of(config: ModelConfig) -> Balance | None:
+    """The loss, as a mean over all layers with experts; a stage has some of these layers."""
+    moe = config.moe
+    if moe is None or not moe.balance or not moe.layers:
+        return None
+    return Balance(moe.experts, moe.per_token, moe.balance / len(moe.layers))
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from slurmrl.config.schema.model import Optimizer
-from slurmrl.engines import role_state
 from slurmrl.engines.host import HostCopies
-from slurmrl.engines.initial_weights import BoxReader
 from slurmrl.engines.megatron.parts import Parts, part_of_flat
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
-from slurmrl.engines.role_state import fill_saved
+from slurmrl.engines.role_weights import BoxReader, fill_saved, random_entries
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf import as_array
 from slurmrl.models.shapes import parameter_shapes
@@ -127,7 +125,7 @@ class ModelState:
             for name, tensor in held.items()
         )
         header = ShardHeader(role, self._context.rank, self._context.size, step)
-        return RoleSnapshot(header, (*arrays, *role_state.random_entries()), self._saved_layout)
+        return RoleSnapshot(header, (*arrays, *random_entries()), self._saved_layout)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """By storage."""

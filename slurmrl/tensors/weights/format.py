@@ -141,7 +141,7 @@ class VersionManifest:
     """Name of the version that its deltas are against."""
     frozen: str | None = None
     """Fingerprint of a model's frozen weights, which a version of adapters does not hold (see
-    `engines.fingerprint`). None if it holds all weights."""
+    `engines.role_weights`). None if it holds all weights."""
 
     @property
     def bytes(self) -> int:

@@ -23,7 +23,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines import ENGINES
-from slurmrl.engines.initial_weights import model_config
+from slurmrl.engines.role_weights import model_config
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build

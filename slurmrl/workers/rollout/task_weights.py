@@ -19,8 +19,8 @@ from torch import Tensor
 
 from slurmrl import log
 from slurmrl.config.schema import Lora
-from slurmrl.engines.fingerprint import Fingerprint
-from slurmrl.engines.fsdp.adapters import merged_weight
+from slurmrl.engines.fsdp.parameters import merged_weight
+from slurmrl.engines.role_weights import Fingerprint
 from slurmrl.errors import EnvironmentFailure, UnreadableInputError, UsageError, WeightVersionError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
-from slurmrl.engines.initial_weights import init_tensor
+from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, make, model

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.engines.initial_weights import init_tensor
+from slurmrl.engines.role_weights import init_tensor
 from slurmrl.errors import CheckpointError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import build

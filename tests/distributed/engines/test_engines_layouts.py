@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.engines.initial_weights import init_tensor
+from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.shapes import parameter_shapes

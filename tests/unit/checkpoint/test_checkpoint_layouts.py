@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurmrl.engines.role_state import fill_saved
+from slurmrl.engines.role_weights import fill_saved
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.tensors.checkpoint import shards

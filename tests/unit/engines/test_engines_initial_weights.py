@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from slurmrl.engines.initial_weights import init_tensor
+from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 
 CONFIG = ModelConfig.from_hf(

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slurmrl.engines.initial_weights import init_tensor
+from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import from_hf

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slurmrl.config.schema import Lora
-from slurmrl.engines.fingerprint import Fingerprint
+from slurmrl.engines.role_weights import Fingerprint
 from slurmrl.errors import UsageError
 from slurmrl.models import model_tensors
 from slurmrl.models.adapters import trained_shapes

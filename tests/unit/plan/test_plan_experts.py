@@ -32,10 +32,10 @@ KV = 2 * 4 * 128 * 2 * LAYERS
 
 def test_the_estimate_counts_what_engines_hold() -> None:
     """Of a micro-batch of 8 tokens that is the whole batch."""
-    routing = pytest.importorskip("slurmrl.engines.megatron.routing")
+    layers = pytest.importorskip("slurmrl.engines.megatron.layers")
     shape, tokens = shape_of({**QWEN3_30B_A3B, "num_hidden_layers": 3}), 8
     sample = torch.arange(EACH, dtype=torch.int16).expand(tokens, 3, EACH).contiguous()
-    mask = routing.marks(torch.ones(tokens, dtype=torch.bool), sample, 128)
+    mask = layers.marks(torch.ones(tokens, dtype=torch.bool), sample, 128)
     record = Replayed(sample)
     record.arrange(torch.arange(tokens).flip(0), WHOLE)
     samples = 2 * sample.nbytes

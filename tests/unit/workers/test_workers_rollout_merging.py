@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slurmrl.config.schema import Lora
-from slurmrl.engines.fingerprint import Fingerprint
+from slurmrl.engines.role_weights import Fingerprint
 from slurmrl.errors import UnreadableInputError, UsageError, WeightVersionError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.models.adapters import trained_shapes

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slurmrl.config.schema import Config
 from slurmrl.engines.base import Engine
-from slurmrl.engines.fsdp.adapters import MergedWeights
+from slurmrl.engines.fsdp.parameters import MergedWeights
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.precision import rounds_to
 from slurmrl.tensors.checkpoint.export import survival

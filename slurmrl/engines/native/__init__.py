@@ -1,1 +1,0 @@
-"""Generation with a layout of its own, by the built-in decoder or a model of transformers."""

@@ -1,0 +1,155 @@
+"""Generation by a decoder whose shards are gathered on each rank, and the native engine.
+
+The native engine only generates. It holds whole copies of a model, split over tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
+from slurmrl.engines.fsdp.parameters import (
+    constant_specs,
+    new_model,
+    split_of,
+    tensor_split,
+    whole_shapes,
+)
+from slurmrl.engines.fsdp.placing import Placing
+from slurmrl.engines.fsdp.sharding import ShardPlan, Shards
+from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.host import Offload
+from slurmrl.engines.role_weights import model_config
+from slurmrl.models.config import Head
+from slurmrl.models.decoder import Decoder
+from slurmrl.rollouts.generation.native.batch_schedule import Limits
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.rollouts.generation.native.split_batch import Peers
+from slurmrl.tensors.layout import Layout
+from slurmrl.tensors.parallel.groups import ParallelContext
+
+if TYPE_CHECKING:
+    from slurmrl.models.hf_model import HFModel
+
+
+class GatheredGeneration(GenerateEngine):
+    """The generation of the engines that hold the model in `Shards`."""
+
+    _shards: Shards
+    _offload: Offload
+    _max_tokens: int
+    """Tokens of prompts that are read at a time."""
+
+    @contextmanager
+    def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
+        """See `GenerateEngine`.
+
+        The weights stay gathered meanwhile, so no rank may call another method. Without turns each
+        rank gets an engine.
+        """
+        self._offload.check()
+        with torch.no_grad(), self._shards.gathered() as decoder:
+            if not isinstance(decoder, Decoder):
+                model = cast("HFModel", decoder)
+                yield HFRollout(
+                    model,
+                    version,
+                    self._max_tokens,
+                    support=options.support,
+                    settled=options.settled,
+                )
+                return
+            rows = options.rows
+            peers = self._peers()
+            rollout = NativeRollout(
+                decoder,
+                limits=Limits(
+                    rows=rows,
+                    step_tokens=max(rows, self._max_tokens),
+                    cache_bytes=options.cache_bytes,
+                ),
+                version=version,
+                decode=options.decode,
+                own=False,
+                peers=peers,
+                turns=options.turns,
+                support=options.support,
+            )
+            if peers is not None and options.turns and not peers.is_leader:
+                rollout.follow()
+                yield None
+                return
+            try:
+                yield rollout
+            finally:
+                rollout.dismiss()
+
+    def _peers(self) -> Peers | None:
+        """The ranks that have the same samples as this one; None if there are no others."""
+        context = self.context
+        if "data" not in context.groups:
+            return None
+        return Peers(context.group("data"), context.device)
+
+
+class NativeEngine(GatheredGeneration):
+    """A frozen copy of a model on each data-parallel rank of ``context``, in ``model.dtype``.
+
+    Its weights come from moves: those of a built-in decoder are undefined before the first one.
+    ``source``, ``seed`` and the other arguments are as for ``FSDPEngine``.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        model: Model,
+        *,
+        head: Head,
+        trained: bool,
+        context: ParallelContext,
+        seed: int,
+        total_steps: int,
+        source: Path | None,
+    ) -> None:
+        assert not trained, "the plan trains no model on this engine"
+        self.role = role
+        self.head = head
+        self.context = context
+        self.config = model_config(role, model, source)
+        self._max_tokens = model.max_tokens_per_microbatch
+        split = split_of(role, self.config, context, sequence=False)
+        decoder = new_model(self.config, head, split, source=source, seed=seed, dtype=model.dtype)
+        decoder.requires_grad_(False)
+        self._placing = Placing(
+            whole_shapes(decoder),
+            model.dtype,
+            context.topology,
+            context.rank,
+            tensor_split(self.config, split),
+            constant_specs(decoder, trained=False),
+            sharded=False,
+        )
+        plan = ShardPlan(wrapped=False, small=True, mixed=False)
+        self._shards = Shards(decoder, plan, context)
+        self._offload = Offload(role)
+
+    def layout(self) -> Layout:
+        return self._placing.layout()
+
+    def storages(self) -> Mapping[str, Tensor]:
+        self._offload.check()
+        return self._shards.local() | self._shards.decoder.constants()
+
+    def offload(self) -> None:
+        """Free the weights without a copy: after ``onload`` they are zero, until the next move."""
+        self._offload.take((), self.storages().values())
+
+    def onload(self) -> None:
+        self._offload.give()
