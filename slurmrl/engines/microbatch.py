@@ -25,8 +25,8 @@ from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.experts import UNKNOWN
+from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.packed import ranges
-from slurmrl.models.prefixes import Pieces
 from slurmrl.tensors.ops import collectives
 from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext

@@ -1,7 +1,7 @@
-"""The packed decoder.
+"""The packed decoder, and GPT-2: learned positions, LayerNorm, a feed-forward part without a gate.
 
-Parameters have the names of the Hugging Face safetensors files, except for those that
-``storage.py`` renames.
+Parameters have the names of the Hugging Face safetensors files, except for those that `Storage`
+renames.
 
 T packed tokens, S sequences, h hidden size, V vocabulary.
 """
@@ -16,11 +16,22 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from slurmrl.models.attention import Attention, AttentionCore, PackedCore, split_core
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.experts import Balance, Recorded, Replayed, SparseMLP
-from slurmrl.models.feed_forward import GatedMLP, RMSNorm
+from slurmrl.models.layer_parts import (
+    Attention,
+    AttentionCore,
+    GatedMLP,
+    PackedCore,
+    Pieces,
+    PlainMLP,
+    RMSNorm,
+    RotaryTable,
+    Rotation,
+    arranged,
+    split_core,
+)
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.linear import (
     Adapter,
@@ -31,7 +42,6 @@ from slurmrl.models.parallel.linear import (
     split_values,
 )
 from slurmrl.models.parallel.split import WHOLE, Split
-from slurmrl.models.prefixes import Pieces, arranged
 from slurmrl.models.recompute import (
     LayerCall,
     Recompute,
@@ -40,7 +50,6 @@ from slurmrl.models.recompute import (
     recomputed,
     unhooked,
 )
-from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.registry import resolve
 from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.attention import Packing
@@ -129,7 +138,7 @@ class Decoder(PackedModel):
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         elif not config.tie_embeddings:
             self.lm_head = VocabProjection(config.hidden_size, config.vocab_size, split)
-        self._scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
+        self._gpt2_scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
         self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
         self.balance = self._balance()
         self._replayed: Replayed | None = None
@@ -238,10 +247,10 @@ class Decoder(PackedModel):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The input of the layers [T, h] from embeddings of tokens [T, h] at positions [T]."""
-        if self._scale is None:
+        if self._gpt2_scale is None:
             return tokens
         # The scale is rounded to the model's dtype, as in transformers.
-        return tokens * torch.tensor(self._scale, dtype=tokens.dtype, device="cpu").item()
+        return tokens * torch.tensor(self._gpt2_scale, dtype=tokens.dtype, device="cpu").item()
 
     @property
     def token_embedding(self) -> nn.Embedding:
@@ -309,6 +318,45 @@ class Decoder(PackedModel):
     @cached_property
     def _sparse_blocks(self) -> list[SparseMLP]:
         return [module for module in self.modules() if isinstance(module, SparseMLP)]
+
+
+class GPT2Layer(ResidualLayer):
+    """A layer with LayerNorms and a feed-forward block without a gate."""
+
+    def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, _gpt2_scale(config, layer), split)
+        self.mlp = PlainMLP(config, split)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+
+class GPT2Body(nn.Module):
+    """Embeddings of tokens and positions, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, split)
+        self.embed_positions = nn.Embedding(config.max_positions, config.hidden_size)
+        layers = range(config.num_layers)
+        self.layers = nn.ModuleList(GPT2Layer(config, i, split) for i in layers)
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+
+class GPT2(Decoder):
+    """Radford et al. 2019."""
+
+    body = GPT2Body
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        body = cast(GPT2Body, self.model)
+        places: Tensor = body.embed_positions(self.split.between(positions))
+        return tokens + places
+
+
+def _gpt2_scale(config: ModelConfig, layer: int) -> float:
+    scale = config.head_dim**-0.5 if config.extra["scale_attn_weights"] else 1.0
+    return scale / (layer + 1) if config.extra["scale_attn_by_inverse_layer_idx"] else scale
 
 
 def build(config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> Decoder:

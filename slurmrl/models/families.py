@@ -19,8 +19,11 @@ from typing import Any, Literal
 
 from slurmrl.errors import UnknownNameError
 from slurmrl.fsio.shapes import shown
-from slurmrl.models.rope import PARTIAL, WHOLE_HEADS
 from slurmrl.registry import near
+
+PARTIAL = "partial_rotary_factor"
+WHOLE_HEADS = (None, 1)
+"""Values of that field with which all dims of a head are rotated."""
 
 Switch = bool | str
 
@@ -235,7 +238,7 @@ GPT2 = Family(
     norm_bias=True,
     gated=False,
     files="slurmrl.models.shapes:gpt2",
-    decoder="slurmrl.models.gpt2:GPT2",
+    decoder="slurmrl.models.decoder:GPT2",
     fields={
         "hidden_size": "n_embd",
         "intermediate_size": "n_inner",

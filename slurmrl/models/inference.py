@@ -17,11 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmrl.models.attention import Attention, AttentionSpec
 from slurmrl.models.decoder import Decoder, ResidualLayer
-from slurmrl.models.feed_forward import GatedMLP, RMSNorm
+from slurmrl.models.layer_parts import Attention, AttentionSpec, GatedMLP, RMSNorm, Rotation
 from slurmrl.models.parallel.linear import RowLinear
-from slurmrl.models.rotary import Rotation
 from slurmrl.tensors.ops import elementwise
 from slurmrl.tensors.ops.elementwise import ACTIVATIONS, COMPILED, gated_halves, rotate
 from slurmrl.tensors.ops.products import (

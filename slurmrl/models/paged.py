@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.models.attention import AttentionSpec, kv_heads
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import Recorded
 from slurmrl.models.inference import Apply, Forward, head_product, packs, short_forward
+from slurmrl.models.layer_parts import AttentionSpec, Rotation, kv_heads
 from slurmrl.models.parallel.linear import rows_of
-from slurmrl.models.rotary import Rotation
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.elementwise import rotate
 from slurmrl.tensors.ops.native.load import for_floats

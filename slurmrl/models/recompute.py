@@ -15,8 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from slurmrl.models.attention import AttentionCore
-from slurmrl.models.rotary import Rotation
+from slurmrl.models.layer_parts import AttentionCore, Rotation
 from slurmrl.tensors.ops import attention
 
 Recompute = Literal["off", "selective", "full"]

@@ -61,7 +61,7 @@ from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import Balance, Replayed
-from slurmrl.models.prefixes import Pieces
+from slurmrl.models.layer_parts import Pieces
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.ops import attention

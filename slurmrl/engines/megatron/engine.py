@@ -64,7 +64,7 @@ from slurmrl.engines.role_weights import initial_weights, model_config, restore_
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.experts import Balance
-from slurmrl.models.rotary import RotaryTable
+from slurmrl.models.layer_parts import RotaryTable
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext

@@ -48,10 +48,9 @@ from slurmrl.engines.megatron.parts import Stage
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.experts import UNKNOWN, Balance
-from slurmrl.models.feed_forward import RMSNorm
+from slurmrl.models.layer_parts import RMSNorm, RotaryTable, Rotation
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
-from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.collectives import exchange

@@ -19,7 +19,7 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
 from slurmrl.models.hf import to_hf
-from slurmrl.models.rotary import frequencies
+from slurmrl.models.layer_parts import frequencies
 
 PAGE = Path(__file__).parents[3] / "docs/models.md"
 LLAMA = {

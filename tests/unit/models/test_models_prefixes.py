@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slurmrl.models.config import Head
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.prefixes import Pieces
+from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.recompute import Recompute
 
 PREFIXES = (6, 3)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.feed_forward import GatedMLP
+from slurmrl.models.layer_parts import GatedMLP
 from slurmrl.tensors.ops import fused
 from slurmrl.tensors.ops.elementwise import ACTIVATIONS, gated_halves, gated_linear, gated_product
 from slurmrl.tensors.ops.products import add_product, wide_linear, wide_product
