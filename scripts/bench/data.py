@@ -20,7 +20,7 @@ from pathlib import Path
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
-from slurmrl.data.packing import balanced_partition, even_partition
+from slurmrl.data.order import balanced_partition, even_partition
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.tokenizer import load_tokenizer, train_bpe
 

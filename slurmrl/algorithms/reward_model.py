@@ -31,10 +31,9 @@ from slurmrl.algorithms.pairs import (
 )
 from slurmrl.algorithms.reward_model_schema import SCORE_METRICS, RewardModel
 from slurmrl.algorithms.sequences import TOKENS, last_values, per_sequence
-from slurmrl.data.encoder import Encoder
+from slurmrl.data.encoder import Encoder, expanded
 from slurmrl.data.messages import ASSISTANT
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.token_sequence import expanded
 from slurmrl.plan.model_files import scored_at_turn_end
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
-from slurmrl.data.support import EXPERTS, IDS, SIZES
+from slurmrl.data.meta import EXPERTS, IDS, SIZES
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.dataflow import (
     REWARD_MODEL,

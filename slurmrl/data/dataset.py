@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.encoder import expanded
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.prepared import PreparedRow, PreparedRows
 from slurmrl.data.rows import reference
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.token_sequence import expanded
 from slurmrl.data.types import row_type
 from slurmrl.data.types.base import RowType
 from slurmrl.data.types.prompt import Prompts

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Final
 
 from slurmrl import log
 from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.encoder import RowTokens
 from slurmrl.data.prepared import MANIFEST, VERSION, PreparedRows, PreparedWriter, read_manifest
 from slurmrl.data.records import MOST_PROBLEMS, NumberedRow, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
+from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.data.sources import open_source
-from slurmrl.data.sources.base import fingerprint_of, state_of
-from slurmrl.data.token_sequence import RowTokens
 from slurmrl.data.types import own_convert, own_source, row_type
 from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, inputs

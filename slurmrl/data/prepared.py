@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmrl.data.token_sequence import RowTokens
+from slurmrl.data.encoder import RowTokens
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls

@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.fields import (
+from slurmrl.data.messages import wrong_text
+from slurmrl.data.sources import open_source
+from slurmrl.data.types import row_type
+from slurmrl.data.types.base import (
     ABSENT,
     Requirement,
     RowField,
+    RowType,
     curriculum_field,
     has,
     paths,
     value_at,
 )
-from slurmrl.data.messages import wrong_text
-from slurmrl.data.sources import open_source
-from slurmrl.data.types import row_type
-from slurmrl.data.types.base import RowType
 from slurmrl.errors import ConfigError, Problem, SlurmrlError
 from slurmrl.fsio import inputs
 

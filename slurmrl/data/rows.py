@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.encoder import Continuations, Encoder
-from slurmrl.data.fields import ABSENT, value_at
+from slurmrl.data.encoder import Continuations, Encoder, RowTokens
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
-from slurmrl.data.token_sequence import RowTokens
 from slurmrl.data.tokenizer import text_ids
 from slurmrl.data.types import own_convert, row_type
-from slurmrl.data.types.base import Row, RowType
+from slurmrl.data.types.base import ABSENT, Row, RowType, value_at
 from slurmrl.data.types.prompt import Prompts, conversation, tools
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
 

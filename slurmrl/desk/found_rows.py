@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data.fields import has
 from slurmrl.data.records import MOST_PROBLEMS, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import reference
 from slurmrl.data.types import own_convert, row_type
+from slurmrl.data.types.base import has
 from slurmrl.data.types.prompt import Prompts
 from slurmrl.desk.inspection import Selection
 from slurmrl.errors import ConfigError, Problem, UsageError

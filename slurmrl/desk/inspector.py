@@ -26,11 +26,10 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Dataset, Reward
 from slurmrl.config.source import dotted
 from slurmrl.data.chat import ChatTemplate
-from slurmrl.data.encoder import Continuations
+from slurmrl.data.encoder import Continuations, RowTokens, TokenSequence
 from slurmrl.data.preparation import TokenReader
 from slurmrl.data.records import NumberedRow, id_of
 from slurmrl.data.rows import ROWS, Remarks
-from slurmrl.data.token_sequence import RowTokens, TokenSequence
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.data.types.base import Row
 from slurmrl.desk.found_rows import FoundRows, Item, find_items

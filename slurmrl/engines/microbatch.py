@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from slurmrl.data.packing import microbatches, padded_microbatches
+from slurmrl.data.meta import EXPERTS, IDS, SIZES
+from slurmrl.data.order import microbatches, padded_microbatches
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import EXPERTS, IDS, SIZES
 from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from slurmrl import log
 from slurmrl.config.schema import Reward, RewardPart, RewardPool
 from slurmrl.config.schema.reward import ALONE
-from slurmrl.data.fields import ABSENT, value_at
+from slurmrl.data.types.base import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
 from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slurmrl.data.support import SampledSupport
+from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import UsageError
 from slurmrl.rewards.scores import FLOAT32_MAX, LIMITS, as_number, shown
 
@@ -109,7 +109,7 @@ class Completions:
         return bool(self.written) and self.written[-1]
 
     def routes(self) -> Array:
-        """The experts of all tokens as `data.support.EXPERTS` has them; empty without a record."""
+        """The experts of all tokens as `data.meta.EXPERTS` has them; empty without a record."""
         if self.experts is None:
             return np.zeros(0, np.int16)
         missing = len(self.sequence) - len(self.experts)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from slurmrl.data.ledger import LEASE
-from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.shapes import SIZE, TEXT, list_of
@@ -88,7 +88,7 @@ class SampleGroup:
     expert_sizes: Array | None = None
     """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
     experts: Array | None = None
-    """int16: those of all completions, side by side (see `data.support.EXPERTS`)."""
+    """int16: those of all completions, side by side (see `data.meta.EXPERTS`)."""
     judged: JudgedCompletions | None = None
     """What the reward gave the completions in the task; None: the trainers judge them."""
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import SampledSupport
 from slurmrl.engines.base import PROMPTS, GenerateEngine, ServingOptions
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.models.decoder import Decoder

@@ -39,8 +39,8 @@ from slurmrl.algorithms.policy.updates import (
 )
 from slurmrl.algorithms.sequences import Sequences
 from slurmrl.algorithms.token_notes import token_notes
+from slurmrl.data.meta import EXPERTS, IDS, SIZES
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import EXPERTS, IDS, SIZES
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine

@@ -22,7 +22,7 @@ from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.correction import mismatch_metrics
 from slurmrl.algorithms.policy.sections import Updates
 from slurmrl.algorithms.sequences import Sequences
-from slurmrl.data.packing import even_sizes
+from slurmrl.data.order import even_sizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.tensors.ops.arguments import upload
 

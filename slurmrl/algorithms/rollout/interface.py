@@ -21,8 +21,8 @@ from slurmrl.algorithms.rollout.sampling import (
 )
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import SampledSupport
 from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingOptions
 from slurmrl.rollouts.base import EpisodeItem
@@ -58,7 +58,7 @@ class RolloutInterface(Interface):
         - ``turn_rewards``: only for episodes.
 
         If they are recorded, it also has each token's sampling mask and the experts that processed
-        the token (`data.support`). Ranks that compute the same as their leader may have no result.
+        the token (`data.meta`). Ranks that compute the same as their leader may have no result.
         """
         assert engine is not None
         episode = context.settings.config.rollout.episode

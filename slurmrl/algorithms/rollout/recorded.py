@@ -8,8 +8,8 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 import torch
 
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.tensors.layout import Array
 
 

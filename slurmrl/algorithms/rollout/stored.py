@@ -15,8 +15,8 @@ from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.token_notes import noted
 from slurmrl.config.schema import Logging
+from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import SampledSupport
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.tensors.layout import Array
 

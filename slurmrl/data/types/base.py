@@ -1,22 +1,145 @@
-"""What every type of dataset says about its rows. Torch-free."""
+"""The base class of all types of dataset, and the keys and values of their rows. Torch-free."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.config.template import Template
-from slurmrl.data.fields import KEYS, RowField, template_fields, value_at
-from slurmrl.data.messages import is_messages
-from slurmrl.data.token_sequence import RowTokens
+from slurmrl.config.template import DOUBLING, Template
+from slurmrl.data.encoder import RowTokens
+from slurmrl.data.messages import is_messages, kind_of, wrong_text
 from slurmrl.errors import Problem
+from slurmrl.registry import near
 
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder
 
 Row = Mapping[str, Any]
+
+ABSENT: Final = object()
+"""The value of a key that a row does not have."""
+MOST_LEVELS: Final = 8
+"""Levels of nested keys that messages name."""
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """The value under ``key``, or ABSENT.
+
+    A key that is not in the row is a path: ``a.b`` is ``row["a"]["b"]``, and a number is a place in
+    a list.
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return ABSENT
+    return value
+
+
+def has(row: Mapping[str, Any], key: str) -> bool:
+    return value_at(row, key) is not ABSENT
+
+
+def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -> Iterator[str]:
+    """The keys of a row down to so many levels, nested ones after those that contain them."""
+    for key, value in row.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping) and levels > 1:
+            yield from paths(value, f"{prefix}{key}.", levels - 1)
+
+
+KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
+"""The settings with the row's key for a field of a template."""
+
+
+LARGEST: Final = 1e300
+"""Limit for the number of a curriculum."""
+
+
+class Requirement(Enum):
+    """Which rows have a key."""
+
+    EVERY = "every row"
+    EVERY_OR_NONE = "every row, or none"
+    ANY = "any rows"
+
+
+@dataclass(frozen=True)
+class RowField:
+    key: str
+    """The key in the row, which may be nested."""
+    setting: str
+    """The setting that names the key or has it in a template."""
+    wrong: Callable[[Any], str]
+    """Why a value cannot be used; "" if it can."""
+    requirement: Requirement = Requirement.EVERY
+    name: str = ""
+    """The field of the template that inserts the value."""
+    other: str = ""
+    """Another key that a row may have in its place."""
+
+    def key_in(self, row: Mapping[str, Any]) -> str:
+        """The key that a row has."""
+        return self.other if self.other and has(row, self.other) else self.key
+
+    def is_double(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has a value under both keys; a column of a table may be null."""
+        keys = [key for key in (self.key, self.other) if key]
+        return sum(value_at(row, key) not in (ABSENT, None) for key in keys) > 1
+
+    def value(self, row: Mapping[str, Any]) -> Any:
+        """The value, or ABSENT."""
+        return value_at(row, self.key_in(row))
+
+    def absence(self, path: str, present: list[str]) -> str:
+        """Why no row has the key. ``present``: the keys that rows have."""
+        fact = f"is not a key of any line of {path}"
+        if self.name in KEYS:
+            return f"{{{self.name}}} inserts '{self.key}', which {fact}; {near(self.key, present)}"
+        if not self.name:
+            return f"'{self.key}' {fact}; {near(self.key, present)}"
+        fields = list(dict.fromkeys([*present, *KEYS]))
+        return f"'{self.key}' {fact}; {near(self.key, fields)}; {DOUBLING}"
+
+
+def template_fields(config: DatasetConfig, setting: str) -> list[RowField]:
+    """The fields of a template."""
+    fields = []
+    for name in Template.parse(getattr(config, setting)).fields:
+        if name in KEYS:
+            key = str(getattr(config, KEYS[name]))
+            fields.append(RowField(key, KEYS[name], wrong_full_text, name=name))
+        else:
+            fields.append(RowField(name, setting, wrong_text, name=name))
+    return fields
+
+
+def wrong_full_text(value: Any) -> str:
+    """Why a value is not a text with more than white space."""
+    return wrong_text(value) or ("" if value.strip() else "must not be empty")
+
+
+def curriculum_field(config: DatasetConfig) -> list[RowField]:
+    """The field by which a curriculum orders the rows, if there is one."""
+    key = config.curriculum_key
+    return [] if key is None else [RowField(key, "curriculum_key", _wrong_number)]
+
+
+def _wrong_number(value: Any) -> str:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return f"must be a number, but is {kind_of(value)}"
+    if abs(value) < LARGEST:
+        return ""
+    return f"must be a number between {-LARGEST:g} and {LARGEST:g}, but is {kind_of(value)}"
 
 
 class RowType(ABC):

@@ -15,7 +15,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.fields import ABSENT, Requirement, RowField, value_at, wrong_full_text
+from slurmrl.data.encoder import RowTokens, TokenSequence
 from slurmrl.data.messages import (
     Message,
     begins_with_prompt,
@@ -24,8 +24,7 @@ from slurmrl.data.messages import (
     text_of,
     wrong_answer,
 )
-from slurmrl.data.token_sequence import RowTokens, TokenSequence
-from slurmrl.data.types.base import Row
+from slurmrl.data.types.base import ABSENT, Requirement, Row, RowField, value_at, wrong_full_text
 from slurmrl.data.types.prompt import WHOLE, PromptAnswers, wrong_chat
 from slurmrl.errors import Problem
 

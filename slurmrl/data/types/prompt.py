@@ -12,10 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from slurmrl.data import messages
-from slurmrl.data.fields import Requirement, RowField, value_at, wrong_full_text
+from slurmrl.data.encoder import RowTokens, TokenSequence
 from slurmrl.data.messages import ASSISTANT, Message, as_context
-from slurmrl.data.token_sequence import RowTokens, TokenSequence
-from slurmrl.data.types.base import Row, RowType
+from slurmrl.data.types.base import Requirement, Row, RowField, RowType, value_at, wrong_full_text
 
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder

@@ -13,8 +13,8 @@ from typing import Any, Final
 from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.prepared import PreparedManifest, read_manifest
+from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.data.sources import open_source
-from slurmrl.data.sources.base import fingerprint_of, state_of
 from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.env import user_name
 from slurmrl.errors import (

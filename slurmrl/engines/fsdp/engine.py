@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from slurmrl.config.schema.model import Model
+from slurmrl.data.meta import EXPERTS
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import EXPERTS
 from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
 from slurmrl.engines.fsdp import parameters
 from slurmrl.engines.fsdp.parameters import (

@@ -23,7 +23,7 @@ from slurmrl.plan.metrics import RATES, evaluation_metric, known_metrics, makes_
 from slurmrl.registry import near, resolve
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
-NO_DATASET: Final = "slurmrl.data.sources.base:no_dataset"
+NO_DATASET: Final = "slurmrl.data.source_files:no_dataset"
 """The table of rewards, and what says why a folder is no dataset. They are in layers above the
 plan, so they are resolved by name."""
 OF_ENGINES: Final = ("cpu_offload", "transformer_engine")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from slurmrl.data.support import SampledSupport
+from slurmrl.data.meta import SampledSupport
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.tensors.layout import Array
 

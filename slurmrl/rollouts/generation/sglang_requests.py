@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from slurmrl.data.support import SampledSupport
+from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG

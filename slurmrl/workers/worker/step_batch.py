@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.data.meta import SampleMeta
-from slurmrl.data.packing import (
+from slurmrl.data.order import (
     Delivery,
     Spread,
     balanced_partition,

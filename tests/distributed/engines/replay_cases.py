@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.rollout.recorded import add_experts, add_support
+from slurmrl.data.meta import EXPERTS, SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import EXPERTS, SampledSupport
 from slurmrl.engines.base import Outputs
 from slurmrl.models.experts import UNKNOWN
 from tests.distributed.engines import megatron_cases

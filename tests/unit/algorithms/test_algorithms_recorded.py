@@ -17,8 +17,8 @@ from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.rollout.stored import StoredInterface
 from slurmrl.config.schema import Config
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.runner import EpisodeOutcome

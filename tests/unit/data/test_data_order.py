@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.data.order import DataOrder, Mixture, permutation
-from slurmrl.data.packing import longest_first
+from slurmrl.data.order import DataOrder, Mixture, longest_first, permutation
 
 
 def test_an_order_is_a_function_of_seed_epoch_and_size() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.data.records import read_records
-from slurmrl.data.sources.base import no_dataset
+from slurmrl.data.source_files import no_dataset
 from slurmrl.errors import ConfigError
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(3)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.data.packing import (
+from slurmrl.data.order import (
     balanced_partition,
     even_partition,
     even_sizes,

@@ -293,7 +293,7 @@ def test_a_changed_file_is_compared_even_if_its_times_may_be_too_coarse(
     """The times of a file that was read right after a change do not count."""
     first = site.prepare(1)
     assert json.loads((first / prepared.MANIFEST).read_text())["source_state"] == ""
-    monkeypatch.setattr("slurmrl.data.sources.base.SETTLED_NS", 0)
+    monkeypatch.setattr("slurmrl.data.source_files.SETTLED_NS", 0)
     second = site.prepare(2, prompt_template="{prompt}?")
     state = json.loads((second / prepared.MANIFEST).read_text())["source_state"]
     assert state.split()[0] == str(site.file.stat().st_size)

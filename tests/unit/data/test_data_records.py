@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.data.records import RecordReader, listed, read_records
-from slurmrl.data.sources.base import fingerprint_of, state_of
+from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
 
 

@@ -15,10 +15,10 @@ import pytest
 from pyarrow import ipc, parquet
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import dataset, preparation
+from slurmrl.data import dataset, preparation, source_files, sources
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.records import RecordReader, read_records
-from slurmrl.data.sources import base, jsonl, open_source
+from slurmrl.data.sources import open_source
 from slurmrl.errors import ConfigError, EnvironmentFailure
 from tests.support.chaos.preparations import Characters
 
@@ -62,10 +62,10 @@ def test_every_format_gives_the_same_rows_and_follows_its_content(
     assert reader.share == 1
     files = open_source(path).files
     before = reader.source.fingerprint()
-    assert before == base.fingerprint_of(files, lambda share: None)
+    assert before == source_files.fingerprint_of(files, lambda share: None)
     (tmp_path / "other").mkdir()
     changed = write(tmp_path / "other", kind, [ROWS[0], {**ROWS[1], "x": 3}])
-    assert base.fingerprint_of(open_source(changed).files, lambda share: None) != before
+    assert source_files.fingerprint_of(open_source(changed).files, lambda share: None) != before
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
@@ -104,7 +104,7 @@ def test_an_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "rows.json"
     path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps(rows, indent=2).encode() + b" \n ")
     for size in range(1, 40):
-        monkeypatch.setattr(jsonl, "READ_BYTES", size)
+        monkeypatch.setattr(sources, "READ_BYTES", size)
         assert [row.row for row in open_source(path).rows()] == rows
     path.write_text("[ ]")
     assert list(open_source(path).rows()) == []
@@ -171,7 +171,7 @@ def test_form_that_pyarrow_cannot_read_is_one_problem(
     def refuse(path: Path) -> Any:
         raise pyarrow.ArrowNotImplementedError("nested data")
 
-    monkeypatch.setattr("slurmrl.data.sources.arrow._batches", refuse)
+    monkeypatch.setattr("slurmrl.data.sources._batches", refuse)
     with pytest.raises(ConfigError, match=r"parquet: pyarrow cannot read it: nested data; save"):
         read_records(write(tmp_path, "parquet", ROWS), "id")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.rollout.recorded import add_experts, add_support
+from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.support import SampledSupport
 from slurmrl.engines import microbatch
 from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.fsdp.engine import FSDPEngine

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from slurmrl.config.servers import Address
-from slurmrl.data.support import SampledSupport
+from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import Completion, WeightVersion

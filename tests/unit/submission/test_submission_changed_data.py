@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.data.sources.base import fingerprint_of, state_of
+from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.desk.checks import changed_data as changed
 from slurmrl.desk.checks.changed_data import changed_data
 from slurmrl.desk.checks.finding import Finding, Weight
@@ -51,7 +51,7 @@ class Site:
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Write prepared rows of the files as they are."""
-        monkeypatch.setattr("slurmrl.data.sources.base.SETTLED_NS", 0)
+        monkeypatch.setattr("slurmrl.data.source_files.SETTLED_NS", 0)
         for number, (name, path) in enumerate(self.files.items()):
             directory = self.run.paths.data / f"recipe.{number}"
             directory.mkdir(parents=True)

@@ -99,7 +99,7 @@ def test_a_rank_waits_for_rank_0_for_as_long_as_it_takes(site: Site) -> None:
 def test_long_preparations_are_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the master, so that it waits longer, and by the pulse."""
     monkeypatch.setattr("slurmrl.data.preparation.CHUNK_ROWS", 2)
-    monkeypatch.setattr("slurmrl.data.sources.base.SETTLED_NS", 0)
+    monkeypatch.setattr("slurmrl.data.source_files.SETTLED_NS", 0)
     site.config.cluster.start_timeout_s = 1e-9
     site.start(1)(0)
     assert site.said == [Preparing(rank=0)] * 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from slurmrl.data.support import SampledSupport
+from slurmrl.data.meta import SampledSupport
 from slurmrl.rollouts.generation.base import Completion, Decode, Finish, GenerationRequest
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.ops.sampling import stream

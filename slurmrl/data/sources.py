@@ -1,4 +1,7 @@
-"""JSON files: one object per line (JSONL), or one array of objects. Torch-free."""
+"""Read the rows of JSON, JSONL, Parquet and Arrow files. Torch-free.
+
+A new format is a `RowSource` and a case in `open_source`.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,72 @@ import codecs
 import json
 import os
 from array import array
+from bisect import bisect_right
 from collections.abc import Generator, Iterator, Sequence
+from datetime import date, datetime, time
+from decimal import Decimal
 from hashlib import blake2b
 from io import BufferedReader
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from slurmrl.data.sources.base import (
+from slurmrl.data.source_files import (
     NOT_AN_OBJECT,
     NULS,
     READ_BYTES,
     ROW_BYTES,
     RowSource,
     SourceRow,
+    arrow_files,
+    fingerprint_of,
     not_utf_8,
     other_form,
+    state_of,
     state_of_one,
     unreadable,
+    wrong_beginning,
 )
-from slurmrl.errors import ConfigError, Problem
+from slurmrl.errors import ConfigError, MissingDependencyError, Problem
+
+if TYPE_CHECKING:
+    import pyarrow
+
 
 CUT: Final = "the file ends in this row, so it may be cut"
+SPACE = " \t\r\n"
+BOM = codecs.BOM_UTF8
+HEAD_BYTES = 1 << 16
+"""Where a file's first character is looked for."""
+TOKEN_CHARACTERS = 16
+"""The longest token without quotes that can be cut at the end of what was read; numbers are not
+rows anyway."""
+BATCH_ROWS = 256
+SCHEMA_KEYS = ("parameters", "input_schema", "arguments")
+"""Keys that tools and tool calls have beside their names."""
+
+
+def open_source(
+    path: Path, split: str | None = None, *, most_bytes: int | None = None
+) -> RowSource:
+    """The rows of a file or folder.
+
+    ``most_bytes``: only the first whole rows in about that many bytes.
+
+    :raises ConfigError: a folder without a dataset, a split that is not there, or a file that is
+        compressed or not UTF-8 text.
+    :raises MissingDependencyError: Parquet or Arrow files without pyarrow.
+    :raises EnvironmentFailure: the files cannot be read.
+    """
+    if path.is_dir() or path.suffix == ".parquet":
+        return ArrowFiles(path, arrow_files(path, split), most_bytes)
+    if split is not None:
+        message = f"'{split}' is not allowed: {path} is a single file, which has no splits"
+        raise ConfigError((Problem("", "split", message),))
+    if message := wrong_beginning(path):
+        raise ConfigError((Problem(str(path), "", message),))
+    if begins_array(path):
+        return JsonArray(path, (path,), most_bytes)
+    return JsonLines(path, (path,), most_bytes)
 
 
 class JsonLines(RowSource):
@@ -109,15 +157,6 @@ def _advice(raw: bytes) -> str:
     if raw.startswith(b"{'"):
         return ": Python printed this object; write json.dumps(row) instead"
     return ""
-
-
-SPACE = " \t\r\n"
-BOM = codecs.BOM_UTF8
-HEAD_BYTES = 1 << 16
-"""Where a file's first character is looked for."""
-TOKEN_CHARACTERS = 16
-"""The longest token without quotes that can be cut at the end of what was read; numbers are not
-rows anyway."""
 
 
 def begins_array(path: Path) -> bool:
@@ -256,3 +295,130 @@ class JsonArray(RowSource):
 
     def _wrong(self, message: str) -> ConfigError:
         return ConfigError((Problem(f"{self.path}:{self._line}", "", message),))
+
+
+class ArrowFiles(RowSource):
+    """The rows of the files one after the other, as JSON: dates are ISO texts, decimals texts."""
+
+    _first: list[int]
+
+    def rows(self) -> Generator[SourceRow]:
+        pyarrow = _pyarrow(self.path)
+        self._first = []
+        """The number of the first row of each file."""
+        number = made = 0
+        try:
+            self.state = state_of(self.files)
+            sizes = [path.stat().st_size for path in self.files]
+            self.size = sum(sizes)
+            for place, path in enumerate(self.files):
+                self._first.append(number + 1)
+                for batch, share in _batches(path):
+                    for row in batch.to_pylist():
+                        if self._most_bytes is not None and made > self._most_bytes:
+                            self.whole = False
+                            return
+                        number += 1
+                        found = _converted(number, row)
+                        made += len(found.raw)
+                        yield found
+                    self.done = sum(sizes[:place]) + int(share * sizes[place])
+                self.done = sum(sizes[: place + 1])
+        except pyarrow.ArrowInvalid as error:
+            reason = (str(error).splitlines() or ["damaged"])[0]
+            message = f"not a whole {path.suffix.removeprefix('.')} file: {reason}"
+            raise ConfigError((Problem(str(path), "", message),)) from error
+        except pyarrow.ArrowNotImplementedError as error:
+            message = f"pyarrow cannot read it: {error}; save the rows as JSONL"
+            raise ConfigError((Problem(str(path), "", message),)) from error
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.files, lambda share: None)
+
+    def where(self, number: int) -> str:
+        place = bisect_right(self._first, number) - 1
+        return f"{self.files[place]}, row {number - self._first[place] + 1}"
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        message = f"{path}: needs the package pyarrow: pip install pyarrow"
+        raise MissingDependencyError(message) from error
+    return pyarrow
+
+
+def _batches(path: Path) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
+    """The rows of a file in batches, with the share of the file that each begins at."""
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        with parquet.ParquetFile(path) as table:
+            rows, total = 0, max(table.metadata.num_rows, 1)
+            for batch in table.iter_batches(batch_size=BATCH_ROWS):
+                yield batch, rows / total
+                rows += batch.num_rows
+        return
+    from pyarrow import OSFile, ipc
+
+    # not mapped: see `data.prepared`
+    with OSFile(str(path)) as file, ipc.open_stream(file) as stream:
+        for batch in stream:
+            for start in range(0, batch.num_rows, BATCH_ROWS):
+                yield batch.slice(start, BATCH_ROWS), min(file.tell() / max(file.size(), 1), 1.0)
+
+
+def _converted(number: int, row: dict[str, Any]) -> SourceRow:
+    try:
+        plain = json.dumps(_with_own_keys(row), default=_plain, ensure_ascii=False)
+        return parsed(number, plain.encode())
+    except _NoJsonError as error:
+        return SourceRow(number, b"", None, str(error))
+
+
+def _with_own_keys(value: Any) -> Any:
+    """Return a value whose tools and tool calls have no null under a key.
+
+    Arrow gives all objects of a column the same keys, and a null where a row had none.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(each) if _is_tool(each) else _with_own_keys(each) for each in value]
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(each) if key == "tool_calls" else _with_own_keys(each)
+            for key, each in value.items()
+        }
+    return value
+
+
+def _is_tool(value: Any) -> bool:
+    """Whether a value has the form of a tool's JSON schema."""
+    if not isinstance(value, dict):
+        return False
+    function = value.get("function")
+    named = function if isinstance(function, dict) else value
+    return isinstance(named.get("name"), str) and not named.keys().isdisjoint(SCHEMA_KEYS)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return value
+
+
+class _NoJsonError(TypeError):
+    """A value has no JSON form."""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        return str(value)
+    kind = type(value).__name__
+    raise _NoJsonError(f"holds a value of type {kind}, which has no JSON form; drop that column")
