@@ -273,10 +273,3 @@ def test_a_full_disk_leaves_the_run_going(small_disk: Path, undisturbed: dict[st
     with started(small_disk, "--no-check", keep_last=STEPS) as site:
         site.wait_for_step(TRIAL, HELD)
         goes_on_without_room(site, SmallDisk(site), undisturbed)
-
-
-@pytest.mark.soak
-def test_a_quota_leaves_the_run_going(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    with started(tmp_path, keep_last=STEPS) as site:
-        site.wait_for_step(TRIAL, HELD)
-        goes_on_without_room(site, Quota(site), undisturbed)

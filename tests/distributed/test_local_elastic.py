@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.held import NO_LIMIT, Hold
-from tests.support.trials import Site, is_timing, kill_one, ppo_config, sft_config
+from tests.support.trials import Site, is_timing, ppo_config, sft_config
 
 CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {"sft": sft_config, "ppo": ppo_config}
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
@@ -52,30 +51,6 @@ def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
     """Resume with that many ranks until the end; return the output."""
     arguments = (f"actor.backend=fsdp:d{ranks}", *changes, "--wait")
     return site.slurmrl("resume", trial, *arguments).stdout
-
-
-@pytest.mark.soak
-def test_an_interrupted_run_continues_with_more_ranks(tmp_path: Path) -> None:
-    """Resume from the last commit after removing the later steps; then again with one rank."""
-    site = Site(tmp_path)
-    hold = Hold(site)
-    hold.allow(NO_LIMIT)
-    whole = site.write("whole.yaml", hold.sft(config_of("sft", trial="whole", total_steps=16)))
-    site.slurmrl("submit", str(whole), "--scheduler", "local", "--wait")
-    hold.allow(4)
-    config = site.write("sft.yaml", hold.sft(config_of("sft", trial="killed", total_steps=12)))
-    site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
-    site.wait_for_commit("sft/killed")
-    kill_one(site.paths("sft/killed").run, "chain")
-    assert site.wait_for_end("sft/killed")["state"] == "INTERRUPTED"
-    hold.allow(NO_LIMIT)
-    said = resume(site, "sft/killed", 2)
-    assert "-> 'fsdp:d2'" in said
-    assert "preserved exactly: weights, optimizer state, order of the data" in said
-    assert "sums have another order" in said
-    resume(site, "sft/killed", 1, "total_steps=16")
-    assert ledgers(site, "sft/killed") == ledgers(site, "sft/whole")
-    assert_close(site.metrics("sft/killed"), site.metrics("sft/whole"))
 
 
 @pytest.mark.parametrize(

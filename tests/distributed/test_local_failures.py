@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 from tests.support import paced
-from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
 
 BROKEN_REWARD = '''
@@ -214,45 +211,6 @@ def test_command_of_workers_that_does_not_exist_fails_the_trial(
     assert "no-such-container" in status["reason"]
 
 
-@pytest.mark.soak  # test_cli_local_run.py interrupts, test_local_kills.py compares outcomes
-def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str], Site]) -> None:
-    """Ctrl-C in a followed run: it stops at a step, commits, and continues when resumed."""
-    left_alone = make_site("left_alone")
-    Hold(left_alone).allow(NO_LIMIT)
-    config = left_alone.write("config.yaml", Hold(left_alone).sft(sft_config(total_steps=40)))
-    left_alone.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
-
-    site = make_site("interrupted")
-    hold = Hold(site)
-    hold.allow(3)
-    config = site.write("config.yaml", hold.sft(sft_config(total_steps=40)))
-    watching = subprocess.Popen(
-        [sys.executable, "-m", "slurmrl", "submit", str(config), "--scheduler", "local"],
-        cwd=site.folder,
-        env={**os.environ, "SLURMRL_ROOT": str(site.root)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        site.wait_for_step("sft/1", 3)
-        watching.send_signal(signal.SIGINT)
-        hold.release_after_warning("sft/1")
-        out, err = watching.communicate(timeout=120)
-    finally:
-        watching.kill()
-    assert watching.returncode == 130, out + err
-    assert "slurmrl resume sft/1" in out
-    status = site.status("sft/1")
-    assert status["state"] == "INTERRUPTED"
-    assert 3 <= status["checkpoint"]["step"] < 40
-    assert status["step"] == status["checkpoint"]["step"] == site.metrics("sft/1")[-1]["step"]
-
-    site.slurmrl("resume", "sft/1", "--wait")
-    assert site.status("sft/1")["state"] == "COMPLETED"
-    assert site.outcome("sft/1") == left_alone.outcome("sft/1")
-
-
 def test_interrupt_while_starting_is_not_lost(make_site: Callable[[str], Site]) -> None:
     """A warning before the workers have started stops the run as soon as they have."""
     site = make_site("site")
@@ -265,27 +223,3 @@ def test_interrupt_while_starting_is_not_lost(make_site: Callable[[str], Site]) 
     assert status["state"] == "INTERRUPTED"
     assert status["incarnation"] == 1
     assert status["checkpoint"]["step"] == status["step"] < 1000
-
-
-@pytest.mark.soak  # test_local_elastic.py raises the number of steps of an ended trial
-def test_submitting_a_finished_trial_again(make_site: Callable[[str], Site]) -> None:
-    """Refused with the differences; accepted if only the number of steps was raised."""
-    site = make_site("site")
-    config = site.write("config.yaml", sft_config(total_steps=2))
-    submit = ("submit", str(config), "--scheduler", "local", "--wait")
-    site.slurmrl(*submit)
-    assert "already complete" in site.slurmrl(*submit).stdout
-
-    refused = site.slurmrl(*submit, "actor.optimizer.lr=0.5", "total_steps=4", code=2)
-    assert "actor.optimizer.lr: 0.001 in the trial, 0.5 now" in refused.stderr
-    assert "total_steps: " not in refused.stderr, "that one may change"
-    assert site.status("sft/1")["step"] == 2
-
-    site.slurmrl(*submit, "total_steps=4")
-    status = site.status("sft/1")
-    assert status["state"] == "COMPLETED"
-    assert status["step"] == 4
-    assert [line["step"] for line in site.metrics("sft/1")] == [1, 2, 3, 4]
-
-    site.slurmrl("resume", "sft/1", "total_steps=5", "--wait")
-    assert site.status("sft/1")["step"] == 5

@@ -14,8 +14,6 @@ from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
 from tests.distributed.test_local_megatron import let_megatron_compute_here
-from tests.support.chaos_trials.runs import Setting, chaos, undisturbed
-from tests.support.chaos_trials.watched import Watched
 from tests.support.hooks import hooked
 from tests.support.rollout_trials import site_in
 from tests.support.served_trials import grpo
@@ -264,27 +262,3 @@ def test_every_call_on_a_mesh_of_its_own(tmp_path: Path) -> None:
         "rollout": ("native:d2t2", [0, 1, 2, 3]),
     }
     assert_close(found, run(site, "one", steps=2))
-
-
-class OnMegatron(Setting):
-    """The same models under chaos."""
-
-    def submit(self, folder: Path) -> Watched:
-        folder.mkdir(parents=True)
-        site, config = Site(folder), self.config()
-        for name, section in FOUR_RANKS.items():
-            config[name] = config.get(name, {}) | section
-        trial = str(config.get("trial", "1"))
-        config["cluster"] |= let_megatron_compute_here(site, folder, trial, config["experiment"])
-        return Watched(site, config, self.scheduler)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_a_disturbed_trial_on_megatron_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
-    """Each incarnation moves the weights again: the results are bit-identical."""
-    setting, causes = OnMegatron("ppo", 4, 3), ("worker", "agent", "worker")
-    calm = undisturbed(setting, tmp_path / "undisturbed")
-    differences, kills = chaos(setting, tmp_path / "disturbed", 16, causes, calm)
-    assert not differences, f"{kills}"
-    assert len(kills) == 3

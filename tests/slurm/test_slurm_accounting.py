@@ -104,18 +104,6 @@ def test_cancelled_preempted_and_lost(tmp_path: Path) -> None:
         assert remembered(jobs)[0].element == 0
 
 
-@pytest.mark.soak  # test_slurm_causes.py has a whole trial that reaches it
-def test_time_limit(tmp_path: Path) -> None:
-    scheduler = SlurmScheduler()
-    options = {"slurm": {"continue": "none", "time": "1"}}
-    code = "import signal; signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n" + STAY
-    with submitted(scheduler, request_of(tmp_path, code, links=1, options=options)) as jobs:
-        wait_until(lambda: pids(request_of(tmp_path, code)), "the link runs")
-        wait_until(lambda: not active(scheduler, jobs), "the time limit")
-        (task,) = wait_remembered(jobs, "TIMEOUT")
-        assert (task.state, task.words) == (JobState.TIMEOUT, "reached its time limit")
-
-
 @pytest.mark.parametrize(("client", "links"), [(SlurmClient(), 3), (Blind(), 2)])
 def test_a_chain_is_fitted_to_the_users_limit(
     tmp_path: Path, client: SlurmClient, links: int, caplog: pytest.LogCaptureFixture

@@ -324,20 +324,6 @@ def test_code_that_fails_ends_the_trial(
     wait_until("the chain to be gone from the queue", lambda: not queued())
 
 
-@soak  # test_time_limit reaches a limit; the judgement of two in a row has unit tests
-def test_time_limit_too_short_for_a_step(tmp_path: Path, bed: Path) -> None:
-    """A step takes longer than the time that a link has left after loading."""
-    limit = paced.cluster(tmp_path, time="1", signal_lead_s=25)
-    config = paced.config(tmp_path, pause_s=1000) | {"cluster": limit}
-    trial = Watched(Site(tmp_path), config, "slurm")
-    trial.until("the end", lambda: False)
-    status = trial.site.wait_for_end(trial.name)
-    assert status["state"] == "FAILED"
-    assert "time limit is too short" in status["reason"]
-    assert "cluster.slurm.time" in status["reason"]
-    wait_until("the chain to be gone from the queue", lambda: not queued())
-
-
 def test_link_that_starts_after_the_end(tmp_path: Path, bed: Path) -> None:
     config = paced.config(tmp_path) | {"total_steps": 1}
     trial = Watched(Site(tmp_path), config, "slurm")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
@@ -12,13 +11,11 @@ from slurmrl.fsio import objects
 from slurmrl.fsio.calls import is_local
 from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.log import LogReader
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers import address
 from slurmrl.workers.agent.agent_host import Host
-from slurmrl.workers.agent.children import News
-from slurmrl.workers.agent.incarnation import Incarnation, Replies
-from slurmrl.workers.messages import Answer, Done
+from slurmrl.workers.agent.incarnation import Incarnation
 
 
 @pytest.fixture
@@ -94,29 +91,3 @@ def test_where_the_kernel_reports_changes_no_port_is_opened(paths: RunPaths) -> 
     if not is_local(paths.control):
         pytest.skip(f"{paths.control} is not on a file system that is known to be local")
     assert address.install_bell(paths.control, None, 1) is None
-
-
-def test_polls_are_quick_again_when_the_workers_have_answered_everything(
-    incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The master then posts the next step; an answer to an earlier message announces nothing."""
-    expected: list[int] = []
-
-    class Log:
-        def expect_news(self) -> None:
-            expected.append(len(received))
-
-    received: list[list[Answer]] = []
-    incarnation.replies = Replies(LogWriter(run.agent_log(1, "trainer", 0)), 1)
-    incarnation._passed_on = 5
-    incarnation._master_log = cast(Follower, Log())
-    monkeypatch.setattr(
-        incarnation.host.children, "turn", lambda timeout_s: News(received=received[-1])
-    )
-    for seq in (3, 4, 5):
-        received.append([Done(rank=0, seq=seq, seconds=0.0)])
-        incarnation.turn(0.0)
-    received.append([])
-    incarnation.turn(0.0)
-    assert expected == [3]
-    incarnation._master_log = None

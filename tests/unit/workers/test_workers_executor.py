@@ -29,9 +29,8 @@ from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.tensors.parallel.groups import Activity, ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
 from slurmrl.workers.messages import Done, LoadBatch, RunCall, Save, Saved
-from slurmrl.workers.part_files import read_parts
 from slurmrl.workers.worker import executor as executor_module
-from slurmrl.workers.worker.executor import Executor, UpdateKept
+from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from slurmrl.workers.worker.step_batch import Mail
 from tests.support.sample_groups import small_group
@@ -268,83 +267,6 @@ def make_ranks(
     return make
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_load_spreads_every_minibatch_evenly_where_completions_are_made(
-    make_ranks: Callable[..., Ranks], world: int
-) -> None:
-    """PPO's four minibatches are consecutive parts of the batch, whatever the number of ranks."""
-    ranks = make_ranks(world, first="generate", reads=("input_ids",))
-    ranks.load([[0, index] for index in (6, 13, 20, 27, 34, 0, 7, 14, 21, 28, 1, 2)])
-    order = [f"{index}@0" for index in (6, 13, 20, 27, 34, 0, 7, 14, 21, 28, 1, 2)]
-    for start, stop in [(0, 12), (0, 3), (3, 6), (6, 9), (9, 12)]:
-        numbers = [len({*part} & {*order[start:stop]}) for part in ranks.parts()]
-        assert sum(numbers) == stop - start
-        assert max(numbers) - min(numbers) <= 1
-    ranks.call("judge")
-    ranks.call("train")
-    assert all(one.given[0][2].batch == tuple(order) for one in ranks.interfaces)
-
-
-def test_training_reports_share_of_update_in_type_of_generation(
-    make_ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the actor's training alone, beside the call's own metrics."""
-    ranks = make_ranks(1, first="generate", reads=("input_ids",))
-    (executor,) = ranks.executors
-    executor._kept = UpdateKept("bfloat16")
-    weights = torch.ones(6)
-    monkeypatch.setattr(FakeEngine, "updated", lambda _, most: [weights], raising=False)
-
-    def train(self: FakeInterface, *_: Any) -> CallResult:
-        weights.add_(torch.tensor([1e-4, 1e-4, 1e-4, 1e-4, 1e-4, 0.25]))
-        return CallResult(None, {"loss": (0.1, 1.0)})
-
-    monkeypatch.setattr(FakeInterface, "train_step", train)
-    ranks.load([[0, 1], [0, 2]])
-    assert "update_kept" not in ranks.call("judge")[0].stats
-    stats = ranks.call("train")[0].stats
-    assert stats["loss"] == (0.1, 1.0)
-    assert stats["update_kept"] == (pytest.approx(0.0625 / (0.0625 + 5e-8), abs=1e-7), 1.0)
-
-
-def test_a_rank_reads_only_the_items_of_its_parts(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(3, ranks=(0, 1))
-    items = [[0, index] for index in range(12)]
-    ranks.load(items)
-    assert ranks.dataset.reads == []
-    ranks.call("judge")
-    first, second = ranks.dataset.reads
-    assert sorted([*first, *second]) == [(0, index) for index in range(12)]
-
-
-def test_fewer_items_than_ranks(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(3)
-    ranks.load([[0, 1], [0, 2]])
-    assert sorted(len(part) for part in ranks.parts()) == [0, 1, 1]
-    answers = ranks.call("judge")
-    assert sum(answer.stats["reward"][1] for answer in answers) == 2
-
-
-@pytest.mark.parametrize("inner", ["tp", "cp"])
-def test_ranks_of_one_part_hold_the_same_and_one_speaks(
-    make_ranks: Callable[..., Ranks], inner: str
-) -> None:
-    """Rewards would reach the others by a collective, which has no group here."""
-    ranks = make_ranks(4, sizes={"dp": 2, inner: 2}, reads=("input_ids",))
-    ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
-    first, second, third, fourth = ranks.parts()
-    assert first == second
-    assert third == fourth
-    assert sorted((*first, *third)) == ["1@0", "2@0", "3@0", "4@0"]
-    judged = ranks.call("judge")
-    assert len(ranks.interfaces) == 2
-    assert [bool(one.stats) for one in judged] == [True, False, True, False]
-    assert [bool(one.texts) for one in judged] == [True, False, True, False]
-    assert sum(one.tokens for one in judged) == 2 + 3 + 4 + 5
-    ranks.call("train")
-    assert len(ranks.interfaces) == 6
-
-
 def test_each_suite_has_its_rows_its_settings_and_its_reward(
     make_settings: Any,
     plans: Callable[..., Plan],
@@ -377,28 +299,6 @@ def test_each_suite_has_its_rows_its_settings_and_its_reward(
     assert seen == [(2, "exact_match"), (2, "exact_match"), (3, "math")]
 
 
-def test_calls_of_an_evaluation_write_the_scores_of_their_items(
-    make_ranks: Callable[..., Ranks], paths: RunPaths
-) -> None:
-    """A file for each share, named by the rank that leads it; those of training write nothing.
-
-    A rank without items has nothing to write.
-    """
-    ranks = make_ranks(4, sizes={"dp": 2, "tp": 2})
-    ranks.load([[0, 1], [0, 2], [0, 3]], evaluation=True)
-    answers = ranks.call("held_out", evaluation=True)
-    assert [answer.scored for answer in answers] == [True, False, True, False]
-    assert sorted(path.name for path in paths.parts.iterdir()) == ["part.0.jsonl", "part.2.jsonl"]
-    wanted = [{"id": name, "score": 0.5} for name in ("1", "2", "3")]
-    assert read_parts(paths, "part", (0, 2)) == wanted
-    ranks.load([[0, 1]], evaluation=True)
-    assert sum(answer.scored for answer in ranks.call("held_out", evaluation=True)) == 1
-    shutil.rmtree(paths.parts)
-    ranks.load([[0, 1], [0, 2]])
-    assert not any(answer.scored for answer in ranks.call("judge"))
-    assert not paths.parts.exists()
-
-
 def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
     """What the rank says about a checkpoint's files."""
     said: Queue[Saved] = Queue()
@@ -426,42 +326,6 @@ def test_a_bug_in_the_thread_is_raised_by_the_rank(make_ranks: Callable[..., Ran
     assert save(executor, "bug", asynchronous=True).error == "KeyError: 'bug'"
     with pytest.raises(KeyError, match="bug"):
         save(executor, "step-00000003.1", asynchronous=True)
-
-
-def test_a_batch_keeps_what_was_made_of_its_candidates(
-    make_ranks: Callable[..., Ranks], calls: Callable[..., CallPlan]
-) -> None:
-    """The accepted items of both rounds, in the order of the batch; places of dropped items are
-    those in the batch of candidates.
-    """
-    ranks = make_ranks(1)
-    plan = ranks.executors[0].plan
-    judge, train = plan.calls
-    chosen = calls("filter", ranks=(0,), role=None, method="filter", inputs=("rewards",))
-    for executor in ranks.executors:
-        executor.plan = plan.model_copy(update={"calls": (judge, chosen, train)})
-    places = []
-    for items in ([4, 1, 8, 2, 3], [5, 6, 12]):
-        ranks.load([[0, index] for index in items], candidates=True)
-        ranks.call("judge")
-        dropped: dict[int, str] = {}
-        for done in ranks.call("filter"):
-            found = {place: why for why, all_ in done.dropped.items() for place in all_}
-            assert not found.keys() & dropped.keys()
-            dropped |= found
-        places.append(dropped)
-    assert places == [{1: "odd", 3: "three"}, {0: "odd", 1: "three"}]
-    before = len(ranks.interfaces)
-    ranks.load([[0, index] for index in (12, 8, 3, 4)])
-    ranks.call("train")
-    given = [interface.given[0] for interface in ranks.interfaces[before:]]
-    assert sorted(name for _, sample, _ in given for name in sample.ids) == [
-        *("12@0", "3@0", "4@0", "8@0")
-    ]
-    for _, sample, context in given:
-        assert context.batch == ("12@0", "8@0", "3@0", "4@0")
-        assert sample.tensor("rewards").tolist() == [0.5] * sample.bs
-        assert sample.keys == ("input_ids", "rewards")
 
 
 def test_scores_that_a_task_gave_for_another_submission_do_not_count(

@@ -78,24 +78,6 @@ def desk(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Desk:
     return Desk(paths, clock)
 
 
-def test_first_words(desk: Desk) -> None:
-    desk.publisher.tick()
-    said = desk.names.said()
-    assert said.pop("time") == desk.clock.time()
-    assert said == {
-        "incarnation": 2,
-        "step": 0,
-        "total_steps": 60,
-        "phase": "starting",
-        "metrics": {},
-        "checkpoint_failed": None,
-        "waiting": None,
-        "doing": [],
-        "checkpoint": None,
-        "tasks": {},
-    }
-
-
 def test_who_is_waited_for_until_something_is_done(desk: Desk) -> None:
     waiting = {"for": [3], "what": "to finish gen of step 4", "since_s": 2.0}
     desk.publisher.tick(lambda: waiting)
@@ -103,37 +85,6 @@ def test_who_is_waited_for_until_something_is_done(desk: Desk) -> None:
     desk.publisher.tick(lambda: pytest.fail("asked for although nothing is said"))
     desk.publisher.update(step=4)
     assert desk.names.said()["waiting"] is None
-
-
-def test_ticks_write_once_per_interval(desk: Desk) -> None:
-    for _ in range(100):
-        desk.publisher.tick()
-        desk.clock.now += 0.05  # 5 s in all
-    assert desk.names.writes == 3
-
-
-def test_changes_are_said_at_once(desk: Desk) -> None:
-    desk.publisher.tick()
-    desk.publisher.update(step=4, metrics={"reward": 0.5}, phase="running")
-    said = desk.names.said()
-    assert (said["step"], said["metrics"], said["phase"]) == (4, {"reward": 0.5}, "running")
-
-
-def test_age_of_the_commit_grows(desk: Desk) -> None:
-    desk.publisher.committed(10)
-    assert desk.names.said()["checkpoint"] == {"step": 10, "age_s": 0.0}
-    desk.clock.now += 7.5
-    desk.publisher.tick()
-    assert desk.names.said()["checkpoint"] == {"step": 10, "age_s": 7.5}
-
-
-def test_tasks_with_the_age_of_their_leases(desk: Desk, paths: RunPaths) -> None:
-    desk.agents["trainer/0"] = Identity("trainer", 0, 1, "n0", "41.0.0", "41_2")
-    Lease(paths.lease("trainer", 0, 1)).beat()
-    desk.publisher.update(step=1)
-    assert desk.names.said()["tasks"] == {
-        "trainer/0": {"lease_age_s": 0.0, "host": "n0", "attempt": 1, "job_id": "41_2"}
-    }
 
 
 def test_directory_that_does_not_answer_ends_nothing(desk: Desk) -> None:

@@ -62,11 +62,6 @@ def test_requests_are_passed_on_once_and_in_order(desk: Desk) -> None:
     assert desk.pass_time(4)[2:] == [(3, (0,))]
 
 
-def test_a_look_is_one_name_per_interval(desk: Desk) -> None:
-    desk.pass_time(20)
-    assert desk.names.looks == 10
-
-
 def test_broken_requests_and_a_silent_directory_hold_up_nothing(desk: Desk) -> None:
     desk.names.add(keys.stacks(3, 1), "no JSON", delete_on_exit=False)
     desk.ask(2, "all of them")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -217,34 +216,6 @@ def test_every_item_is_trained_once_or_dropped_whenever_the_run_is_interrupted(
     assert len(items) + sum(dropped.values()) <= ledger["next"]
     assert ledger["next"] - len(items) - sum(dropped.values()) <= unfinished
     assert set(dropped) == {"same", "long"}
-
-
-def test_a_batch_that_stays_short_is_trained_on_and_reported(
-    run: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    runner, progress, ranks = run(lambda item, step: "" if item[1] % 5 == 0 else "same", rounds=2)
-    wanted = [item for item in progress.items(range(8)) if item[1] % 5 == 0]
-    assert 0 < len(wanted) < 4
-    with caplog.at_level(logging.WARNING):
-        executed = runner.train(1)
-    assert ranks.batches(candidates=False) == [tuple(wanted)]
-    assert executed.metrics["filter/accepted"] == len(wanted)
-    expected = f"{len(wanted)} of 4 items after 2 rounds ({8 - len(wanted)} same)"
-    assert expected in caplog.text
-    progress.advance(executed.metrics)
-    assert progress.ledger.settled == 8
-
-
-def test_a_step_without_any_item_trains_nothing(run: Callable[..., Any]) -> None:
-    runner, progress, ranks = run(lambda item, step: "same", rounds=3)
-    coef = progress.scalars()
-    executed = runner.train(1)
-    progress.advance(executed.metrics)
-    assert "RunCalltrain" not in [type(o).__name__ + getattr(o, "name", "") for o in ranks.orders]
-    assert ranks.batches(candidates=False) == [()], "the ranks forget the candidates"
-    assert executed.metrics["filter/accepted"] == 0
-    assert (progress.step, progress.ledger.settled) == (1, 12)
-    assert progress.scalars() == coef
 
 
 def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,10 +17,9 @@ import pytest
 
 from slurmrl import backoff
 from slurmrl.config.load import dump, load_resolved
-from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
+from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import objects
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.plan.model import Plan
 from slurmrl.run import keys
 from slurmrl.run.events import read_all
 from slurmrl.run.history.log import History
@@ -28,7 +27,6 @@ from slurmrl.run.history.record import Kind, Record
 from slurmrl.run.history.writer import begin, end, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity
-from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.client import SlurmClient, is_dead
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.watch import overview
@@ -42,7 +40,6 @@ from slurmrl.workers.supervisor.rounds import (
     SOUND_ROUND_S,
     JobHosts,
     Rounds,
-    agent_command,
     blame_hosts,
 )
 from tests.support.trials import alive, wait_until
@@ -109,17 +106,6 @@ def test_submission_that_was_never_made_does_not_count(paths: RunPaths) -> None:
     assert reason_to_leave(paths, 1) is None
     submission(paths, 3)
     assert reason_to_leave(paths, 1) is not None
-
-
-def test_command_of_the_agents(paths: RunPaths) -> None:
-    agent = ["-P", "-m", "slurmrl.workers.agent", "--run", str(paths.run)]
-    agent += ["--submission", "2", "--group", "trainer"]
-    assert agent_command(options(paths)) == [sys.executable, *agent]
-    command = agent_command(options(paths, "srun"))
-    assert command[0] == "srun"
-    assert command[-len(agent) - 1 :] == [sys.executable, *agent]
-    assert {"--kill-on-bad-exit=1", "--export=ALL", "--input=none"} <= set(command)
-    assert "--cpu-bind=none" in command  # the agent's ranks share all CPUs of the job
 
 
 SUPERVISOR = """
@@ -382,11 +368,6 @@ def _up(paths: RunPaths) -> str:
     return "n1" if (paths.run / "up").exists() else ""
 
 
-def test_command_on_chosen_hosts(paths: RunPaths) -> None:
-    command = agent_command(options(paths, "srun"), ("n0", "n2"), overlap=True)
-    assert {"--nodelist=n0,n2", "--nodes=2", "--ntasks=2", "--overlap"} <= set(command)
-
-
 def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
     with job(tmp_path, "direct") as running:
         agent = int(running.line().split()[1])
@@ -394,66 +375,6 @@ def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
         running.process.wait()
         assert running.line() == ""  # the agent held the other end
         wait_until("the agent to die", lambda: not alive(agent))
-
-
-class Said(list[str]):
-    """Records the order in which a link acts around its rounds."""
-
-    def upkeep(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> Said:
-        self.append(f"upkeep of {link.group} and {dict(elastic)}")
-        self.told = told
-        return self
-
-    def start(self) -> None:
-        self.told("42")
-
-    def stop(self) -> bool:
-        self.append("stop")
-        return False
-
-
-@pytest.mark.parametrize(
-    ("ended", "began", "last"),
-    [(False, True, "continue"), (True, True, "end"), (False, False, "give back: its agents ended")],
-)
-def test_what_a_link_does_around_its_rounds(
-    paths: RunPaths,
-    plans: Callable[..., Plan],
-    monkeypatch: pytest.MonkeyPatch,
-    ended: bool,
-    began: bool,
-    last: str,
-) -> None:
-    paths.plan.write_text(plans(tasks=3).to_json())
-    said = Said()
-
-    def run(self: Rounds) -> int:
-        said.append("rounds")
-        self.began = began
-        if ended:
-            end(History(paths.history), Kind.FINISHED, {})
-        return 3
-
-    def after(link: Link, *, extend: bool, lost_host: bool) -> str:
-        assert not extend, "the upkeep is still at it"
-        assert not lost_host
-        said.append("continue")
-        return "41_1 follows"
-
-    def give_back(link: Link, why: str, host: str) -> None:
-        said.append(f"give back: {why}"[:27])
-
-    monkeypatch.setattr(supervisor, "give_back", give_back)
-    monkeypatch.setattr(supervisor, "takes_over", lambda *_: True)
-    monkeypatch.setattr(supervisor, "Upkeep", said.upkeep)
-    monkeypatch.setattr(supervisor, "continue_after", after)
-    monkeypatch.setattr(supervisor, "end_chain", lambda link: said.append("end"))
-    monkeypatch.setattr(Rounds, "run", run)
-    its = Rounds(options(paths, "srun"), paths, JobHosts(paths, 1))
-    assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
-    assert said == ["upkeep of trainer and {'rollout': 3}", "rounds", "stop", last]
-    (event,) = read_all(paths)
-    assert (event["kind"], event["job"]) == ("topped_up", "42")
 
 
 @pytest.mark.parametrize("mode", [None, 0o600])
@@ -473,32 +394,6 @@ def test_link_given_back_with_reason_when_srun_cannot_start(
     assert "cluster.slurm.setup" in why
     assert host == "n7"
     assert [event["why"] for event in read_all(paths) if event["kind"] == "end"] == [why]
-
-
-@pytest.mark.parametrize("kind", [UsageError, EnvironmentFailure])
-def test_a_link_that_cannot_begin_says_why(
-    paths: RunPaths,
-    plans: Callable[..., Plan],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[Exception],
-) -> None:
-    """At once, or when a file that may come back has been waited for."""
-    submission(paths, 2)
-
-    def prepare(*_: object) -> Rounds:
-        raise kind("the token file cannot be read")
-
-    monkeypatch.setattr(supervisor, "PREPARE_S", 0.0)
-
-    paths.plan.write_text(plans().to_json())
-    monkeypatch.setattr(supervisor, "parse", lambda: options(paths, "direct"))
-    monkeypatch.setattr(supervisor, "prepare", prepare)
-    monkeypatch.setattr(supervisor.umask, "make_private", lambda: None)
-    monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
-    assert supervisor.main() == 1
-    (event,) = read_all(paths)
-    assert event["kind"] == "end"
-    assert "could not begin: the token file cannot be read" in event["why"]
 
 
 @pytest.fixture
@@ -578,16 +473,6 @@ def test_a_variables_file_without_its_mount_is_the_fault_of_the_host(
     assert supervisor.main() == 1
     assert str(tokens) in given_back[0]
     assert History(run.history).read() == []
-
-
-def test_a_task_of_an_elastic_group_looks_after_nothing(
-    paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    paths.plan.write_text(plans(tasks=3).to_json())
-    monkeypatch.setattr(supervisor, "Upkeep", pytest.fail)
-    monkeypatch.setattr(Rounds, "run", lambda self: 3)
-    its = Rounds(options(paths, "srun"), paths, JobHosts(paths, 1))
-    assert supervisor.run_link(Link(paths, 1, "rollout", "41", 0), its) == 3
 
 
 def run_main(paths: RunPaths) -> subprocess.CompletedProcess[str]:
