@@ -102,46 +102,74 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
     wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
 
 
+def go_on(site: Site, kind: str, step: int) -> None:
+    """Let a trial train up to ``step``."""
+    Hold(site).allow(step)
+    site.wait_for_step(f"{kind}/1", step)
+
+
 @pytest.mark.filterwarnings("ignore")  # of the sinks' libraries
-@pytest.mark.parametrize(
-    ("kind", "role", "index"),
-    [
-        pytest.param("ppo", "worker", 1, marks=soak),
-        ("sft", "master", 0),
-        pytest.param("generate", "worker", 0, marks=long),
-        pytest.param("generate", "master", 0, marks=soak),
-        pytest.param("sft", "fork_server", 0, marks=soak),
-        pytest.param("ppo", "worker", 0, marks=soak),
-        pytest.param("ppo", "master", 0, marks=soak),
-        pytest.param("sft", "worker", 0, marks=soak),
-    ],
-)
-def test_the_same_agent_serves_the_next_incarnation(
+def test_outcome_unchanged_when_master_agent_and_chain_are_killed(
     tmp_path: Path,
     undisturbed: Callable[[str], dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    role: str,
-    index: int,
 ) -> None:
-    """The next incarnation has new workers from the same fork server.
+    """After the master's end the same agent has new workers from the same fork server.
 
-    Sinks hold each step once, as it was committed.
+    After its own end the supervisor starts another agent in the same link. After the end of the
+    chain `resume` finishes the trial. Sinks hold each step once, as it was committed.
     """
     site = Site(tmp_path, {"WANDB_SILENT": "true"})
-    trial = f"{kind}/1"
-    run = started(site, kind, ALL_SINKS if role == "master" else None)
+    run = started(site, "sft", ALL_SINKS)
     before = processes(run)
-    kill_one(run, role, index)
+    kill_one(run, "master")
     after = wait_until("the next incarnation's workers", lambda: others(run, before))
     assert after["agent"] == before["agent"]
-    assert (after["fork_server"] == before["fork_server"]) == (role != "fork_server")
-    check_end(site, kind, undisturbed)
-    assert begun_by(site, trial) == [(0, "0"), (0, "0")]
+    assert after["fork_server"] == before["fork_server"]
+    go_on(site, "sft", 5)
+    kill_one(run, "agent")
+    go_on(site, "sft", 7)
+    assert begun_by(site, "sft/1") == [(0, "0"), (0, "0"), (0, "1")]
+    kill_one(run, "chain")
+    assert site.wait_for_end("sft/1")["state"] == "INTERRUPTED"
+    site.slurmrl("resume", "sft/1", "--detach")
+    check_end(site, "sft", undisturbed)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the library's own wish
-    tokens = [(line["step"], line["tokens"]) for line in site.metrics(trial)]
-    for name, points in READERS.items() if role == "master" else ():
-        assert points(site.paths(trial), "tokens") == tokens, name
+    tokens = [(line["step"], line["tokens"]) for line in site.metrics("sft/1")]
+    for name, points in READERS.items():
+        assert points(site.paths("sft/1"), "tokens") == tokens, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "role", "begun"),
+    [
+        pytest.param("generate", "worker", [(0, "0"), (0, "0")], marks=long),
+        pytest.param("ppo", "worker", [(0, "0"), (0, "0")], marks=soak),
+        pytest.param("ppo", "master", [(0, "0"), (0, "0")], marks=soak),
+        pytest.param("sft", "fork_server", [(0, "0"), (0, "0")], marks=soak),
+        pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=soak),
+    ],
+)
+def test_outcome_unchanged_when_a_process_is_killed(
+    tmp_path: Path,
+    undisturbed: Callable[[str], dict[str, Any]],
+    kind: str,
+    role: str,
+    begun: list[tuple[int, str]],
+) -> None:
+    """The agent goes on, with another fork server if that one was killed. Without the supervisor
+    the next link starts.
+    """
+    site = Site(tmp_path)
+    run = started(site, kind)
+    before = processes(run)
+    kill_one(run, role)
+    after = wait_until("the next incarnation's workers", lambda: others(run, before))
+    assert (after["agent"] == before["agent"]) == (role != "supervisor")
+    kept = role not in ("fork_server", "supervisor")
+    assert (after["fork_server"] == before["fork_server"]) == kept
+    check_end(site, kind, undisturbed)
+    assert begun_by(site, f"{kind}/1") == begun
 
 
 ONCE = '''
@@ -214,73 +242,25 @@ def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | No
     return now if [len(pids) for pids in new] == [2, 1] else None
 
 
-@pytest.mark.parametrize(
-    ("kind", "role"),
-    [
-        pytest.param("sft", "worker", marks=long),
-        pytest.param("ppo", "master", marks=soak),
-    ],
-)
-def test_a_hung_process_is_found_and_replaced(
-    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]], kind: str, role: str
+@long
+def test_outcome_unchanged_when_a_worker_and_an_agent_hang(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
+    """The agent replaces a silent worker. The master on the same host kills the agent, because its
+    lease is not beaten.
+    """
     site = Site(tmp_path)
-    run = started(site, kind, silence_s=20)
+    run = started(site, "sft", silence_s=20, lease_ttl_s=20)
     before = processes(run)
-    os.kill(before[role][-1], signal.SIGSTOP)
+    os.kill(before["worker"][-1], signal.SIGSTOP)
     after = wait_until("the next incarnation's workers", lambda: others(run, before))
     assert after["agent"] == before["agent"]
-    check_end(site, kind, undisturbed)
-    assert begun_by(site, f"{kind}/1") == [(0, "0"), (0, "0")]
-    failures = [event for event in read_all(RunPaths(run)) if event["kind"] == "failure"]
-    assert [event["cause"] for event in failures] == ["hung"]
-
-
-@long
-def test_an_agent_that_hangs_is_found_and_started_again(
-    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
-) -> None:
-    """The master on the same host kills it, because its lease is not beaten."""
-    site = Site(tmp_path)
-    run = started(site, "sft", lease_ttl_s=20)
-    os.kill(processes(run)["agent"][0], signal.SIGSTOP)
+    go_on(site, "sft", 5)
+    os.kill(after["agent"][0], signal.SIGSTOP)
     check_end(site, "sft", undisturbed)
-    assert begun_by(site, "sft/1") == [(0, "0"), (0, "1")]
-    failed = [event["reason"] for event in read_all(RunPaths(run)) if event["kind"] == "failed"]
-    assert failed == [
+    assert begun_by(site, "sft/1") == [(0, "0"), (0, "0"), (0, "1")]
+    events = read_all(RunPaths(run))
+    assert [one["cause"] for one in events if one["kind"] == "failure"][:1] == ["hung"]
+    assert [one["reason"] for one in events if one["kind"] == "failed"] == [
         "the agent trainer/0 hangs: it no longer renews its lease, but its host is alive"
     ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "role", "begun"),
-    [
-        ("sft", "agent", [(0, "0"), (0, "1")]),
-        pytest.param("ppo", "agent", [(0, "0"), (0, "1")], marks=soak),
-        pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=soak),
-    ],
-)
-def test_agents_are_started_again(
-    tmp_path: Path,
-    undisturbed: Callable[[str], dict[str, Any]],
-    kind: str,
-    role: str,
-    begun: list[tuple[int, str]],
-) -> None:
-    """The supervisor starts them in the same link; without it, the next link does."""
-    site = Site(tmp_path)
-    run = started(site, kind)
-    kill_one(run, role)
-    check_end(site, kind, undisturbed)
-    assert begun_by(site, f"{kind}/1") == begun
-
-
-def test_chain_killed_resume_finishes(
-    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
-) -> None:
-    site = Site(tmp_path)
-    run = started(site, "sft")
-    kill_one(run, "chain")
-    assert site.wait_for_end("sft/1")["state"] == "INTERRUPTED"
-    site.slurmrl("resume", "sft/1", "--detach")
-    check_end(site, "sft", undisturbed)

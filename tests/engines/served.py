@@ -189,6 +189,10 @@ class ServedContract:
 
     computes = "main"
     """A word of the process that tests hurt."""
+    ended_by = signal.SIGKILL
+    """The signal that ends or stops that process."""
+    at_once = 4000
+    """Requests in flight."""
 
     def test_a_server_with_another_vocabulary_is_refused(self, served: Served) -> None:
         """No server reports the size of its vocabulary."""
@@ -337,11 +341,11 @@ class ServedContract:
         assert set(made.versions) == {"1.1"}
         check(served.versions["1.1"], made)
 
-    def test_four_thousand_requests_at_once_and_64_completions_of_a_prompt(
+    def test_thousands_of_requests_at_once_and_64_completions_of_a_prompt(
         self, served: Served
     ) -> None:
         """All are answered; every completion of a prompt has a random stream of its own."""
-        prompts = [(number % VOCABULARY, number // VOCABULARY, 3) for number in range(4000)]
+        prompts = [(number % VOCABULARY, number // VOCABULARY, 3) for number in range(self.at_once)]
 
         async def work() -> list[tuple[Completion, ...]]:
             many = [request(each, max_new_tokens=1) for each in prompts]
@@ -350,7 +354,7 @@ class ServedContract:
 
         *many, several = served.loop.run(work())
         assert all(len(made.tokens) == 1 for (made,) in many)
-        for number in (0, 1234, 3999):
+        for number in (0, 123, self.at_once - 1):
             check(served.versions["1.1"], many[number][0], prompt=prompts[number])
         assert len(several) == 64
         assert len({made.tokens for made in several}) > 32
@@ -387,9 +391,6 @@ class ServedContract:
                 check(served.versions[name], made, version=name)
 
     def test_requests_survive_the_end_of_the_server(self, served: Served) -> None:
-        self.survives(served, signal.SIGKILL)
-
-    def survives(self, served: Served, number: signal.Signals) -> None:
         """A killed or stopped server is started again under load.
 
         It gets requests only once it holds the weights that were installed last.
@@ -400,7 +401,7 @@ class ServedContract:
             await asyncio.sleep(delay_s)
             if future.done():
                 return None
-            os.kill(served.process(self.computes), number)
+            os.kill(served.process(self.computes), self.ended_by)
             (made,) = await future
             return made
 

@@ -51,6 +51,7 @@ class TestContract(ServedContract):
     """vLLM's server."""
 
     computes = "EngineCore"
+    at_once = 1000
 
 
 def test_log_probabilities_are_those_of_what_was_drawn_from(served: Served) -> None:

@@ -27,20 +27,20 @@ REPOSITORY = Path(__file__).parents[2]
 SCHEDULES = {
     "attempts": 90,
     "commit": 80,
-    "control": 100,
+    "control": 70,
     "delete-on-exit": 90,
-    "deletion": 80,
+    "deletion": 60,
     "exclusive": 120,
     "history": 120,
     "history-append": 90,
     "lease": 80,
     "names": 100,
-    "preparation": 100,
+    "preparation": 60,
     "replace": 100,
     "samples": 90,
-    "submission": 60,
-    "weights": 90,
-    "weights-copy": 80,
+    "submission": 30,
+    "weights": 60,
+    "weights-copy": 50,
 }
 
 

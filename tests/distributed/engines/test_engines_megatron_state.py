@@ -52,7 +52,7 @@ def assembled(results: list[tuple[Layout, dict[str, Tensor]]]) -> dict[str, np.n
 
 
 ALL = {**FAST, **LONG}
-VALUED = ("t2", "p2", "p2 v2", "p4", "d2 experts e2")
+VALUED = ("t2 sp tied", "p2 v2", "p4 tied", "d2 experts e2")
 """Layouts that are also looked at with a value head."""
 
 

@@ -80,7 +80,7 @@ def trained(case: Case, folder: Path) -> Trained:
 
 
 LAYOUTS = (
-    *("one", "t2 sp tied", "p2 v2", "c2", "llama t2", "d2 experts e2"),
+    *("one", "t2 sp tied", "p2 v2", "c4", "llama t2", "d2 experts e2"),
     "experts attn t2 d2 ffn e2 t2",
 )
 
@@ -90,7 +90,7 @@ LAYOUTS = (
     ("name", "dtype"),
     [
         *((name, "float32") for name in LAYOUTS),
-        *((name, "bfloat16") for name in ("t2", "d2 experts e2")),
+        *((name, "bfloat16") for name in ("t2 sp tied", "d2 experts e2")),
     ],
 )
 def test_what_runs_again_and_that_values_stay(

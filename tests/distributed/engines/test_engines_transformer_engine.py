@@ -35,9 +35,8 @@ TRAIN = "tests.distributed.engines.megatron_cases:train"
 LAYOUTS = {
     name: {**FAST, **LONG}[name]
     for name in (
-        *("one", "t2", "t2 sp tied", "p2 v2", "d2", "value t2 sp", "llama t2"),
-        *("gemma t2 sp", "experts", "d2 experts e2", "experts t2 sp e2", "mixtral d2 e2"),
-        "experts attn t2 d2 ffn e2 t2",
+        *("one", "t2 sp tied", "p2 v2", "value t2 sp", "llama t2", "gemma t2 sp"),
+        *("d2 experts e2", "experts t2 sp e2", "experts attn t2 d2 ffn e2 t2"),
     )
 }
 USED = {"transformer_engine": True}
