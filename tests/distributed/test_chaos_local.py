@@ -46,18 +46,6 @@ def test_disturbed_ends_like_undisturbed(
     check(folder, setting, seed, causes)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_results_are_recorded_once_whenever_processes_are_killed(folder: Path) -> None:
-    check(folder, Setting("generate", 2, 3), 16, ("worker", "master", "agent"))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_models_with_layouts_of_their_own_end_like_undisturbed(folder: Path) -> None:
-    check(folder, Setting("ppo", 2, 2, mixed=True), 15, ("worker", "master"))
-
-
 def check(folder: Path, setting: Setting, seed: int, causes: tuple[str, ...]) -> None:
     calm = undisturbed(setting, folder / "undisturbed")
     differences, kills = chaos(setting, folder / "disturbed", seed, causes, calm)

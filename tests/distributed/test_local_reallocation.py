@@ -12,8 +12,7 @@ import pytest
 from slurmrl.run import events
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.test_local_elastic import assert_close, config_of
-from tests.distributed.test_local_layouts import REWARDED
-from tests.distributed.test_local_megatron import let_megatron_compute_here
+from tests.distributed.test_local_megatron import REWARDED, let_megatron_compute_here
 from tests.support.hooks import hooked
 from tests.support.rollout_trials import site_in
 from tests.support.served_trials import grpo
@@ -28,19 +27,6 @@ def megatron(layout: str, **more: str) -> dict[str, Any]:
     return {"backend": f"megatron:{layout}", "model": sizes, **more}
 
 
-FOUR_RANKS = {
-    "actor": megatron("t2p2"),
-    "critic": {"backend": "fsdp:d2t2"},
-    "ref": {"backend": "fsdp:d4"},
-    "rollout": {"backend": "native:d4"},
-}
-HALVES = {
-    "actor": megatron("t2"),
-    "critic": megatron("p2", gpus="2-3"),
-    "ref": megatron("t2p2", gpus="0-3"),
-    "rollout": {"backend": "native:t2", "gpus": "2-3"},
-}
-"""The example of ReaL's documentation."""
 EXPERTS = {
     **ARCHITECTURE,
     "model_type": "qwen3_moe",
@@ -208,8 +194,6 @@ def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layouts", "architecture"),
     [
-        pytest.param(FOUR_RANKS, ARCHITECTURE, id="four ranks", marks=pytest.mark.soak),
-        pytest.param(HALVES, ARCHITECTURE, id="halves", marks=pytest.mark.soak),
         pytest.param(ON_EXPERTS, EXPERTS, id="experts"),
     ],
 )

@@ -1,7 +1,8 @@
-"""Faults of the cluster do not end a trial. ``scripts/soak`` tests the same at length."""
+"""Faults of the cluster do not end a trial."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +11,11 @@ from typing import Any
 import pytest
 
 from slurmrl.run import events
+from slurmrl.run.paths import RunPaths
 from tests.support import paced
+from tests.support.chaos_trials.watched import Watched
 from tests.support.nodes import kill_node, node_of, private_bed, slurm, wait_for_empty_queue
-from tests.support.soak.slurm import (
-    array,
-    lift_throttle,
-    start_throttled,
-    states,
-    submit_by_hand,
-    submit_to_broken,
-)
-from tests.support.trials import Site, processes, wait_until
+from tests.support.trials import Site, processes, sft_config, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -135,3 +130,58 @@ def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path, hosts: in
             assert "batch_host_lost" in told
         else:
             assert how["cause"] in ("lost_host", "exception"), how
+
+
+def submit_to_broken(site: Site, broken: dict[str, str]) -> None:
+    """SFT on one host, as ``sft/1``. ``broken``: how a node is broken."""
+    cases = " ".join(f"{node}) {how};;" for node, how in broken.items())
+    setup = [f"case $SLURMD_NODENAME in {cases} esac"]
+    cluster: dict[str, Any] = {
+        "workers_per_host": 2,
+        "gpus_per_worker": 0,
+        "slurm": {"partition": "main", "time": "30", "links": 2, "setup": setup},
+    }
+    path = site.write("sft.yaml", sft_config(cluster=cluster))
+    site.slurmrl("submit", str(path), "--scheduler", "slurm")
+
+
+def start_throttled(folder: Path) -> Watched:
+    """A trial that has trained a step, with two further links."""
+    slow = paced.config(folder, pause_s=20.0)  # it must not end before it may hurry
+    config = {**slow, "cluster": paced.cluster(folder, links=3)}
+    trial = Watched(Site(folder), config, "slurm")
+    assert trial.until("a step", lambda: trial.witness.has_trained(1))
+    return trial
+
+
+def lift_throttle(trial: Watched) -> None:
+    """All links may start; those that do are requeued behind the first."""
+    job = array(trial.witness.paths)
+    slurm("scontrol", "update", f"JobId={job}", "ArrayTaskThrottle=0")
+    wait_until(
+        "the other links to be put back",
+        lambda: (
+            "ArrayTaskThrottle=1 " in slurm("scontrol", "show", "job", job)
+            and all(states(job)[f"{job}_{index}"] == "PENDING" for index in (1, 2))
+        ),
+    )
+
+
+def submit_by_hand(trial: Watched) -> None:
+    script = trial.witness.paths.submission_script(1, "trainer")
+    job = slurm("sbatch", "--parsable", "--array=0", str(script))
+    wait_until(
+        "the script by hand to end", lambda: states(job)[f"{job}_0"] in ("COMPLETED", "FAILED")
+    )
+    assert states(job)[f"{job}_0"] == "COMPLETED"
+
+
+def array(paths: RunPaths) -> str:
+    """The first submission's job id."""
+    return str(json.loads(paths.submission_jobs(1).read_text())["trainer"])
+
+
+def states(job: str) -> dict[str, str]:
+    """The states of all elements of an array."""
+    lines = slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", job).splitlines()
+    return {line.split()[0]: line.split()[1] for line in lines}

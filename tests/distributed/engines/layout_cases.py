@@ -13,14 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines import ENGINES
-from slurmrl.engines.base import TrainEngine
 from slurmrl.tensors.checkpoint import shards
-from slurmrl.tensors.parallel.groups import build
 from slurmrl.workers.worker.step_batch import share
-from tests.distributed.engines.cases import Placed, Setup, batch, context, denominator, loss, make
+from tests.distributed.engines.cases import Setup, batch, context, make
 
 
 def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
@@ -58,43 +54,6 @@ def forward(setup: Setup) -> dict[str, Tensor]:
     engine = make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
     return engine.forward(sample, temperature=0.7)
-
-
-def several(layouts: dict[str, dict[str, int]], models: dict[str, dict[str, Any]]) -> Any:
-    """Engines of all roles side by side, each with its own layout: outputs of the frozen ones,
-    and what two steps of the trained ones gave, with an offload in between.
-    """
-    ranks = tuple(range(dist.get_world_size()))
-    placed = [Placed(role, ranks, sizes) for role, sizes in layouts.items()]
-    contexts = build(placed, rank=dist.get_rank(), device=torch.device("cpu"))
-    engines: dict[str, TrainEngine] = {
-        role: ENGINES.load("fsdp")(
-            role,
-            Model(**models[role]),
-            head="value" if role in ("critic", "reward") else "lm",
-            trained=role in ("actor", "critic"),
-            context=contexts[role],
-            seed=7,
-            total_steps=10,
-            source=None,
-        )
-        for role in layouts
-    }
-    found: dict[str, Any] = {}
-    for step in range(2):
-        for role, engine in engines.items():
-            whole = batch(step)
-            part = whole.take(range(engine.context.dp_rank, whole.bs, engine.context.dp_size))
-            if engine.trained:
-                stats = engine.train_batch(part, loss, denominator(part))
-                found.setdefault(role, []).append((stats["loss"], stats["grad_norm"]))
-            elif engine.context.is_leader:
-                found.setdefault(role, []).append(engine.forward(part))
-            else:
-                engine.forward(part)
-            engine.offload()
-            engine.onload()
-    return found
 
 
 def shared(setup: Setup) -> list[Any]:

@@ -188,19 +188,6 @@ def test_outputs_and_values_come_in_the_samples_order(
                 assert torch.allclose(found[name], wanted, atol=2e-5), name
 
 
-@pytest.mark.parametrize("layout", ["t2", "c2t2"])
-def test_values_learn_as_in_one_process(ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    value_model(tmp_path, **MODELS["qwen3"])
-    one, split = (
-        of_folder(setup_of(sizes, MODELS["qwen3"], head="value", sequence="tp" in sizes), tmp_path)
-        for sizes in ({"dp": 1}, LAYOUTS[layout])
-    )
-    expected = ranks(1, f"{CASES}:train", one, range(3))[0][0]
-    found = ranks(split.ranks, f"{CASES}:train", split, range(3))[0][0]
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-
-
 def assembled(
     shapes: dict[str, tuple[int, ...]], results: list[list[tuple[str, tuple[int, ...], Tensor]]]
 ) -> dict[str, Tensor]:
@@ -316,28 +303,6 @@ def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path) -> None:
     assert [files for _, files in whole] == [files for _, files in rest]
 
 
-def test_models_with_several_layouts_live_in_one_worker(ranks: RankPool) -> None:
-    """Each computes the same as alone in one process."""
-    layouts = {"actor": D2T2, "critic": D2C2, "ref": {"dp": 4}, "reward": {"dp": 2, "tp": 2}}
-    settings = {role: model(architecture=MODELS["qwen3"]) for role in layouts}
-    settings["actor"]["model"] = {"sequence_parallel": True}
-    together = ranks(4, f"{HERE}:several", layouts, settings)
-    [alone] = ranks(1, f"{HERE}:several", {role: {"dp": 1} for role in layouts}, settings)
-    for role in ("actor", "critic"):
-        for found in together:
-            for step, expected in zip(found[role], alone[role], strict=True):
-                assert step == pytest.approx(expected, rel=1e-5)
-    for role, size in (("ref", 4), ("reward", 2)):
-        spoken = [found[role] for found in together if role in found]
-        assert len(spoken) == size
-        for step, expected in enumerate(alone[role]):
-            for name, values in expected.items():
-                parts = values.split(LENGTHS)
-                for dp_rank, outputs in enumerate(spoken):
-                    wanted = torch.cat([parts[i] for i in range(dp_rank, ITEMS, size)])
-                    assert torch.allclose(outputs[step][name], wanted, atol=2e-5)
-
-
 def test_the_first_rank_of_those_with_the_same_samples_speaks(ranks: RankPool) -> None:
     results = ranks(4, f"{HERE}:shared", Setup(sizes=D2T2, split=SPLITS[2]))
     assert results[0] == results[1]
@@ -354,42 +319,6 @@ def test_the_first_rank_of_those_with_the_same_samples_speaks(ranks: RankPool) -
 def test_weights_may_stay_in_host_memory(ranks: RankPool, tmp_path: Path) -> None:
     setup = setup_of(D2T2, MODELS["qwen3"], cpu_offload=True, layers=True)
     assert_as_one_process(ranks, tmp_path, setup, MODELS["qwen3"])
-
-
-@pytest.mark.parametrize("layout", ["d2t2", "c2t2"])
-def test_bfloat16_trains_on_float32_weights(ranks: RankPool, tmp_path: Path, layout: str) -> None:
-    losses = []
-    for dtype in ("float32", "bfloat16"):
-        setup = setup_of(LAYOUTS[layout], MODELS["qwen3_moe"], sequence=True, dtype=dtype)
-        (tmp_path / dtype).mkdir()
-        results = ranks(4, f"{CASES}:train", setup, range(2), save=tmp_path / dtype)
-        assert all(result[0] == results[0][0] for result in results)
-        losses.append([stats["loss"] for stats in results[0][0]])
-    assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.02)
-    assert losses[1] != losses[0]
-    layout_of = RoleCheckpoint(tmp_path / "bfloat16", "actor").layout
-    assert {spec.dtype for spec in layout_of.tensors.values()} == {"float32"}
-
-
-def test_gradient_descent_steps_as_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    found = []
-    for name in ("one", "c2t2"):
-        (tmp_path / name).mkdir()
-        sizes = LAYOUTS.get(name, {"dp": 1})
-        setup = setup_of(sizes, MODELS["qwen3"], optimizer=sgd)
-        ranks(setup.ranks, f"{CASES}:train", setup, range(3), save=tmp_path / name)
-        found.append(RoleCheckpoint(tmp_path / name, "actor"))
-    kept = {name.partition("/")[0] for name in found[0].layout.tensors if "/" in name}
-    assert kept == {"momentum"}
-    config = ModelConfig.from_hf(MODELS["qwen3"])
-    for name in found[0].layout.tensors:
-        ours, theirs = found[1].read(name), found[0].read(name)
-        first = np.zeros_like(theirs)
-        if "/" not in name:
-            first = init_tensor(name, theirs.shape, config, 7).numpy()
-        moved, rounding = abs(theirs - first).max(), 3 * 2**-23 * abs(theirs).max()
-        assert abs(ours - theirs).max() <= 4e-6 * moved + rounding, name
 
 
 @pytest.mark.parametrize(

@@ -117,15 +117,6 @@ def test_a_wait_ends_with_a_ring_and_with_nothing_else(site: Site) -> None:
     stranger.close()
 
 
-def test_duplicates_that_arrive_together_cost_one_look(site: Site) -> None:
-    site.writers["a"].append({"n": 1})
-    for _ in range(50):
-        site.ring("a")
-    assert site.follower.read_due() == [{"n": 1}]
-    assert site.follower.read_due() == []
-    assert site.looks.take() == {"a": 1}
-
-
 @pytest.mark.parametrize("size", [0, 1, TOKEN_BYTES - 1, TOKEN_BYTES, TOKEN_BYTES + 1, 1400])
 def test_a_forged_ring_costs_no_look(site: Site, size: int) -> None:
     """A token that is wrong, too short or too long, also one that begins with the right one."""
@@ -180,24 +171,6 @@ def test_the_token_of_one_bell_is_not_that_of_another(site: Site) -> None:
     assert {bell.address.host for bell in site.bells.values()} == {LOOPBACK}
 
 
-def test_without_rings_polls_are_those_of_a_reader_without_a_bell(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("random.Random.random", lambda generator: 0.0)
-
-    def reader(bell: Bell | None) -> Follower:
-        logs = [LogReader(tmp_path / name) for name in "abc"]
-        return Follower(logs, tmp_path, longest_poll_s=LONGEST_S, bell=bell, clock=lambda: site.now)
-
-    with_bell, without = reader(site.bell), reader(None)
-    for number in range(200):
-        if number in (100, 101):
-            site.writers["a"].append({"n": number})
-        assert with_bell.read_due() == without.read_due()
-        assert with_bell.pause_s() == without.pause_s() > 0
-        site.now += without.pause_s()
-
-
 def test_a_lost_ring_delays_its_news_by_no_more_than_a_poll(site: Site) -> None:
     """And the next lost one by no more than without bells: polls are quick again."""
     site.send("a", 0)
@@ -211,34 +184,6 @@ def test_a_lost_ring_delays_its_news_by_no_more_than_a_poll(site: Site) -> None:
     site.writers["a"].append({"n": 2})
     assert site.poll() == [{"n": 2}]
     assert site.now - began <= FIRST_POLL_S
-
-
-def test_logs_that_ring_are_polled_less(site: Site) -> None:
-    """Each log by itself: the rings of one writer do not delay the news of a silent one."""
-    for number, name in enumerate("ab" * 3):
-        site.send(name, number)
-    end = site.now + 10.0
-    while site.now < end:
-        site.poll()
-    looks = site.looks.take()
-    assert looks["a"] == looks["b"] <= 10
-    assert looks["c"] > 50
-
-
-def test_news_of_others_do_not_postpone_polls(site: Site) -> None:
-    site.send("a", 0)
-    site.send("b", 0)
-    began = site.now
-    site.writers["b"].append({"n": 1})  # this ring is lost
-    number = 0
-    while True:
-        number += 1
-        site.now += 0.25
-        site.writers["a"].append({"n": number})
-        site.ring("a")
-        if {"n": 1} in site.follower.read_due() and number > 1:
-            break
-        assert site.now - began <= 2 * RINGING_FIRST_POLL_S
 
 
 def test_a_flood_of_rings_costs_no_more_looks_than_polls_do(site: Site) -> None:

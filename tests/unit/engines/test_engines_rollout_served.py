@@ -221,29 +221,6 @@ def test_requests_wait_for_the_first_version_and_are_bounded() -> None:
     run(main())
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (request(prompt=0), "must not be empty"),
-        (request(keys=0), "must not be empty"),
-        (request(prompt=CONTEXT), "a prompt of 16 tokens leaves no room.*takes 16 tokens"),
-    ],
-)
-def test_a_request_that_can_never_be_served_fails_at_once(
-    bad: GenerationRequest, message: str
-) -> None:
-    async def main() -> None:
-        dialect = ScriptedDialect()
-        engine = await ready(dialect)
-        future = engine.submit(bad)
-        assert future.done()
-        with pytest.raises(UsageError, match=message):
-            await future
-        assert dialect.calls == []
-
-    run(main())
-
-
 def test_an_abort_returns_what_was_drawn_even_if_it_overtakes_its_request() -> None:
     async def main() -> None:
         dialect = ScriptedDialect(deaf=3)

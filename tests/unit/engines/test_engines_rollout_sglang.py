@@ -135,17 +135,6 @@ async def paused(settings: Draw) -> tuple[ScriptedServer, Completion]:
     return server, await drawing
 
 
-def test_a_draw_continues_behind_its_tokens_after_a_pause() -> None:
-    """The rest is requested with these tokens in the prompt; each token keeps its version."""
-    server, made = asyncio.run(paused(draw(min_new_tokens=3)))
-    assert made.tokens == (3, 4, 5, 6, 7, 8)
-    assert made.versions == ("1.1",) * 2 + ("2.1",) * 4
-    assert made.logprobs == tuple(-token / 10 for token in made.tokens)
-    assert server.asked[1]["input_ids"] == [1, 2, 3, 4]
-    assert server.asked[1]["sampling_params"]["max_new_tokens"] == 4
-    assert server.asked[1]["sampling_params"]["min_new_tokens"] == 1
-
-
 @pytest.mark.parametrize(
     ("stop", "asked", "tokens"),
     [
@@ -408,13 +397,6 @@ def test_a_draw_that_an_abort_has_ended_has_experts() -> None:
 def test_a_model_without_experts_records_none() -> None:
     with pytest.raises(UsageError, match="the model has no experts to record"):
         asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).draw(draw(experts=True)))
-
-
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
-    """SGLang would compute with it, whatever it finds there."""
-    asked = replace(draw(), prompt=(1, VOCABULARY))
-    with pytest.raises(UsageError, match="token 50 is not in the vocabulary of 50"):
-        asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).draw(asked))
 
 
 RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, "pp_size": 1}

@@ -180,13 +180,6 @@ def test_a_server_on_a_cpu_is_refused_for_tied_embeddings(device: str, refused: 
         asyncio.run(connecting)
 
 
-@pytest.mark.parametrize("size", [VOCABULARY - 1, VOCABULARY + 1])
-def test_a_server_with_another_vocabulary_is_refused_at_once(size: int) -> None:
-    model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=size)
-    with pytest.raises(UsageError, match=f"does not have a vocabulary of {size} token ids"):
-        asyncio.run(VllmDialect(ScriptedClient(SERVER), model=model).connect())
-
-
 @pytest.mark.parametrize(
     ("answers", "message"),
     [

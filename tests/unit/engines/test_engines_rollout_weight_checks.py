@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -162,14 +161,6 @@ def test_a_server_with_other_weights_than_the_version_is_named(
     check(checks, report(tensors(1)), second)
 
 
-def test_a_parameter_that_was_not_read_first_is_named(tmp_path: Path) -> None:
-    """It is what it was when the server started."""
-    dummy, name, loaded = tensors(5), f"{LAYER}.input_layernorm.weight", version(tmp_path)
-    for held, count in ((dummy, 3), ({**tensors(), name: dummy[name]}, 1)):
-        with pytest.raises(RunFailedError, match=f"{count} of 4 parameters differ"):
-            check(WeightChecks(own=True), report(held), loaded, report(dummy))
-
-
 def test_parameters_in_another_form_are_compared_between_starts_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,61 +248,6 @@ def test_a_server_is_asked_after_each_version_or_the_first_one(
 
     asyncio.run(work())
     assert asked == (2 if first_only else 4)
-
-
-def test_the_files_of_a_version_are_read_while_the_server_reads_them(tmp_path: Path) -> None:
-    """So the check adds nothing to the update but the comparison, from the first version on."""
-    seen: list[str] = []
-    holds, comparable = 5, 3
-
-    def counted(tensor: Tensor, device: torch.device) -> str | None:
-        seen.append("")
-        return digest(tensor, device)
-
-    async def ask() -> list[Held]:
-        return report(tensors(holds))
-
-    async def work() -> None:
-        nonlocal holds
-        each = ServerCheck(WeightChecks(own=True), "server", counted, ask)
-        for seed in (0, 1):
-            loaded = version(tmp_path, f"1.{seed + 1}", seed)
-            await each.before_load(loaded)
-            assert each._expecting is not None
-            await asyncio.wait_for(each._expecting, 60.0)
-            read, holds = len(seen), seed
-            await each.after_load(loaded)
-            assert read == len(seen) == (seed + 1) * comparable
-        await each.before_load(WeightVersion(name="1.9", folder=tmp_path / "gone"))
-        with pytest.raises(UsageError, match="gone"):  # an error of the check, not of this task
-            await each.after_load(WeightVersion(name="1.9", folder=tmp_path / "gone"))
-
-    asyncio.run(work())
-
-
-def test_what_a_lost_server_was_to_hold_is_not_read_to_the_end(tmp_path: Path) -> None:
-    begun, goes_on = threading.Event(), threading.Event()
-    seen: list[Tensor] = []
-
-    def slow(tensor: Tensor, device: torch.device) -> str | None:
-        seen.append(tensor)
-        begun.set()
-        assert goes_on.wait(60.0)
-        return digest(tensor, device)
-
-    async def ask() -> list[Held]:
-        return report(tensors(5))
-
-    async def work() -> None:
-        each = ServerCheck(WeightChecks(own=True), "server", slow, ask)
-        await each.before_load(version(tmp_path))
-        assert await asyncio.to_thread(begun.wait, 60.0)
-        each.close()
-        await asyncio.sleep(0)
-        goes_on.set()
-
-    asyncio.run(work())  # which waits for the thread
-    assert len(seen) == 1
 
 
 def test_a_server_that_computes_no_checksums_is_not_checked(

@@ -153,14 +153,6 @@ def test_arguments_are_checked_before_anything_is_computed() -> None:
     refused([0, 10], strings, "has stop strings, but the engine has no tokenizer")
 
 
-def test_a_diverged_model_is_named() -> None:
-    decoder = decoder_of()
-    with torch.no_grad():
-        decoder.head_weight().fill_(float("nan"))
-    with pytest.raises(RunFailedError, match="not finite"):
-        by_requests(decoder, GenerationOptions(max_new_tokens=3), torch.arange(12))
-
-
 def test_stop_strings_end_completions_of_a_whole_batch() -> None:
     """Wherever in tokens they are; and requests of single completions get the same bits."""
     model, batch = engine(), sample("prompt_ids")

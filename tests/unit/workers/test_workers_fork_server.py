@@ -254,33 +254,11 @@ def test_orphan_of_running_worker_is_spared_when_another_ends(host: Host) -> Non
     wait_until("orphans to end", lambda: not any(alive(int(pid)) for pid in children), 60)
 
 
-def test_each_worker_has_own_devices_and_stacks(host: Host) -> None:
-    host.fork(0)
-    host.fork(1)
-    for rank, slot in enumerate(host.slots):
-        assert host.heard(slot.pipe)["devices"] == f"GPU-{rank}"
-        assert os.pread(slot.stacks_fd, 100, 0) == f"stacks of {rank}".encode()
-
-
-def test_workers_die_when_agent_closes_the_line(host: Host) -> None:
-    """In a container the fork server may not be the process that the agent can kill."""
-    said = [host.start(rank) for rank in range(2)]
-    host.line.close()
-    assert host.process.process.wait(timeout=60) == 0
-    wait_until("the workers to die", lambda: not any(alive(one["pid"]) for one in said), 60)
-
-
 def test_orders_wait_until_fork_server_is_ready(host: Host) -> None:
     host.fork()
     host.kill()
     assert host.heard() == ended(0, signal.SIGKILL)
     host.forget()
-    assert host.start()["pid"] > 0
-
-
-def test_kill_without_worker_is_ignored(host: Host) -> None:
-    """The worker ended by itself while the message was in transit."""
-    host.kill()
     assert host.start()["pid"] > 0
 
 
