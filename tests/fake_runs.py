@@ -16,10 +16,8 @@ from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.dataflow import Estimate, Summary
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin, end, resume
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, end, fold, resume
 from slurmrl.run.metrics import MetricsWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, SubmissionRequest, TaskState

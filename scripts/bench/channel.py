@@ -29,7 +29,7 @@ from forks import fork
 from slurmrl.fsio.calls import is_local
 from slurmrl.run.channel import follower
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.channel.pipe import Connection
 
 POLL_S = 0.05

@@ -32,9 +32,8 @@ from spread import Spread
 from slurmrl.env import user_name
 from slurmrl.fsio import atomic
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin, end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, end
 from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import overview

@@ -34,8 +34,7 @@ from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.run.channel import follower
 from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.frame import Message
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter, Message
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity

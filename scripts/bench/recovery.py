@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from spread import Spread
 
 from slurmrl.run import events
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from tests.support import paced
 from tests.support.chaos_trials.causes import CAUSES, strike
 from tests.support.chaos_trials.monkey import succession

@@ -35,10 +35,9 @@ from slurmrl.backoff import Backoff
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.log import LogReader, LogWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin
+from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.state import begin, fold
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.agent.agent_host import claim

@@ -44,8 +44,8 @@ from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.fsio import atomic, objects
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.rollouts.sample_files import read_group
-from slurmrl.run.channel import frame
-from slurmrl.run.channel.log import LogReader
+from slurmrl.run.channel import message_log
+from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
@@ -300,10 +300,10 @@ class Bed:
             samples=tuple(samples),
         )
         with self.timed("post"):
-            message = frame.encode(CONTROL_LOG.to_json(load))
+            message = message_log.encode(CONTROL_LOG.to_json(load))
         self.sizes["batch"] = len(message)
         with self.timed("a reader of the batch"):
-            CONTROL_LOG.from_json(frame.decode(message)[0][0])
+            CONTROL_LOG.from_json(message_log.decode(message)[0][0])
         with self.operations.by("trainers"):
             for one in samples:
                 folder = self.paths.rollout_samples(*parse_name(one.task))

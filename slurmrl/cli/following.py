@@ -20,7 +20,7 @@ from slurmrl.desk.live import Jobs
 from slurmrl.display.terminal import age, plain, sparkline
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnknownNameError
 from slurmrl.fsio import atomic
-from slurmrl.run.history.recent import recent
+from slurmrl.run.history.state import recent
 from slurmrl.run.metrics import read_latest
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, Scheduler, SchedulerPoll, TaskState

@@ -288,7 +288,7 @@ def show(
 
     ``outlook``: where the trial is, if it exists.
     """
-    from slurmrl.run.leave import shortened
+    from slurmrl.run.hosts import shorten_script
 
     complete = outlook is not None and outlook.complete
     scripts = {} if complete else proposal.scripts()
@@ -306,7 +306,7 @@ def show(
     click.echo(f"{proposal.trial} would be submitted to {proposal.kind}:")
     click.echo("\n".join(table([(f"  {name}", text) for name, text in _facts(proposal, outlook)])))
     for group, text in scripts.items():
-        click.echo(f"\n# {proposal.paths.submission_script(1, group).name}\n{shortened(text)}")
+        click.echo(f"\n# {proposal.paths.submission_script(1, group).name}\n{shorten_script(text)}")
     return 0
 
 

@@ -23,7 +23,7 @@ from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.dataflow import REWARD_MODEL
 from slurmrl.plan.resolve.trial_references import LAST, parse
 from slurmrl.registry import near
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import BEING_EVALUATED, EVALUATED, RunPaths
 from slurmrl.tensors.checkpoint.manifest import is_pinned, read_origin

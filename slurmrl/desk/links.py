@@ -11,7 +11,7 @@ from slurmrl.desk.submit import Submitted
 from slurmrl.env import user_name
 from slurmrl.plan.model import Plan
 from slurmrl.run import hosts
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import Scheduler

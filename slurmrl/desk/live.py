@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from slurmrl.env import user_name
 from slurmrl.errors import TrialEndedError, WaitTimeoutError
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end, fold
 from slurmrl.run.metrics import read_latest
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import make

@@ -35,7 +35,7 @@ from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run import demand
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make

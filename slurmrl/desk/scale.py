@@ -11,10 +11,10 @@ from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import demand
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.elastic import ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
 

@@ -9,10 +9,10 @@ from slurmrl.desk.live import Jobs, clear_away, newest_jobs
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run import demand
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.base import JobState
 
 POLL_S = 2.0

@@ -34,12 +34,10 @@ from slurmrl.desk.undo import Before, undo
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.fsio import space
 from slurmrl.plan.settings import Settings, with_present_defaults
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import END_OF_DATASET, Kind, Record
-from slurmrl.run.history.state import TrialState, fold
-from slurmrl.run.history.writer import resume
+from slurmrl.run.history.slots import END_OF_DATASET, History, Kind, Record
+from slurmrl.run.history.state import TrialState, fold, resume
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler
 from slurmrl.scheduler.client import may_have_worked

@@ -11,9 +11,8 @@ from pathlib import Path
 from slurmrl.desk.removing import remove
 from slurmrl.errors import TrialEndedError
 from slurmrl.fsio import atomic
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Record
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Record
+from slurmrl.run.history.state import end
 from slurmrl.run.paths import RunPaths
 
 

@@ -18,7 +18,7 @@ from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan,
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
 from slurmrl.plan.resolve.inherit import gpus_per_worker
 from slurmrl.plan.settings import Settings
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.parse import HostRow
 
 ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.setup:build_rollout"

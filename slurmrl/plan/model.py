@@ -17,7 +17,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import MOST_COUNT
 from slurmrl.plan.dataflow import Head, Method
 from slurmrl.plan.estimates.hardware import memory_of
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 
 
 class _PlanPart(BaseModel):
@@ -56,7 +56,7 @@ class GroupPlan(_PlanPart):
 
     @property
     def world_size(self) -> int:
-        """Ranks of one of its worlds (see `slurmrl.run.worlds`)."""
+        """Ranks of one of its worlds (see `slurmrl.run.reports`)."""
         return self.hosts_of_job * self.workers_per_host
 
     @property

@@ -12,7 +12,7 @@ from slurmrl.config.allocation.parser import parse_gpus
 from slurmrl.config.schema import Config, Model, Rollout, Slurm
 from slurmrl.errors import AllocationError
 from slurmrl.plan.dataflow import Call, Method
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 
 ROLLOUTS: Final = "rollout"
 REFERENCE: Final = "ref"

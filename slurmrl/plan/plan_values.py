@@ -39,7 +39,7 @@ from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
 from slurmrl.plan.precision import generating
 from slurmrl.plan.settings import Settings
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
 

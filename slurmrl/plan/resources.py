@@ -14,7 +14,7 @@ from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import near
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 

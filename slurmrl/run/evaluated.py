@@ -16,7 +16,7 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.shapes import COUNT, TEXT, Fields, table
 from slurmrl.run import metrics
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from slurmrl.display.terminal import age, plain
 from slurmrl.fsio.shapes import COUNT, SECONDS, FieldType
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 
 MOST_GROUPS = 50
 """Most groups to report, the first by rank."""

@@ -1,24 +1,34 @@
-"""``samples/``: what the steps of a trial keep of their completions or rows, as JSON lines.
+"""What steps keep of their completions or rows, as JSON lines.
 
-Each incarnation appends to files that no other one writes: ``step-<s>.<incarnation>.jsonl`` of
-training and ``eval-step-<s>.<incarnation>.jsonl`` of evaluations hold step ``s`` and later ones,
-``<s>.<incarnation>.index`` names the place of each step in them. The ``s`` of an index is the first
-step of its incarnation. Earlier versions wrote one file per step, ``step-<s>.jsonl``.
+``samples/`` has readable samples. Each incarnation appends to files that no other one writes:
+``step-<s>.<incarnation>.jsonl`` of training and ``eval-step-<s>.<incarnation>.jsonl`` of
+evaluations hold step ``s`` and later ones, ``<s>.<incarnation>.index`` names the place of each step
+in them. The ``s`` of an index is the first step of its incarnation. Earlier versions wrote one file
+per step, ``step-<s>.jsonl``.
+
+Part files hold one line about each item of a step or an evaluation. Ranks write them, and the
+master reads them.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from slurmrl.errors import CorruptFileError
+from slurmrl.backoff import READ_S, retry
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.atomic import make_private_directory, replace
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.shapes import FILE_NAME, SIZE, Fields
+from slurmrl.fsio.failures import corrupt, unreadable
+from slurmrl.fsio.primitives import opened
+from slurmrl.fsio.shapes import FILE_NAME, SIZE, Fields, table
 from slurmrl.run.metrics import encode
+from slurmrl.run.paths import RunPaths
 
 FILE_BYTES = 64 << 20
 """Size from which on the samples of later steps go to another file."""
@@ -109,3 +119,66 @@ def _lines(index: Path) -> Iterator[dict[str, Any]]:
 
 def _prefix(evaluation: bool) -> str:
     return "eval-step-" if evaluation else "step-"
+
+
+LINE: Final[Fields] = {"place": SIZE, "record": table({})}
+
+
+def write_part(
+    path: Path, records: Mapping[str, Mapping[str, Any]], own: Sequence[str], batch: Sequence[str]
+) -> None:
+    """Write the lines about a rank's ``own`` items durably, each with its place in the ``batch``.
+
+    The file is complete or absent.
+
+    Raises ValueError if there is not one line for each item, EnvironmentFailure if the file cannot
+    be written for `READ_S`.
+    """
+    if records.keys() != set(own):
+        odd = sorted(records.keys() ^ set(own))[:3]
+        raise ValueError(f"the records are not those of this rank's items: {', '.join(odd)}")
+    place_of = {name: place for place, name in enumerate(batch)}
+    rows = sorted((place_of[name], record) for name, record in records.items())
+    data = b"".join(encode({"place": place, "record": record}) for place, record in rows)
+
+    def write() -> None:
+        make_private_directory(path.parent)
+        replace(path, data)
+
+    retry("record the results", write, timeout_s=READ_S)
+
+
+def read_parts(paths: RunPaths, prefix: str, numbers: Iterable[int]) -> list[Mapping[str, Any]]:
+    """Return the records of a step, in the order of its batch, from its part files.
+
+    They are the files with these ``numbers`` whose names begin with ``prefix``.
+
+    Raises CorruptFileError for files that are missing or damaged, EnvironmentFailure.
+    """
+    found = [line for number in numbers for line in _part_lines(paths.part(prefix, number))]
+    found.sort(key=_place)
+    if [_place(line) for line in found] != list(range(len(found))):
+        raise corrupt(paths.parts / prefix, "has an item twice or lacks one")
+    return [line["record"] for line in found]
+
+
+def _place(line: Mapping[str, Any]) -> int:
+    place: int = line["place"]
+    return place
+
+
+def _part_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Raises CorruptFileError, EnvironmentFailure."""
+    try:
+        with (
+            opened(path, os.O_RDONLY | os.O_NOFOLLOW, REAL) as descriptor,
+            os.fdopen(descriptor, "rb", closefd=False) as file,
+        ):
+            for raw in file:
+                yield documents.parse(raw, path, LINE, LINE)
+    except FileNotFoundError as error:
+        raise corrupt(path, "is missing") from error
+    except EnvironmentFailure:
+        raise
+    except OSError as error:
+        raise unreadable(error, path) from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.errors import UsageError
-from slurmrl.run import leave
+from slurmrl.run.hosts import AFTER_SETUP, EARLY_TRAPS, leave_functions, try_module
 from slurmrl.scheduler.base import Continue, GroupRequest, SubmissionRequest
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.job_environment import NO_BYTECODE, of_snapshot
@@ -120,9 +120,9 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
         *extra_lines(request, group),
         "trap '' USR1",
         "trap '' USR2" if group.command else WARNED_EARLY,
-        *([_leaving(request, group), leave.EARLY] if guarded else []),
+        *([_leaving(request, group), EARLY_TRAPS] if guarded else []),
         *setup_lines(request, group),
-        *([leave.LATE] if guarded else []),
+        *([AFTER_SETUP] if guarded else []),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         f"export {NO_BYTECODE}=${{{NO_BYTECODE}-1}}",
         *([f'{_attempt(request)} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
@@ -137,11 +137,11 @@ def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
     supervisor = shlex.join((*request.command(group, "srun"), "--failed"))
     variables = of_snapshot(request.code).items()
     fail = " ".join([*(f"{name}={shlex.quote(text)}" for name, text in variables), supervisor])
-    return leave.functions(request.run.run, script, job, exclude, request.number, fail)
+    return leave_functions(request.run.run, script, job, exclude, request.number, fail)
 
 
 def _attempt(request: SubmissionRequest) -> str:
-    return leave.attempt(request.python, SUPERVISOR)
+    return try_module(request.python, SUPERVISOR)
 
 
 def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str]:

@@ -25,9 +25,8 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import one_of
-from slurmrl.run import demand, hosts, leave
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run import demand, hosts
+from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import extensions, job_environment, submission
@@ -210,7 +209,7 @@ def continue_after(
 def give_back(link: Link, why: str, host: str) -> None:
     """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame).
 
-    Call it last: Slurm ends this job. See `run.leave`.
+    Call it last: Slurm ends this job. See `run.hosts`.
     """
     script = link.run.submission_script(link.submission, link.group)
     try:
@@ -219,7 +218,7 @@ def give_back(link: Link, why: str, host: str) -> None:
     except (CorruptFileError, EnvironmentFailure) as error:
         logger.error("this job is not requeued: %s", error)
         return
-    text = leave.functions(link.run.run, script, name, excluded)
+    text = hosts.leave_functions(link.run.run, script, name, excluded)
     command = ["sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
     subprocess.run(command, check=False, env=job_environment.of_command(os.environ) | _here())
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import submission
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient

@@ -21,7 +21,7 @@ from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, SIZE, TEXT, Fields
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import parse, submission
 from slurmrl.scheduler.base import TaskState

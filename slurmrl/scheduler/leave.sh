@@ -1,4 +1,4 @@
-# How a job leaves when no process of the trial can start in it, run by sh. run/leave.py sets
+# How a job leaves when no process of the trial can start in it, run by sh. run/hosts.py sets
 # slurmrl_run, _script, _number, _job, _exclude, _first_s, _longest_s, _most and _several above.
 
 slurmrl_own_path=$PATH:/usr/local/bin:/usr/bin:/bin  # set-up lines may change PATH

@@ -29,10 +29,10 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, umask
 from slurmrl.fsio.shapes import COUNT, TEXT, Fields, list_of, one_of, table
 from slurmrl.run import demand
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import processes
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.processes import ProcessId

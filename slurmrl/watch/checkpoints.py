@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import CheckpointError, EnvironmentFailure
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import Commit, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_manifest, verify

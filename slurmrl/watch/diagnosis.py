@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from slurmrl.display.terminal import age, first_line, plain
 from slurmrl.fsio.space import LEAST_BYTES
-from slurmrl.run.history.record import END_OF_DATASET
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.history.slots import END_OF_DATASET
+from slurmrl.run.reports import TRAINERS
 
 Status = Mapping[str, Any]
 

@@ -25,9 +25,9 @@ from slurmrl.fsio import lines
 from slurmrl.fsio.lines import LineFile
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.registry import near
-from slurmrl.run.history.recent import begin_of
+from slurmrl.run.history.state import begin_of
 from slurmrl.run.paths import RunPaths, rotated
-from slurmrl.run.worlds import MASTER, TRAINERS
+from slurmrl.run.reports import MASTER, TRAINERS
 from slurmrl.watch import published
 
 AGENT_LOG = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.log")

@@ -24,8 +24,8 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import INTEGER, NUMBER, SECONDS, SIZE, TEXT, Fields, one_of, table
-from slurmrl.run.history.log import History
-from slurmrl.run.history.recent import recent
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.state import recent
 from slurmrl.run.lease import read_counter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState

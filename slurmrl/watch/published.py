@@ -26,6 +26,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.run import keys
 from slurmrl.run.hang import GroupProgress
 from slurmrl.run.reports import (
+    TRAINERS,
     Failure,
     Hang,
     Identity,
@@ -35,7 +36,6 @@ from slurmrl.run.reports import (
     StacksRequest,
     Warned,
 )
-from slurmrl.run.worlds import TRAINERS
 
 Said = Mapping[str, Any]
 STATUS: Fields = {

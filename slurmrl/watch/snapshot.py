@@ -26,11 +26,10 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import demand, evaluated, events, hosts, keys, metrics
 from slurmrl.run.events import Event
-from slurmrl.run.history.recent import Begun, Recent, recent
+from slurmrl.run.history.state import Begun, Recent, recent
 from slurmrl.run.hosts import BadHost
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Failure, Hang, Identity, Warned
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS, Failure, Hang, Identity, Warned
 from slurmrl.scheduler.processes import claimant_words, may_submit
 from slurmrl.watch import published
 

@@ -15,8 +15,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import StacksRequest
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS, StacksRequest
 from slurmrl.watch.log_files import serving
 from slurmrl.watch.snapshot import read_groups
 

@@ -113,10 +113,9 @@ from typing import Any
 
 from slurmrl.run import endings
 from slurmrl.run.endings import JobTag
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Identity
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS, Identity
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch import present, story
 from slurmrl.watch.diagnosis import diagnose

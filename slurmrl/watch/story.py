@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from slurmrl.display.terminal import first_line, plain
 from slurmrl.run.endings import Ending, JobTag, failure_words
 from slurmrl.run.events import Event
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.metrics import TIME
 from slurmrl.run.reports import Failure, Warned
 from slurmrl.scheduler.base import JobState, TaskState

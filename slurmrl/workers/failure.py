@@ -27,9 +27,9 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import objects
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.run import hang, keys
+from slurmrl.run import keys
 from slurmrl.run.events import EventWriter
-from slurmrl.run.hang import RankProgress
+from slurmrl.run.hang import RankProgress, explain, grouped
 from slurmrl.run.reports import Cause, Failure, Hang, Identity, LostHost
 
 logger = log.get(__name__)
@@ -47,7 +47,7 @@ def failed(failure: Failure) -> RunFailedError:
     return RunFailedError(failure.reason, failure)
 
 
-def describe(error: Exception, who: str) -> Failure:
+def failure_of(error: Exception, who: str) -> Failure:
     """Return the failure that an exception carries, or derive one from its type. ``who`` failed."""
     if isinstance(error, RunFailedError) and isinstance(error.failure, Failure):
         return error.failure
@@ -168,7 +168,7 @@ def publish_hang(
 
     ``files`` hold the stacks.
     """
-    explained = Hang(text=hang.explain(hang.grouped(rows)), files=tuple(files))
+    explained = Hang(text=explain(grouped(rows)), files=tuple(files))
     logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")
     events.write("hang", incarnation=incarnation, text=explained.text, files=list(files))
     value = json.dumps(objects.to_json(explained))

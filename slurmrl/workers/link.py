@@ -30,10 +30,8 @@ from slurmrl.fsio import documents
 from slurmrl.fsio.shapes import TEXT, FieldType, one_of
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.run import demand, keys
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import TIMEOUT_S, Link, continues

@@ -16,8 +16,8 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
-from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import BellAddress
+from slurmrl.run.channel.message_log import Message
 from slurmrl.run.hang import RankProgress
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.tensors.checkpoint.tensors import SavedFile
@@ -349,10 +349,10 @@ class MessageSet(Generic[M]):
     def type_of(self, message: M) -> str:
         return self._types[type(message)]
 
-    def to_json(self, message: M) -> frame.Message:
+    def to_json(self, message: M) -> Message:
         return {"type": self.type_of(message), **objects.to_json(message)}
 
-    def from_json(self, values: frame.Message) -> M:
+    def from_json(self, values: Message) -> M:
         """Raises CorruptFileError."""
         name = values.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None

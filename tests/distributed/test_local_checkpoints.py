@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from slurmrl.run import events
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import fold
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import ARCHITECTURE, Site, processes, sft_config, wait_until

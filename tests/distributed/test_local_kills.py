@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from slurmrl.run.events import read_all
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.sink_readers import ALL_SINKS, READERS

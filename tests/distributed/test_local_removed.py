@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from tests.support.trials import Site, processes, sft_config, wait_until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.run import events
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.checkpoint.tensors import TensorFile
 from slurmrl.tensors.weights.inventory import COMPLETE, inventory

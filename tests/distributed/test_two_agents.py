@@ -20,10 +20,9 @@ from slurmrl.desk.proposal import propose
 from slurmrl.fsio import documents
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
-from slurmrl.run.channel.log import LogReader
+from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.events import read_all
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import StaleIncarnationError
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, fold
 from slurmrl.run.lease import Lease, LeaseObserver
 from tests.support.faulty import Clock
 
@@ -92,9 +90,9 @@ import os, signal, sys
 from pathlib import Path
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.slots import Kind
+from slurmrl.run.history.state import begin
 
 class Stops(SystemCalls):
     armed = False

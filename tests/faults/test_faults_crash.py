@@ -22,11 +22,9 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.primitives import write_new
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
-from slurmrl.run.channel.log import LogReader, LogWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin, end
+from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, end, fold
 from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
 from slurmrl.tensors.checkpoint.tensors import SavedFile
 from slurmrl.tensors.weights.format import VersionId

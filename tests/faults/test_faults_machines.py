@@ -33,12 +33,9 @@ from slurmrl.errors import (
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.run.channel.frame import encode
-from slurmrl.run.channel.log import LogReader, LogWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
+from slurmrl.run.channel.message_log import LogReader, LogWriter, encode
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import IncarnationWriter, begin, end, fold, resume
 from tests.support.memory_names import MemoryNameStore
 
 SETTINGS = settings(

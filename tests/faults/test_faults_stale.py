@@ -20,11 +20,9 @@ from slurmrl.errors import NameExistsError, NameNotFoundError, StaleIncarnationE
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.run.channel.log import LogReader, LogWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import IncarnationWriter, begin, fold
 from slurmrl.run.lease import Lease, LeaseObserver, read_counter
 from tests.support.disk import Directory, Disk
 from tests.support.faulty import Clock

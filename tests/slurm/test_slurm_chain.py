@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import UsageError
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin
 from slurmrl.scheduler import extensions
 from slurmrl.scheduler.base import JobState, SubmissionRequest
 from slurmrl.scheduler.chain import Link, TopUp, continue_after, end_chain, top_up
@@ -168,8 +167,8 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
         "from pathlib import Path\n"
         "from slurmrl import env\n"
         "from slurmrl.run.paths import RunPaths\n"
-        "from slurmrl.run.history.log import History\n"
-        "from slurmrl.run.history.writer import begin\n"
+        "from slurmrl.run.history.slots import History\n"
+        "from slurmrl.run.history.state import begin\n"
         "from slurmrl.scheduler.chain import Link, continue_after\n"
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # like a supervisor
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
@@ -197,8 +196,8 @@ def test_a_cancelled_chain_gets_no_more_links(scheduler: SlurmScheduler, tmp_pat
     """The link commits when it is told to end, as a trial does."""
     code = (
         "from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
-        "from slurmrl.run.history.log import History; from slurmrl.run.history.record import Kind\n"
-        "from slurmrl.run.history.writer import begin\n"
+        "from slurmrl.run.history.slots import History, Kind\n"
+        "from slurmrl.run.history.state import begin\n"
         "from slurmrl.scheduler.chain import Link, continue_after\n"
         "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"

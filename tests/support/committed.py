@@ -13,7 +13,7 @@ import numpy as np
 from slurmrl.config.load import dump
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot, ShardHeader

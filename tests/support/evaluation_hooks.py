@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmrl.run import samples
 from slurmrl.run.paths import EVALUATION, RunPaths
 from slurmrl.watch.sinks import MetricsRecorder
-from slurmrl.workers import part_files
 from tests.support.hooks import FOLDER
 
 SUITES = ("sampled", "other.reward")
@@ -24,7 +24,7 @@ def processes_die_once() -> None:
     then has a copy of the written file.
     """
     folder = Path(os.environ[FOLDER])
-    record, write_part = MetricsRecorder.write, part_files.write_part
+    record, write_part = MetricsRecorder.write, samples.write_part
 
     def die_with(written: Path, name: str) -> None:
         try:
@@ -46,4 +46,4 @@ def processes_die_once() -> None:
             die_with(path, "worker")
 
     MetricsRecorder.write = recorded  # type: ignore[method-assign]
-    part_files.write_part = written
+    samples.write_part = written

@@ -37,9 +37,8 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings, load_settings
 from slurmrl.run import keys, metrics
-from slurmrl.run.channel.log import LogReader, LogWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.lease import Lease, LeaseObserver
 from slurmrl.run.paths import RunPaths

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from slurmrl.run.channel.log import LogWriter
+from slurmrl.run.channel.message_log import LogWriter
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.parallel import device

@@ -9,7 +9,7 @@ import numpy as np
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.run.channel.bell import BellAddress
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.workers.rollout_messages import (

@@ -18,7 +18,7 @@ from slurmrl.plan.metrics import known_metrics
 from slurmrl.plan.own_algorithm import importable
 from slurmrl.plan.settings import load_run_settings
 from slurmrl.run import metrics
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.metrics import TIME
 from slurmrl.run.paths import RunPaths

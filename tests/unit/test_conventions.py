@@ -217,7 +217,7 @@ def test_rooms_have_no_circles_and_few_floors() -> None:
 
 
 def test_the_room_check_sees_what_it_forbids() -> None:
-    assert room_of("run.history.log") == "run"
+    assert room_of("run.history.slots") == "run"
     assert room_of("fsio.atomic") == room_of("errors") == BASE
     assert "backoff" in {one.imported for one in imports("run.channel.follower")}
     assert any(place.startswith("slurmrl/desk/") for place in arrows()["desk", "plan"])
@@ -293,7 +293,7 @@ def test_every_entry_of_the_tables_names_modules() -> None:
 
 def test_torch_free_modules() -> None:
     free = torch_free_modules()
-    assert {"errors", "run.history.log", "config"} <= set(free)
+    assert {"errors", "run.history.slots", "config"} <= set(free)
     command = [sys.executable, "-c", IMPORT_ALL, *(f"slurmrl.{module}" for module in free)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr

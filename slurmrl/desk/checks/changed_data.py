@@ -23,8 +23,7 @@ from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
 )
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state

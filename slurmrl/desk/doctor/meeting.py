@@ -16,7 +16,7 @@ from slurmrl.desk.doctor.check import Check, failed, ok, warning
 from slurmrl.desk.doctor.directory import seconds
 from slurmrl.desk.doctor.peers import LONGEST_DELAY_S, ask
 from slurmrl.fsio import atomic
-from slurmrl.workers.address import fabric_address, interface_of
+from slurmrl.run.channel.bell import fabric_address, interface_of
 
 MEET_S = 15.0
 """How long hosts wait for each other's addresses."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
+from slurmrl.run.channel.bell import default_address, interface_address, interface_of
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import Accounts, Partition
-from slurmrl.workers.address import default_address, interface_address, interface_of
 
 TIMEOUT_S = 20.0
 """For each of Slurm's commands."""

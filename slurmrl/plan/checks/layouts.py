@@ -19,7 +19,7 @@ from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.metrics import generates
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
 from slurmrl.plan.resolve import spellings
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 
 
 def backends(draft: Draft) -> Iterator[Problem]:

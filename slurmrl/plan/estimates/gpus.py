@@ -15,7 +15,7 @@ from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.placement import ROLLOUTS, Placement, offloaded, placements
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 
 SERVER: Final = "server"
 

@@ -26,7 +26,7 @@ from slurmrl.plan.estimates.shape import (
 )
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 
 SGLANG: Final = "sglang"
 """The only servers that report experts."""

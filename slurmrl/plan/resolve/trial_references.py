@@ -24,7 +24,7 @@ from slurmrl.errors import EnvironmentFailure, Problem, SlurmrlError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan.model_files import CONFIG
 from slurmrl.registry import resolve
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Commit, fold
 from slurmrl.run.paths import RunPaths
 

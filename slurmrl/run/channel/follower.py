@@ -21,8 +21,7 @@ from slurmrl.backoff import Backoff
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import is_local
 from slurmrl.run.channel.bell import Bell, Source
-from slurmrl.run.channel.frame import Message
-from slurmrl.run.channel.log import LogReader
+from slurmrl.run.channel.message_log import LogReader, Message
 
 logger = log.get(__name__)
 

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from slurmrl.run.channel.frame import Message, decode, encode
+from slurmrl.run.channel.message_log import Message, decode, encode
 
 CHUNK_BYTES = 1 << 16
 FDS_PER_MESSAGE = 2

@@ -1,5 +1,5 @@
 """The history of a trial, its source of truth: a sequence of exclusively created records.
 
-`record` defines one entry, `log` reads and appends, `writer` lets incarnations and commands append
-safely, `state` folds the records into the state of the trial.
+`slots` defines, reads and appends records; `state` folds them into the state of the trial and lets
+incarnations and commands append safely.
 """

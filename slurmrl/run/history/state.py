@@ -1,13 +1,33 @@
-"""The state of a trial, folded from the records of its history, and the steps that led to it."""
+"""The state of a trial, from the records of its history, and safe appending to the history.
+
+Decisions fold the whole history. `recent` is a quick view of its end for display, where every
+refresh of ``slurmrl status`` would otherwise read thousands of files. It reads few records however
+many there are, and relies on two invariants: incarnations do not interleave, so BEGINs are found by
+bisection; and after an end, a COMMIT or a BEGIN requires a RESUME first.
+
+Incarnations append, which newer ones fence off, and so do commands. Why that is safe: slots are won
+one by one, and a writer of slot n + 1 has read all slots up to n. So a record that an incarnation
+wins precedes any newer BEGIN and any end that it has not seen.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from slurmrl.errors import CorruptFileError
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.errors import (
+    CorruptFileError,
+    SlotTakenError,
+    StaleIncarnationError,
+    TrialEndedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.run.history.slots import History, Kind, Record
 
 
 @dataclass(frozen=True)
@@ -163,3 +183,256 @@ class Lineage:
             return False
         last = self.last_steps[incarnation]
         return last is None or step <= last
+
+
+BACK = 64
+"""How many slots before a BEGIN are searched for the previous commit."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """One incarnation as the history describes it."""
+
+    number: int
+    time: float
+    data: dict[str, Any]
+    """Data of its BEGIN."""
+    base: int | None
+    """Step of the last commit before it; None if there was none, or only far back."""
+    commit: Record | None
+    """Its last commit."""
+    end: Record | None
+    """The first end of the trial between this BEGIN and the next, whether resumed since or not."""
+
+
+@dataclass(frozen=True)
+class Recent:
+    """The end of a history; fields have the same meaning as in `TrialState`."""
+
+    incarnation: int = 0
+    last_commit: Commit | None = None
+    end: Record | None = None
+    export: Export | None = None
+    """The newest."""
+    begun: tuple[Begun, ...] = field(default=())
+    """The newest incarnations, oldest first."""
+
+
+def recent(
+    directory: Path, *, incarnations: int = 1, exports: bool = True, calls: SystemCalls = REAL
+) -> Recent:
+    """Read the end of a history.
+
+    Without ``exports`` the search for the newest export is skipped, which reads all records if
+    there is none. Raises as `History.read`.
+    """
+    history = History(directory, calls=calls)
+    count = history.count()
+    if count == 0:
+        return Recent()
+    newest = history.record(count - 1).incarnation
+    numbers = range(max(1, newest - incarnations + 1), newest + 1)
+    return Recent(
+        newest,
+        _last_commit(history, count),
+        _end(history, count),
+        _newest_export(history, count) if exports else None,
+        tuple(_begun(history, number, count) for number in numbers),
+    )
+
+
+def begin_of(directory: Path, incarnation: int, *, calls: SystemCalls = REAL) -> Record | None:
+    """Return the BEGIN of an incarnation; None if it has not begun. Raises as `History.read`."""
+    history = History(directory, calls=calls)
+    count = history.count()
+    slot = _slot_of(history, incarnation, count)
+    record = history.record(slot) if slot < count else None
+    return record if record is not None and record.incarnation == incarnation else None
+
+
+def _backwards(history: History, before: int, stop: int = 0) -> Iterator[Record]:
+    for slot in range(before - 1, max(stop, 0) - 1, -1):
+        yield history.record(slot)
+
+
+def _last_commit(history: History, count: int) -> Commit | None:
+    deleted = set()
+    for record in _backwards(history, count):
+        if record.kind is Kind.DELETE:
+            deleted.add(place(record)[1])
+        elif record.kind is Kind.COMMIT:
+            step, directory = place(record)
+            if directory not in deleted:
+                return Commit(step, directory, record.incarnation, record.data)
+    return None
+
+
+def _end(history: History, count: int) -> Record | None:
+    for record in _backwards(history, count):
+        if record.kind.is_end:
+            return record
+        if record.kind in (Kind.BEGIN, Kind.COMMIT, Kind.RESUME):
+            return None
+    return None
+
+
+def _ended(history: History, before: int) -> Record | None:
+    """Return the first end after an incarnation's last BEGIN or COMMIT, whatever followed."""
+    first = None
+    for record in _backwards(history, before):
+        if record.kind.is_end:
+            first = record
+        if record.kind in (Kind.BEGIN, Kind.COMMIT):
+            break
+    return first
+
+
+def _newest_export(history: History, count: int) -> Export | None:
+    for record in _backwards(history, count):
+        if record.kind is Kind.EXPORT:
+            return Export(*place(record), record.incarnation)
+    return None
+
+
+def _begun(history: History, number: int, count: int) -> Begun:
+    begin = history.record(_slot_of(history, number, count))
+    after = _slot_of(history, number + 1, count)
+    commit = _commit_before(history, after, begin.slot)
+    base = _commit_before(history, begin.slot, begin.slot - BACK)
+    step = None if base is None else place(base)[0]
+    return Begun(number, begin.time, begin.data, step, commit, _ended(history, after))
+
+
+def _slot_of(history: History, incarnation: int, count: int) -> int:
+    """Return the slot of an incarnation's BEGIN; ``count`` if it has not begun."""
+    return bisect_left(range(count), incarnation, key=lambda n: history.record(n).incarnation)
+
+
+def _commit_before(history: History, slot: int, stop: int) -> Record | None:
+    commits = (record for record in _backwards(history, slot, stop) if record.kind is Kind.COMMIT)
+    return next(commits, None)
+
+
+TRIES = 100
+"""Slots lost in a row before giving up; each loss means progress of another writer."""
+
+
+class IncarnationWriter:
+    """Appends on behalf of one incarnation, until a newer one has begun or the trial has ended."""
+
+    def __init__(self, history: History, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self._history = history
+
+    def append(self, kind: Kind, data: dict[str, Any]) -> Record:
+        """Append a record.
+
+        Raises StaleIncarnationError or TrialEndedError (nothing was appended, nor ever will be),
+        EnvironmentFailure (the record may or may not be there).
+        """
+        return _append(self._history, kind, data, self._permitted)
+
+    def check(self) -> TrialState:
+        """Return the current state. Raises StaleIncarnationError or TrialEndedError."""
+        state = fold(self._history.read())
+        self._permitted(state)
+        return state
+
+    def _permitted(self, state: TrialState) -> int:
+        if state.incarnation != self.incarnation:
+            raise StaleIncarnationError(
+                f"incarnation {self.incarnation} must stop: {state.incarnation} is the newest"
+            )
+        if state.ended_slot > state.begin_slot:
+            raise TrialEndedError(
+                f"incarnation {self.incarnation} must stop: {_ending(state)} since it began"
+            )
+        return self.incarnation
+
+
+def begin(
+    history: History,
+    data: dict[str, Any] | Callable[[TrialState], dict[str, Any]],
+    judge: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
+) -> IncarnationWriter:
+    """Begin a new incarnation; ``data`` may be computed from the state that it begins on.
+
+    Raises TrialEndedError if the trial has ended.
+
+    ``judge`` gets all previous records. If it returns data for a FAILED record, the trial ends with
+    that instead, and TrialEndedError is raised. No record can come between those that it saw and
+    the one that is written.
+    """
+
+    def next_record(records: list[Record]) -> tuple[Kind, int, dict[str, Any]]:
+        state = fold(records)
+        _refuse_ended(state)
+        verdict = judge(records)
+        if verdict is not None:
+            return Kind.FAILED, state.incarnation, verdict
+        return Kind.BEGIN, state.incarnation + 1, data(state) if callable(data) else data
+
+    record = _win(history, next_record)
+    if record.kind is Kind.FAILED:
+        raise TrialEndedError(f"the trial has failed: {record.data.get('reason')}")
+    return IncarnationWriter(history, record.incarnation)
+
+
+def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
+    """End the trial by a command (`IncarnationWriter.append` is for the master).
+
+    Raises TrialEndedError if it has ended already.
+    """
+    if not kind.is_end:
+        raise UsageError(f"'{kind}' does not end a trial")
+
+    def current(state: TrialState) -> int:
+        _refuse_ended(state)
+        return state.incarnation
+
+    return _append(history, kind, data, current)
+
+
+def resume(history: History, data: dict[str, Any]) -> Record:
+    """Lift the end of a trial. Raises UsageError if the trial has not ended."""
+
+    def current(state: TrialState) -> int:
+        if state.end is None:
+            raise UsageError("the trial has not ended: there is nothing to resume")
+        return state.incarnation
+
+    return _append(history, Kind.RESUME, data, current)
+
+
+def _append(
+    history: History, kind: Kind, data: dict[str, Any], permitted: Callable[[TrialState], int]
+) -> Record:
+    """Append after the last record. ``permitted`` checks the state and returns the incarnation."""
+    return _win(history, lambda records: (kind, permitted(fold(records)), data))
+
+
+def _win(
+    history: History, decide: Callable[[list[Record]], tuple[Kind, int, dict[str, Any]]]
+) -> Record:
+    """Append the kind, incarnation and data that ``decide`` returns for the previous records."""
+    known = 0
+    for _ in range(TRIES):
+        records = history.read(at_least=known)
+        kind, incarnation, data = decide(records)
+        try:
+            return history.append(kind, incarnation, data, after=len(records) - 1)
+        except SlotTakenError as taken:
+            known = taken.args[0] + 1
+    raise WaitTimeoutError(f"lost {TRIES} history slots in a row to other writers")
+
+
+def _refuse_ended(state: TrialState) -> None:
+    if state.end is not None:
+        raise TrialEndedError(f"the trial {_ending(state)}")
+
+
+def _ending(state: TrialState) -> str:
+    if state.end is None:
+        return "has ended and was resumed"
+    reason = state.end.data.get("reason")
+    return f"has ended: {state.end.kind}{f', {reason}' if reason else ''}"

@@ -16,8 +16,8 @@ from typing import Any
 from slurmrl.config.schema import Logging
 from slurmrl.errors import MissingDependencyError
 from slurmrl.run import metrics
-from slurmrl.run.history.log import History
-from slurmrl.run.history.writer import IncarnationWriter
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.state import IncarnationWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import mlflow, tensorboard, wandb
 from slurmrl.watch.sinks.feeder import Feeder, Sink

@@ -24,8 +24,7 @@ from slurmrl.fsio import ownership
 from slurmrl.run import hosts
 from slurmrl.run.endings import HOST_LOSSES
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Cause, Failure
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS, Cause, Failure
 from slurmrl.watch import published
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.agent_leases import leave_without

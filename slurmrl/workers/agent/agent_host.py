@@ -39,23 +39,21 @@ from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
 from slurmrl.run import demand, keys
-from slurmrl.run.channel import frame
+from slurmrl.run.channel import message_log
 from slurmrl.run.events import EventWriter
 from slurmrl.run.hang import LeaseNote
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths, rotated
-from slurmrl.run.reports import Failure, Identity, Warned
-from slurmrl.run.worlds import MASTER
+from slurmrl.run.reports import MASTER, Failure, Identity, Warned
 from slurmrl.tensors.parallel import gpu
 from slurmrl.watch import log_files
 from slurmrl.workers.agent import fork_environment
 from slurmrl.workers.agent.agent_leases import Leader, LeaseGuard
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.symptoms import OomKills
-from slurmrl.workers.failure import describe
+from slurmrl.workers.failure import failure_of
 from slurmrl.workers.polling import LOOK_S, PollIntervals, Presence
 
 logger = log.get(__name__)
@@ -131,7 +129,7 @@ class Host:
         """Renew the lease. It carries what the ranks are doing, for the status (`run.hang`)."""
         doing = tuple(self.children.doing()) if self.serving else ()
         note = LeaseNote(incarnation=self.serving, doing=doing)
-        self._lease.beat(frame.encode(objects.to_json(note)))
+        self._lease.beat(message_log.encode(objects.to_json(note)))
 
     def _outputs(self, limit_bytes: int) -> list[Output]:
         groups = [self.group.name, *([MASTER] if self.leads else [])]
@@ -227,7 +225,7 @@ class Host:
 
     def describe(self, error: SlurmrlError) -> Failure:
         """Return the failure of this host that an error means, and log it."""
-        failure = describe(error, f"{self.identity.label} on {self.identity.host}")
+        failure = failure_of(error, f"{self.identity.label} on {self.identity.host}")
         if failure.host is None:
             failure = replace(failure, host=self.identity.host)
         logger.error("%s", failure.reason)

@@ -18,8 +18,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Cause, Failure, Identity
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS, Cause, Failure, Identity
 from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.client import usable_hosts
 from slurmrl.watch import published

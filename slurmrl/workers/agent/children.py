@@ -18,8 +18,7 @@ from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import RankProgress
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Failure, Identity
-from slurmrl.run.worlds import RankId
+from slurmrl.run.reports import Failure, Identity, RankId
 from slurmrl.workers import child_process, pulse, stacks
 from slurmrl.workers.agent import fork_environment
 from slurmrl.workers.messages import (

@@ -29,14 +29,12 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import objects
 from slurmrl.run import keys
-from slurmrl.run.channel.bell import Bell, BellAddress
+from slurmrl.run.channel.bell import Bell, BellAddress, fabric_address, install_bell, interface_of
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.endings import HANGS
 from slurmrl.run.history.state import TrialState
-from slurmrl.run.reports import Cause, Failure
-from slurmrl.run.worlds import MASTER
-from slurmrl.workers import address
+from slurmrl.run.reports import MASTER, Cause, Failure
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
@@ -146,7 +144,7 @@ class Incarnation:
         writer = LogWriter(path, nonce=self._nonce)
         bell = None
         if host.identity.trains:
-            bell = address.install_bell(paths.control, host.cluster.interface, host.group.hosts)
+            bell = install_bell(paths.control, host.cluster.interface, host.group.hosts)
         self.replies = Replies(writer, host.group.workers_per_host, bell)
         where = bell.address if bell is not None else None
         self.send(Hello(agent=host.identity, bell=where))
@@ -154,10 +152,10 @@ class Incarnation:
     def _form(self, state: TrialState) -> None:
         """Tell each worker which network it uses and which commit it loads."""
         host = self.host
-        own = address.fabric_address(host.cluster.interface, host.group.hosts_of_job)
+        own = fabric_address(host.cluster.interface, host.group.hosts_of_job)
         start = Start(
             world_size=host.group.world_size,
-            interface=address.interface_of(own),
+            interface=interface_of(own),
             base=state.base,
             incarnation=self.number,
             exclusive=host.deals_gpus,

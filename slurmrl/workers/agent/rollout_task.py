@@ -17,10 +17,10 @@ from slurmrl.backoff import Interval, retry
 from slurmrl.errors import EnvironmentFailure, SlurmrlError, TrialEndedError, WaitTimeoutError
 from slurmrl.fsio import atomic, objects
 from slurmrl.run import demand
+from slurmrl.run.channel.bell import LOOPBACK, interface_of
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.reports import Cause, Failure, Warned
 from slurmrl.watch.snapshot import newest_submission
-from slurmrl.workers import address
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.agent_leases import TrainersLease
 from slurmrl.workers.agent.children import News
@@ -130,7 +130,7 @@ class RolloutTask:
             host.children.start_workers(devices, output)
         start = StartRollout(
             world_size=host.group.world_size,
-            interface=address.interface_of(address.LOOPBACK),
+            interface=interface_of(LOOPBACK),
             exclusive=host.deals_gpus,
             submission=host.submission,
             agent=identity,

@@ -28,10 +28,8 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import DEFINITE, cause
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.state import Commit, TrialState
-from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.history.slots import History, Kind, Record
+from slurmrl.run.history.state import Commit, IncarnationWriter, TrialState, begin
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import until_certain, verify, write_manifest
 from slurmrl.watch import published

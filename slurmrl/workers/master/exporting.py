@@ -52,7 +52,7 @@ from slurmrl.plan.model_files import (
     text_config,
 )
 from slurmrl.plan.settings import load_resolved_settings
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Commit, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint import manifest

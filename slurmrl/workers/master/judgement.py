@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.run.endings import HANGS, RAISED, Ending, JobTag
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.reports import Cause, Failure
 from slurmrl.watch import published

@@ -26,14 +26,13 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import Plan
 from slurmrl.registry import near
+from slurmrl.run.channel.bell import install_bell
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import TrialState
-from slurmrl.run.history.writer import IncarnationWriter
+from slurmrl.run.history.slots import Kind
+from slurmrl.run.history.state import IncarnationWriter, TrialState
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.samples import KeptSampleWriter
 from slurmrl.watch.sinks import MetricsRecorder
-from slurmrl.workers import address
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.exporting import export_actor
@@ -91,7 +90,7 @@ class Master:
             writer.incarnation,
             self._while_waiting,
             longest_poll_s=intervals.poll_s,
-            bell=address.install_bell(paths.control, config.cluster.interface, plan.trainers.hosts),
+            bell=install_bell(paths.control, config.cluster.interface, plan.trainers.hosts),
             wakers=rollouts.bells.descriptors if rollouts is not None else (),
         )
         self.agents = AgentRegistry(

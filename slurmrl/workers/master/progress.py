@@ -31,7 +31,7 @@ from slurmrl.fsio.shapes import (
 from slurmrl.plan.dataflow import Refill
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
-from slurmrl.run.history.record import END_OF_DATASET
+from slurmrl.run.history.slots import END_OF_DATASET
 from slurmrl.run.metrics import finite
 from slurmrl.workers.master.task_attempts import ATTEMPTS
 

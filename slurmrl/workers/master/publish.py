@@ -25,7 +25,7 @@ from slurmrl.plan.dataflow import Method
 from slurmrl.plan.metrics import EVALUATION_S, evaluation_metric
 from slurmrl.plan.model import CallPlan
 from slurmrl.run import hang, keys, metrics
-from slurmrl.run.channel import frame
+from slurmrl.run.channel import message_log
 from slurmrl.run.hang import LeaseNote, RankProgress
 from slurmrl.run.lease import LeaseObserver, LeaseView
 from slurmrl.run.metrics import encode
@@ -104,7 +104,7 @@ class StatusPublisher:
         rows: list[RankProgress] = []
         for view in self._views.values():
             try:
-                frames, _ = frame.decode(view.note)
+                frames, _ = message_log.decode(view.note)
                 notes = [objects.from_json(LeaseNote, values, "a lease") for values in frames[:1]]
             except CorruptFileError:
                 continue

@@ -30,12 +30,12 @@ from slurmrl.plan.dataflow import Method, Record, Summary
 from slurmrl.plan.metrics import UNSCORED
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
-from slurmrl.run.history.record import END_OF_DATASET
+from slurmrl.run.history.slots import END_OF_DATASET
 from slurmrl.run.metrics import encode, finite
 from slurmrl.run.paths import EVALUATION, RunPaths, part_prefix
+from slurmrl.run.samples import read_parts
 from slurmrl.tensors.parallel.topology import topology_of
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.part_files import read_parts
 
 
 class Results:

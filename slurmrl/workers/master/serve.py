@@ -24,20 +24,18 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.run import events, metrics
+from slurmrl.run.channel.bell import fabric_bell
 from slurmrl.run.endings import HANGS, Ending
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Record
-from slurmrl.run.history.state import Lineage, TrialState, fold
-from slurmrl.run.history.writer import IncarnationWriter
+from slurmrl.run.history.slots import History, Record
+from slurmrl.run.history.state import IncarnationWriter, Lineage, TrialState, fold
 from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.run.reports import Failure
 from slurmrl.tensors.checkpoint.manifest import read_state, until_certain
 from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.watch.story import REPEATS
-from slurmrl.workers import address
 from slurmrl.workers.child_process import kill_parent
-from slurmrl.workers.failure import COLLECT_S, describe, publish, publish_hang
+from slurmrl.workers.failure import COLLECT_S, failure_of, publish, publish_hang
 from slurmrl.workers.master.committer import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
@@ -186,7 +184,7 @@ def _rollouts(
         look_s=intervals.status_s,
         poll_s=intervals.results_s,
         lease_ttl_s=config.cluster.lease_ttl_s,
-        bells=TaskBells(address.fabric_bell(config.cluster.interface, plan.hosts)),
+        bells=TaskBells(fabric_bell(config.cluster.interface, plan.hosts)),
         numbers=TaskNumbers(
             paths,
             planned=group.hosts,
@@ -253,7 +251,7 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
         logger.error("%s", error)
     else:
         traceback.print_exc()
-    failure = describe(error, "master")
+    failure = failure_of(error, "master")
     events.write("failed", reason=failure.reason)
     publish(names, incarnation, failure)
     return failure

@@ -24,10 +24,9 @@ from slurmrl.fsio.shapes import FILE_NAME, FieldType
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import endings, events
-from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.follower import SPARE_LOOKS
-from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogPosition, LogReader, LogWriter, Message
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.paths import RunPaths
@@ -140,7 +139,7 @@ class RolloutAttempt:
         self._spare = SPARE_LOOKS
         self._nonce = uuid.uuid4().hex
         self._log: LogWriter | None = None
-        self._outbox: list[frame.Message] = []
+        self._outbox: list[Message] = []
         self._unsent = False
 
     @property

@@ -19,13 +19,11 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure, WaitTimeoutErro
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
-from slurmrl.run.channel import frame
 from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter, Message
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Cause, Failure, Identity, Warned
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS, Cause, Failure, Identity, Warned
 from slurmrl.watch import published
 from slurmrl.workers.failure import failed, publish_loss
 from slurmrl.workers.messages import (
@@ -235,7 +233,7 @@ class WorkerChannel:
         self._waits = None
         return found
 
-    def _take(self, news: list[frame.Message]) -> bool:
+    def _take(self, news: list[Message]) -> bool:
         """Sort messages into the mailbox; return whether there were any."""
         for message in map(AGENT_LOG.from_json, news):
             self.mailbox.put(message)

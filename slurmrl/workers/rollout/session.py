@@ -23,7 +23,7 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
-from slurmrl.run.channel.log import LogWriter
+from slurmrl.run.channel.message_log import LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VersionId

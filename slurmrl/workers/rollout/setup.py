@@ -40,14 +40,14 @@ from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.generation.native.split_batch import Peers
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.servers import VISIBLE, ServerKind, weights_config
-from slurmrl.run.channel.bell import Bell
+from slurmrl.run.channel.bell import Bell, fabric_bell
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.parallel import device
 from slurmrl.tensors.parallel.device import Accelerator
 from slurmrl.tensors.parallel.groups import Activity
-from slurmrl.workers import address, distributed
+from slurmrl.workers import distributed
 from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.polling import PollIntervals
@@ -114,7 +114,7 @@ def build_rollout(
         record_s=intervals.record_s,
         spread_s=intervals.spread_s,
     )
-    bell = address.fabric_bell(settings.config.cluster.interface, plan.hosts)
+    bell = fabric_bell(settings.config.cluster.interface, plan.hosts)
     return TaskWorker(
         *(paths, start, settings, tokenizer, make, config, accelerator.device, options),
         cores=_cores(plan.trainers),

@@ -16,7 +16,7 @@ from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.rollouts.tools.toolbox import in_thread
 from slurmrl.run.channel.bell import Bell, BellAddress
-from slurmrl.run.channel.log import LogReader
+from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VersionId

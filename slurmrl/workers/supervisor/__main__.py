@@ -29,7 +29,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.run import demand
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.chain import (
     TIMEOUT_S,
     Link,

@@ -36,10 +36,8 @@ from slurmrl.fsio.atomic import exclusive_create, list_names, make_private_direc
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.registry import resolve
 from slurmrl.run import evaluated
-from slurmrl.run.history.log import History
-from slurmrl.run.history.recent import recent
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import Commit, fold
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import Commit, fold, recent
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import ORIGIN, is_pinned
 from slurmrl.workers.supervisor.tasks_inside import signals_held_back, unblock

@@ -30,8 +30,8 @@ from slurmrl.config.schema import Cluster
 from slurmrl.display.terminal import first_line
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic, variables
-from slurmrl.run.history.recent import recent
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.slots import Kind, Record
+from slurmrl.run.history.state import recent
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import snapshot
 from slurmrl.watch.status import assemble

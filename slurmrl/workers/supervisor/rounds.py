@@ -24,11 +24,10 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.run import leave
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
-from slurmrl.run.hosts import BadHost, avoided, blame, blamed, failed_starts
+from slurmrl.run.hosts import BadHost, avoided, blame, blamed, failed_starts, guard_command
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause
 from slurmrl.scheduler import parse
@@ -161,7 +160,7 @@ def agent_command(
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
     if overlap:
         srun.append("--overlap")
-    return [*srun, *leave.guarded(options.run, sys.executable, AGENT), *agent]
+    return [*srun, *guard_command(options.run, sys.executable, AGENT), *agent]
 
 
 class Rounds:

@@ -15,7 +15,7 @@ from slurmrl import log
 from slurmrl.fsio import umask
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import PendingCollective, RankProgress
-from slurmrl.run.worlds import RankId, group_of
+from slurmrl.run.reports import RankId, group_of
 from slurmrl.tensors.ops.native import build
 from slurmrl.workers import child_process, pulse, stacks
 from slurmrl.workers.child_process import (
@@ -33,7 +33,7 @@ def main() -> int:
     ignore_signals()
     parser = argparse.ArgumentParser(prog="slurmrl.workers.worker")
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--world", required=True, help="see slurmrl.run.worlds")
+    parser.add_argument("--world", required=True, help="see slurmrl.run.reports")
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="seconds between pulses")
     parser.add_argument(stacks.OPTION, type=int, required=True)

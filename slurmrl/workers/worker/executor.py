@@ -35,6 +35,7 @@ from slurmrl.registry import resolve
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.run.paths import RunPaths
+from slurmrl.run.samples import write_part
 from slurmrl.tensors.checkpoint.export import survival
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.parallel.groups import Activity, ParallelContext
@@ -49,7 +50,6 @@ from slurmrl.workers.messages import (
     Saved,
     WriteVersion,
 )
-from slurmrl.workers.part_files import write_part
 from slurmrl.workers.worker.reallocation import Reallocations, Residence
 from slurmrl.workers.worker.saver import ACTOR, Saver, VersionWriting
 from slurmrl.workers.worker.step_batch import Batch, Mail, Shares

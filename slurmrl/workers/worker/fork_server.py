@@ -25,7 +25,7 @@ from slurmrl.rollouts.generation.process import remove_unused
 from slurmrl.rollouts.generation.warden import Leftovers
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.workers import child_process, stacks
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,

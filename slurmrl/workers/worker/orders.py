@@ -23,8 +23,7 @@ from slurmrl.errors import (
 )
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Cause, Failure
-from slurmrl.run.worlds import TRAINERS, RankId
+from slurmrl.run.reports import TRAINERS, Cause, Failure, RankId
 from slurmrl.tensors.parallel import device
 from slurmrl.tensors.parallel.gpu import GpuFault, find_fault
 from slurmrl.tensors.parallel.groups import Activity
@@ -88,7 +87,7 @@ def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
             logger.error("%s", error)
         else:
             traceback.print_exc()
-        rank.send(_describe(error, who, rank.place))
+        rank.send(_failure_of(error, who, rank.place))
         log.flush()
         _linger(pipe)
     log.flush()
@@ -161,7 +160,7 @@ def _linger(pipe: Connection) -> None:
         pipe.receive(left_s)
 
 
-def _describe(error: BaseException, who: RankId, place: _Place) -> Failure:
+def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
     """Return the failure, without the host.
 
     A user error is final: its message needs no traceback, and another start would raise it again.

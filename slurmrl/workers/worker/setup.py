@@ -44,7 +44,7 @@ from slurmrl.rollouts.generation.server import Running, Serving
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS, RankId, group_of
+from slurmrl.run.reports import TRAINERS, RankId, group_of
 from slurmrl.tensors.checkpoint.manifest import is_pinned, until_certain, verify_share
 from slurmrl.tensors.parallel import device, groups
 from slurmrl.tensors.parallel.groups import Activity, ParallelContext

@@ -21,9 +21,8 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import write_new
-from slurmrl.run.history.log import History
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.state import IncarnationWriter, begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state, verify
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum

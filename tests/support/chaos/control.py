@@ -7,10 +7,9 @@ from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.run.channel.log import LogReader, LogWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin
+from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.state import begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.serve import _clean
 from tests.support.chaos.schedule import Event, Scenario, ViolationError

@@ -10,10 +10,8 @@ from slurmrl.errors import (
     TrialEndedError,
     UsageError,
 )
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin, end, resume
+from slurmrl.run.history.slots import History, Kind, Record
+from slurmrl.run.history.state import begin, end, fold, resume
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
 

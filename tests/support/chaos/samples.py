@@ -10,7 +10,7 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.rollouts.sample_files import SampleWriter, read_group, remove_settled
-from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogPosition, LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.rollout_messages import RESULT_LOG, GroupsFinished
 from tests.support.chaos.schedule import Event, Scenario, ViolationError

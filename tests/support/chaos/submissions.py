@@ -16,7 +16,7 @@ from slurmrl.config.load import dump
 from slurmrl.desk import git, live, prepare, proposal, submit, versions
 from slurmrl.errors import UsageError
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.run import events
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from tests.support.chaos_trials.kills import Plan, draw
 from tests.support.chaos_trials.monkey import Kill, Monkey, Usual
 from tests.support.chaos_trials.watched import Outcome, Watched

@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from slurmrl.run import metrics
-from slurmrl.run.channel.log import LogReader
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.channel.message_log import LogReader
+from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import TrialState, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.messages import CONTROL_LOG, LoadBatch

@@ -13,12 +13,11 @@ PROGRAMS = ("slurmrl.workers.agent", "slurmrl.workers.master")
 
 program = next((name for name in PROGRAMS if name in sys.orig_argv), None)
 if program is not None:
-    from slurmrl.run.channel import follower
+    from slurmrl.run.channel import bell, follower
     from slurmrl.run.channel.bell import Bell
     from slurmrl.run.channel.follower import Follower
-    from slurmrl.workers import address
 
-    follower.is_local = address.is_local = lambda directory: False
+    follower.is_local = bell.is_local = lambda directory: False
     heeded = Path(os.environ["SLURMRL_TEST_RINGS"]) / program.rpartition(".")[2]
     hear = Follower._hear
 

@@ -15,7 +15,7 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.channel import bell as module
 from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
 from slurmrl.run.channel.follower import FIRST_POLL_S, RINGING_FIRST_POLL_S, SPARE_LOOKS, Follower
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 
 LOOPBACK = "127.0.0.1"
 LONGEST_S = 30.0

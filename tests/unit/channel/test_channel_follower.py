@@ -15,8 +15,7 @@ from slurmrl.fsio.calls import SystemCalls, is_local
 from slurmrl.run.channel import follower as module
 from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.follower import FIRST_POLL_S, SAFETY_S, Follower
-from slurmrl.run.channel.frame import encode
-from slurmrl.run.channel.log import LogReader, LogWriter, segment_path
+from slurmrl.run.channel.message_log import LogReader, LogWriter, encode, segment_path
 
 LONGEST_S = 5.0
 

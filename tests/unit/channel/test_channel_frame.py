@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import CorruptFileError, UsageError
-from slurmrl.run.channel import frame
-from slurmrl.run.channel.frame import decode, encode
+from slurmrl.run.channel import message_log
+from slurmrl.run.channel.message_log import decode, encode
 
 VALUES = st.none() | st.integers() | st.text(max_size=10) | st.lists(st.booleans(), max_size=3)
 MESSAGES = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), max_size=4)
@@ -64,7 +64,7 @@ def test_a_changed_byte_is_seen(flipped: int) -> None:
     "data",
     [
         b"x" * 12,
-        b"SRL1" + struct.pack("<II", frame.MESSAGE_BYTES + 1, 0),
+        b"SRL1" + struct.pack("<II", message_log.MESSAGE_BYTES + 1, 0),
         encode({})[:-1] + b"x",
         b"\x00" * 100,
     ],
@@ -83,7 +83,7 @@ def test_whole_frames_with_wrong_content_are_errors(body: bytes, torn: bool) -> 
 
 
 def test_messages_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame, "MESSAGE_BYTES", 100)
+    monkeypatch.setattr(message_log, "MESSAGE_BYTES", 100)
     with pytest.raises(UsageError, match="too long: limit 100"):
         encode({"a": "x" * 100})
     assert json.loads(encode({"a": "x" * 80})[12:]) == {"a": "x" * 80}

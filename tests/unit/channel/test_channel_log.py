@@ -11,8 +11,7 @@ import pytest
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.channel.frame import encode
-from slurmrl.run.channel.log import LOOK_AGAIN_EVERY, LogReader, LogWriter
+from slurmrl.run.channel.message_log import LOOK_AGAIN_EVERY, LogReader, LogWriter, encode
 
 
 def test_messages_arrive_once_and_in_order(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_zeros_before_the_data_are_not_yet_there(tmp_path: Path) -> None:
 def test_hostile_content_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(encode({}).replace(b"{}", b"[]"))
     assert LogReader(tmp_path / "log").read() == []
-    from slurmrl.run.channel.frame import HEAD, MAGIC, _checksum
+    from slurmrl.run.channel.message_log import HEAD, MAGIC, _checksum
 
     (tmp_path / "log").write_bytes(HEAD.pack(MAGIC, 2, _checksum(b"[]")) + b"[]")
     with pytest.raises(CorruptFileError, match=str(tmp_path / "log")):
@@ -235,7 +234,7 @@ def test_messages_cannot_look_like_the_logs_own(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from slurmrl.run.channel.log import LogWriter
+from slurmrl.run.channel.message_log import LogWriter
 writer = LogWriter(Path(sys.argv[1]))
 for number in range(int(sys.argv[2])):
     writer.append({"n": 2 * number, "long": "x" * (number % 5000)}, {"n": 2 * number + 1})

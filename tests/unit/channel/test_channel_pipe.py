@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.run.channel.frame import encode
+from slurmrl.run.channel.message_log import encode
 from slurmrl.run.channel.pipe import Connection
 
 Pair = tuple[Connection, Connection]

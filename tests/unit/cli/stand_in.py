@@ -14,10 +14,8 @@ from pathlib import Path
 import slurmrl
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, fold
 from slurmrl.run.lease import Lease
 from slurmrl.run.metrics import MetricsWriter, cut
 from slurmrl.run.paths import RunPaths

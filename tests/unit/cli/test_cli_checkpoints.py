@@ -24,10 +24,8 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import load_settings
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, fold
 from slurmrl.tensors.checkpoint import manifest as manifest_module
 from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader

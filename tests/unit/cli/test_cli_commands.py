@@ -17,7 +17,7 @@ from slurmrl.cli.main import main
 from slurmrl.desk import live, proposal, submit
 from slurmrl.env import user_name
 from slurmrl.fsio import space
-from slurmrl.run.history.record import END_OF_DATASET, Kind
+from slurmrl.run.history.slots import END_OF_DATASET, Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, SubmissionRequest
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config

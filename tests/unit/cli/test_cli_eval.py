@@ -12,7 +12,7 @@ from slurmrl.cli.main import main
 from slurmrl.config.load import dump
 from slurmrl.desk.evaluating import evaluation_of
 from slurmrl.desk.proposal import propose
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeRun
 from tests.support.trials import ADDITION, ARCHITECTURE

@@ -17,8 +17,7 @@ import pytest
 
 from slurmrl.desk.live import newest_jobs
 from slurmrl.env import user_name
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.metrics import read
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import SubmissionRequest

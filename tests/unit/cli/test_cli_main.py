@@ -20,7 +20,7 @@ from slurmrl.errors import (
     RunFailedError,
     UsageError,
 )
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from tests.fake_runs import FakeRun, write_config
 
 FREE = {"data", "completion", "init", "examples", "train-tokenizer"}

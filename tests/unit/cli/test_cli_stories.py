@@ -12,7 +12,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.schema import Logging
 from slurmrl.run import keys
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.scheduler import reasons
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.sinks import MetricsRecorder

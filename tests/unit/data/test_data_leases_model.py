@@ -29,9 +29,8 @@ from slurmrl.data.leases import SampleLedger
 from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.errors import CorruptFileError, SlotTakenError, StaleIncarnationError
 from slurmrl.fsio import objects
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.state import Lineage
-from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.history.slots import Kind, Record
+from slurmrl.run.history.state import IncarnationWriter, Lineage, begin
 
 TASKS = ("a", "b", "c")
 ITEMS = 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import Lineage
 
 

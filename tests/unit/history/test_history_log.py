@@ -7,8 +7,7 @@ import pytest
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlotTakenError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 
 
 class NoSleep(SystemCalls):

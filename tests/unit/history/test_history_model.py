@@ -31,10 +31,17 @@ from slurmrl.errors import (
     TrialEndedError,
     UsageError,
 )
-from slurmrl.run.history import writer as history_writer
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.state import Commit, TrialState, fold
-from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
+from slurmrl.run.history import state as history_writer
+from slurmrl.run.history.slots import Kind, Record
+from slurmrl.run.history.state import (
+    Commit,
+    IncarnationWriter,
+    TrialState,
+    begin,
+    end,
+    fold,
+    resume,
+)
 from slurmrl.workers.master import committer as committer_module
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer

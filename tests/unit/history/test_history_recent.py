@@ -7,10 +7,8 @@ import pytest
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.history.log import SLOT_DIGITS, History
-from slurmrl.run.history.recent import recent
-from slurmrl.run.history.record import Kind, Record, pack
-from slurmrl.run.history.state import fold
+from slurmrl.run.history.slots import SLOT_DIGITS, History, Kind, Record, pack
+from slurmrl.run.history.state import fold, recent
 
 
 class Counting(SystemCalls):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.run.history.record import Kind, Record, pack, unpack
+from slurmrl.run.history.slots import Kind, Record, pack, unpack
 
 GOOD = {"slot": 3, "kind": "commit", "incarnation": 1, "time": 1.5, "nonce": "x", "data": {}}
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import Commit, Export, TrialState, fold
 
 

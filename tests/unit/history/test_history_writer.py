@@ -16,10 +16,8 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
+from slurmrl.run.history.slots import History, Kind, Record
+from slurmrl.run.history.state import IncarnationWriter, begin, end, fold, resume
 
 STEP = {"step": 1, "directory": "d1"}
 
@@ -173,9 +171,9 @@ MASTERS = """
 import os, sys
 from pathlib import Path
 from slurmrl.errors import StaleIncarnationError
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History
+from slurmrl.run.history.slots import Kind
+from slurmrl.run.history.state import begin
 directory, masters, lives = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 for master in range(masters):
     if os.fork() == 0:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.lease import Lease
 from slurmrl.scheduler.base import JobState, Scheduler
 from slurmrl.watch.overview import collect

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli import status_text
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch import overview
 from slurmrl.watch.overview import collect, glance

@@ -10,7 +10,7 @@ import pytest
 from slurmrl.errors import CorruptFileError
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.watch.snapshot import STORY, read
 from slurmrl.watch.stack_requests import Request
 from slurmrl.watch.status import assemble

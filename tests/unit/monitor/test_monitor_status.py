@@ -10,7 +10,7 @@ import pytest
 from slurmrl.cli import status_text
 from slurmrl.fsio import objects
 from slurmrl.run import keys
-from slurmrl.run.history.record import END_OF_DATASET, Kind
+from slurmrl.run.history.slots import END_OF_DATASET, Kind
 from slurmrl.run.reports import RolloutsView, RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.snapshot import newest_submission, read

@@ -11,7 +11,7 @@ from slurmrl.config.schema import Logging
 from slurmrl.name_resolve.base import encode
 from slurmrl.run import keys
 from slurmrl.run.endings import failure_words
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.reports import Failure
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.sinks import MetricsRecorder

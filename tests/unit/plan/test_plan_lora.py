@@ -33,9 +33,8 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin
 from slurmrl.run.paths import RunPaths
 from tests.unit.plan.conftest import EXPERTS, LARGE
 

@@ -20,7 +20,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import verify

@@ -14,7 +14,7 @@ from slurmrl.desk.report.samples import MOST_TEXT, MOST_TOKENS, read_samples
 from slurmrl.desk.report.settings import differences, flat
 from slurmrl.desk.report.story import task_spans
 from slurmrl.fsio import atomic
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.samples import KeptSampleWriter
 from slurmrl.scheduler.base import JobState
 from slurmrl.watch.overview import collect as collect_statuses

@@ -17,7 +17,7 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.desk.report.page import embedded
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from tests.fake_runs import FakeRun
 from tests.support import browser
 

@@ -14,7 +14,7 @@ import pytest
 from slurmrl.fsio import objects
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.rollouts.sample_group import SampleGroup
-from slurmrl.run.channel.log import LogWriter
+from slurmrl.run.channel.message_log import LogWriter
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive
 from tests.support.sample_groups import small_group

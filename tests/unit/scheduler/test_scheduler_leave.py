@@ -13,8 +13,23 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError, SchedulerError, UsageError
-from slurmrl.run import hosts, leave
-from slurmrl.run.history.record import Kind, Record, pack
+from slurmrl.run import hosts
+from slurmrl.run.history.slots import Kind, Record, pack
+from slurmrl.run.hosts import (
+    AFTER_SETUP,
+    EARLY_TRAPS,
+    avoid,
+    avoided,
+    blame,
+    chosen,
+    failed_starts,
+    guard_command,
+    include,
+    leave_functions,
+    newest_failed_starts,
+    record_start,
+    try_module,
+)
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import submission
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -50,7 +65,7 @@ def paths(tmp_path: Path) -> RunPaths:
 @pytest.fixture
 def run_leave(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leave:
     """Run shell text in a job after the functions, and return the calls of Slurm."""
-    monkeypatch.setattr(leave, "FIRST_S", 0)
+    monkeypatch.setattr(hosts, "FIRST_S", 0)
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sbatch", "scontrol", "squeue", "fail"):
@@ -67,7 +82,7 @@ def run_leave(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ) -> list[str]:
         said = tmp_path / "said"
         said.write_text("")
-        script = f"{leave.functions(paths.run, Path('job.sh'), 'job', 'n8', 3, 'fail')}\n{text}"
+        script = f"{leave_functions(paths.run, Path('job.sh'), 'job', 'n8', 3, 'fail')}\n{text}"
         environ = {**os.environ, **JOB, "SAID": str(said), "IMPOSSIBLE": impossible}
         environ["FAIL_CODE"] = str(fail_code)
         environ |= {"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": host}
@@ -85,9 +100,9 @@ def test_the_host_is_avoided_by_all_that_is_queued_and_the_job_goes_back(
     paths: RunPaths, run_leave: Leave
 ) -> None:
     said = run_leave("""slurmrl_leave 'python: "no" such\\file\n'""")
-    (bad,) = hosts.avoided(paths)
+    (bad,) = avoided(paths)
     assert (bad.host, bad.why, bad.start) == ("n1", "python: no suchfile ", "43.0")
-    assert hosts.newest_failed_starts(paths) == hosts.failed_starts(paths, "43.0") == [bad]
+    assert newest_failed_starts(paths) == failed_starts(paths, "43.0") == [bad]
     assert said == [
         "sbatch --test-only --exclude=n1,n8 job.sh",
         f"squeue -h -t PENDING -o %F %j -u {os.getuid()}",
@@ -102,23 +117,23 @@ def test_the_host_is_avoided_by_all_that_is_queued_and_the_job_goes_back(
 def test_no_host_is_avoided_whose_loss_would_leave_none(paths: RunPaths, run_leave: Leave) -> None:
     run_leave("slurmrl_leave broken", host="n1")
     said = run_leave("slurmrl_leave broken", host="n2", restart=1, impossible="n1,n2")
-    assert [one.host for one in hosts.avoided(paths)] == ["n1"]
-    assert [one.host for one in hosts.newest_failed_starts(paths)] == ["n1", "n2"]
+    assert [one.host for one in avoided(paths)] == ["n1"]
+    assert [one.host for one in newest_failed_starts(paths)] == ["n1", "n2"]
     assert said[-1] == "scontrol update JobId=41_2 ExcNodeList=n1,n8"
 
 
 def test_pauses_grow_and_there_is_an_end(
     paths: RunPaths, run_leave: Leave, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leave, "FIRST_S", 5)
-    functions = leave.functions(paths.run, Path("job.sh"), "job", "")
+    monkeypatch.setattr(hosts, "FIRST_S", 5)
+    functions = leave_functions(paths.run, Path("job.sh"), "job", "")
     pauses = "sleep() { echo $1; }; for n in 1 2 3 7 20; do slurmrl_pause $n; done | grep -v slurm"
     done = subprocess.run(
         ["sh", "-c", f"{functions}\n{pauses}"], capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["5", "10", "20", "300", "300"]
-    monkeypatch.setattr(leave, "FIRST_S", 0)
-    monkeypatch.setattr(leave, "MOST", 1)
+    monkeypatch.setattr(hosts, "FIRST_S", 0)
+    monkeypatch.setattr(hosts, "MOST_FAILED", 1)
     assert "scontrol requeue 41_2" in run_leave("slurmrl_leave broken")
     assert run_leave("slurmrl_leave broken", restart=1) == []
     paths.history.joinpath("00000000").touch()  # something began in between
@@ -126,17 +141,17 @@ def test_pauses_grow_and_there_is_an_end(
 
 
 def test_a_job_that_is_being_cancelled_does_not_go_back(paths: RunPaths, run_leave: Leave) -> None:
-    assert run_leave(f"{leave.EARLY}\nkill -TERM $$\nsleep 1 || exit 1") == []
-    assert hosts.failed_starts(paths) == []
+    assert run_leave(f"{EARLY_TRAPS}\nkill -TERM $$\nsleep 1 || exit 1") == []
+    assert failed_starts(paths) == []
 
 
 @pytest.mark.parametrize("text", ["false", "exit 9", "exec /nowhere/python"])
 def test_set_up_lines_that_end_the_script(paths: RunPaths, run_leave: Leave, text: str) -> None:
-    assert "scontrol requeue 41_2" in run_leave(f"{leave.EARLY}\n{text}")
-    assert [one.host for one in hosts.avoided(paths)] == ["n1"]
+    assert "scontrol requeue 41_2" in run_leave(f"{EARLY_TRAPS}\n{text}")
+    assert [one.host for one in avoided(paths)] == ["n1"]
 
 
-SETUP = f"{leave.EARLY}\nset -e\nexport A=1\ngrep 'no \"such\"' $A /nowhere\n{leave.LATE}"
+SETUP = f"{EARLY_TRAPS}\nset -e\nexport A=1\ngrep 'no \"such\"' $A /nowhere\n{AFTER_SETUP}"
 REASON = """cluster.slurm.setup ended with exit code 2 at: grep 'no "such"' $A /nowhere"""
 
 
@@ -144,15 +159,15 @@ def test_a_set_up_line_that_fails_on_several_hosts_is_the_users(
     paths: RunPaths, run_leave: Leave
 ) -> None:
     """The trial ends with the line in its reason, and no host stays excluded for it."""
-    hosts.avoid(paths, "n7", "another reason")
+    avoid(paths, "n7", "another reason")
     for restart, host in enumerate(("n1", "n2.x")):
         assert "scontrol requeue 41_2" in run_leave(SETUP, host=host, restart=restart)
-    assert [one.host for one in hosts.avoided(paths)] == ["n1", "n2.x", "n7"]
+    assert [one.host for one in avoided(paths)] == ["n1", "n2.x", "n7"]
     said = run_leave(SETUP, host="n3", restart=2)
     tried = "it failed in the same way on every host tried: n1, n2.x, n3"
     assert [line for line in said if line.startswith("fail")] == [f"fail {REASON}; {tried}"]
     assert not any("requeue" in line for line in said)
-    assert [one.host for one in hosts.avoided(paths)] == ["n7"]
+    assert [one.host for one in avoided(paths)] == ["n7"]
 
 
 def test_a_set_up_line_that_fails_where_no_other_host_can_be_used_is_the_users(
@@ -174,14 +189,14 @@ def test_other_failures_stay_the_hosts(paths: RunPaths, run_leave: Leave, why: s
     for restart, host in enumerate(("n1", "n2", "n3", "n4")):
         text = SETUP
         if why == "other failures" and restart % 2:
-            text = f"{leave.EARLY}\nexit {restart}"
+            text = f"{EARLY_TRAPS}\nexit {restart}"
         elif why == "not the set-up":
-            text = f"{leave.EARLY}\n{leave.LATE}\nexit 3"
+            text = f"{EARLY_TRAPS}\n{AFTER_SETUP}\nexit 3"
         code = int(why == "no Python")
         said = run_leave(text, host=host, restart=restart, fail_code=code)
         assert "scontrol requeue 41_2" in said
         assert [line for line in said if line.startswith("fail")] == [] or why == "no Python"
-    assert len(hosts.avoided(paths)) == 4
+    assert len(avoided(paths)) == 4
 
 
 def test_a_set_up_of_another_submission_says_nothing(paths: RunPaths, run_leave: Leave) -> None:
@@ -194,8 +209,8 @@ def test_a_set_up_of_another_submission_says_nothing(paths: RunPaths, run_leave:
 
 
 def test_link_starts_where_set_up_lines_take_srun_from_path(run_leave: Leave) -> None:
-    attempt = leave.attempt(sys.executable, "slurmrl.workers.supervisor")
-    text = f"{leave.EARLY}\nexport PATH=/nowhere\n{leave.LATE}\n{attempt}"
+    attempt = try_module(sys.executable, "slurmrl.workers.supervisor")
+    text = f"{EARLY_TRAPS}\nexport PATH=/nowhere\n{AFTER_SETUP}\n{attempt}"
     assert run_leave(f'{text} && echo starts > "$SAID"; trap - EXIT; exit 1') == ["starts"]
 
 
@@ -205,25 +220,25 @@ def test_a_set_up_line_that_breaks_path_uses_up_no_link(
     srun = tmp_path / "only_srun" / "srun"
     srun.parent.mkdir()
     srun.touch(mode=0o700)
-    attempt = leave.attempt(sys.executable, "slurmrl.workers.supervisor")
-    text = f"{leave.EARLY}\nexport PATH={srun.parent}\n{leave.LATE}\n{attempt} || slurmrl_leave"
+    attempt = try_module(sys.executable, "slurmrl.workers.supervisor")
+    text = f"{EARLY_TRAPS}\nexport PATH={srun.parent}\n{AFTER_SETUP}\n{attempt} || slurmrl_leave"
     said = run_leave(f'{text} "$slurmrl_said"')
     assert "scontrol requeue 41_2" in said
-    (bad,) = hosts.avoided(paths)
+    (bad,) = avoided(paths)
     assert (bad.host, "timeout: " in bad.why) == ("n1", True)
 
 
 def test_a_failure_that_is_no_hosts_is_counted_once(paths: RunPaths, run_leave: Leave) -> None:
     run_leave('slurmrl_give_back "srun: no" ""')
     run_leave('slurmrl_give_back "srun: no" ""')
-    assert [(one.host, one.why) for one in hosts.newest_failed_starts(paths)] == [("", "srun: no")]
-    assert hosts.avoided(paths) == []
+    assert [(one.host, one.why) for one in newest_failed_starts(paths)] == [("", "srun: no")]
+    assert avoided(paths) == []
 
 
 @pytest.mark.parametrize("module", ["slurmrl.workers.agent", "slurmrl.no_such_module"])
 @pytest.mark.parametrize("path", [os.environ["PATH"], "/nowhere"], ids=["path", "no path"])
 def test_each_host_tries_its_interpreter(paths: RunPaths, module: str, path: str) -> None:
-    program, *command = leave.guarded(paths.run, sys.executable, module)
+    program, *command = guard_command(paths.run, sys.executable, module)
     done = subprocess.run(
         [shutil.which(program) or program, *command, "/bin/echo", "it runs"],
         env={**os.environ, **JOB, "PATH": path},
@@ -233,10 +248,10 @@ def test_each_host_tries_its_interpreter(paths: RunPaths, module: str, path: str
     )
     if module == "slurmrl.workers.agent" and path != "/nowhere":
         assert (done.returncode, done.stdout) == (0, "it runs\n")
-        assert hosts.failed_starts(paths) == []
+        assert failed_starts(paths) == []
     else:
         assert done.returncode == 1
-        (bad,) = hosts.failed_starts(paths, "43.0")
+        (bad,) = failed_starts(paths, "43.0")
         assert bad.host == "n1"
         why = (
             "timeout: not found" if path == "/nowhere" else "No module named slurmrl.no_such_module"
@@ -245,36 +260,36 @@ def test_each_host_tries_its_interpreter(paths: RunPaths, module: str, path: str
 
 
 def test_a_host_is_avoided_after_two_incarnations_failed_there(paths: RunPaths) -> None:
-    assert not hosts.blame(paths, "n1", 3, "lost")
-    assert not hosts.blame(paths, "n1", 3, "lost")
-    assert not hosts.blame(paths, "n2", 4, "lost")
-    assert hosts.blame(paths, "n1", 5, "lost")
+    assert not blame(paths, "n1", 3, "lost")
+    assert not blame(paths, "n1", 3, "lost")
+    assert not blame(paths, "n2", 4, "lost")
+    assert blame(paths, "n1", 5, "lost")
 
 
 def test_hosts_are_used_again(paths: RunPaths) -> None:
     for host in ("n1", "n2"):
-        hosts.avoid(paths, host, "broken")
-        hosts.record_start(paths, 0, "43.0", host, "broken")
+        avoid(paths, host, "broken")
+        record_start(paths, 0, "43.0", host, "broken")
     with pytest.raises(
         UsageError, match=r"n3: not excluded from this trial's jobs; excluded hosts: n1, n2"
     ):
-        hosts.chosen(paths, ["n1", "n3"])
-    hosts.include(paths, hosts.chosen(paths, ["n1"]))
-    assert [one.host for one in hosts.avoided(paths)] == ["n2"]
-    assert [one.host for one in hosts.failed_starts(paths)] == ["n2"]
-    assert hosts.chosen(paths, ["all"]) == ["n2"]
+        chosen(paths, ["n1", "n3"])
+    include(paths, chosen(paths, ["n1"]))
+    assert [one.host for one in avoided(paths)] == ["n2"]
+    assert [one.host for one in failed_starts(paths)] == ["n2"]
+    assert chosen(paths, ["all"]) == ["n2"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"host": 1}', '{"why": ["n1"]}', "{" * 10_000])
 def test_a_record_that_is_not_ours(paths: RunPaths, text: str) -> None:
     paths.hosts.joinpath("avoid.n1.json").write_text(text)
     with pytest.raises(CorruptFileError, match=r"avoid\.n1\.json"):
-        hosts.avoided(paths)
+        avoided(paths)
 
 
 def test_what_is_queued_from_now_on_avoids_the_host(run: RunPaths) -> None:
     assert submission.exclude_option(run, 1, "trainer") == ()
-    hosts.avoid(run, "n1", json.dumps("broken"))
+    avoid(run, "n1", json.dumps("broken"))
     assert submission.exclude_option(run, 1, "trainer") == ("--exclude=n1",)
 
 
@@ -302,7 +317,7 @@ def test_queued_links_get_the_exclusion_or_others_take_their_place(
             raise SchedulerError(refusal)
 
     monkeypatch.setattr(Slurm, "exclude", exclude, raising=False)
-    hosts.avoid(run, "n1", "broken")
+    avoid(run, "n1", "broken")
     scheduler.keep_off(run, 1, "trainer", by="41_0")
     assert told == [("41_[1-2]", "n1")]
     assert slurm.done == ([] if changed else ["cancel 41_[1-2]"])

@@ -11,9 +11,8 @@ import pytest
 
 from slurmrl.errors import CorruptFileError, SchedulerError
 from slurmrl.run import demand
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.local import LocalScheduler

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin, end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import chain, elastic
 from slurmrl.scheduler.base import Continue

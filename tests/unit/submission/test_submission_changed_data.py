@@ -13,7 +13,7 @@ from slurmrl.desk.checks import changed_data as changed
 from slurmrl.desk.checks.changed_data import changed_data
 from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.plan.settings import load_settings
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.tensors.checkpoint.manifest import write_manifest
 from tests.fake_runs import FakeRun, write_config
 

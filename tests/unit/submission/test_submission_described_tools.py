@@ -21,9 +21,8 @@ from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submit import submit
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import CONFIG, FakeScheduler
 

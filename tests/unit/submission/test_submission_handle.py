@@ -11,7 +11,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.desk import handle, live, proposal, snapshot, submit
 from slurmrl.desk.bundle.make import make_bundle
 from slurmrl.errors import ConfigError, UnknownNameError, UsageError, WaitTimeoutError
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config

@@ -11,9 +11,8 @@ from slurmrl.desk.links import add_links
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submit import submit
 from slurmrl.errors import UsageError
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from tests.fake_runs import FakeScheduler, task, write_config

@@ -13,9 +13,8 @@ from slurmrl.desk.scale import IDLE, WITHIN_SECONDS, set_tasks
 from slurmrl.desk.submit import submit
 from slurmrl.errors import UsageError
 from slurmrl.run import demand
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import batch_script
 from slurmrl.scheduler.base import JobState

@@ -21,8 +21,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.run import events, metrics
 from slurmrl.run.endings import JobTag
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
+from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.local_chain import ChainState

@@ -15,9 +15,8 @@ from slurmrl.desk.record import ProvenanceWriter, recorded_folders
 from slurmrl.desk.submit import submit
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.package import ARCHIVE
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin, end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, end
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config
 

@@ -12,7 +12,7 @@ from slurmrl.desk import stopping
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run import demand as requests
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.scheduler.base import Continue, JobState
 from slurmrl.scheduler.chain import Chain, TopUp, why_not
 from slurmrl.watch.overview import collect

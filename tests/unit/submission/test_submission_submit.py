@@ -24,10 +24,8 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.plan.model import Plan
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import TrialState, fold
-from slurmrl.run.history.writer import begin, end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import TrialState, begin, end, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.processes import ProcessId

@@ -20,10 +20,9 @@ from slurmrl.errors import (
 )
 from slurmrl.plan.model import Plan
 from slurmrl.run import events, keys
-from slurmrl.run.channel.log import LogReader
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin, end
+from slurmrl.run.channel.message_log import LogReader
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, end
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure
 from slurmrl.watch import published

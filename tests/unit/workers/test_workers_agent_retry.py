@@ -12,7 +12,7 @@ import pytest
 from slurmrl import backoff
 from slurmrl.errors import EnvironmentFailure, OwnershipError, WaitTimeoutError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.incarnation import Incarnation, Replies

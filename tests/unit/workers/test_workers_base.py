@@ -18,16 +18,14 @@ from slurmrl.name_resolve.base import encode
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import events, keys
 from slurmrl.run.events import EventWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.state import TrialState, fold
-from slurmrl.run.history.writer import IncarnationWriter, begin
+from slurmrl.run.history.slots import History, Kind, Record
+from slurmrl.run.history.state import IncarnationWriter, TrialState, begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure
 from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum
 from slurmrl.watch import published
-from slurmrl.workers.failure import describe, publish
+from slurmrl.workers.failure import failure_of, publish
 from slurmrl.workers.master import committer as base_module
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Damage, begin_on_base, choose, set_aside
@@ -147,7 +145,7 @@ def test_what_ranks_found_damaged_is_believed(past: Past) -> None:
 
 def test_what_a_master_found_damaged_when_it_exported_is_believed(past: Past) -> None:
     error = DamagedCheckpointError("actor.0 has another checksum", past.directory(6).name)
-    publish(past.names, 1, describe(error, "master"))
+    publish(past.names, 1, failure_of(error, "master"))
     _, damages = past.begin()
     assert [damage.reason for damage in damages] == ["master: actor.0 has another checksum"]
     assert past.state.base == past.directory(4).name

@@ -11,9 +11,8 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter, read_all
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.chain import Link

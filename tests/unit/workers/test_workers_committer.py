@@ -16,10 +16,8 @@ import pytest
 from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import TrialState, fold
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import TrialState, begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state, verify
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum

@@ -9,11 +9,11 @@ import pytest
 
 from slurmrl.fsio import objects
 from slurmrl.fsio.calls import is_local
+from slurmrl.run.channel import bell
 from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.log import LogReader
+from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers import address
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 
@@ -56,15 +56,15 @@ def test_the_masters_log_is_read_when_it_rings_and_not_for_anything_else(
     incarnation._turn_until_news(log, may_stop=False)
     assert turns == [what for what, _ in arrivals]
     incarnation.host.children.sleep_on(log)
-    for bell in (ours, masters, stranger):
-        bell.close()
+    for one in (ours, masters, stranger):
+        one.close()
 
 
 def test_each_incarnation_has_a_bell_of_its_own(
     incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rings for an older one do not reach it; its socket is closed when the incarnation ends."""
-    monkeypatch.setattr("slurmrl.workers.address.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.run.channel.bell.is_local", lambda directory: False)
     addresses = []
     for number in (1, 2):
         served = Incarnation(incarnation.host, number - 1)
@@ -82,12 +82,12 @@ def test_each_incarnation_has_a_bell_of_its_own(
 def test_a_host_without_a_fabric_address_polls(
     paths: RunPaths, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(address, "is_local", lambda directory: False)
-    assert address.install_bell(paths.control, "no-such-interface", 2) is None
+    monkeypatch.setattr(bell, "is_local", lambda directory: False)
+    assert bell.install_bell(paths.control, "no-such-interface", 2) is None
     assert "noticed by polling only" in caplog.text
 
 
 def test_where_the_kernel_reports_changes_no_port_is_opened(paths: RunPaths) -> None:
     if not is_local(paths.control):
         pytest.skip(f"{paths.control} is not on a file system that is known to be local")
-    assert address.install_bell(paths.control, None, 1) is None
+    assert bell.install_bell(paths.control, None, 1) is None

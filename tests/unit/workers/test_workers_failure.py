@@ -15,9 +15,9 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.run.reports import Failure
-from slurmrl.watch import published
+from slurmrl.watch.published import failure as read_failure
 from slurmrl.workers import failure
-from slurmrl.workers.failure import describe, publish
+from slurmrl.workers.failure import failure_of, publish
 from tests.support.memory_names import MemoryNameStore
 
 ONE = Failure(cause="died", reason="one", rank=0, exit_code=-9, host="")
@@ -32,7 +32,7 @@ def raised(error: Exception) -> Exception:
 
 def test_what_an_error_carries_is_reported() -> None:
     known = Failure(cause="hung", reason="rank 3 is silent", rank=3)
-    assert describe(failure.failed(known), "master") == known
+    assert failure_of(failure.failed(known), "master") == known
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ def test_what_an_error_carries_is_reported() -> None:
     ],
 )
 def test_causes_by_type(error: Exception, cause: str) -> None:
-    assert describe(raised(error), "master") == Failure(cause=cause, reason=f"master: {error}")
+    assert failure_of(raised(error), "master") == Failure(cause=cause, reason=f"master: {error}")
 
 
 def test_other_exceptions_have_a_traceback() -> None:
-    found = describe(raised(KeyError("x")), "master")
+    found = failure_of(raised(KeyError("x")), "master")
     assert (found.cause, found.reason) == ("exception", "master: KeyError: 'x'")
     assert "test_workers_failure.py" in found.traceback
 
@@ -124,23 +124,23 @@ def test_traceback_without_frame_of_user_is_whole() -> None:
 
 
 def test_a_mistake_of_the_users_is_final() -> None:
-    found = describe(raised(UsageError("no such metric")), "master")
+    found = failure_of(raised(UsageError("no such metric")), "master")
     assert found == Failure(cause="exception", reason="master: no such metric", final=True)
 
 
 def test_a_damaged_checkpoint_is_named() -> None:
-    found = describe(raised(DamagedCheckpointError("too short", "step-4.1")), "master")
+    found = failure_of(raised(DamagedCheckpointError("too short", "step-4.1")), "master")
     assert found.damaged == "step-4.1"
     assert found.reason == "master: too short"
 
 
 def test_the_first_one_counts() -> None:
     names = MemoryNameStore()
-    assert published.failure(names, 3) is None
+    assert read_failure(names, 3) is None
     assert publish(names, 3, ONE)
     assert not publish(names, 3, Failure(cause="died", reason="two"))
-    assert published.failure(names, 3) == ONE
-    assert published.failure(names, 4) is None
+    assert read_failure(names, 3) == ONE
+    assert read_failure(names, 4) is None
 
 
 class Stalling(MemoryNameStore):

@@ -16,7 +16,7 @@ from slurmrl.fsio import atomic
 from slurmrl.plan.build import make_plan
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import RankId
+from slurmrl.run.reports import RankId
 from slurmrl.workers import child_process
 from slurmrl.workers.agent.children import Slot
 from tests.support.trials import alive, wait_until

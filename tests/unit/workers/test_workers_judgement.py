@@ -10,10 +10,8 @@ import pytest
 from slurmrl.errors import TrialEndedError
 from slurmrl.run import keys
 from slurmrl.run.endings import JobTag
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import IncarnationWriter, begin, end, resume
+from slurmrl.run.history.slots import History, Kind, Record
+from slurmrl.run.history.state import IncarnationWriter, begin, end, fold, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master import judgement
 from slurmrl.workers.master.judgement import judge

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.watch.overview import collect

@@ -12,7 +12,7 @@ import pytest
 
 from slurmrl import child
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import checkpoint_evaluations
 from slurmrl.workers.supervisor.checkpoint_evaluations import evaluated_trial

@@ -8,7 +8,7 @@ import pytest
 
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError
-from slurmrl.run.channel import frame
+from slurmrl.run.channel import message_log
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.reports import Failure, Identity, Warned
@@ -76,7 +76,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
 
 @pytest.mark.parametrize(("channel", "message"), MESSAGES)
 def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: Any) -> None:
-    [values], _ = frame.decode(frame.encode(channel.to_json(message)))
+    [values], _ = message_log.decode(message_log.encode(channel.to_json(message)))
     assert channel.from_json(values) == message
     assert channel.from_json({**values, "of a newer version": 1}) == message
 
@@ -84,7 +84,7 @@ def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: An
 def test_metrics_that_are_not_finite_arrive() -> None:
     """A loss that has diverged must reach the metrics."""
     done = Done(rank=0, seq=1, seconds=1.0, stats={"loss": (float("nan"), 1), "kl": (1e999, 1)})
-    [values], _ = frame.decode(frame.encode(AGENT_LOG.to_json(done)))
+    [values], _ = message_log.decode(message_log.encode(AGENT_LOG.to_json(done)))
     found = AGENT_LOG.from_json(values)
     assert isinstance(found, Done)
     assert str(found.stats) == "{'loss': (nan, 1), 'kl': (inf, 1)}"

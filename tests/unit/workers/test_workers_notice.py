@@ -13,9 +13,8 @@ import pytest
 
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema import Notify
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import end, resume
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import end_of_trial

@@ -11,9 +11,8 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run.channel.follower import Follower
-from slurmrl.run.channel.log import LogReader, LogWriter
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.channel.message_log import LogReader, LogWriter
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.lease import Lease, LeaseObserver
 from slurmrl.workers.agent.agent_leases import LeaseGuard

@@ -15,7 +15,7 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
-from slurmrl.run.channel import frame
+from slurmrl.run.channel import message_log
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
@@ -104,7 +104,7 @@ def test_what_ranks_do_comes_with_the_leases(desk: Desk, paths: RunPaths) -> Non
     rows = [{"rank": rank, **doing} for rank in range(8)]
     found = []
     for incarnation, cut in ((2, 0), (1, 0), (2, 10)):
-        note = frame.encode({"incarnation": incarnation, "doing": rows})
+        note = message_log.encode({"incarnation": incarnation, "doing": rows})
         lease.beat(note[: len(note) - cut] + b"\0" * cut)
         desk.clock.now += 2.0
         desk.publisher.tick()
@@ -122,7 +122,7 @@ def test_an_agent_that_was_started_again_is_another_one(
     desk.agents["rollout/0"] = agent
     doing = {"call": "gen", "since_s": 3.0, "silent_s": 0.0, "collective": None}
     note = {"incarnation": 2, "doing": [{"rank": 0, "world": "rollout/0", **doing}]}
-    Lease(paths.lease("rollout", 0, 0)).beat(frame.encode(note))
+    Lease(paths.lease("rollout", 0, 0)).beat(message_log.encode(note))
     desk.publisher.tick()
     assert [one["world"] for one in desk.names.said()["doing"]] == ["rollout/0"]
     for _ in range(40):

@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.channel.bell import Bell
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.workers.agent.incarnation import HOLD_S, Answers, Replies
 from slurmrl.workers.messages import AGENT_LOG, Done, FromAgent, Ready, Saved
 

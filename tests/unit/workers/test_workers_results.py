@@ -16,9 +16,9 @@ from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths, part_prefix
+from slurmrl.run.samples import write_part
 from slurmrl.workers.master.progress import Progress, RecordedSteps
 from slurmrl.workers.master.results import Results
-from slurmrl.workers.part_files import write_part
 
 SIZE = 10
 """Rows of the dataset, in batches of 4 by 2 ranks."""

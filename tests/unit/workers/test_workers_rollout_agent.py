@@ -23,8 +23,8 @@ from slurmrl.plan.model import Plan
 from slurmrl.run import demand, events, keys
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.demand import Orphaned
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.writer import begin, end
+from slurmrl.run.history.slots import Kind
+from slurmrl.run.history.state import begin, end
 from slurmrl.run.lease import Lease, LeaseObserver
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity, Warned

@@ -10,9 +10,9 @@ import pytest
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
-from slurmrl.run.channel import frame
+from slurmrl.run.channel import message_log
 from slurmrl.run.channel.bell import BellAddress
-from slurmrl.run.channel.log import LogPosition, LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogPosition, LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.workers.messages import MessageSet
@@ -59,7 +59,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
 
 @pytest.mark.parametrize(("channel", "message"), MESSAGES)
 def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: Any) -> None:
-    [values], _ = frame.decode(frame.encode(channel.to_json(message)))
+    [values], _ = message_log.decode(message_log.encode(channel.to_json(message)))
     assert channel.from_json(values) == message
 
 
@@ -76,7 +76,9 @@ def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: An
     ],
 )
 def test_records_that_cannot_be_followed_are_refused(change: dict[str, Any]) -> None:
-    [values], _ = frame.decode(frame.encode(RESULT_LOG.to_json(GroupsFinished(groups=(STORED,)))))
+    [values], _ = message_log.decode(
+        message_log.encode(RESULT_LOG.to_json(GroupsFinished(groups=(STORED,))))
+    )
     values["groups"] = [{**values["groups"][0], **change}]
     with pytest.raises(CorruptFileError, match="'groups'"):
         RESULT_LOG.from_json(values)
@@ -113,6 +115,6 @@ def test_a_damaged_log_leaves_the_position_before_the_damage(tmp_path: Path) -> 
     assert reader.read() == [{"n": 0}]
     before = reader.position
     with (tmp_path / "log").open("ab") as file:
-        file.write(frame.encode({"n": 1})[:-1])
+        file.write(message_log.encode({"n": 1})[:-1])
     assert reader.read() == []
     assert reader.position == before

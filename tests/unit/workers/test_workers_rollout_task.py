@@ -31,7 +31,7 @@ from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.rollouts.sample_group import SampleGroup
 from slurmrl.run.channel.bell import Bell
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.checkpoint.tensors import TensorFile

@@ -32,7 +32,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.run import demand, keys
-from slurmrl.run.channel import frame
+from slurmrl.run.channel import message_log
 from slurmrl.run.channel.bell import TOKEN_BYTES, Bell
 from slurmrl.run.channel.follower import SPARE_LOOKS
 from slurmrl.run.events import EventWriter, read_all
@@ -41,7 +41,6 @@ from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.tensors.weights.format import VersionId
-from slurmrl.workers import address
 from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.progress import STATE
@@ -782,7 +781,7 @@ def test_a_damaged_log_loses_the_task_and_nothing_else(
     task = bed.begin(7, "0.1")
     task.finish(0)
     with paths.rollout_results(*task.place).open("ab") as file:
-        file.write(frame.encode({"type": "unheard of"}))
+        file.write(message_log.encode({"type": "unheard of"}))
     bed.look()
     (*_, (_, state, reason)) = bed.told()
     assert (state, "has 'unheard of' in 'type'" in reason) == ("lost", True)
@@ -1010,7 +1009,7 @@ MakeMaster: TypeAlias = Callable[[Settings, SampleLedger], RolloutTasks]
 @pytest.fixture
 def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
     """The tasks as the master of a trial makes them, without a doorbell."""
-    monkeypatch.setattr(address, "fabric_bell", lambda *_: None)
+    monkeypatch.setattr(serve, "fabric_bell", lambda *_: None)
     make_private_directory(paths.rollouts)
 
     def make(settings: Settings, ledger: SampleLedger) -> RolloutTasks:

@@ -17,9 +17,9 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure, StaleIncarnatio
 from slurmrl.fsio import atomic
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths, evaluation_prefix
+from slurmrl.run.samples import write_part
 from slurmrl.workers.master import results as scores_module
 from slurmrl.workers.master.results import EvaluationScores, ScoringCall
-from slurmrl.workers.part_files import write_part
 
 ITEMS = ("a@0", "b@0", "c@0")
 

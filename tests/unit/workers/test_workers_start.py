@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import DamagedCheckpointError
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import begin
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.workers.master.progress import STATE, Progress

@@ -22,9 +22,8 @@ from slurmrl.fsio import objects
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
 from slurmrl.run.events import read_all
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind, Record
-from slurmrl.run.history.writer import begin, end, resume
+from slurmrl.run.history.slots import History, Kind, Record
+from slurmrl.run.history.state import begin, end, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity
 from slurmrl.scheduler.client import SlurmClient, is_dead

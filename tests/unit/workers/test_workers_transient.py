@@ -32,9 +32,9 @@ from slurmrl.models.hf import TensorSource, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.plan.model_files import config_values, generation_values
-from slurmrl.run.worlds import RankId
+from slurmrl.run.reports import RankId
 from slurmrl.tensors.checkpoint.export import TokenizerFiles
-from slurmrl.workers.failure import describe
+from slurmrl.workers.failure import failure_of
 from slurmrl.workers.master.exporting import _source_dtypes
 from slurmrl.workers.worker import orders as serve_module
 
@@ -105,9 +105,9 @@ def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def assert_tried_again(error: Exception) -> None:
     """Whether the master or a rank raised it."""
-    found = describe(error, "master")
+    found = failure_of(error, "master")
     assert (found.cause, found.final) == ("environment", False), found
-    found = serve_module._describe(error, RANK, serve_module.START)
+    found = serve_module._failure_of(error, RANK, serve_module.START)
     assert (found.cause, found.final) == ("environment", False), found
 
 
@@ -192,8 +192,8 @@ def break_reads(patched: pytest.MonkeyPatch, victim: Path, number: int) -> None:
 
 def test_user_errors_stay_final() -> None:
     error = UsageError("no such metric")
-    assert describe(error, "master").final
-    assert serve_module._describe(error, RANK, serve_module.START).final
+    assert failure_of(error, "master").final
+    assert serve_module._failure_of(error, RANK, serve_module.START).final
 
 
 def test_an_input_is_read_again_until_it_is_there() -> None:
@@ -225,8 +225,8 @@ def test_an_input_that_certainly_does_not_exist_is_reported_soon(
         before = clock[0]
         with pytest.raises(UnreadableInputError) as caught:
             retry("read", lambda: inputs.require([folder / "rows.jsonl"]), pause, timeout_s=60)
-        absent = describe(caught.value, "master").absent
-        said = serve_module._describe(caught.value, RANK, serve_module.START)
+        absent = failure_of(caught.value, "master").absent
+        said = serve_module._failure_of(caught.value, RANK, serve_module.START)
         assert said.absent == absent == caught.value.absent
         assert bool(absent) == folder.exists()
         return clock[0] - before

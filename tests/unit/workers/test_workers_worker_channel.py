@@ -14,7 +14,7 @@ import pytest
 from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
 from slurmrl.plan.model import Plan
 from slurmrl.run.channel.bell import Bell
-from slurmrl.run.channel.log import LogReader, LogWriter
+from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity, Warned
 from slurmrl.workers.master import worker_channel

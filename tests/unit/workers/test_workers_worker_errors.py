@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.errors import UnusableGpuError
-from slurmrl.run.reports import Failure
-from slurmrl.run.worlds import RankId
+from slurmrl.run.reports import Failure, RankId
 from slurmrl.tensors.parallel import device
-from slurmrl.workers.worker.orders import _describe, _Place, recognise
+from slurmrl.workers.worker.orders import _failure_of, _Place, recognise
 
 GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
@@ -144,6 +143,6 @@ def test_what_an_exception_was_raised_from_counts() -> None:
 
 def test_a_rank_of_another_world_names_it() -> None:
     """Its number alone would name a trainer."""
-    failure = _describe(ValueError("bad"), RankId("rollout/2", 0), _Place("gen", 1))
+    failure = _failure_of(ValueError("bad"), RankId("rollout/2", 0), _Place("gen", 1))
     assert failure.reason == "rank 0 of rollout/2: ValueError: bad"
     assert (failure.world, failure.rank) == ("rollout/2", 0)

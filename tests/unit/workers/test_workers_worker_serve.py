@@ -12,8 +12,7 @@ import pytest
 
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, RewardError
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.run.reports import Failure, Identity
-from slurmrl.run.worlds import RankId
+from slurmrl.run.reports import Failure, Identity, RankId
 from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.messages import (
     FROM_WORKER,

@@ -1,4 +1,10 @@
-"""A log on the shared directory: one writer, any number of readers, messages in one order.
+"""A log of messages on the shared directory: one writer, any number of readers, one order.
+
+Each message is a frame, which pipes and leases use as well: magic, length and checksum, then a JSON
+object.
+
+0      4        8       12
+| SRL1 | length | crc32 | JSON ...          integers little-endian, crc32 over length and JSON
 
 A log consists of segment files (``name``, ``name~1``, …). Each begins with a frame that holds its
 writer's nonce. A full segment ends with a frame that names the next one, which exists by then.
@@ -8,11 +14,14 @@ Readers never see these frames.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import struct
 import uuid
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic
@@ -20,7 +29,62 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import opened, pwrite_all
 from slurmrl.fsio.shapes import COUNT, SIZE
-from slurmrl.run.channel.frame import Message, decode, encode
+
+MAGIC = b"SRL1"
+HEAD = struct.Struct("<4sII")
+LENGTH = struct.Struct("<I")
+MESSAGE_BYTES = 64 << 20
+"""Longest message; a frame that claims more is damaged."""
+
+Message = dict[str, Any]
+
+
+def encode(message: Message) -> bytes:
+    """Raises UsageError for a message that is too long."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > MESSAGE_BYTES:
+        raise UsageError(f"a message of {len(body)} bytes is too long: limit {MESSAGE_BYTES}")
+    return HEAD.pack(MAGIC, len(body), _checksum(body)) + body
+
+
+def decode(buffer: bytes | bytearray, *, torn: bool = True) -> tuple[list[Message], int]:
+    """Return the complete messages at the start of ``buffer`` and the number of bytes they take.
+
+    The rest is incomplete. With ``torn`` it may include bytes that are not a frame, because a file
+    can show half a write; otherwise such bytes raise CorruptFileError. So does a frame with a
+    correct checksum whose content is not a JSON object.
+    """
+    messages: list[Message] = []
+    start = 0
+    while len(buffer) - start >= HEAD.size:
+        magic, length, checksum = HEAD.unpack_from(buffer, start)
+        plausible = magic == MAGIC and length <= MESSAGE_BYTES
+        stop = start + HEAD.size + length
+        if plausible and len(buffer) < stop:
+            break
+        body = bytes(buffer[start + HEAD.size : stop]) if plausible else b""
+        if not plausible or _checksum(body) != checksum:
+            if torn:
+                break
+            raise CorruptFileError(f"not a frame: {bytes(buffer[start : start + HEAD.size])!r}")
+        messages.append(_parse(body))
+        start = stop
+    return messages, start
+
+
+def _checksum(body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(LENGTH.pack(len(body))))
+
+
+def _parse(body: bytes) -> Message:
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"a frame does not hold JSON: {error!r}") from error
+    if not isinstance(message, dict):
+        raise CorruptFileError(f"a frame does not hold a JSON object: {body[:80]!r}")
+    return message
+
 
 SEGMENT_BYTES = 64 << 20
 """Size at which a log continues in a new segment."""
