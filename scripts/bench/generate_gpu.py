@@ -78,8 +78,7 @@ def prompts(case: Case) -> list[list[int]]:
 
 def whole(case: Case, device: str) -> Generate:
     """Requests of the native engine: attention reads pages, decode is CUDA graphs."""
-    from slurmrl.models.generate import GenerationOptions
-    from slurmrl.rollouts.generation.base import GenerationRequest
+    from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
     from slurmrl.rollouts.generation.native.batch_schedule import Limits
     from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 

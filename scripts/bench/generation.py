@@ -126,8 +126,7 @@ def kv_bytes(case: Case, tokens: int) -> int:
 
 
 def requests(case: Case) -> list[GenerationRequest]:
-    from slurmrl.models.generate import GenerationOptions
-    from slurmrl.rollouts.generation.base import GenerationRequest
+    from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 
     options = GenerationOptions(max_new_tokens=LIMIT, stop_token_ids=tuple(stops(case)))
     return [

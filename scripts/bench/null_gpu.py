@@ -30,7 +30,7 @@ import torch
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.models.config import ModelConfig, forward_flops, train_flops
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.null_gpu import cases, device
 from tests.null_gpu.roofline import PEAK_FLOPS_PER_S, Roofline
 from tests.null_gpu.values import SmallValues

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slurmrl.data.sample import SequenceSample
     from slurmrl.engines.base import GenerateEngine, TrainEngine
     from slurmrl.plan.settings import Settings
-    from slurmrl.rollouts.sample_group import SampleGroup
+    from slurmrl.rollouts.sample_files import SampleGroup
 
 Stats = dict[str, tuple[float, float]]
 """Name of a metric to (sum, count)."""

@@ -33,10 +33,9 @@ from slurmrl.plan.settings import Settings, load_resolved_settings
 from slurmrl.registry import describe
 from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
-from slurmrl.rollouts.configured import make_episode, message_role
-from slurmrl.rollouts.dialogue import Dialogue
-from slurmrl.rollouts.tools.schemas import ToolSchemas
-from slurmrl.rollouts.tools.toolbox import make_tools
+from slurmrl.rollouts.episodes import make_episode, message_role
+from slurmrl.rollouts.policy import Dialogue
+from slurmrl.rollouts.tools.toolbox import ToolSchemas, make_tools
 from slurmrl.tensors.checkpoint.manifest import is_pinned
 
 MOST_BYTES: Final = 64 * 2**20

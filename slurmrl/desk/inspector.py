@@ -40,7 +40,7 @@ from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.registry import describe
 from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
-from slurmrl.rollouts.tools.schemas import ToolSchemas
+from slurmrl.rollouts.tools.toolbox import ToolSchemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import (
     ABORTED,
     Completion,
+    GenerationOptions,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,

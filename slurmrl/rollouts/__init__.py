@@ -11,16 +11,16 @@ from slurmrl.registry import Registry
 EPISODES = Registry(
     "episode",
     {
-        "single_turn": "slurmrl.rollouts.turns:SingleTurn",
-        "multi_turn": "slurmrl.rollouts.turns:MultiTurn",
+        "single_turn": "slurmrl.rollouts.episodes:SingleTurn",
+        "multi_turn": "slurmrl.rollouts.episodes:MultiTurn",
         "verifiers": "slurmrl.rollouts.verifiers:VerifiersEpisode",
     },
 )
 ENVIRONMENTS = Registry(
     "environment",
     {
-        "guess_number": "slurmrl.rollouts.environments.guess_number:GuessNumber",
-        "tools": "slurmrl.rollouts.environments.tool_calls:ToolCalls",
+        "guess_number": "slurmrl.rollouts.environments:GuessNumber",
+        "tools": "slurmrl.rollouts.environments:ToolCalls",
     },
 )
 TOOLS = Registry(

@@ -17,7 +17,7 @@ from slurmrl.errors import MissingDependencyError, RunFailedError, UsageError
 from slurmrl.registry import resolve
 from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.environments.tool_calls import JSON_CALL, json_calls
+from slurmrl.rollouts.environments import JSON_CALL, json_calls
 from slurmrl.rollouts.tools.toolbox import Tools
 
 if TYPE_CHECKING:

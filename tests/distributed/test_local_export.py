@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import TensorSource
+from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.support.generated import generate
 from tests.support.trials import ARCHITECTURE, Site, ppo_config, sft_config
 

@@ -21,9 +21,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import (
     Completion,
+    GenerationOptions,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,

@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import WeightVersion
+from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.dialect import Draw
 from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer, on_gpu
 from slurmrl.rollouts.generation.weight_checks import WeightChecks

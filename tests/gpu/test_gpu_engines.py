@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import Placed, batch, denominator, loss, model, prompts
 from tests.distributed.engines.megatron_cases import placed

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.paged import attends_in_place
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells

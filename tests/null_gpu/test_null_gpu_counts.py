@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.null_gpu import cases, device
 from tests.null_gpu.values import SmallValues
 from tests.support.generated import generated

@@ -16,7 +16,7 @@ from slurmrl.algorithms.rollout.recorded import add_experts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.models.config import Head
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.parallel.groups import ParallelContext
 from tests.distributed.engines.cases import Placed
 from tests.distributed.engines.megatron_cases import placed

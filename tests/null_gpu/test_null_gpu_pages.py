@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.native import native_rollout as rollout_module
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.tensors.ops import paged_kernels

@@ -17,8 +17,13 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import PROMPTS, GenerateEngine, ServingOptions
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import Completion, Decode, GenerationRequest, RolloutEngine
+from slurmrl.rollouts.generation.base import (
+    Completion,
+    Decode,
+    GenerationOptions,
+    GenerationRequest,
+    RolloutEngine,
+)
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.tensors.layout import Array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup
 
 VERSIONS = ("4.1", "5.1")
 

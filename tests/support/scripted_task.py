@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from slurmrl.rollouts.sample_files import SampleWriter
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths

@@ -17,11 +17,10 @@ from slurmrl.algorithms.rollout.sampling import (
 from slurmrl.config.schema import Config
 from slurmrl.data.sample import SequenceSample
 from slurmrl.rollouts.base import EpisodeItem
-from slurmrl.rollouts.configured import make_episode
-from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.episodes import make_episode
 from slurmrl.rollouts.generation.base import RolloutEngine
-from slurmrl.rollouts.policy import Draws, EpisodeLimits, Waiting
-from slurmrl.rollouts.runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.policy import Dialogue, Draws, EpisodeLimits, Waiting
 from slurmrl.rollouts.tools.toolbox import make_tools
 
 

@@ -27,9 +27,9 @@ from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingOptions
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.episode_runner import EpisodeOutcome
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
 from slurmrl.rollouts.policy import Waiting
-from slurmrl.rollouts.runner import EpisodeOutcome
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import GenerateEngine

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.schema import routes, supports
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 
 
 def completions(context: CallContext) -> int:

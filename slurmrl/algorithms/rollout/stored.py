@@ -17,7 +17,7 @@ from slurmrl.algorithms.token_notes import noted
 from slurmrl.config.schema import Logging
 from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.tensors.layout import Array
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 
 from slurmrl.algorithms.base import Stats
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.runner import EpisodeOutcome
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.episode_runner import EpisodeOutcome
+from slurmrl.rollouts.sample_files import SampleGroup
 
 
 @dataclass(frozen=True, kw_only=True)

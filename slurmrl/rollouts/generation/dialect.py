@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import Completion, WeightVersion
+from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.weight_checks import Digest, Held, ServerCheck, WeightChecks

@@ -27,9 +27,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.plan.engine_rules import VLLM_FLAGS
-from slurmrl.rollouts.generation.base import Completion, Finish
+from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
 from slurmrl.rollouts.generation.dialect import FIRST_S, Draw, HttpDialect
 from slurmrl.rollouts.generation.fitness import (
     check_vllm,

@@ -40,7 +40,7 @@ class Calculator:
 
         Raises:
             UsageError: anything but such an expression, or a result that is too large.
-        """  # `tools.schemas` describes the tool with this text
+        """  # `ToolSchemas` describes the tool with this text
         if not isinstance(expression, str) or len(expression) > MOST_CHARACTERS:
             raise UsageError(f"an expression is a text of up to {MOST_CHARACTERS} characters")
         try:

@@ -67,7 +67,7 @@ class PythonTool:
 
         Raises:
             UsageError: the program failed; the message is the last line of its errors.
-        """  # `tools.schemas` describes the tool with this text
+        """  # `ToolSchemas` describes the tool with this text
         if not isinstance(code, str):
             raise UsageError("code is a text")
         while len(self._threads) < self._size:

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.rollouts.sample_files import SampleWriter
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
 from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress
 from slurmrl.run.channel.message_log import LogWriter
 from slurmrl.run.paths import RunPaths

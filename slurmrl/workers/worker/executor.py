@@ -32,8 +32,7 @@ from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.precision import rounds_to
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
-from slurmrl.rollouts.sample_files import read_group
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup, read_group
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.samples import write_part
 from slurmrl.tensors.checkpoint.export import survival

@@ -21,7 +21,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import GenerateEngine, Outputs, TrainEngine
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.support import megatron_cpu

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model

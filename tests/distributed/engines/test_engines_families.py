@@ -14,8 +14,8 @@ from torch import Tensor
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model

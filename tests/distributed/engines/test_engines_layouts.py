@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.shapes import parameter_shapes
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, model
 from tests.distributed.engines.one_process import (

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.errors import UsageError
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.tensors.transfer.execute import Holdings, Mover
 from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move

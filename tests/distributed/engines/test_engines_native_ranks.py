@@ -19,10 +19,14 @@ import torch.distributed as dist
 from slurmrl.engines.base import ServingOptions
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import to_hf
 from slurmrl.models.paged import PagedDecoder
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.base import (
+    Completion,
+    GenerationOptions,
+    GenerationRequest,
+    WeightVersion,
+)
 from slurmrl.rollouts.generation.native import batch as batch_module
 from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import model_runner as runner_module

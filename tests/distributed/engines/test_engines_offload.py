@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.distributed.engines import cases, megatron_cases
 from tests.distributed.engines.cases import Setup, batch, denominator, loss, model, prompts
 from tests.distributed.engines.megatron_cases import Case, placed

@@ -20,7 +20,7 @@ from slurmrl.config.servers import Address, ServerKeys
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.server_engine import ServerEngine
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.server import Patience, Running, Serving
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.tensors.transfer.execute import Holdings, Mover

@@ -20,9 +20,9 @@ from slurmrl.config.schema import Config
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.data.sample import SequenceSample
 from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.episode_runner import EpisodeOutcome
 from slurmrl.rollouts.generation.base import Completion
-from slurmrl.rollouts.runner import EpisodeOutcome
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup
 from tests.unit.algorithms.test_algorithms_episodes import SEVERAL, context_of, generated
 from tests.unit.engines.test_engines_waits import ARCHITECTURE, engine
 

@@ -14,7 +14,7 @@ from slurmrl.data.encoder import Continuations, Encoder
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.data.types import row_type
 from slurmrl.desk.inspector import token_ids
-from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.policy import Dialogue
 
 SPECIAL = ["<unk>", "<s>", "</s>", "[INST]"]
 SPACED = ["first", "always", "prepend"]

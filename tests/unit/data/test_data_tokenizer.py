@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data.tokenizer import END, PAD, decoding, load_tokenizer, save_tokenizer, train_bpe
-from slurmrl.rollouts.dialogue import Dialogue
 from slurmrl.rollouts.generation.native.sequence import ends_with_stop
+from slurmrl.rollouts.policy import Dialogue
 
 
 def test_stop_strings_are_found_as_the_last_part_of_a_character_comes(tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import Completion, Finish
+from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
 from slurmrl.rollouts.generation.dialect import Draw
 from slurmrl.rollouts.generation.sglang_requests import DrawnPiece, PiecewiseDraw
 

@@ -11,8 +11,7 @@ import torch
 from slurmrl.models import inference as inference_module
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import GenerationRequest
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import model_runner as runner_module
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from slurmrl.engines.server_engine import DistantEngine
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.generation.base import (
     ABORTED,
     Completion,
+    GenerationOptions,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,

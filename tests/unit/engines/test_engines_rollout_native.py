@@ -15,11 +15,15 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.paged import PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.base import (
+    Completion,
+    GenerationOptions,
+    GenerationRequest,
+    WeightVersion,
+)
 from slurmrl.rollouts.generation.native import native_rollout as rollout_module
 from slurmrl.rollouts.generation.native.batch import bounded
 from slurmrl.rollouts.generation.native.batch_schedule import Limits

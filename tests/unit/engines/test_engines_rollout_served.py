@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.rollouts.generation.base import (
+    Completion,
+    GenerationOptions,
+    GenerationRequest,
+    WeightVersion,
+)
 from slurmrl.rollouts.generation.dialect import Dialect, Draw
 from slurmrl.rollouts.generation.served import ServedEngine
 

@@ -17,8 +17,7 @@ import pytest
 from slurmrl.config.servers import Address
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import Completion, WeightVersion
+from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.dialect import Draw
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient

@@ -19,9 +19,13 @@ from slurmrl.engines.base import ServingOptions
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.paged import PagedCache
-from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
+from slurmrl.rollouts.generation.base import (
+    Completion,
+    GenerationOptions,
+    GenerationRequest,
+    RolloutEngine,
+)
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from tests.support.generated import GenerationOutput, generate, generated
 from tests.unit.engines.test_engines_rollout_native import letters

@@ -17,8 +17,7 @@ from slurmrl.engines import hf_rollout as hf_module
 from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.models import inference as inference_module
-from slurmrl.models.generate import GenerationOptions
-from slurmrl.rollouts.generation.base import GenerationRequest
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
 from tests.support.generated import generated

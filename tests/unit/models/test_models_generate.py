@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slurmrl.errors import UsageError
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.support.generated import GenerationOutput, generate
 
 STOP = 3

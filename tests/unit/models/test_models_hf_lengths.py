@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf_config import TABLE, HFConfig, length_limit
 from slurmrl.models.hf_model import HFModel
+from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.support.generated import generate
 
 ORIGINAL = 16

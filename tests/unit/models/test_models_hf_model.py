@@ -9,9 +9,9 @@ import torch
 
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel, only_multiplies, refuse_dropout
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.ops import logprobs
 from tests.support.generated import generate
 from tests.support.largest_tensor import LargestTensor

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from slurmrl.models.families import FAMILIES
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
+from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.support.generated import generate
 
 CONFIGS = 6

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmrl.models import inference
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import model_runner as runner_module
 from slurmrl.rollouts.generation.native.batch_schedule import Limits

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from slurmrl.fsio import objects
-from slurmrl.rollouts.sample_files import SampleWriter
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
 from slurmrl.run.channel.message_log import LogWriter
 from tests.support.rollout_checker import Checker
 from tests.support.rollout_evidence import Archive

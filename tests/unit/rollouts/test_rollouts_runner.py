@@ -16,16 +16,14 @@ from transformers import PreTrainedTokenizerFast
 from slurmrl.algorithms.rollout.totals import Totals
 from slurmrl.config.schema import Dataset, EpisodeSettings
 from slurmrl.errors import EpisodeError, RunFailedError
-from slurmrl.models.generate import GenerationOptions
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.dialogue import Dialogue
-from slurmrl.rollouts.generation.base import GenerationRequest
-from slurmrl.rollouts.policy import Draws, EpisodeLimits, Policy, Waiting
-from slurmrl.rollouts.runner import EpisodeOutcome, EpisodeRunner
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.episodes import MultiTurn, SingleTurn
+from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
+from slurmrl.rollouts.policy import Dialogue, Draws, EpisodeLimits, Policy, Waiting
+from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.rollouts.tools.toolbox import Tools
-from slurmrl.rollouts.turns import MultiTurn, SingleTurn
 from tests.support.scripted_engine import ScriptedEngine
 
 STOP = 1

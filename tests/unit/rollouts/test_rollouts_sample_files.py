@@ -20,10 +20,16 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.episode_runner import EpisodeOutcome
 from slurmrl.rollouts.generation.base import Completion
-from slurmrl.rollouts.runner import EpisodeOutcome
-from slurmrl.rollouts.sample_files import SampleWriter, read_group, remove_settled
-from slurmrl.rollouts.sample_group import PER_COMPLETION, PER_TOKEN, SampleGroup
+from slurmrl.rollouts.sample_files import (
+    PER_COMPLETION,
+    PER_TOKEN,
+    SampleGroup,
+    SampleWriter,
+    read_group,
+    remove_settled,
+)
 from tests.support.faulty import Faulty
 from tests.support.sample_groups import VERSIONS, small_group
 

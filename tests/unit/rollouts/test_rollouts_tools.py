@@ -12,9 +12,8 @@ import pytest
 from slurmrl.config.schema import EpisodeSettings, ToolChoice
 from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
-from slurmrl.rollouts.configured import make_episode
-from slurmrl.rollouts.environments.guess_number import GuessNumber
-from slurmrl.rollouts.environments.tool_calls import ToolCalls
+from slurmrl.rollouts.environments import GuessNumber, ToolCalls
+from slurmrl.rollouts.episodes import make_episode
 from slurmrl.rollouts.tools.calculator import Calculator
 from slurmrl.rollouts.tools.python import PythonTool
 from slurmrl.rollouts.tools.toolbox import Tools, make_tools

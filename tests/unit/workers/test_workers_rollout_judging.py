@@ -22,7 +22,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import EnvironmentFailure, RewardError
 from slurmrl.plan.settings import Settings
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.workers.rollout.task_generation import Judging, TaskRows, judging_of
 from slurmrl.workers.rollout_messages import RequestedItem
 from tests.unit.algorithms.conftest import ARCHITECTURE

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.rollout.session import Key, Session
 from slurmrl.workers.rollout_messages import (

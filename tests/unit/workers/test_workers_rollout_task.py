@@ -28,8 +28,7 @@ from slurmrl.models.hf import to_hf
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
-from slurmrl.rollouts.sample_files import read_group
-from slurmrl.rollouts.sample_group import SampleGroup
+from slurmrl.rollouts.sample_files import SampleGroup, read_group
 from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.paths import RunPaths

@@ -1,4 +1,4 @@
-"""Episodes as the configuration names them. Torch-free."""
+"""The built-in episodes, and episodes as the configuration names them. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,9 +12,52 @@ from slurmrl.errors import UsageError
 from slurmrl.registry import Registry, import_own
 from slurmrl.rollouts import ENVIRONMENTS, EPISODES
 from slurmrl.rollouts.base import Environment, EpisodeItem
-from slurmrl.rollouts.policy import Episode
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.policy import Episode, Policy
 from slurmrl.rollouts.tools.toolbox import Tools
-from slurmrl.rollouts.turns import MultiTurn
+
+_EXAMPLE = EpisodeItem(
+    sample_id="example@0",
+    index=0,
+    prompt=(0,),
+    text="",
+    answer="",
+    row={},
+    step=1,
+    evaluation=False,
+)
+
+
+class SingleTurn(Episode):
+    """One turn."""
+
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        completions = Completions(item.prompt)
+        await policy(completions)
+        return completions
+
+
+class MultiTurn(Episode):
+    """Turns that an environment answers, until it or a limit ends the episode.
+
+    A turn that is cut at `rollout.max_new_tokens` ends it too: its text is not whole.
+    """
+
+    def __init__(self, environment: Callable[[EpisodeItem, Tools], Environment]) -> None:
+        self._environment = environment
+
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        environment = self._environment(item, tools)
+        completions = Completions(item.prompt)
+        while True:
+            turn = await policy(completions)
+            if not turn.stopped:
+                return completions
+            reply = await environment.step(turn)
+            completions.reward(reply.reward)
+            if reply.done:
+                return completions
+            policy.say(completions, reply.text, reply.role)
 
 
 def make_episode(settings: EpisodeSettings, tools: Tools) -> Episode:
@@ -73,15 +116,3 @@ def _accepting(what: str, name: str, kind: Any, arguments: int, options: Mapping
         given = "".join(f", {key}=…" for key in options)
         raise UsageError(f"{what} '{name}' is called with ({names}{given}): {error}") from error
     return partial(kind, **options)
-
-
-_EXAMPLE = EpisodeItem(
-    sample_id="example@0",
-    index=0,
-    prompt=(0,),
-    text="",
-    answer="",
-    row={},
-    step=1,
-    evaluation=False,
-)

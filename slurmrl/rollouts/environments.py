@@ -1,13 +1,11 @@
-"""Environment of tools: answer a turn that calls tools with their results.
-
-Any other turn is the last one.
-"""
+"""Built-in environments: answer tool calls with results; guess a number."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+from hashlib import blake2b
 from typing import Any, Final, Literal, NamedTuple
 
 from slurmrl.config.template import Template
@@ -17,6 +15,7 @@ from slurmrl.rollouts.tools.toolbox import ToolResult, Tools
 
 JSON_CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 BRACKET_CALL: Final = re.compile(r"\[(\w[\w.-]*)\((.*?)\)\]", re.DOTALL)
+NUMBER = re.compile(r"-?\d+")
 
 
 class ToolCall(NamedTuple):
@@ -96,3 +95,35 @@ def _json_call(body: str) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(value["name"], wrong="the arguments are not an object")
     return ToolCall(value["name"], keywords=arguments)
+
+
+class GuessNumber(Environment):
+    """The last number of a turn is the guess. The turn that finds the secret earns 1.
+
+    :param low: smallest secret.
+    :param high: largest secret.
+
+    The secret is the row's answer; of a row without one it follows from the sample's id, so that
+    all completions of a prompt have the same.
+    """
+
+    def __init__(self, item: EpisodeItem, tools: Tools, *, low: int = 1, high: int = 100) -> None:
+        super().__init__(item, tools)
+        if low > high:
+            raise UsageError(f"low {low} exceeds high {high}")
+        self._low, self._high = low, high
+        if item.answer and not NUMBER.fullmatch(item.answer.strip()):
+            raise UsageError(f"the answer {item.answer!r} is not an integer to guess")
+        draw = int.from_bytes(blake2b(item.sample_id.encode(), digest_size=8).digest(), "big")
+        self._secret = int(item.answer) if item.answer else low + draw % (high - low + 1)
+
+    async def step(self, turn: PolicyTurn) -> Reply:
+        guesses = NUMBER.findall(turn.text)
+        if not guesses:
+            return Reply(text=f"Say a number from {self._low} to {self._high}.")
+        if len(guesses[-1]) > 20:
+            return Reply(text="lower")
+        guess = int(guesses[-1])
+        if guess == self._secret:
+            return Reply(reward=1.0, done=True)
+        return Reply(text="higher" if guess < self._secret else "lower")

@@ -15,9 +15,8 @@ from slurmrl.config.schema import EpisodeSettings
 from slurmrl.errors import EpisodeError, EpisodeLimitError, RunFailedError, UsageError
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.dialogue import Dialogue
 from slurmrl.rollouts.generation.base import RolloutEngine
-from slurmrl.rollouts.policy import Draws, Episode, EpisodeLimits, Policy, Waiting
+from slurmrl.rollouts.policy import Dialogue, Draws, Episode, EpisodeLimits, Policy, Waiting
 from slurmrl.rollouts.tools.toolbox import Tools
 
 logger = log.get(__name__)

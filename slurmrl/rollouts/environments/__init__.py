@@ -1,1 +1,0 @@
-"""The built-in environments of `multi_turn` episodes. Torch-free."""
