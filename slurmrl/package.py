@@ -1,7 +1,7 @@
 """The files of this package.
 
 A trial's copy has its modules and data in an archive, with the bytecode of the modules
-(`desk.package_copy` makes it); only `PROGRAMS` are plain files there.
+(`desk.copying` makes it); only `PROGRAMS` are plain files there.
 """
 
 from __future__ import annotations

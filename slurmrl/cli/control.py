@@ -92,7 +92,7 @@ def resume(
     If the trial is running and few Slurm jobs are left in its chain, more are added.
     """
     from slurmrl.desk import trials
-    from slurmrl.desk.links import add_links, include
+    from slurmrl.desk.job_counts import add_links, include
     from slurmrl.desk.proposal import propose_resume
 
     paths = trials.find(trials.root_folder(root), trial)
@@ -120,11 +120,11 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
 
     The version that reads the configuration, plan and batch scripts later must write them.
     """
-    from slurmrl.desk import snapshot
+    from slurmrl.desk import trial_code
     from slurmrl.scheduler.job_environment import of_snapshot
 
-    code = paths.snapshot(snapshot.current(paths))
-    if snapshot.is_this_code(code):
+    code = paths.snapshot(trial_code.current_snapshot(paths))
+    if trial_code.is_this_code(code):
         return
     click.echo(f"using the slurmrl of the trial, {code}; --update-code uses this one", err=True)
     sys.stdout.flush()
@@ -143,14 +143,14 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
 
     `slurmrl resume` continues them. `slurmrl cancel` ends them at once, without a commit.
     """
-    from slurmrl.desk import stopping, trials
+    from slurmrl.desk import trial_jobs, trials
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is stopped
-    jobs = {name: stopping.stop(paths) for name, paths in chosen.items()}
+    jobs = {name: trial_jobs.stop(paths) for name, paths in chosen.items()}
     for name, paths in chosen.items():
         if wait:
-            how = stopping.wait(paths, jobs[name])
+            how = trial_jobs.wait_until_stopped(paths, jobs[name])
             click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
         else:
             look = f"slurmrl status {name}{again(folder)}"
@@ -170,7 +170,7 @@ def scale(trial: str, tasks: int, as_json: bool, root: str | None) -> int:
     until it is changed, here or by another rollout.tasks.max when the trial is resumed.
     """
     from slurmrl.desk import trials
-    from slurmrl.desk.scale import set_tasks
+    from slurmrl.desk.job_counts import set_tasks
 
     paths = trials.find(trials.root_folder(root), trial)
     scaled = set_tasks(paths, tasks)
@@ -235,9 +235,9 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
     Their checkpoints stay, steps after the last one are lost. `slurmrl stop` commits them first.
     """
     from slurmrl.desk import trials
-    from slurmrl.desk.live import cancel as cancel_trial
-    from slurmrl.desk.live import uncommitted
-    from slurmrl.run.history.slots import Kind
+    from slurmrl.desk.trial_jobs import cancel as cancel_trial
+    from slurmrl.desk.trial_jobs import uncommitted
+    from slurmrl.run.history.record import Kind
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is ended
@@ -263,16 +263,16 @@ def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     Nothing is removed if one of them has a job, or if the configuration of another trial names its
     files.
     """
-    from slurmrl.desk import removing, trials
+    from slurmrl.desk import trial_jobs, trials
 
     folder = trials.root_folder(root)
     chosen = list(dict.fromkeys(trials.find(folder, name) for name in names))
     others = [paths for paths in trials.all_trials(folder) if paths not in chosen]
-    removing.check(chosen, others)
+    trial_jobs.check_removable(chosen, others)
     if not yes:
         listed = ", ".join(str(paths.run) for paths in chosen)
         click.confirm(f"Remove {listed} with all checkpoints and exports?", abort=True)
     for paths in chosen:
-        removing.remove(paths)
+        trial_jobs.remove(paths)
         click.echo(f"{paths.experiment}/{paths.trial} is removed")
     return 0

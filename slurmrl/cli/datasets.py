@@ -91,7 +91,7 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | N
 
 
 def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataReport:
-    from slurmrl.desk import own_code, trials
+    from slurmrl.desk import trial_code, trials
     from slurmrl.desk.checks.run import Code
     from slurmrl.desk.inspection import DataReport, described
     from slurmrl.plan.settings import load_settings
@@ -99,7 +99,7 @@ def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataR
     settings = load_settings(
         config, overrides, root=trials.chosen_root(root), planning=True, data=True
     )
-    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    found = trial_code.find_own_code(settings)
     code = Code(paths=found.paths)
     return DataReport(described(settings, code), code)
 
@@ -192,7 +192,7 @@ def try_reward(
     The reward runs in a separate process on this machine, without Slurm, models or a GPU.
     """
     from slurmrl.desk import inspection as trying
-    from slurmrl.desk import own_code
+    from slurmrl.desk import trial_code
     from slurmrl.desk.inspection import Selection
     from slurmrl.desk.trials import chosen_root
     from slurmrl.plan.settings import load_settings
@@ -202,7 +202,7 @@ def try_reward(
     settings = load_settings(
         config, overrides, root=chosen_root(root), scheduler="local", planning=True, data=True
     )
-    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    code = trial_code.find_own_code(settings)
     data = trying.RewardData(settings)
     default = None if file is not None else 1 if completions else REWARD_ROWS
     path = None if file is None else str(file.absolute())

@@ -16,7 +16,7 @@ import click
 
 from slurmrl.backoff import Backoff
 from slurmrl.cli import status_text
-from slurmrl.desk.live import Jobs
+from slurmrl.desk.trial_jobs import Jobs
 from slurmrl.display.terminal import age, plain, sparkline
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnknownNameError
 from slurmrl.fsio import atomic

@@ -162,9 +162,9 @@ def cli() -> None:
 
 def _print_version(ctx: click.Context) -> None:
     """The commit is that of the checkout, else that of the build; without either it is left out."""
-    from slurmrl.desk import git
+    from slurmrl.desk import provenance
 
-    commit = git.commit_of_package()
+    commit = provenance.commit_of_package()
     click.echo(f"slurmrl {__version__}{f' (commit {commit})' if commit else ''}")
     ctx.exit()
 

@@ -142,7 +142,7 @@ def _plan(
     *,
     with_moves: bool,
 ) -> Shown:
-    from slurmrl.desk import own_code
+    from slurmrl.desk import trial_code
     from slurmrl.desk.proposal import kept
     from slurmrl.desk.submit import refusal
     from slurmrl.desk.trials import chosen_root
@@ -172,7 +172,7 @@ def _plan(
     made = report(settings, planned, [*warnings, *resources.scarce(planned, settings, hosts)])
     made["missing"] += resources.lacking(planned, settings.config, hosts)
     made["missing"] += map(str, resources.lacking_gpus(settings, planned))
-    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    code = trial_code.find_own_code(settings)
     slurm = settings.config.cluster.slurm
     made["warnings" if slurm.container or slurm.setup else "missing"] += code.notes
     if reason := refusal(settings):

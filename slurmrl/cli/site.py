@@ -21,8 +21,7 @@ from slurmrl.display.terminal import hanging, plain, row_lines, table, width
 if TYPE_CHECKING:
     from slurmrl.config.source import KeyPath
     from slurmrl.desk.doctor.check import Check
-    from slurmrl.desk.init.questions import Question
-    from slurmrl.desk.init.survey import Survey
+    from slurmrl.desk.site_profile import Question, Survey
 
 
 SITE = "site"
@@ -87,10 +86,10 @@ def init(kind: str, output: Path | None, name: str | None, yes: bool, force: boo
         return _site(name, yes=yes, force=force)
     if name is not None or yes:
         raise click.UsageError("--name and --yes belong to slurmrl init site")
-    from slurmrl.desk.init import files, starter
+    from slurmrl.desk import starter
 
-    made = starter.files(kind, output or Path(f"{kind}.yaml"))
-    written = files.write(made, force=force)
+    made = starter.starter_files(kind, output or Path(f"{kind}.yaml"))
+    written = starter.write_files(made, force=force)
     config = next(iter(made))
     there = f"{', '.join(map(str, made))} are there already, as they would be written"
     click.echo(f"wrote {', '.join(map(str, written))}" if written else there)
@@ -107,8 +106,8 @@ def _known(typed: str) -> list[Any]:
 
 def _site(name: str | None, *, yes: bool, force: bool) -> int:
     from slurmrl.config import profiles
-    from slurmrl.desk.init import files, profile
-    from slurmrl.desk.init.survey import survey
+    from slurmrl.desk import site_profile, starter
+    from slurmrl.desk.site_profile import survey
     from slurmrl.fsio import atomic
 
     path = profiles.file_of(name or profiles.DEFAULT)
@@ -121,13 +120,13 @@ def _site(name: str | None, *, yes: bool, force: bool) -> int:
     if not yes:
         click.echo(f"\nEnter takes the proposal in brackets; {LEAVE_OUT} leaves a setting out.")
     questions, values = _answers(found, yes=yes)
-    text = profile.render(questions, values, cluster=found.cluster)
+    text = site_profile.render_profile(questions, values, cluster=found.cluster)
     click.echo(f"\n{text}")
     if not yes and not click.confirm(f"Write this to {path}?", default=True):
         click.echo("nothing was written")
         return 0
     atomic.make_private_directory(path.parent)
-    files.write({path: text}, force=force)
+    starter.write_files({path: text}, force=force)
     click.echo(f"wrote {path}; slurmrl doctor --job checks the compute nodes")
     return 0
 
@@ -147,7 +146,7 @@ def _tell(found: Survey) -> None:
 
 def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath, Any]]:
     """Ask everything, or take the proposals."""
-    from slurmrl.desk.init import questions as asked
+    from slurmrl.desk import site_profile as asked
 
     values: dict[KeyPath, Any] = {}
     first = list(asked.first_questions(found, _root()))
@@ -161,7 +160,7 @@ def _answers(found: Survey, *, yes: bool) -> tuple[list[Question], dict[KeyPath,
 
 
 def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: bool) -> None:
-    from slurmrl.desk.init.questions import doubt, value_of
+    from slurmrl.desk.site_profile import doubt, value_of
 
     if not yes:
         click.echo(f"\n{question.about}")
@@ -220,11 +219,11 @@ def list_examples(output: Path | None, as_json: bool) -> int:
 
     Those of the addition task train a small model on CPUs within minutes, without a network.
     """
-    from slurmrl.desk.init import shipped
+    from slurmrl.desk import starter
 
-    found = dict(shipped.examples())
+    found = dict(starter.examples())
     if output is not None:
-        shipped.copy(output)
+        starter.copy_examples(output)
     if as_json:
         click.echo(json.dumps({"examples": found, "folder": str(output) if output else None}))
         return 0
@@ -389,7 +388,7 @@ def bundle(
     `slurmrl submit` takes the bundle on a cluster without a network. It holds models, datasets,
     your code, and wheels of slurmrl and its requirements. Repositories of the hub are fetched now.
     """
-    from slurmrl.desk.bundle.make import make_bundle
+    from slurmrl.desk.bundling import make_bundle
 
     made = make_bundle(
         config,

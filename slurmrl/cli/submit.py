@@ -19,9 +19,9 @@ from slurmrl.display.terminal import table
 if TYPE_CHECKING:
     from slurmrl.cli.following import Interrupts
     from slurmrl.desk.checks.finding import Finding
-    from slurmrl.desk.live import Jobs
     from slurmrl.desk.proposal import Proposal
     from slurmrl.desk.submit import Outlook, Submitted
+    from slurmrl.desk.trial_jobs import Jobs
     from slurmrl.plan.model import GroupPlan
 
 
@@ -55,8 +55,8 @@ def submit(
     An existing trial that was interrupted, failed or cancelled continues from its last commit if
     its configuration is the same.
     """
-    from slurmrl.desk.bundle.unpack import is_bundle, unpack
     from slurmrl.desk.proposal import propose
+    from slurmrl.desk.unpacking import is_bundle, unpack
 
     if is_bundle(config):
         config = unpack(config, root_folder(root))

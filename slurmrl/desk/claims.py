@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from slurmrl.desk.live import Jobs
+from slurmrl.desk.trial_jobs import Jobs
 from slurmrl.errors import UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.run.paths import RunPaths

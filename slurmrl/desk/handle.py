@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.desk import live, snapshot, stopping, trials
-from slurmrl.desk.bundle.unpack import is_bundle, unpack
+from slurmrl.desk import trial_code, trial_jobs, trials
 from slurmrl.desk.checks.run import refuse
 from slurmrl.desk.proposal import Proposal, propose, propose_resume
 from slurmrl.desk.submit import submit as start
+from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.errors import UsageError, WaitTimeoutError
 from slurmrl.run import evaluated
 from slurmrl.run.paths import RunPaths
@@ -82,20 +82,22 @@ class Trial:
         ``wait`` until its jobs have ended. Raises UsageError for a trial that has ended or has no
         job.
         """
-        jobs = stopping.stop(self._paths)
+        jobs = trial_jobs.stop(self._paths)
         if wait:
-            stopping.wait(self._paths, jobs)
+            trial_jobs.wait_until_stopped(self._paths, jobs)
 
     def cancel(self) -> None:
         """End the trial and its jobs at once. Steps after its last checkpoint are lost."""
-        live.cancel(self._paths)
+        trial_jobs.cancel(self._paths)
 
     def resume(self, *overrides: str, check: bool = True) -> None:
         """Continue from the last commit, as ``slurmrl resume`` with these overrides does.
 
         Raises ConfigError, and UsageError for a trial that lives or runs another slurmrl.
         """
-        if not snapshot.is_this_code(self._paths.snapshot(snapshot.current(self._paths))):
+        if not trial_code.is_this_code(
+            self._paths.snapshot(trial_code.current_snapshot(self._paths))
+        ):
             raise UsageError(
                 f"{self.name} runs another slurmrl than this one, which must write what it reads: "
                 f"slurmrl resume {self.name} does"

@@ -14,7 +14,7 @@ from slurmrl.child import ChildRequest
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
-from slurmrl.desk import own_code
+from slurmrl.desk import trial_code
 from slurmrl.desk.checks.run import TIMEOUT_S, Code, inspect, job_variables
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
 from slurmrl.fsio import variables
@@ -184,7 +184,7 @@ class RewardData:
 
 
 def try_reward(
-    data: RewardData, selection: Selection, code: own_code.OwnCode, timeout_s: float
+    data: RewardData, selection: Selection, code: trial_code.OwnCode, timeout_s: float
 ) -> Tried:
     """Score completions in one call, in a child process with the run's code and environment.
 

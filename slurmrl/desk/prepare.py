@@ -14,8 +14,8 @@ from dataclasses import asdict
 import slurmrl
 from slurmrl import log
 from slurmrl.config.load import dump
-from slurmrl.desk import snapshot
-from slurmrl.desk.record import ProvenanceWriter
+from slurmrl.desk import trial_code
+from slurmrl.desk.provenance import ProvenanceWriter
 from slurmrl.fsio import atomic, documents, ownership
 from slurmrl.fsio.shapes import TEXT
 from slurmrl.plan.model import Plan
@@ -46,7 +46,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     who = {"time": time.time(), **asdict(Claimant.of_this_process())}
     claim = {"uuid": uuid.uuid4().hex, "version": slurmrl.__version__, **who}
     atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
-    snapshot.take(paths, recorder.code, recorder)
+    trial_code.take_snapshot(paths, recorder.code, recorder)
     write_plan(paths, settings, plan)
     # Two submitters of the same configuration may both get True: their files are equal.
     return atomic.exclusive_create(paths.config, dump(settings.config).encode())

@@ -19,13 +19,13 @@ from slurmrl.config.changes import (
 )
 from slurmrl.config.load import Derive, load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.desk import own_code, snapshot, trials
+from slurmrl.desk import trial_code, trials
 from slurmrl.desk.checks import slurm
 from slurmrl.desk.checks.finding import Finding
 from slurmrl.desk.checks.run import Code, check, places
 from slurmrl.desk.inspection import described
 from slurmrl.desk.prepare import is_prepared, trial_uuid
-from slurmrl.desk.record import ProvenanceWriter, recorded_folders
+from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.plan import resources
@@ -99,7 +99,7 @@ class Proposal:
         """Return the batch scripts of the next submission, by group."""
         number = max(submission_numbers(self.paths), default=0) + 1
         known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
-        code = snapshot.following if self.update_code else snapshot.current
+        code = trial_code.next_snapshot if self.update_code else trial_code.current_snapshot
         return make(self.kind).scripts(self.request(number, known, code(self.paths)))
 
     def check(self, timeout_s: float | None, compared: set[str] | None = None) -> list[Finding]:
@@ -113,8 +113,8 @@ class Proposal:
         """
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
-            kept = self.paths.snapshot(snapshot.current(self.paths))
-            if not snapshot.is_this_code(kept):
+            kept = self.paths.snapshot(trial_code.current_snapshot(self.paths))
+            if not trial_code.is_this_code(kept):
                 return []
             code = Code(kept)
         if timeout_s is None:
@@ -159,7 +159,7 @@ def propose(
     other = _needs_other_code(run_paths(settings), settings.config)
     name = settings.algorithm.name
     if is_own(name) and is_prepared(run_paths(settings)) and not other:
-        code = run_paths(settings).snapshot(snapshot.current(run_paths(settings)))
+        code = run_paths(settings).snapshot(trial_code.current_snapshot(run_paths(settings)))
         settings = read([*overrides, *added, f"algorithm.name={name}"], folders=[code])
     own = _own_code(settings, settings.folders)
     settings = described(settings, Code(paths=own.paths), begun(settings))
@@ -185,7 +185,7 @@ def propose_resume(
     before = load_resolved(paths.config)
     overrides = follow_actor(before, overrides)
     root = paths.run.parents[2]
-    kept = paths.snapshot(snapshot.current(paths))
+    kept = paths.snapshot(trial_code.current_snapshot(paths))
     folders = [*recorded_folders(kept), Path.cwd()] if update_code else [kept]
     settings = load_settings(
         paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
@@ -201,7 +201,7 @@ def propose_resume(
                 "a resumed trial keeps the code of its algorithm, reward, data and episodes; add "
                 "--update-code"
             )
-        return _planned(settings, scheduler, own_code.OwnCode())
+        return _planned(settings, scheduler, trial_code.OwnCode())
     code = _own_code(settings, list(dict.fromkeys(settings.folders)))
     return _planned(settings, scheduler, code, update_code=True)
 
@@ -240,8 +240,8 @@ def begun(settings: Settings) -> Config | None:
     return load_resolved(paths.config)
 
 
-def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
-    code = own_code.find(settings.config, settings.source, folders, settings.algorithm)
+def _own_code(settings: Settings, folders: Sequence[Path]) -> trial_code.OwnCode:
+    code = trial_code.find_own_code(settings, folders)
     for note in code.notes:
         logger.warning("%s", note)
     return code
@@ -250,7 +250,7 @@ def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
 def _planned(
     settings: Settings,
     scheduler: str | None,
-    code: own_code.OwnCode,
+    code: trial_code.OwnCode,
     *,
     update_code: bool = False,
 ) -> Proposal:

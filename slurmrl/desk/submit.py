@@ -20,8 +20,7 @@ from slurmrl.config.changes import (
 )
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.desk import claims, snapshot
-from slurmrl.desk.live import Jobs, clear_away, newest_jobs
+from slurmrl.desk import claims, trial_code
 from slurmrl.desk.prepare import (
     check_owner,
     is_prepared,
@@ -30,6 +29,7 @@ from slurmrl.desk.prepare import (
     trial_uuid,
 )
 from slurmrl.desk.proposal import Proposal, free_name, run_paths
+from slurmrl.desk.trial_jobs import Jobs, clear_away, newest_jobs
 from slurmrl.desk.undo import Before, undo
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.fsio import space
@@ -191,7 +191,9 @@ def refusal(settings: Settings) -> str:
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
         return ""
     before, changed = _changes(settings)
-    if not changed or not snapshot.is_this_code(paths.snapshot(snapshot.current(paths))):
+    if not changed or not trial_code.is_this_code(
+        paths.snapshot(trial_code.current_snapshot(paths))
+    ):
         return ""
     return _other_configuration(before, settings, changed)
 
@@ -242,8 +244,8 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 def _check_code(proposal: Proposal) -> None:
     """The jobs read our files with the trial's own code, which must therefore equal ours."""
-    code = proposal.paths.snapshot(snapshot.current(proposal.paths))
-    if not proposal.update_code and not snapshot.is_this_code(code):
+    code = proposal.paths.snapshot(trial_code.current_snapshot(proposal.paths))
+    if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial
         raise UsageError(
             f"{name} was submitted with another slurmrl ({code}): slurmrl resume {name} continues "
@@ -285,8 +287,8 @@ def _snapshot(proposal: Proposal) -> int:
     A new one takes effect once the submission's request names it.
     """
     if not proposal.update_code:
-        return snapshot.current(proposal.paths)
-    return snapshot.add(proposal.paths, proposal.recorder.code, proposal.recorder)
+        return trial_code.current_snapshot(proposal.paths)
+    return trial_code.add_snapshot(proposal.paths, proposal.recorder.code, proposal.recorder)
 
 
 def _request(proposal: Proposal, code: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmrl.desk.removing import remove
+from slurmrl.desk.trial_jobs import remove
 from slurmrl.errors import TrialEndedError
 from slurmrl.fsio import atomic
 from slurmrl.run.history.slots import History, Record

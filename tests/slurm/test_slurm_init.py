@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slurmrl.desk.init import questions
-from slurmrl.desk.init.survey import survey
+from slurmrl.desk import site_profile
+from slurmrl.desk.site_profile import survey
 from tests.slurm.conftest import SlurmBed
 
 
@@ -15,5 +15,5 @@ def test_the_survey_of_a_cluster(slurm_bed: SlurmBed) -> None:
     assert (main.is_default, main.is_up, main.hosts) == (True, True, slurm_bed.nodes)
     assert (main.most_gpus, main.kinds[0].cpus) == (slurm_bed.gpus, 8)
     assert any(line.startswith(("your accounts", "accounts")) for line in found.missing)
-    asked = questions.first_questions(found, "/shared/runs")
+    asked = site_profile.first_questions(found, "/shared/runs")
     assert [one.proposal for one in asked] == ["/shared/runs", "main"]

@@ -29,7 +29,7 @@ import numpy as np
 from slurmrl.cli import status_text
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
-from slurmrl.desk import snapshot
+from slurmrl.desk import trial_code
 from slurmrl.desk.prepare import trial_uuid
 from slurmrl.errors import SlurmrlError
 from slurmrl.name_resolve.file import FileNameStore
@@ -360,7 +360,7 @@ def _checkpoint(paths: RunPaths) -> None:
 def _files(paths: RunPaths) -> None:
     Plan.read(paths.plan)
     trial_uuid(paths)
-    snapshot.current(paths)
+    trial_code.current_snapshot(paths)
     LogReader(paths.agent_log(2, "trainer", 0)).read()
     LeaseObserver(paths.lease("trainer", 0, 1)).observe()
 

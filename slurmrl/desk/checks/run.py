@@ -20,7 +20,7 @@ from slurmrl.config.schema import Config
 from slurmrl.desk import copying
 from slurmrl.desk.checks import engines, room
 from slurmrl.desk.checks.finding import Finding, Weight
-from slurmrl.desk.versions import torch_build
+from slurmrl.desk.provenance import torch_build
 from slurmrl.errors import ConfigError, SlurmrlError
 from slurmrl.fsio import variables
 from slurmrl.plan.model import Plan

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Cluster
-from slurmrl.desk import package_copy
+from slurmrl.desk import copying
 from slurmrl.desk.doctor import directory, probe
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok
-from slurmrl.desk.live import Jobs, clear_away
+from slurmrl.desk.trial_jobs import Jobs, clear_away
 from slurmrl.env import user_name
 from slurmrl.fsio import atomic, documents
 from slurmrl.run.paths import RunPaths
@@ -162,7 +162,7 @@ class ProbeJob:
         """Write what the job reads: this package, the request, and content to compare."""
         for folder in (*self.paths.directories(), self.folder):
             atomic.make_private_directory(folder)
-        package_copy.copy(self.paths.code / "slurmrl")
+        copying.copy_package(self.paths.code / "slurmrl")
         content = os.urandom(CONTENT_BYTES)
         atomic.replace(self.folder / directory.CONTENT, content)
         script = self.paths.submission_script(1, "doctor") if self.kind != "local" else None

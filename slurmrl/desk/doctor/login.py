@@ -8,14 +8,14 @@ from pathlib import Path
 from slurmrl.config import profiles
 from slurmrl.config.load import load_profile
 from slurmrl.config.schema import Cluster
-from slurmrl.desk import own_code
+from slurmrl.desk import trial_code
 from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.desk.checks.run import Code, check
 from slurmrl.desk.doctor import directory, disk, limits, slurm, software
 from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import Proposal, begun, run_paths
-from slurmrl.desk.record import ProvenanceWriter
+from slurmrl.desk.provenance import ProvenanceWriter
 from slurmrl.errors import ConfigError, UnreadableInputError
 from slurmrl.plan import resources
 from slurmrl.plan.model import Plan
@@ -60,7 +60,7 @@ def trial(
     settings: Settings, plan: Plan, timeout_s: float, scheduler: str = "local"
 ) -> list[Check]:
     """What ``submit`` looks at before it queues the trial of a configuration."""
-    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    found = trial_code.find_own_code(settings)
     code = Code(paths=found.paths)
     settings = described(settings, code, begun(settings))
     recorder = ProvenanceWriter(settings.config, settings.source.path, found, scheduler)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
-from slurmrl.desk.versions import interpreter, torch_build, version_of
+from slurmrl.desk.provenance import interpreter, torch_build, version_of
 from slurmrl.errors import OwnershipError
 from slurmrl.plan.precision import slow_bfloat16
 from slurmrl.tensors.ops.native import build

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config import source
-from slurmrl.desk import record, snapshot
+from slurmrl.desk import provenance, trial_code
 from slurmrl.desk.report.contents import CommitRow, TrialReport
 from slurmrl.desk.report.curves import curves, thinned
 from slurmrl.desk.report.samples import read_samples
@@ -86,7 +86,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     events = event_files.read_all(paths)
     planned = _document(paths.estimates, PLANNED)
     timeline = _document(paths.timeline, TIMELINE)
-    code = paths.snapshot(snapshot.current(paths))
+    code = paths.snapshot(trial_code.current_snapshot(paths))
     return TrialReport(
         name=f"{paths.experiment}/{paths.trial}",
         status=status,
@@ -104,7 +104,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
         samples=read_samples(paths.samples),
         config=_text(paths.config),
         settings=settings(paths),
-        environment=_document(code / record.FILE, RECORD),
+        environment=_document(code / provenance.RECORD_FILE, RECORD),
         diffs=dict(_diffs(code)),
     )
 

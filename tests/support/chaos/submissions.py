@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from slurmrl.config.load import dump
-from slurmrl.desk import git, live, prepare, proposal, submit, versions
+from slurmrl.desk import prepare, proposal, provenance, submit, trial_jobs
 from slurmrl.errors import UsageError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.run.history.slots import History
@@ -106,11 +106,11 @@ def _put_in(folder: Path, me: int) -> None:
     or not at all.
     """
     prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
-    for module in (proposal, submit, live):
+    for module in (proposal, submit, trial_jobs):
         module.make = lambda kind: _scheduler(folder, me)
     prepare.dump = lambda config: _configuration()
-    versions.packages = dict
-    git.look = lambda place: "not a repository"
+    provenance.installed_packages = dict
+    provenance.repository_of = lambda place: "not a repository"
 
 
 def _small_package(folder: Path) -> None:

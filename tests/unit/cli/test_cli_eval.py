@@ -84,7 +84,7 @@ def test_another_model_with_the_name_of_one_that_was_evaluated_is_told_the_name_
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The trial has the last two names of a model's path."""
-    monkeypatch.setattr("slurmrl.desk.snapshot.is_this_code", lambda _: True)
+    monkeypatch.setattr("slurmrl.desk.trial_code.is_this_code", lambda _: True)
     models = [file.parent / first / "step" / "model" for first in ("a", "b")]
     for model in models:
         shutil.copytree(file.parent / "model", model)

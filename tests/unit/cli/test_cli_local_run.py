@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.desk.live import newest_jobs
+from slurmrl.desk.trial_jobs import newest_jobs
 from slurmrl.env import user_name
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.metrics import read
@@ -43,7 +43,7 @@ import sys
 sys.path.insert(0, {str(STAND_IN.parents[3])!r})
 from slurmrl.cli.main import main
 from slurmrl.scheduler import SCHEDULERS
-from slurmrl.desk import snapshot
+from slurmrl.desk import trial_code
 snapshot.is_this_code = lambda folder: True  # the stand-in is in no snapshot
 SCHEDULERS._entries["local"] = "test_cli_local_run:StandInScheduler"
 sys.path.insert(0, {str(STAND_IN.parent)!r})

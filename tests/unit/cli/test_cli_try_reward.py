@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk import own_code
+from slurmrl.desk import trial_code
 from slurmrl.errors import ConfigError
 from slurmrl.plan.settings import load_settings
 from tests.support.trials import ppo_config
@@ -329,7 +329,7 @@ def test_reward_is_named_by_its_file(config: Path, name: str) -> None:
     assert reward is not None
     assert reward.parts["one"].name == "own:judge"
     assert reward.parts["one"].options == {"name": "x.py:y"}
-    code = own_code.find(settings.config, settings.source, settings.folders)
+    code = trial_code.find_own_code(settings)
     assert [found.resolve() for found in code.paths] == [path.resolve()]
     values["reward"]["parts"]["other"] = {"name": "elsewhere/own.py:judge"}
     config.write_text(json.dumps(values))

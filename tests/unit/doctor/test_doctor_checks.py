@@ -12,7 +12,7 @@ import pytest
 
 from slurmrl.desk.doctor import directory, disk, gpus, limits, slurm, software
 from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok
-from slurmrl.desk.versions import TorchBuild
+from slurmrl.desk.provenance import TorchBuild
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk import live
+from slurmrl.desk import trial_jobs
 from slurmrl.desk.checks.run import Code
 from slurmrl.desk.doctor import examine as examine_module
 from slurmrl.desk.doctor import job as job_module
@@ -168,7 +168,7 @@ def _forget(self: FakeScheduler, jobs: object, *, after: int = -1) -> None:
 def test_a_job_that_cannot_be_cancelled_is_reported(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "LEAVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(trial_jobs, "LEAVE_TIMEOUT_S", 0.0)
     slurm.tasks = [task(0, JobState.PENDING, reason="Priority")]
     what = Examination(None, (), tmp_path, tmp_path, "slurm", True, 0.1)
     advice = [one.advice for one in examine(what, lambda text: None) if one.name == "job"]

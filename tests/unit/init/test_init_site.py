@@ -10,9 +10,15 @@ import pytest
 from slurmrl.config.load import validate
 from slurmrl.config.schema import Profile
 from slurmrl.config.source import KeyPath, read
-from slurmrl.desk.init import profile, questions
-from slurmrl.desk.init.questions import Question, value_of
-from slurmrl.desk.init.survey import NetworkInterface, Survey, interfaces, is_infiniband
+from slurmrl.desk import site_profile
+from slurmrl.desk.site_profile import (
+    NetworkInterface,
+    Question,
+    Survey,
+    interfaces,
+    is_infiniband,
+    value_of,
+)
 from slurmrl.scheduler.parse import Accounts, partitions
 
 SINFO = """\
@@ -35,9 +41,9 @@ def found(**more: Any) -> Survey:
 
 
 def ask(survey: Survey, partition: str | None = None, modules: str = "") -> list[Question]:
-    first = list(questions.first_questions(survey, "/shared/runs"))
+    first = list(site_profile.first_questions(survey, "/shared/runs"))
     chosen = first[1].proposal if partition is None else partition
-    return [*first, *questions.further_questions(survey, chosen, modules)]
+    return [*first, *site_profile.further_questions(survey, chosen, modules)]
 
 
 def proposals(asked: list[Question]) -> dict[str, str]:
@@ -77,13 +83,13 @@ def test_without_slurm_only_the_root_is_proposed() -> None:
 def test_the_text_is_a_profile_with_the_answers(partition: str, tmp_path: Path) -> None:
     asked = ask(found(), partition, "cuda/12.4")
     values = answered(asked)
-    values[questions.PARTITION] = partition
+    values[site_profile.PARTITION] = partition
     path = tmp_path / "default.yaml"
-    path.write_text(profile.render(asked, values, cluster="big"))
+    path.write_text(site_profile.render_profile(asked, values, cluster="big"))
     source = read(path)
     made, problems = validate(Profile, source)
     assert problems == []
-    assert source.values == questions.nested(values)
+    assert source.values == site_profile.nested(values)
     assert made is not None
     assert made.cluster.slurm.setup == ("module load cuda/12.4",)
     assert max(map(len, path.read_text().splitlines())) <= 100
@@ -92,7 +98,7 @@ def test_the_text_is_a_profile_with_the_answers(partition: str, tmp_path: Path) 
 def test_a_profile_of_the_root_alone(tmp_path: Path) -> None:
     asked = ask(Survey())
     path = tmp_path / "default.yaml"
-    path.write_text(profile.render(asked, answered(asked)))
+    path.write_text(site_profile.render_profile(asked, answered(asked)))
     assert read(path).values == {"root": "/shared/runs"}
     assert "# cluster:\n" in path.read_text()
 
@@ -100,9 +106,9 @@ def test_a_profile_of_the_root_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["no", "1:30", "007", "a: b", 'say "hi" # x', "[x]", "~", "é"])
 def test_every_answer_is_read_back_as_it_was_given(text: str, tmp_path: Path) -> None:
     path, value = tmp_path / "default.yaml", [text, "a, b"]
-    asked = [Question(questions.SETUP, "Lines.")]
-    path.write_text(profile.render(asked, {questions.SETUP: value}))
-    assert read(path).values == questions.nested({questions.SETUP: value})
+    asked = [Question(site_profile.SETUP, "Lines.")]
+    path.write_text(site_profile.render_profile(asked, {site_profile.SETUP: value}))
+    assert read(path).values == site_profile.nested({site_profile.SETUP: value})
 
 
 @pytest.mark.parametrize(
@@ -122,10 +128,12 @@ def test_answers_that_no_profile_may_have(key: KeyPath, answer: str, message: st
 
 def test_a_partition_that_was_not_found_is_doubted() -> None:
     asked = ask(found())
-    assert questions.doubt(asked[1], "gpu,mixed", found()) == ""
-    assert "no partition 'gpuu'; did you mean 'gpu'" in questions.doubt(asked[1], "gpuu", found())
-    assert questions.doubt(asked[1], "gpuu", Survey()) == ""
-    assert questions.doubt(asked[0], "/nowhere", found()) == ""
+    assert site_profile.doubt(asked[1], "gpu,mixed", found()) == ""
+    assert "no partition 'gpuu'; did you mean 'gpu'" in site_profile.doubt(
+        asked[1], "gpuu", found()
+    )
+    assert site_profile.doubt(asked[1], "gpuu", Survey()) == ""
+    assert site_profile.doubt(asked[0], "/nowhere", found()) == ""
 
 
 def test_the_interfaces_of_this_host(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from slurmrl.config.changes import differences
 from slurmrl.config.load import dump
-from slurmrl.desk import own_code
+from slurmrl.desk import trial_code
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.metrics import known_metrics
@@ -108,7 +108,7 @@ def test_a_file_of_ones_own_is_an_algorithm(load_own: Load, folder: Path) -> Non
     assert (plan.calls[0].name, plan.calls[0].role) == ("judge_inf", "judge")
     assert len(plan.models["judge"].ranks) == 1
     assert settings.config.model("judge").path == settings.config.actor.path
-    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    found = trial_code.find_own_code(settings)
     assert found.paths == (folder / "my_algorithm.py",)
 
 
@@ -374,5 +374,5 @@ def test_the_module_of_an_interface_is_copied_too(load_own: Load, code: Path, fo
     (folder / "losses.py").write_text("import torch\n")
     code.write_text(CODE.replace('f"{__name__}:Own"', '"losses:Own"'))
     settings = load_own()
-    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    found = trial_code.find_own_code(settings)
     assert set(found.paths) == {code, folder / "losses.py"}

@@ -16,13 +16,10 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import load, load_resolved, parse
-from slurmrl.desk.bundle import unpack as unpacking
-from slurmrl.desk.bundle import wheels
-from slurmrl.desk.bundle.contents import collect
-from slurmrl.desk.bundle.make import make_bundle
-from slurmrl.desk.bundle.manifest import is_safe
-from slurmrl.desk.bundle.unpack import BUNDLES, is_bundle, unpack
-from slurmrl.desk.own_code import OwnCode
+from slurmrl.desk import bundling, unpacking
+from slurmrl.desk.bundling import collect_contents, make_bundle
+from slurmrl.desk.trial_code import OwnCode
+from slurmrl.desk.unpacking import BUNDLES, is_bundle, is_safe, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.fsio import space
@@ -155,7 +152,7 @@ def test_files_of_a_subset_have_none(tmp_path: Path) -> None:
     suites = settings.source.values["evaluation"]["suites"]
     for section in (settings.source.values, *suites.values()):
         section["dataset"]["subset"] = "main"
-    assert b"subset" not in collect(settings, OwnCode()).config
+    assert b"subset" not in collect_contents(settings, OwnCode()).config
 
 
 @pytest.mark.parametrize("kept", [300, 511, 2048, 6000])
@@ -378,19 +375,19 @@ def test_the_command_says_what_it_made(
 
 
 def test_packages_of_other_pythons_and_builds_are_asked_for(tmp_path: Path) -> None:
-    command = wheels.download_command(
+    command = bundling.download_command(
         tmp_path, tmp_path / "c.txt", ["click"], python="3.12", torch="cu126"
     )
     assert "--python-version=3.12" in command
     assert "https://download.pytorch.org/whl/cu126" in command
-    assert "--extra-index-url" not in wheels.download_command(
+    assert "--extra-index-url" not in bundling.download_command(
         tmp_path, tmp_path / "c.txt", [], python="3.12", torch="cuda"
     )
-    assert any(line.startswith("torch>") for line in wheels.requirements("cuda"))
-    assert not any(line.startswith("torch") for line in wheels.requirements("none"))
-    versions = {line.partition("==")[0]: line for line in wheels.installed("cu126")}
+    assert any(line.startswith("torch>") for line in bundling.requirements("cuda"))
+    assert not any(line.startswith("torch") for line in bundling.requirements("none"))
+    versions = {line.partition("==")[0]: line for line in bundling.installed("cu126")}
     assert versions["torch"].endswith("+cu126")
-    assert "+" not in "".join(wheels.installed("cuda"))
+    assert "+" not in "".join(bundling.installed("cuda"))
     assert "slurmrl" not in versions
 
 
@@ -404,12 +401,12 @@ def test_a_bundle_has_the_extras_that_its_configuration_needs(
     settings = ["actor.backend=megatron:d1", "logging.tensorboard=true"]
     assert main(["bundle", file, *settings, "--no-wheels", "--output", output]) == 0
     assert "install slurmrl[megatron,tensorboard] in place of" in capsys.readouterr().err
-    wanted = wheels.requirements("cuda", ["megatron"])
+    wanted = bundling.requirements("cuda", ["megatron"])
     assert [line for line in wanted if line.startswith("megatron")] == ["megatron-core==0.16.1"]
     assert not any(line.startswith("tensorboard") for line in wanted)
     config = load_settings(Path(file), [], root=tmp_path).config
-    assert wheels.extras_of(config, ["data/a.jsonl"]) == []
-    assert wheels.extras_of(config, ["data/a.parquet"]) == ["data"]
+    assert bundling.extras_of(config, ["data/a.jsonl"]) == []
+    assert bundling.extras_of(config, ["data/a.parquet"]) == ["data"]
 
 
 def test_wheels_refused_without_the_source_of_slurmrl(
@@ -417,4 +414,4 @@ def test_wheels_refused_without_the_source_of_slurmrl(
 ) -> None:
     monkeypatch.setattr("slurmrl.__file__", str(tmp_path / "site-packages/slurmrl/__init__.py"))
     with pytest.raises(EnvironmentFailure, match=r"no source of slurmrl .*--no-wheels"):
-        wheels.gather(tmp_path / "wheels", python="3.12", torch="none", extras=[])
+        bundling.gather_wheels(tmp_path / "wheels", python="3.12", torch="none", extras=[])

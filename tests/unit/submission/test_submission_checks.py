@@ -19,12 +19,12 @@ from slurmrl.cli.main import main
 from slurmrl.cli.submit import carry_out
 from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
-from slurmrl.desk import input_checks, own_code
+from slurmrl.desk import input_checks, trial_code
 from slurmrl.desk.checks import room, run
 from slurmrl.desk.checks.finding import Finding, Weight
 from slurmrl.desk.checks.run import Code, check, refuse
 from slurmrl.desk.proposal import Proposal
-from slurmrl.desk.versions import TorchBuild
+from slurmrl.desk.provenance import TorchBuild
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
@@ -52,7 +52,7 @@ def settings_of(folder: Path, *overrides: str) -> Settings:
 
 
 def look(folder: Path, settings: Settings, timeout_s: float = 300.0) -> list[Finding]:
-    code = own_code.find(settings.config, settings.source, [folder])
+    code = trial_code.find_own_code(settings, [folder])
     plan = make_plan(settings, scheduler="local")
     return check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
 
@@ -139,7 +139,7 @@ def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
 
 def test_the_build_of_torch_is_read_without_importing_it() -> None:
     code = (
-        "import sys; from slurmrl.desk.versions import torch_build; "
+        "import sys; from slurmrl.desk.provenance import torch_build; "
         "print(*torch_build()); assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -8,8 +8,8 @@ import pytest
 
 import slurmrl
 from slurmrl.config.load import load_resolved
-from slurmrl.desk import handle, live, proposal, snapshot, submit
-from slurmrl.desk.bundle.make import make_bundle
+from slurmrl.desk import handle, proposal, submit, trial_code, trial_jobs
+from slurmrl.desk.bundling import make_bundle
 from slurmrl.errors import ConfigError, UnknownNameError, UsageError, WaitTimeoutError
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
@@ -20,7 +20,7 @@ from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     fake = FakeScheduler()
-    for module in (handle, live, proposal, submit):
+    for module in (handle, trial_jobs, proposal, submit):
         monkeypatch.setattr(module, "make", lambda kind: fake)
     return fake
 
@@ -43,7 +43,7 @@ def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: Fak
     assert found.folder == trial.folder == run.paths.run
     scheduler.tasks = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "is_this_code", lambda folder: False)
+        patch.setattr(trial_code, "is_this_code", lambda folder: False)
         with pytest.raises(UsageError, match="slurmrl resume add/7 does"):
             trial.resume()
     trial.resume("total_steps=9")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk.links import add_links
+from slurmrl.desk.job_counts import add_links
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submit import submit
 from slurmrl.errors import UsageError

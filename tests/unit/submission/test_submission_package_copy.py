@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl import package
-from slurmrl.desk import copying, package_copy
+from slurmrl.desk import copying
 from slurmrl.package import ARCHIVE, FOLDER, PROGRAMS
 
 IMPORTS = """\
@@ -34,7 +34,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     folder = tmp_path / "code" / "slurmrl"
-    package_copy.copy(folder)
+    copying.copy_package(folder)
     return folder
 
 
@@ -93,34 +93,34 @@ def test_fault_in_own_code_is_placed_there_by_a_copy(copied: Path) -> None:
 def test_copy_of_a_copy_is_equal_to_the_package(copied: Path, tmp_path: Path) -> None:
     again = tmp_path / "again" / "slurmrl"
     program = (
-        "from pathlib import Path; from slurmrl.desk import package_copy as c;"
-        f"c.copy(Path({str(again)!r})); print(c.is_equal(Path({str(FOLDER)!r})))"
+        "from pathlib import Path; from slurmrl.desk import copying as c;"
+        f"c.copy_package(Path({str(again)!r})); print(c.is_this_package(Path({str(FOLDER)!r})))"
     )
     assert run(copied, program).stdout == "True\n"
-    assert package_copy.is_equal(again)
+    assert copying.is_this_package(again)
     assert (again / ARCHIVE).read_bytes() == (copied / ARCHIVE).read_bytes()
 
 
 def test_changed_copy_is_not_equal(copied: Path) -> None:
-    assert package_copy.is_equal(copied)
+    assert copying.is_this_package(copied)
     archive = (copied / ARCHIVE).read_bytes()
     rewrite(copied / ARCHIVE, "run/keys.py", b"OTHER = 1\n")
-    assert not package_copy.is_equal(copied)
+    assert not copying.is_this_package(copied)
     (copied / ARCHIVE).write_bytes(archive[:-40])
-    assert not package_copy.is_equal(copied)
+    assert not copying.is_this_package(copied)
     (copied / ARCHIVE).write_bytes(archive)
     (copied / "__init__.py").write_bytes((FOLDER / "__init__.py").read_bytes() + b"\n")
-    assert not package_copy.is_equal(copied)
+    assert not copying.is_this_package(copied)
     (copied / "__init__.py").unlink()
-    assert not package_copy.is_equal(copied)
+    assert not copying.is_this_package(copied)
 
 
 def test_copy_as_plain_files_is_equal(tmp_path: Path) -> None:
     """As releases up to 0.1 made it."""
-    copying.copy(FOLDER, tmp_path / "slurmrl", package_copy.NO_CODE)
-    assert package_copy.is_equal(tmp_path / "slurmrl")
+    copying.copy(FOLDER, tmp_path / "slurmrl", copying.NO_CODE)
+    assert copying.is_this_package(tmp_path / "slurmrl")
     (tmp_path / "slurmrl" / "log.py").write_text("OTHER = 1\n")
-    assert not package_copy.is_equal(tmp_path / "slurmrl")
+    assert not copying.is_this_package(tmp_path / "slurmrl")
 
 
 def test_cache_keeps_the_newest_archives(
@@ -131,9 +131,9 @@ def test_cache_keeps_the_newest_archives(
     contents = {"__init__.py": b"", **dict.fromkeys(PROGRAMS, b"")}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for number in range(6):
-        monkeypatch.setattr(package_copy, "_contents", lambda _, n=number: contents | {f"{n}": b""})
-        package_copy.copy(tmp_path / str(number))
-    assert len(list((tmp_path / "slurmrl" / "code").iterdir())) == package_copy.KEPT
+        monkeypatch.setattr(copying, "_contents", lambda _, n=number: contents | {f"{n}": b""})
+        copying.copy_package(tmp_path / str(number))
+    assert len(list((tmp_path / "slurmrl" / "code").iterdir())) == copying.CACHED_ARCHIVES
 
 
 def test_damaged_archive_in_cache_is_made_again(copied: Path, cache: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_damaged_archive_in_cache_is_made_again(copied: Path, cache: Path, tmp_p
     for damaged in (whole[:-1000], whole[:middle] + bytes(64) + whole[middle + 64 :], b""):
         kept.write_bytes(damaged)
         target = tmp_path / str(len(list(tmp_path.iterdir())))
-        package_copy.copy(target)
+        copying.copy_package(target)
         assert (target / ARCHIVE).read_bytes() == whole
         assert kept.read_bytes() == whole
 
@@ -153,19 +153,19 @@ def test_unusable_cache_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(package_copy, "_packed", lambda contents: b"made")
+    monkeypatch.setattr(copying, "_packed", lambda contents: b"made")
     if fault == "a file":
         (tmp_path / "slurmrl").touch()
     else:
         (tmp_path / "slurmrl" / "code").mkdir(parents=True)
         (tmp_path / "slurmrl" / "code").chmod(0o777)
-    package_copy.copy(tmp_path / "copy")
+    copying.copy_package(tmp_path / "copy")
     assert (tmp_path / "copy" / ARCHIVE).read_bytes() == b"made"
     assert not list(tmp_path.glob("slurmrl/code/*"))
 
 
 def test_module_that_does_not_compile_is_copied_as_it_is() -> None:
-    with zipfile.ZipFile(io.BytesIO(package_copy._packed({"broken.py": b"def\n"}))) as file:
+    with zipfile.ZipFile(io.BytesIO(copying._packed({"broken.py": b"def\n"}))) as file:
         assert file.namelist() == ["broken.py"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import slurmrl
 from slurmrl.config.load import load_resolved
 from slurmrl.desk import prepare as module
-from slurmrl.desk import snapshot
+from slurmrl.desk import trial_code
 from slurmrl.desk.prepare import is_prepared, prepare, trial_uuid
 from slurmrl.desk.proposal import Proposal, propose
 from slurmrl.errors import EnvironmentFailure
@@ -54,7 +54,7 @@ def paths_and_bytes(proposal: Proposal) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("step", ["take", "write_plan", "dump"])
+@pytest.mark.parametrize("step", ["take_snapshot", "write_plan", "dump"])
 def test_a_killed_preparation_is_taken_up(
     proposal: Proposal, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -65,7 +65,7 @@ def test_a_killed_preparation_is_taken_up(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(snapshot if step == "take" else module, step, kill)
+        patch.setattr(trial_code if step == "take_snapshot" else module, step, kill)
         with pytest.raises(Killed):
             make(proposal)
     assert not is_prepared(proposal.paths)
@@ -93,7 +93,7 @@ def test_a_snapshot_that_is_there_stays(proposal: Proposal) -> None:
     make(proposal)
     marker = proposal.paths.code / "slurmrl" / "marker"
     marker.touch()
-    snapshot.take(proposal.paths, proposal.recorder.code, proposal.recorder)
+    trial_code.take_snapshot(proposal.paths, proposal.recorder.code, proposal.recorder)
     assert marker.exists()
     assert not list(proposal.paths.run.glob(".code.*"))
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.desk.job_counts import IDLE, WITHIN_SECONDS, set_tasks
 from slurmrl.desk.proposal import propose, propose_resume
-from slurmrl.desk.scale import IDLE, WITHIN_SECONDS, set_tasks
 from slurmrl.desk.submit import submit
 from slurmrl.errors import UsageError
 from slurmrl.run import demand

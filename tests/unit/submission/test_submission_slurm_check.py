@@ -9,9 +9,9 @@ import pytest
 
 from slurmrl.desk.checks import engines, slurm
 from slurmrl.desk.checks.finding import Finding, Weight
-from slurmrl.desk.own_code import OwnCode
 from slurmrl.desk.proposal import Proposal, run_paths
-from slurmrl.desk.record import ProvenanceWriter
+from slurmrl.desk.provenance import ProvenanceWriter
+from slurmrl.desk.trial_code import OwnCode
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk import copying, git, own_code, snapshot
+from slurmrl.desk import copying, provenance, trial_code
 from slurmrl.desk.proposal import Proposal, propose, propose_resume
-from slurmrl.desk.record import ProvenanceWriter, recorded_folders
+from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.submit import submit
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.package import ARCHIVE
@@ -154,7 +154,7 @@ def test_a_missing_module_is_reported(user: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_installed_packages_stay_where_they_are(user: Path) -> None:
-    assert proposed(user, "reward={name: 'pytest:Item'}").recorder.code == own_code.OwnCode(
+    assert proposed(user, "reward={name: 'pytest:Item'}").recorder.code == trial_code.OwnCode(
         folders=(user, user.parent)
     )
 
@@ -175,7 +175,7 @@ def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: Fak
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
     (paths.code / "slurmrl" / "log.py").write_text("NEW = 1\n")
-    assert not snapshot.is_this_code(paths.code)
+    assert not trial_code.is_this_code(paths.code)
     before = paths.config.read_bytes(), paths.plan.read_bytes()
     for proposal in (proposed(user, "total_steps=9"), propose_resume(paths, ["total_steps=9"])):
         with pytest.raises(UsageError, match="was submitted with another slurmrl"):
@@ -183,7 +183,7 @@ def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: Fak
     assert (paths.config.read_bytes(), paths.plan.read_bytes()) == before
     updated = propose_resume(paths, ["total_steps=9"], update_code=True)
     assert submit(updated).jobs is not None
-    assert snapshot.is_this_code(paths.snapshot(2))
+    assert trial_code.is_this_code(paths.snapshot(2))
 
 
 def test_a_trial_of_another_slurmrl_reads_none_of_our_settings(
@@ -224,7 +224,7 @@ def test_a_snapshot_never_mixes_two_versions(
             if source == mine and copies <= changes:
                 mine.write_text(f"SCORE = {copies + 1}\n")
 
-    monkeypatch.setattr(snapshot, "PAUSE_S", 0.0)
+    monkeypatch.setattr(trial_code, "PAUSE_S", 0.0)
     monkeypatch.setattr(copying, "copy", copy_while_it_changes)
     paths = submit(proposed(user, MINE)).paths
     assert (paths.code / "helper.py").read_text() == "SCORE = 2\n"
@@ -254,7 +254,7 @@ def test_update_code_takes_the_present_code(
     assert recorded_folders(second) == [user, user.parent, elsewhere]
     submit(propose_resume(paths, []))
     assert [request.code for request in scheduler.requests] == [paths.code, second, second]
-    assert snapshot.current(paths) == 2
+    assert trial_code.current_snapshot(paths) == 2
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_trial_without_a_commit_takes_the_code_of_another_episode(
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
     submit(proposed(user, episode.format("second_world")))
-    assert "second_world.py" in copied(paths.snapshot(snapshot.current(paths)))
+    assert "second_world.py" in copied(paths.snapshot(trial_code.current_snapshot(paths)))
 
 
 def test_code_is_changed_together_with_the_snapshot(user: Path, scheduler: FakeScheduler) -> None:
@@ -345,10 +345,10 @@ def test_a_snapshot_is_there_whole_or_not_at_all(
             patch.setattr(os, "rename", full)
         with pytest.raises(EnvironmentFailure, match="no space left"):
             submit(update)
-    assert snapshot.current(paths) == 1
+    assert trial_code.current_snapshot(paths) == 1
     assert [path.name for path in paths.run.glob("*code*")] == ["code"]
     submit(update)
-    assert snapshot.current(paths) == 2
+    assert trial_code.current_snapshot(paths) == 2
 
 
 def test_an_update_whose_submitter_was_killed_counts_for_nothing(
@@ -366,9 +366,9 @@ def test_an_update_whose_submitter_was_killed_counts_for_nothing(
         with pytest.raises(Killed):
             submit(propose_resume(paths, [], update_code=True))
     assert paths.snapshot(2).exists()
-    assert snapshot.current(paths) == 1
+    assert trial_code.current_snapshot(paths) == 1
     submit(propose_resume(paths, [], update_code=True))
-    assert snapshot.current(paths) == 3
+    assert trial_code.current_snapshot(paths) == 3
 
 
 def test_the_record_holds_no_secret(
@@ -398,29 +398,29 @@ def repository(user: Path) -> Path:
 
 
 def test_git_says_commit_state_and_changes(repository: Path) -> None:
-    found = git.look(repository)
-    assert isinstance(found, git.Repository)
+    found = provenance.repository_of(repository)
+    assert isinstance(found, provenance.Repository)
     assert (found.root, found.branch, len(found.commit)) == (repository, "trunk", 40)
     assert " M helper.py" in found.status.splitlines()
     assert "?? my_reward.py" in found.status.splitlines()
     assert b"+SCORE = 3" in found.diff
     named = [repository / "data.jsonl", repository / "helper.py", Path("/etc/hosts")]
-    assert git.untracked(found, named) == [repository / "data.jsonl"]
+    assert provenance.untracked_files(found, named) == [repository / "data.jsonl"]
 
 
 def test_a_large_diff_is_cut_with_a_note(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(git, "MOST_DIFF_BYTES", 20)
-    found = git.look(repository)
-    assert isinstance(found, git.Repository)
+    monkeypatch.setattr(provenance, "MOST_DIFF_BYTES", 20)
+    found = provenance.repository_of(repository)
+    assert isinstance(found, provenance.Repository)
     assert len(found.diff) == 20
     assert any("truncated to 20 of" in note for note in found.notes)
 
 
 def test_a_folder_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert "not a git repository" in str(git.look(tmp_path))
+    assert "not a git repository" in str(provenance.repository_of(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert git.look(tmp_path) == "git is not installed"
+    assert provenance.repository_of(tmp_path) == "git is not installed"
 
 
 def test_the_record_of_a_repository(
@@ -442,7 +442,7 @@ def test_a_trial_of_an_older_version_has_one_snapshot(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.submission(1).mkdir(parents=True)
     paths.submission_request(1).write_text('{"scheduler": "local"}')
-    assert snapshot.current(paths) == 1
+    assert trial_code.current_snapshot(paths) == 1
     assert recorded_folders(paths.code) == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk import stopping
+from slurmrl.desk import trial_jobs
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run import demand as requests
@@ -39,7 +39,7 @@ def status_of(run: FakeRun, scheduler: FakeScheduler) -> dict[str, Any]:
 
 def test_stopped_submission_has_no_later_link(run: FakeRun, scheduler: FakeScheduler) -> None:
     assert reason_to_leave(run.paths, 1) is None
-    stopping.stop(run.paths)
+    trial_jobs.stop(run.paths)
     assert scheduler.done == ["interrupt"]
     assert reason_to_leave(run.paths, 1) == f"submission 1 was stopped by {user_name()}"
     assert why_not(Chain(run.paths, 1, "trainer"), scheduler, by="41_0") is TopUp.STOPPED
@@ -48,12 +48,12 @@ def test_stopped_submission_has_no_later_link(run: FakeRun, scheduler: FakeSched
 
 def test_stop_cancels_jobs_when_no_trainer_runs(run: FakeRun, scheduler: FakeScheduler) -> None:
     scheduler.tasks = [task(0, JobState.PENDING)]
-    stopping.stop(run.paths)
+    trial_jobs.stop(run.paths)
     assert scheduler.done == ["interrupt", "cancel"]
 
 
 def test_status_names_user_who_stopped_the_trial(run: FakeRun, scheduler: FakeScheduler) -> None:
-    stopping.stop(run.paths)
+    trial_jobs.stop(run.paths)
     findings = status_of(run, scheduler)["findings"]
     said = f"stopped by {user_name()}: stops at the next step and commits"
     assert said in [one["text"] for one in findings]
@@ -68,14 +68,14 @@ def test_wait_returns_when_trainers_have_ended(run: FakeRun, scheduler: FakeSche
     """Rollout tasks that are left are cancelled then."""
     scheduler.jobs[run.paths.run, 1] = {"trainer": ("41",), "rollout": ("42",)}
     scheduler.tasks.append(task(0, JobState.RUNNING, job="42"))
-    jobs = stopping.stop(run.paths)
+    jobs = trial_jobs.stop(run.paths)
 
     def commit_and_end(seconds: float) -> None:
         if scheduler.tasks[0].state is JobState.RUNNING:
             run.commit(6)
             scheduler.tasks[:2] = [task(0, JobState.COMPLETED)]
 
-    assert stopping.wait(run.paths, jobs, commit_and_end) == "is stopped at step 6"
+    assert trial_jobs.wait_until_stopped(run.paths, jobs, commit_and_end) == "is stopped at step 6"
     assert scheduler.done == ["interrupt", "cancel"]
 
 
@@ -83,14 +83,14 @@ def test_wait_returns_when_trainers_have_ended(run: FakeRun, scheduler: FakeSche
 def test_stop_refused_without_jobs(run: FakeRun, scheduler: FakeScheduler, state: JobState) -> None:
     scheduler.tasks = [task(0, state)]
     with pytest.raises(UsageError, match=r"add/1 has no jobs to stop; .* slurmrl resume add/1"):
-        stopping.stop(run.paths)
+        trial_jobs.stop(run.paths)
     assert requests.stop_requested_by(run.paths, 1) == ""
 
 
 def test_stop_refused_for_ended_trial(run: FakeRun) -> None:
     run.end(Kind.FAILED, reason="x")
     with pytest.raises(UsageError, match="add/1 has already ended: failed"):
-        stopping.stop(run.paths)
+        trial_jobs.stop(run.paths)
 
 
 def test_stop_withdrawn_when_scheduler_fails(
@@ -101,7 +101,7 @@ def test_stop_withdrawn_when_scheduler_fails(
 
     monkeypatch.setattr(FakeScheduler, "interrupt", fail)
     with pytest.raises(SchedulerError, match="scancel failed"):
-        stopping.stop(run.paths)
+        trial_jobs.stop(run.paths)
     assert reason_to_leave(run.paths, 1) is None
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import load_resolved
-from slurmrl.desk import claims, live
-from slurmrl.desk.live import cancel
+from slurmrl.desk import claims, trial_jobs
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submit import Submitted, submit
+from slurmrl.desk.trial_jobs import cancel
 from slurmrl.env import user_name
 from slurmrl.errors import (
     ConfigError,
@@ -185,7 +185,7 @@ def test_jobs_that_do_not_go_are_named(
     end(History(paths.history), Kind.FAILED, {"reason": "x"})
     scheduler.tasks = [task(0, JobState.RUNNING)]
     monkeypatch.setattr(FakeScheduler, "cancel", lambda self, jobs: None)
-    monkeypatch.setattr(live, "LEAVE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(trial_jobs, "LEAVE_TIMEOUT_S", 0.0)
     with pytest.raises(WaitTimeoutError, match=r"41_0 \(RUNNING\)"):
         again()
     assert len(scheduler.requests) == 1

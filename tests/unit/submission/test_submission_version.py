@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl import package, version
-from slurmrl.desk import git
+from slurmrl.desk import provenance
 
 
 def in_git(folder: Path, *words: str) -> str:
@@ -34,19 +34,19 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_commit_of_a_checkout(checkout: Path) -> None:
-    assert git.commit_of_package() == ""  # no repository
+    assert provenance.commit_of_package() == ""  # no repository
     in_git(checkout.parent, "init", "-q")
     in_git(checkout.parent, "add", "-A")
     in_git(checkout.parent, "commit", "-qm", "one")
     commit = in_git(checkout.parent, "rev-parse", "HEAD")
-    assert git.commit_of_package() == commit
+    assert provenance.commit_of_package() == commit
     (checkout / "a.py").write_text("a = 2\n")
-    assert git.commit_of_package() == f"{commit}+changes"
+    assert provenance.commit_of_package() == f"{commit}+changes"
 
 
 def test_the_commit_of_a_build_comes_first(checkout: Path) -> None:
     (checkout / "commit.txt").write_text("abc\n")
-    assert version.built_commit() == git.commit_of_package() == "abc"
+    assert version.built_commit() == provenance.commit_of_package() == "abc"
 
 
 def test_a_repository_around_the_environment_says_nothing(
@@ -58,4 +58,4 @@ def test_a_repository_around_the_environment_says_nothing(
     in_git(checkout.parent, "init", "-q")
     in_git(checkout.parent, "add", "-A")
     in_git(checkout.parent, "commit", "-qm", "one")
-    assert git.commit_of_package() == ""
+    assert provenance.commit_of_package() == ""

@@ -1,4 +1,11 @@
-"""Unpacking a bundle: nothing of an archive is believed before it was checked."""
+"""The format of bundles, and how one is unpacked.
+
+A bundle is one archive with a configuration and its files, for a cluster without a network: a plain
+tar of regular files. It has the configuration with paths inside the bundle, the user's own code
+next to it, the files of models and datasets below `INPUTS`, and wheels below `WHEELS`. The last
+member is `MANIFEST`, with the size and checksum of every other one. The same inputs make the same
+bytes. Nothing of an archive is used before it was checked.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +15,18 @@ import tarfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Final
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Final
 
 from slurmrl import log
-from slurmrl.desk.bundle.manifest import (
-    CONFIG,
-    FORMAT,
-    MANIFEST,
-    MANIFEST_BYTES,
-    MOST_FILES,
-    BundleManifest,
-    Member,
-    is_safe,
-)
 from slurmrl.env import user_name
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents, objects, ownership, space
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import write_new_parts
+from slurmrl.fsio.shapes import COUNT, SIZE
 
 logger = log.get(__name__)
 
@@ -38,6 +37,37 @@ CHUNK_BYTES: Final = 4 << 20
 HEADER_BYTES: Final = 512
 MAGIC: Final = (257, b"ustar")
 REGULAR: Final = (tarfile.REGTYPE, tarfile.AREGTYPE)
+MANIFEST: Final = "bundle.json"
+CONFIG: Final = "config.yaml"
+INPUTS: Final = "input-files"
+WHEELS: Final = "wheel-files"
+"""A dash keeps the folders apart from the user's modules, which lie beside them."""
+FORMAT: Final = 1
+MANIFEST_BYTES: Final = 64 << 20
+MOST_FILES: Final = 200_000
+LONGEST_NAME: Final = 1000
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of a bundle."""
+
+    name: str
+    bytes: Annotated[int, SIZE]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class BundleManifest:
+    slurmrl: str
+    """The version that made the bundle."""
+    files: tuple[Member, ...]
+    format: Annotated[int, COUNT] = FORMAT
+
+    @property
+    def unpacked(self) -> tuple[Member, ...]:
+        """What a trial needs: all but the wheels."""
+        return tuple(one for one in self.files if not one.name.startswith(f"{WHEELS}/"))
 
 
 def is_bundle(path: Path) -> bool:
@@ -81,6 +111,20 @@ def unpack(path: Path, root: Path) -> Path:
         shutil.rmtree(left, ignore_errors=True)
     logger.info("unpacked %s into %s", path, folder)
     return folder / CONFIG
+
+
+def is_safe(name: str) -> bool:
+    """Whether a name lies below the folder that a bundle is unpacked into, and is printable."""
+    parts = PurePosixPath(name).parts
+    return (
+        0 < len(name) <= LONGEST_NAME
+        and name.isprintable()
+        and "\\" not in name
+        and "/".join(parts) == name
+        and not name.startswith("/")
+        and ".." not in parts
+        and all(len(part.encode()) <= 255 for part in parts)
+    )
 
 
 @contextmanager

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+import re
+import socket
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,9 +15,12 @@ from slurmrl.config.load import validate
 from slurmrl.config.profiles import ROOT_RULE, is_root
 from slurmrl.config.schema import Profile
 from slurmrl.config.source import KeyPath, Source
-from slurmrl.desk.init.survey import NetworkInterface, Survey
+from slurmrl.env import user_name
+from slurmrl.errors import SchedulerError
 from slurmrl.registry import near
-from slurmrl.scheduler.parse import HostKind, Partition, duration_s
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.parse import Accounts, HostKind, Partition, duration_s
+from slurmrl.workers.address import default_address, interface_address, interface_of
 
 DAY_S: Final = 24 * 3600
 DAY: Final = "24:00:00"
@@ -21,6 +28,86 @@ MOST_SHOWN: Final = 12
 PARTITION: Final = ("cluster", "slurm", "partition")
 GPUS: Final = ("cluster", "gpus_per_worker")
 SETUP: Final = ("cluster", "slurm", "setup")
+WIDTH: Final = 100
+_PLAIN: Final = re.compile(r"(?:[A-Za-z]|~?/)[A-Za-z0-9_./-]*")
+_WORDS: Final = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+"""What YAML of some version does not read as a text."""
+HEAD: Final = """\
+# Site profile of slurmrl, by `slurmrl init site`{of}.
+# Each setting holds for all of your configurations that do not set it themselves; `slurmrl plan`
+# shows which ones. `root` and all settings of `cluster` are allowed here.
+"""
+UNSET: Final = "..."
+"""In place of a value that was left out."""
+TIMEOUT_S = 20.0
+"""For each of Slurm's commands."""
+NETWORK = Path("/sys/class/net")
+INFINIBAND = "32"
+"""ARPHRD_INFINIBAND of linux/if_arp.h."""
+
+
+@dataclass(frozen=True)
+class NetworkInterface:
+    """A network interface of this host that has an IPv4 address."""
+
+    name: str
+    is_infiniband: bool
+    is_default: bool
+    """Whether the default route uses it."""
+
+
+@dataclass
+class Survey:
+    """Answers; what there was no answer to is empty, and ``missing`` tells why."""
+
+    cluster: str = ""
+    """Name and version."""
+    partitions: list[Partition] = field(default_factory=list)
+    accounts: Accounts = field(default_factory=lambda: Accounts((), ""))
+    interfaces: list[NetworkInterface] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+def survey() -> Survey:
+    """Ask Slurm and this host."""
+    found, client = Survey(), SlurmClient(timeout_s=TIMEOUT_S)
+    try:
+        name = client.settings().get("ClusterName", "")
+        found.cluster = f"{name} (Slurm {client.version()})".strip()
+        found.partitions = client.partitions()
+    except SchedulerError as error:
+        found.missing.append(f"the partitions: {_brief(error)}")
+    try:
+        found.accounts = client.accounts(user_name())
+        if not found.accounts.names:
+            found.missing.append("accounts: sacctmgr knows none of yours")
+    except SchedulerError as error:
+        found.missing.append(f"your accounts: {_brief(error)}")
+    found.interfaces = interfaces()
+    if not found.interfaces:
+        found.missing.append("network interfaces: this host has none with an IPv4 address")
+    return found
+
+
+def _brief(error: SchedulerError) -> str:
+    """The last line of a command's message, which has the reason."""
+    return str(error).splitlines()[-1]
+
+
+def interfaces(folder: Path = NETWORK) -> list[NetworkInterface]:
+    """The network interfaces of this host, without loopback."""
+    address = default_address()
+    default = interface_of(address) if address else None
+    names = [name for _, name in socket.if_nameindex() if name != "lo" and interface_address(name)]
+    return [NetworkInterface(name, is_infiniband(folder / name), name == default) for name in names]
+
+
+def is_infiniband(interface: Path) -> bool:
+    """Whether the kernel's folder of an interface says so."""
+    try:
+        return (interface / "type").read_text().strip() == INFINIBAND
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -153,3 +240,50 @@ def _interface(one: NetworkInterface) -> str:
     facts = [*(["InfiniBand"] if one.is_infiniband else [])]
     facts += ["default route"] if one.is_default else []
     return f"{one.name} ({', '.join(facts)})" if facts else one.name
+
+
+def render_profile(
+    questions: Sequence[Question], values: Mapping[KeyPath, Any], *, cluster: str = ""
+) -> str:
+    """The profile with a comment at each setting; one without a value is a comment too."""
+    lines = [HEAD.format(of=f" for {cluster}" if cluster else "")]
+    opened: list[KeyPath] = []
+    order = sorted(questions, key=lambda one: (one.key[0] != "root", len(one.key)))
+    for question in order:
+        for depth in range(1, len(question.key)):
+            section = question.key[:depth]
+            if section not in opened:
+                opened.append(section)
+                used = any(key[:depth] == section for key in values)
+                lines.append(_line(section, "", is_set=used))
+        lines += _comment(question)
+        is_set = question.key in values
+        shown = _value(values[question.key]) if is_set else UNSET
+        lines.append(_line(question.key, f" {shown}", is_set=is_set))
+        if question.key == ("root",):
+            lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def _line(key: KeyPath, value: str, *, is_set: bool) -> str:
+    indent = "  " * (len(key) - 1)
+    return f"{indent}{'' if is_set else '# '}{key[-1]}:{value}"
+
+
+def _comment(question: Question) -> Iterator[str]:
+    prefix = "  " * (len(question.key) - 1) + "# "
+    yield from textwrap.wrap(
+        question.about,
+        WIDTH,
+        initial_indent=prefix,
+        subsequent_indent=prefix,
+        break_on_hyphens=False,
+    )
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return json.dumps(value)

@@ -1,0 +1,394 @@
+"""Snapshots of the code that a run executes, and the user's own code in them.
+
+``code/`` (and ``code.<n>/``, taken by ``resume --update-code``) holds this package, the user's own
+code and a record of their origin. A snapshot is built under another name and then renamed. A
+submission's request and batch script name its snapshot, so a job never sees parts of two.
+
+The user's own code is the entries of ``code``, the modules of the algorithm, the reward and the
+type of dataset, and the modules next to them that they import. Nothing is imported to find it: the
+code may need torch or a GPU. Imports by a computed name are not found.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import shutil
+import sys
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from slurmrl import package
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.reward import ALONE
+from slurmrl.config.source import Source, dotted
+from slurmrl.desk import copying
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
+from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.shapes import COUNT
+from slurmrl.plan.algorithms import Algorithm, all_calls
+from slurmrl.plan.own_algorithm import is_own, own_module
+from slurmrl.plan.settings import Settings
+from slurmrl.run.paths import RunPaths
+from slurmrl.watch.snapshot import submission_numbers
+
+PACKAGE = "slurmrl"
+MOST_COPIES = 3
+"""Attempts to copy code that changes meanwhile."""
+PAUSE_S = 1.0
+"""Seconds between them."""
+Record = Callable[[Path], None]
+"""Writes the provenance record into a snapshot."""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, which are not copied; their versions are recorded."""
+SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
+
+
+def take_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> None:
+    """Make the first snapshot, unless it exists."""
+    if not _is_empty(paths.code):
+        return
+    copy = _build(paths, code, record)
+    try:
+        os.rename(copy, paths.code)  # over the empty folder that was made with the trial
+    except OSError:
+        shutil.rmtree(copy)
+        if _is_empty(paths.code):
+            raise
+    atomic.sync_directory(paths.run)
+
+
+def add_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> int:
+    """Make another snapshot; return its number."""
+    copy = _build(paths, code, record)
+    number = next_snapshot(paths)
+    while True:
+        try:
+            os.rename(copy, paths.snapshot(number))
+        except OSError:
+            if not paths.snapshot(number).exists():
+                shutil.rmtree(copy, ignore_errors=True)
+                raise
+            number += 1  # another process was first
+            continue
+        atomic.sync_directory(paths.run)
+        return number
+
+
+def current_snapshot(paths: RunPaths) -> int:
+    """Return the number of the snapshot that the newest submission runs."""
+    for number in sorted(submission_numbers(paths), reverse=True):
+        path = paths.submission_request(number)
+        try:
+            request = documents.read(path, {"snapshot": COUNT})
+        except FileNotFoundError:
+            continue
+        snapshot: int = request.get("snapshot") or 1
+        return snapshot
+    return 1
+
+
+def next_snapshot(paths: RunPaths) -> int:
+    """Return the number of the next snapshot."""
+    return max(_numbers(paths)) + 1
+
+
+def is_this_code(folder: Path) -> bool:
+    """Return whether the slurmrl in a snapshot equals the running one byte for byte.
+
+    True for a snapshot without slurmrl.
+    """
+    kept = folder / PACKAGE
+    return not kept.is_dir() or copying.is_this_package(kept)
+
+
+def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
+    """Build a whole snapshot under a temporary name; remove it on failure.
+
+    Raises UsageError if the code changes whenever it is copied (a checkout, a rebase): the snapshot
+    would mix two versions.
+    """
+    sources: dict[Path, Collection[str]] = dict.fromkeys(code.paths, ())
+    sources[package.FOLDER] = copying.NO_CODE
+    changed: list[Path] = []
+    for attempt in range(MOST_COPIES):
+        if attempt:
+            time.sleep(PAUSE_S)
+        before = copying.stamps(sources)
+        copy = paths.run / f".code.{uuid.uuid4().hex}"
+        try:
+            _fill(copy, code, record)
+        except BaseException as error:
+            shutil.rmtree(copy, ignore_errors=True)
+            changed = _changed(before, sources)
+            if not isinstance(error, EnvironmentFailure) or not changed:
+                raise
+            continue  # a file vanished while it was copied
+        changed = _changed(before, sources)
+        if not changed:
+            return copy
+        shutil.rmtree(copy)
+    raise UsageError(
+        f"the code changed while it was copied, {MOST_COPIES} times, last {changed[0]}: submit "
+        "again once nothing writes there (a git checkout or rebase, an editor, a synchronisation)"
+    )
+
+
+def _fill(copy: Path, code: OwnCode, record: Record) -> None:
+    atomic.make_private_directory(copy)
+    copying.copy_package(copy / PACKAGE)
+    for path in code.paths:
+        copying.copy(path, copy / path.name)
+    record(copy)
+
+
+def _changed(
+    before: Mapping[Path, tuple[int, ...]], sources: Mapping[Path, Collection[str]]
+) -> list[Path]:
+    """Return the files that differ from their stamps, appeared or vanished."""
+    now = copying.stamps(sources)
+    return sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
+
+
+def _numbers(paths: RunPaths) -> list[int]:
+    matches = (re.fullmatch(r"code\.([0-9]{1,9})", name) for name in os.listdir(paths.run))
+    return [1, *(int(match[1]) for match in matches if match)]
+
+
+def _is_empty(folder: Path) -> bool:
+    return not folder.is_dir() or not os.listdir(folder)
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """The files and folders to copy, and notes on modules that were not found."""
+
+    folders: tuple[Path, ...] = ()
+    """Folders searched for modules before the interpreter's own path."""
+    paths: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def find_own_code(settings: Settings, folders: Sequence[Path] | None = None) -> OwnCode:
+    """Find the code that a configuration needs.
+
+    ``folders`` replace those of the settings. Raises ConfigError for entries of ``code`` that
+    cannot be copied.
+    """
+    config, source = settings.config, settings.source
+    folders = settings.folders if folders is None else folders
+    problems = [
+        source.problem(("code", index), message)
+        for index, path in enumerate(config.code)
+        for message in _wrong(Path(path), [Path(before) for before in config.code[:index]])
+    ]
+    if problems:
+        raise ConfigError(tuple(problems))
+    own = {Path(path).stem: Path(path) for path in config.code}
+    notes, modules = [], list(own)
+    importlib.invalidate_caches()
+    _check_names(config, source, folders)
+    for key, module in [*_references(config), *_of_algorithm(config, settings.algorithm)]:
+        top = module.partition(".")[0]
+        if top == "slurmrl":
+            continue
+        if top in own:
+            modules.append(module)
+            continue
+        place = _locate(top, folders)
+        if place is None:
+            notes.append(
+                f"{key}: module '{top}' was not found here; it must be on the path of the run"
+            )
+        elif not _installed(place):
+            own[top] = place
+            modules.append(module)
+    own = with_imported(own, modules)
+    _check_sizes([path for path in own.values() if str(path) not in config.code], source)
+    return OwnCode(tuple(folders), tuple(own.values()), tuple(notes))
+
+
+def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
+    if not path.exists():
+        yield f"'{path}' is not allowed: there is no such file or folder"
+        return
+    if path.is_file() and path.suffix not in (".py", ".so"):
+        yield f"'{path}' is not allowed: it is not a Python file (.py, .so)"
+    name = path.name.partition(".")[0]
+    if name == "slurmrl":
+        yield f"'{path}' is not allowed: it would hide slurmrl, which is always copied"
+    if name in sys.stdlib_module_names:
+        yield f"'{path}' is not allowed: it would hide the standard library's {name}"
+    if path.name in [other.name for other in before]:
+        yield f"'{path}' is not allowed: another entry has the same name"
+    try:
+        copying.check_size(path)
+    except UsageError as error:
+        yield str(error)
+
+
+def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> None:
+    """Raise ConfigError for own modules with a name of the standard library or of a package.
+
+    The standard library has loaded its module long before. Other code needs the module of an
+    installed package.
+    """
+    problems = []
+    for key, module in _references(config):
+        top = module.partition(".")[0]
+        try:
+            if top in sys.stdlib_module_names:
+                raise UsageError(
+                    f"'{module}' is not allowed: Python's standard library has a module of that "
+                    "name; rename the file"
+                )
+            if top != "slurmrl":
+                own_module(top, folders)
+        except UsageError as error:
+            problems.append(Problem(str(source.path), key, str(error)))
+    if problems:
+        raise ConfigError(tuple(problems))
+
+
+def _references(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the modules that settings name as ``package.module:Class``."""
+    for where, reward in config.rewards().items():
+        for name, part in reward.functions.items():
+            if ":" in part.name:
+                last = f"parts.{name}.name" if name != ALONE else "name"
+                yield f"{dotted(where)}.{last}", part.name.partition(":")[0]
+    for where, dataset in config.datasets().items():
+        if ":" in dataset.type:
+            yield dotted((*where, "type")), dataset.type.partition(":")[0]
+    for key, name in config.rollout.episode.own.items():
+        yield f"rollout.episode.{key}", name.partition(":")[0]
+
+
+def _of_algorithm(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, str]]:
+    """Yield the modules of a user's own algorithm: its schema's, and those that this one names."""
+    if not is_own(algorithm.name):
+        return
+    interfaces = [call.interface for call in all_calls(config, algorithm)]
+    for reference in dict.fromkeys([algorithm.name, *interfaces, algorithm.controller()]):
+        yield "algorithm.name", reference.partition(":")[0]
+
+
+def _locate(name: str, folders: Sequence[Path]) -> Path | None:
+    """Return the file or folder of a top-level module; None for a built-in or missing one."""
+    spec = PathFinder.find_spec(name, [*map(str, folders), *sys.path])
+    try:
+        spec = spec or find_spec(name)  # packages that an import hook of their own provides
+    except ValueError:
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.has_location and spec.origin else None
+
+
+def _installed(path: Path) -> bool:
+    base = Path(importlib.__file__).parents[1]
+    return bool(INSTALLED & set(path.parts)) or path.is_relative_to(base)
+
+
+def _check_sizes(paths: Iterable[Path], source: Source) -> None:
+    problems = []
+    for path in paths:
+        try:
+            copying.check_size(path)
+        except UsageError as error:
+            problems.append(Problem(str(source.path), "code", str(error)))
+    if problems:
+        raise ConfigError(tuple(problems))
+
+
+def with_imported(found: dict[str, Path], modules: Iterable[str]) -> dict[str, Path]:
+    """Return the modules in ``found``, by name, and the modules next to them that are imported.
+
+    ``found`` has top-level modules. ``modules`` (dotted names) import the others directly or
+    indirectly. Each reachable file is read once.
+    """
+    result = dict(found)
+    waiting, seen = list(modules), set[Path]()
+    while waiting:
+        name = waiting.pop()
+        top = name.partition(".")[0]
+        for file in _files(result[top], name):
+            if file in seen:
+                continue
+            seen.add(file)
+            for imported in _imported(file, _package(result[top], file)):
+                first = imported.partition(".")[0]
+                beside = None if first in SKIPPED else _beside(result[top].parent, first)
+                if first not in result and beside is not None:
+                    result[first] = beside
+                if first in result:
+                    waiting.append(imported)
+    return result
+
+
+def _files(top: Path, name: str) -> Iterator[Path]:
+    """Yield the Python files that importing a dotted name executes."""
+    if top.is_file():
+        yield top
+        return
+    folder = top
+    parts = name.split(".")[1:]
+    yield from _python(folder / "__init__.py")
+    if not parts and not (folder / "__init__.py").is_file():
+        yield from sorted(folder.glob("*.py"))  # a folder of modules: any may be meant
+    for part in parts:
+        yield from _python(folder / f"{part}.py")
+        folder = folder / part
+        yield from _python(folder / "__init__.py")
+
+
+def _python(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+
+
+def _package(top: Path, file: Path) -> list[str]:
+    """Return the package of a file, the base of relative imports, as a list of names."""
+    return [] if top == file else [top.name, *file.parent.relative_to(top).parts]
+
+
+def _imported(file: Path, package: list[str]) -> Iterator[str]:
+    """Yield the dotted names that a file imports. Invalid Python fails later, in the run."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            if module and (above or not node.level):
+                yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _beside(folder: Path, name: str) -> Path | None:
+    """Return the module of that name in a folder, in the order in which Python looks.
+
+    A folder without ``__init__.py`` comes after modules that are installed.
+    """
+    if (folder / name / "__init__.py").is_file():
+        return folder / name
+    if (folder / f"{name}.py").is_file():
+        return folder / f"{name}.py"
+    spec = PathFinder.find_spec(name)
+    installed = spec is not None and spec.origin is not None
+    return folder / name if not installed and any((folder / name).rglob("*.py")) else None

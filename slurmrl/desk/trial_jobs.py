@@ -1,0 +1,214 @@
+"""The jobs of a trial: cancel them, stop them gracefully, and remove trials that have none."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from slurmrl.env import user_name
+from slurmrl.errors import (
+    CorruptFileError,
+    EnvironmentFailure,
+    SchedulerError,
+    TrialEndedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from slurmrl.fsio import atomic
+from slurmrl.run import demand
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import Kind
+from slurmrl.run.history.state import fold
+from slurmrl.run.history.writer import end
+from slurmrl.run.metrics import read_latest
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.worlds import TRAINERS
+from slurmrl.scheduler import make
+from slurmrl.scheduler.base import JobIds, JobState, Scheduler, TaskState
+from slurmrl.watch import overview
+from slurmrl.watch.snapshot import newest_submission
+
+LEAVE_TIMEOUT_S = 60.0
+"""Seconds that jobs without trainers may take to end after they were cancelled."""
+STOP_POLL_S = 2.0
+"""Seconds between two looks at the jobs of a trial that stops."""
+ASIDE = ".removed-"
+"""Prefix of a directory that is being removed: no trial has such a name."""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of one submission, by group, and their scheduler."""
+
+    number: int
+    scheduler: Scheduler
+    ids: JobIds
+
+    def active(self) -> list[TaskState]:
+        """Return the pending and running elements."""
+        return [task for task in self.scheduler.query(self.ids) if task.state.active]
+
+
+def newest_jobs(paths: RunPaths) -> Jobs | None:
+    """Return the jobs of the newest submission; None if there is none.
+
+    Raises SchedulerError where the scheduler does not answer.
+    """
+    submission = newest_submission(paths)
+    if submission is None:
+        return None
+    scheduler = make(submission.scheduler)
+    return Jobs(submission.number, scheduler, scheduler.recover(paths, submission.number))
+
+
+def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Cancel the remaining jobs of a trial without trainers, and wait until they are gone.
+
+    Raises WaitTimeoutError with the jobs that remain.
+    """
+    left = jobs.active()
+    if left:
+        jobs.scheduler.cancel(jobs.ids)
+    deadline = time.monotonic() + LEAVE_TIMEOUT_S
+    while left:
+        if time.monotonic() > deadline:
+            names = ", ".join(f"{task.job_id} ({task.raw})" for task in left)
+            raise WaitTimeoutError(
+                f"waited {LEAVE_TIMEOUT_S:.0f} s for jobs left from before: {names}"
+            )
+        sleep(0.1)
+        left = jobs.active()
+
+
+def uncommitted(paths: RunPaths) -> str:
+    """Return ``steps 11 to 14``, the steps after the last commit of a trial that has not ended.
+
+    Empty without such steps. Raises CorruptFileError, EnvironmentFailure.
+    """
+    state, lines = fold(History(paths.history).read()), read_latest(paths.metrics, 1)
+    if state.end is not None or not lines:
+        return ""
+    first = (state.last_commit.step if state.last_commit else 0) + 1
+    last = lines[-1]["step"]
+    if last <= first:
+        return f"step {last}" if last == first else ""
+    return f"steps {first} to {last}"
+
+
+def cancel(paths: RunPaths) -> Kind:
+    """Write the end into the history, then end the jobs.
+
+    Return how the trial ended: CANCELLED unless another end came first.
+
+    The history comes first, so that a link that starts in the meantime exits by itself.
+    """
+    try:
+        end(History(paths.history), Kind.CANCELLED, {"reason": f"cancelled by {user_name()}"})
+        kind = Kind.CANCELLED
+    except TrialEndedError:
+        before = fold(History(paths.history).read()).end
+        kind = before.kind if before else Kind.CANCELLED
+    jobs = newest_jobs(paths)
+    if jobs is not None:
+        jobs.scheduler.cancel(jobs.ids)
+    overview.keep_overview(paths)
+    return kind
+
+
+def stop(paths: RunPaths) -> Jobs:
+    """Tell the jobs of the newest submission to commit and exit; cancel its queued ones.
+
+    Return all of them. Raises UsageError for a trial that has ended or has no job, SchedulerError.
+    """
+    name = f"{paths.experiment}/{paths.trial}"
+    end = fold(History(paths.history).read()).end
+    if end is not None:
+        raise UsageError(f"{name} has already ended: {end.kind}")
+    jobs = newest_jobs(paths)
+    if jobs is None or not jobs.active():
+        raise UsageError(f"{name} has no jobs to stop; to continue it: slurmrl resume {name}")
+    demand.request_stop(paths, jobs.number, user_name())  # first: a link may be about to start
+    try:
+        jobs.scheduler.interrupt(jobs.ids)
+        if not any(_trains(task.group, task.state) for task in jobs.active()):
+            jobs.scheduler.cancel(jobs.ids)
+    except SchedulerError:
+        demand.withdraw_stop(paths, jobs.number)
+        raise
+    return jobs
+
+
+def wait_until_stopped(
+    paths: RunPaths, jobs: Jobs, sleep: Callable[[float], None] = time.sleep
+) -> str:
+    """Wait until the jobs have ended and return how the trial ended, in words.
+
+    Raises SchedulerError, WaitTimeoutError for jobs that stay after the trainers.
+    """
+    while any(task.group == TRAINERS for task in jobs.active()):
+        sleep(STOP_POLL_S)
+    clear_away(jobs, sleep)
+    state = fold(History(paths.history).read())
+    if state.end is not None:
+        return f"has ended: {state.end.kind}"
+    commit = state.last_commit
+    return "is stopped, without a commit" if commit is None else f"is stopped at step {commit.step}"
+
+
+def check_removable(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> None:
+    """Check that the ``chosen`` trials can be removed.
+
+    Raise UsageError if one of them has a job, or if the configuration of one of the ``others``
+    names a file in it. Raise SchedulerError if the scheduler does not answer.
+    """
+    for paths in chosen:
+        jobs = newest_jobs(paths)
+        if jobs is not None and (active := jobs.active()):
+            names = ", ".join(f"{task.job_id} ({task.raw})" for task in active)
+            raise UsageError(
+                f"{_name(paths)} still has jobs: {names}; first: slurmrl cancel {_name(paths)}"
+            )
+    for other in others:
+        text = _configuration(other)
+        for paths in chosen:
+            if f"{paths.run}/" in text:
+                raise UsageError(
+                    f"{_name(other)} uses files of {_name(paths)} (see {other.config}); remove "
+                    f"{_name(other)} first, or both in one command"
+                )
+
+
+def remove(paths: RunPaths) -> None:
+    """Remove the directory of a trial, and that of its experiment if it is empty then.
+
+    The trial vanishes from all lists at once; the rest of a removal that is killed is removed by
+    the next one in its experiment. Raise EnvironmentFailure if the file system refuses.
+    """
+    aside = paths.run.with_name(f"{ASIDE}{paths.trial}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        paths.run.rename(aside)
+        for left in paths.run.parent.glob(f"{ASIDE}*"):
+            shutil.rmtree(left)
+    except OSError as error:
+        raise EnvironmentFailure(f"{error.filename}: {error.strerror}") from error
+    with suppress(OSError):
+        paths.run.parent.rmdir()
+
+
+def _trains(group: str, state: JobState) -> bool:
+    return group == TRAINERS and state is JobState.RUNNING
+
+
+def _configuration(paths: RunPaths) -> str:
+    try:
+        return atomic.read(paths.config).decode(errors="replace")
+    except (FileNotFoundError, CorruptFileError):
+        return ""
+
+
+def _name(paths: RunPaths) -> str:
+    return f"{paths.experiment}/{paths.trial}"
