@@ -143,8 +143,8 @@ def _plan(
     with_moves: bool,
 ) -> Shown:
     from slurmrl.desk import trial_code
-    from slurmrl.desk.proposal import kept
-    from slurmrl.desk.submit import refusal
+    from slurmrl.desk.proposal import kept_defaults
+    from slurmrl.desk.submitting import refusal
     from slurmrl.desk.trials import chosen_root
     from slurmrl.plan import precision, resources
     from slurmrl.plan.build import make_plan
@@ -159,7 +159,7 @@ def _plan(
         return load_settings(path, given, root=where, scheduler=scheduler, planning=True)
 
     settings = load()
-    if added := kept(settings):
+    if added := kept_defaults(settings):
         settings = load(*added)
     config = settings.config
     kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)

@@ -18,9 +18,9 @@ from slurmrl.display.terminal import table
 
 if TYPE_CHECKING:
     from slurmrl.cli.following import Interrupts
-    from slurmrl.desk.checks.finding import Finding
     from slurmrl.desk.proposal import Proposal
-    from slurmrl.desk.submit import Outlook, Submitted
+    from slurmrl.desk.submitting import Outlook, Submitted
+    from slurmrl.desk.trial_checks import Finding
     from slurmrl.desk.trial_jobs import Jobs
     from slurmrl.plan.model import GroupPlan
 
@@ -140,11 +140,11 @@ def evaluate(
 def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -> Sequence[Finding]:
     """Check what the run will read and print the findings.
 
-    None checks only what takes no time. ``compared``: see `slurmrl.desk.checks.run.check`.
+    None checks only what takes no time. ``compared``: see `slurmrl.desk.trial_checks.check_trial`.
 
     Raises ConfigError for findings that would make the run fail.
     """
-    from slurmrl.desk.checks.run import refuse
+    from slurmrl.desk.trial_checks import refuse
 
     if timeout_s is None:
         click.echo("not checked: data, weights, tokenizer, reward, disk (--no-check)", err=True)
@@ -171,7 +171,7 @@ def carry_out(
     If ``check_s`` is None, only checks that take no time run. All trials are checked before the
     first one starts. None starts after a watched trial that did not finish.
     """
-    from slurmrl.desk.submit import rehearse
+    from slurmrl.desk.submitting import rehearse
 
     compared: set[str] = set()  # the trials of several suites have one checkpoint
     checked = [look_over(proposal, check_s, compared) for proposal in proposals]
@@ -188,7 +188,7 @@ def start(
     proposal: Proposal, checked: Sequence[Finding], *, wait: bool | None, as_json: bool
 ) -> int:
     """Submit. ``wait=None`` watches a local run and returns after submitting a Slurm job."""
-    from slurmrl.desk import submit as submission
+    from slurmrl.desk import submitting as submission
 
     watch = proposal.kind == "local" if wait is None else wait
     with _interrupts(watch) as interrupts:
@@ -311,7 +311,7 @@ def show(
 
 
 def _facts(proposal: Proposal, outlook: Outlook | None) -> Iterator[tuple[str, str]]:
-    from slurmrl.desk.prepare import is_prepared
+    from slurmrl.desk.proposal import is_prepared
 
     config, prepared = proposal.settings.config, is_prepared(proposal.paths)
     steps = "" if config.total_steps is None else f", {_count(config.total_steps, 'step')}"

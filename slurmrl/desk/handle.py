@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.desk import trial_code, trial_jobs, trials
-from slurmrl.desk.checks.run import refuse
 from slurmrl.desk.proposal import Proposal, propose, propose_resume
-from slurmrl.desk.submit import submit as start
+from slurmrl.desk.submitting import submit as start
+from slurmrl.desk.trial_checks import refuse
 from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.errors import UsageError, WaitTimeoutError
 from slurmrl.run import evaluated

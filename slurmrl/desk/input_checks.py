@@ -10,27 +10,29 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from slurmrl.algorithms.base import Interface
+from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_key, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS, listed
 from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
-from slurmrl.desk.checks.algorithm_code import wrong_code
-from slurmrl.desk.checks.changed_data import changed_data
-from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.desk.changed_data import changed_data
+from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.folder_checks import other_projection, small_not_finite
 from slurmrl.models.model_tensors import Header, PinnedTensors, mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD
-from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
+from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates.shape import longest, shape_of
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import Settings, load_resolved_settings
-from slurmrl.registry import describe
+from slurmrl.registry import describe, import_own, resolve
 from slurmrl.rewards.reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.episodes import make_episode, message_role
@@ -433,3 +435,36 @@ def inputs(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
     settings = load_resolved_settings(Path(request["config"]))
     yield from InputChecks(settings, request["compared"]).run()
+
+
+def wrong_code(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Messages about interfaces and the controller that break their contract.
+
+    :raises UsageError: one of them cannot be imported.
+    """
+    for call in dict.fromkeys(all_calls(config, algorithm)):
+        yield from _of_call(call)
+    controller = algorithm.controller()
+    if not _is_class_of(import_own("controller", controller), ScalarController):
+        yield f"the controller {controller} is not a subclass of {_named(ScalarController)}"
+
+
+def _of_call(call: Call) -> Iterator[str]:
+    what = f"the interface {call.interface} of call '{call.name}'"
+    interface = import_own("interface", call.interface)
+    if not _is_class_of(interface, Interface):
+        yield f"{what} is not a subclass of {_named(Interface)}"
+        return
+    method = call.method.value
+    if getattr(interface, method) is getattr(Interface, method):
+        yield f"{what} does not define {method}()"
+        return
+    resolve(call.interface)()  # the ranks construct it without arguments too
+
+
+def _is_class_of(kind: object, base: type) -> bool:
+    return isinstance(kind, type) and issubclass(kind, base)
+
+
+def _named(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"

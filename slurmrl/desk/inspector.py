@@ -32,9 +32,8 @@ from slurmrl.data.records import NumberedRow, id_of
 from slurmrl.data.rows import ROWS, Remarks
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.data.types.base import Row
-from slurmrl.desk.found_rows import FoundRows, Item, find_items
 from slurmrl.desk.input_checks import datasets, inputs
-from slurmrl.desk.inspection import Selection, undescribed
+from slurmrl.desk.inspection import FoundRows, Item, Selection, find_items, undescribed
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.registry import describe

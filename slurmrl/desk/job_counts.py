@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slurmrl.config.load import load_resolved
-from slurmrl.desk.submit import Submitted
+from slurmrl.desk.submitting import Submitted
 from slurmrl.desk.trial_jobs import Jobs, newest_jobs
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError, UsageError

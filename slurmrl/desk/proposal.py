@@ -1,38 +1,41 @@
-"""Checked and planned trials, before anything is written."""
+"""Checked and planned trials, and the preparation of their run directories.
+
+A directory is prepared once ``config.yaml``, which is written last, exists. A submitter that finds
+a trial without it (the previous submitter was killed) repeats the same steps.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import sys
+import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import slurmrl
 from slurmrl import log
-from slurmrl.config.changes import (
-    follow_actor,
-    keep_precision,
-)
-from slurmrl.config.load import Derive, load_resolved
+from slurmrl.config.changes import follow_actor, keep_precision
+from slurmrl.config.load import Derive, dump, load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.desk import trial_code, trials
-from slurmrl.desk.checks import slurm
-from slurmrl.desk.checks.finding import Finding
-from slurmrl.desk.checks.run import Code, check, places
+from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.inspection import described
-from slurmrl.desk.prepare import is_prepared, trial_uuid
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
+from slurmrl.desk.trial_checks import Code, Finding, check_trial, places
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.fsio import atomic, documents, ownership
+from slurmrl.fsio.shapes import TEXT
 from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.placement import slurm_of
+from slurmrl.plan.plan_values import figures
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run import demand
 from slurmrl.run.history.slots import History
@@ -40,6 +43,7 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.scheduler.processes import Claimant
 from slurmrl.watch.snapshot import submission_numbers
 
 logger = log.get(__name__)
@@ -105,7 +109,7 @@ class Proposal:
     def check(self, timeout_s: float | None, compared: set[str] | None = None) -> list[Finding]:
         """Check everything that the run will read, and whether Slurm accepts its jobs.
 
-        See `checks.run`, also for ``compared``. Without ``timeout_s``, check only what takes no
+        See `trial_checks`, also for ``compared``. Without ``timeout_s``, check only what takes no
         time.
 
         Check nothing for a trial with another slurmrl, which may not know all settings of this one:
@@ -113,13 +117,13 @@ class Proposal:
         """
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
-            kept = self.paths.snapshot(trial_code.current_snapshot(self.paths))
-            if not trial_code.is_this_code(kept):
+            kept_defaults = self.paths.snapshot(trial_code.current_snapshot(self.paths))
+            if not trial_code.is_this_code(kept_defaults):
                 return []
-            code = Code(kept)
+            code = Code(kept_defaults)
         if timeout_s is None:
             return places(self.settings)
-        return check(
+        return check_trial(
             self.settings,
             self.plan,
             code,
@@ -132,7 +136,7 @@ class Proposal:
         """Ask whether Slurm would accept the jobs; nothing under another scheduler."""
         if self.kind != SLURM:
             return []
-        return slurm.check(self.settings, self.request(1, UNNAMED, 1))
+        return slurm_check.ask_slurm(self.settings, self.request(1, UNNAMED, 1))
 
 
 def propose(
@@ -153,7 +157,7 @@ def propose(
     chosen = trials.chosen_root(root)
     read = partial(load_settings, config, root=chosen, scheduler=scheduler, derive=derive)
     settings = read(overrides)
-    added = [f"trial={json.dumps(free_name(settings))}"] if new else kept(settings)
+    added = [f"trial={json.dumps(free_name(settings))}"] if new else kept_defaults(settings)
     if added:
         settings = read([*overrides, *added])
     other = _needs_other_code(run_paths(settings), settings.config)
@@ -162,7 +166,7 @@ def propose(
         code = run_paths(settings).snapshot(trial_code.current_snapshot(run_paths(settings)))
         settings = read([*overrides, *added, f"algorithm.name={name}"], folders=[code])
     own = _own_code(settings, settings.folders)
-    settings = described(settings, Code(paths=own.paths), begun(settings))
+    settings = described(settings, Code(paths=own.paths), begun_configuration(settings))
     return _planned(settings, scheduler, own, update_code=other)
 
 
@@ -185,8 +189,8 @@ def propose_resume(
     before = load_resolved(paths.config)
     overrides = follow_actor(before, overrides)
     root = paths.run.parents[2]
-    kept = paths.snapshot(trial_code.current_snapshot(paths))
-    folders = [*recorded_folders(kept), Path.cwd()] if update_code else [kept]
+    kept_defaults = paths.snapshot(trial_code.current_snapshot(paths))
+    folders = [*recorded_folders(kept_defaults), Path.cwd()] if update_code else [kept_defaults]
     settings = load_settings(
         paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
     )
@@ -223,16 +227,16 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
     return (config.code, _own_names(config)) != (before.code, _own_names(before))
 
 
-def kept(settings: Settings) -> list[str]:
+def kept_defaults(settings: Settings) -> list[str]:
     """Return overrides that keep the defaults with which the trial began.
 
     They cover settings that the configuration leaves to a default that may have changed since.
     """
-    before = begun(settings)
+    before = begun_configuration(settings)
     return [] if before is None else keep_precision(before, settings.config, settings.source)
 
 
-def begun(settings: Settings) -> Config | None:
+def begun_configuration(settings: Settings) -> Config | None:
     """Return the configuration of the trial of this name, if that has a commit."""
     paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
@@ -301,3 +305,57 @@ def free_name(settings: Settings) -> str:
     return trials.next_free(
         here.trial, lambda name: RunPaths(here.run.with_name(name)).run.exists()
     )
+
+
+def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> bool:
+    """Make the run directory; return False if the trial exists, which is then left unchanged.
+
+    ``recorder`` names the code to copy, and records its origin.
+
+    Raises EnvironmentFailure where the directory cannot be made or does not support links, or
+    where other users could change it.
+    """
+    if is_prepared(paths):
+        check_owner(paths)
+        return False
+    atomic.make_private_directory(paths.run)
+    check_owner(paths)
+    for directory in paths.directories():
+        atomic.make_private_directory(directory)
+    atomic.probe_link(paths.run)
+    who = {"time": time.time(), **asdict(Claimant.of_this_process())}
+    claim = {"uuid": uuid.uuid4().hex, "version": slurmrl.__version__, **who}
+    atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
+    trial_code.take_snapshot(paths, recorder.code, recorder)
+    write_plan(paths, settings, plan)
+    # Two submitters of the same configuration may both get True: their files are equal.
+    return atomic.exclusive_create(paths.config, dump(settings.config).encode())
+
+
+def check_owner(paths: RunPaths) -> None:
+    """Raise OwnershipError for a run directory that other users could change."""
+    for warning in ownership.check(paths.run):
+        logger.warning("%s", warning)
+
+
+def is_prepared(paths: RunPaths) -> bool:
+    return paths.config.exists()
+
+
+def trial_uuid(paths: RunPaths) -> str:
+    uuid_text: str = documents.parse(
+        atomic.read_needed(paths.identity), paths.identity, {"uuid": TEXT}, ("uuid",)
+    )["uuid"]
+    return uuid_text
+
+
+def write_plan(paths: RunPaths, settings: Settings, plan: Plan) -> None:
+    """Replace the plan, and the estimates that reports compare with what was measured."""
+    atomic.replace(paths.estimates, json.dumps(figures(settings, plan)).encode())
+    atomic.replace(paths.plan, plan.to_json().encode())
+
+
+def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
+    """Replace the configuration of a trial by a changed one."""
+    write_plan(paths, settings, plan)
+    atomic.replace(paths.config, dump(settings.config).encode())

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.desk.prepare import prepare
-from slurmrl.desk.proposal import propose
+from slurmrl.desk.proposal import prepare, propose
 from slurmrl.fsio import documents
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys

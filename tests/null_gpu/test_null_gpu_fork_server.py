@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk.prepare import prepare
-from slurmrl.desk.proposal import propose
+from slurmrl.desk.proposal import prepare, propose
 from tests.fake_runs import write_config
 
 REPOSITORY = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ from slurmrl.cli import status_text
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
 from slurmrl.desk import trial_code
-from slurmrl.desk.prepare import trial_uuid
+from slurmrl.desk.proposal import trial_uuid
 from slurmrl.errors import SlurmrlError
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.plan.build import make_plan

@@ -9,13 +9,12 @@ from slurmrl.config import profiles
 from slurmrl.config.load import load_profile
 from slurmrl.config.schema import Cluster
 from slurmrl.desk import trial_code
-from slurmrl.desk.checks.finding import Finding, Weight
-from slurmrl.desk.checks.run import Code, check
 from slurmrl.desk.doctor import directory, disk, limits, slurm, software
 from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.desk.inspection import described
-from slurmrl.desk.proposal import Proposal, begun, run_paths
+from slurmrl.desk.proposal import Proposal, begun_configuration, run_paths
 from slurmrl.desk.provenance import ProvenanceWriter
+from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial
 from slurmrl.errors import ConfigError, UnreadableInputError
 from slurmrl.plan import resources
 from slurmrl.plan.model import Plan
@@ -62,10 +61,10 @@ def trial(
     """What ``submit`` looks at before it queues the trial of a configuration."""
     found = trial_code.find_own_code(settings)
     code = Code(paths=found.paths)
-    settings = described(settings, code, begun(settings))
+    settings = described(settings, code, begun_configuration(settings))
     recorder = ProvenanceWriter(settings.config, settings.source.path, found, scheduler)
     said = Proposal(settings, plan, run_paths(settings), scheduler, recorder).ask_slurm()
-    findings = check(settings, plan, code, timeout_s=timeout_s, more=said)
+    findings = check_trial(settings, plan, code, timeout_s=timeout_s, more=said)
     checks = [_check_of(finding) for finding in findings]
     fine = ok("trial", "data, weights, tokenizer, reward and disk space are ready for the run")
     return checks if any(one.state != State.OK for one in checks) else [*checks, fine]

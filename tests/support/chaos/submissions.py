@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from slurmrl.config.load import dump
-from slurmrl.desk import prepare, proposal, provenance, submit, trial_jobs
+from slurmrl.desk import proposal, provenance, submitting, trial_jobs
 from slurmrl.errors import UsageError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.run.history.slots import History
@@ -105,10 +105,10 @@ def _put_in(folder: Path, me: int) -> None:
     Slow parts that no protocol depends on run once (the configuration, which all submitters share)
     or not at all.
     """
-    prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
-    for module in (proposal, submit, trial_jobs):
+    proposal.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
+    for module in (proposal, submitting, trial_jobs):
         module.make = lambda kind: _scheduler(folder, me)
-    prepare.dump = lambda config: _configuration()
+    proposal.dump = lambda config: _configuration()
     provenance.installed_packages = dict
     provenance.repository_of = lambda place: "not a repository"
 
@@ -142,7 +142,7 @@ def submitter(folder: Path, me: int, note: Note) -> None:
     recorder = dataclasses.replace(planned.recorder, config_file=folder / CONFIG)
     changed = dataclasses.replace(planned, paths=_paths(folder), kind="slurm", recorder=recorder)
     try:
-        submitted = submit.submit(changed)
+        submitted = submitting.submit(changed)
     except UsageError as error:
         note(event="refused", error=str(error))
         return

@@ -9,6 +9,6 @@ if "slurmrl.workers.worker" in sys.orig_argv:
 
     device.choose = lambda gpus: device.CPU
 elif sys.orig_argv[1:3] == ["-m", "slurmrl"]:
-    from slurmrl.desk.checks import run
+    from slurmrl.desk import trial_checks
 
-    run.torch_build = lambda: None
+    trial_checks.torch_build = lambda: None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk import proposal, submit, trial_jobs
+from slurmrl.desk import proposal, submitting, trial_jobs
 from slurmrl.env import user_name
 from slurmrl.fsio import space
 from slurmrl.run.history.slots import END_OF_DATASET, Kind
@@ -33,7 +33,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     fake = FakeScheduler()
-    for module in (trial_jobs, proposal, submit):
+    for module in (trial_jobs, proposal, submitting):
         monkeypatch.setattr(module, "make", lambda kind: fake)
     monkeypatch.setattr("slurmrl.scheduler.make", lambda kind: fake)
     return fake

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk.checks import run as checks
+from slurmrl.desk import trial_checks as checks
 from slurmrl.plan import resources
 from slurmrl.scheduler.parse import HostRow
 from tests.fake_runs import write_config

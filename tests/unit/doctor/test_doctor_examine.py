@@ -9,12 +9,12 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.desk import trial_jobs
-from slurmrl.desk.checks.run import Code
 from slurmrl.desk.doctor import examine as examine_module
 from slurmrl.desk.doctor import job as job_module
 from slurmrl.desk.doctor import login
 from slurmrl.desk.doctor.check import Check, State
 from slurmrl.desk.doctor.examine import Examination, examine
+from slurmrl.desk.trial_checks import Code
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
 from slurmrl.scheduler.base import JobState, SubmissionRequest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slurmrl.config.allocation import parse
-from slurmrl.desk.checks.room import checkpoint_bytes, version_bytes
+from slurmrl.desk.trial_checks import checkpoint_bytes, version_bytes
 from slurmrl.engines.planned import planned_layout
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError

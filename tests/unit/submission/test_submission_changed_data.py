@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slurmrl.data.source_files import fingerprint_of, state_of
-from slurmrl.desk.checks import changed_data as changed
-from slurmrl.desk.checks.changed_data import changed_data
-from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.desk import changed_data as changed
+from slurmrl.desk.changed_data import changed_data
+from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.history.slots import Kind
 from slurmrl.tensors.checkpoint.manifest import write_manifest

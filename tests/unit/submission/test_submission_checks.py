@@ -19,12 +19,10 @@ from slurmrl.cli.main import main
 from slurmrl.cli.submit import carry_out
 from slurmrl.config.schema import Lora
 from slurmrl.data.tokenizer import save_tokenizer, vocabulary
-from slurmrl.desk import input_checks, trial_code
-from slurmrl.desk.checks import room, run
-from slurmrl.desk.checks.finding import Finding, Weight
-from slurmrl.desk.checks.run import Code, check, refuse
+from slurmrl.desk import input_checks, trial_checks, trial_code
 from slurmrl.desk.proposal import Proposal
 from slurmrl.desk.provenance import TorchBuild
+from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, refuse
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
@@ -54,7 +52,7 @@ def settings_of(folder: Path, *overrides: str) -> Settings:
 def look(folder: Path, settings: Settings, timeout_s: float = 300.0) -> list[Finding]:
     code = trial_code.find_own_code(settings, [folder])
     plan = make_plan(settings, scheduler="local")
-    return check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
+    return check_trial(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
 
 
 def told(findings: list[Finding]) -> list[tuple[str, str]]:
@@ -116,10 +114,10 @@ def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
     """Set in the configuration or by default; a container has its own torch."""
 
     def problems(build: TorchBuild, *overrides: str, scheduler: str = "slurm") -> list[Finding]:
-        monkeypatch.setattr(run, "torch_build", lambda: build)
+        monkeypatch.setattr(trial_checks, "torch_build", lambda: build)
         settings = settings_of(tmp_path, *overrides)
         plan = make_plan(settings, scheduler=scheduler)
-        found = check(settings, plan, Code(), timeout_s=0.01)
+        found = check_trial(settings, plan, Code(), timeout_s=0.01)
         return [one for one in found if one.subject == "torch"]
 
     cpu = TorchBuild("2.13.0+cpu", None, gpus=False)
@@ -417,7 +415,9 @@ def test_adapters_are_not_evaluated_with_another_model_than_they_were_trained_on
     assert path is not None
     compared: set[str] = set()
     plan = make_plan(settings, scheduler="local")
-    assert "adapters" in {one.subject for one in check(settings, plan, Code(), compared=compared)}
+    assert "adapters" in {
+        one.subject for one in check_trial(settings, plan, Code(), compared=compared)
+    }
     assert compared == {path}
     checks = input_checks.InputChecks(settings, compared).checks()
     assert list(checks["adapters"][1]()) == [], "not again: the model may be large"
@@ -435,7 +435,7 @@ def test_the_trials_of_several_suites_have_their_checkpoint_compared_once(
 
     proposals = [cast(Proposal, SimpleNamespace(check=checked)) for _ in range(3)]
     monkeypatch.setattr("slurmrl.cli.submit.show", lambda *_, **__: 0)
-    monkeypatch.setattr("slurmrl.desk.submit.rehearse", lambda _: None)
+    monkeypatch.setattr("slurmrl.desk.submitting.rehearse", lambda _: None)
     assert carry_out(proposals, check_s=1.0, dry_run=True, wait=None, as_json=False) == 0
     assert known == [set(), {"checkpoint"}, {"checkpoint"}]
 
@@ -462,7 +462,7 @@ def settings_of_evaluation(folder: Path, trial: CommittedTrial, step: int) -> Se
 def test_a_checkpoint_s_size_is_that_of_weights_and_moments(tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
     matrices = 64 * 32 * 2 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
-    assert room.checkpoint_bytes(settings) == matrices * 4 * 3
+    assert trial_checks.checkpoint_bytes(settings) == matrices * 4 * 3
 
 
 def test_room_is_needed_for_one_whole_weight_version_more_than_is_kept(
@@ -470,11 +470,11 @@ def test_room_is_needed_for_one_whole_weight_version_more_than_is_kept(
 ) -> None:
     publish = ("actor.dtype=bfloat16", "rollout.publish={keep_whole: 3}")
     settings = settings_of(tmp_path, f"root={tmp_path / 'runs'}", *publish)
-    size = 4 * room.checkpoint_bytes(settings) // (4 * 3) * 2
-    assert room.version_bytes(settings) == size
+    size = 4 * trial_checks.checkpoint_bytes(settings) // (4 * 3) * 2
+    assert trial_checks.version_bytes(settings) == size
     free = SimpleNamespace(f_bavail=1, f_frsize=1)
-    monkeypatch.setattr(room.os, "statvfs", lambda folder: free)
-    (found,) = room.check(settings)
+    monkeypatch.setattr(trial_checks.os, "statvfs", lambda folder: free)
+    (found,) = trial_checks.disk_space(settings)
     assert f", {size / 2**20:.1f} MiB of whole weight versions, " in found.message
 
 
@@ -483,15 +483,15 @@ def test_room_is_needed_for_the_tokenised_data_of_a_trial_that_has_none_yet(
 ) -> None:
     settings = settings_of(tmp_path, f"root={tmp_path / 'runs'}")
     size = Path(settings.config.dataset.path).stat().st_size
-    assert room.data_bytes(settings) == 2 * size
+    assert trial_checks.data_bytes(settings) == 2 * size
     free = SimpleNamespace(f_bavail=1, f_frsize=1)
-    monkeypatch.setattr(room.os, "statvfs", lambda folder: free)
-    (found,) = room.check(settings)
+    monkeypatch.setattr(trial_checks.os, "statvfs", lambda folder: free)
+    (found,) = trial_checks.disk_space(settings)
     assert f", {2 * size / 2**20:.1f} MiB of tokenised data; choose" in found.message
     config = settings.config
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     (paths.data / "made").mkdir(parents=True)
-    (found,) = room.check(settings)
+    (found,) = trial_checks.disk_space(settings)
     assert "tokenised" not in found.message
 
 

@@ -11,14 +11,12 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.desk import inspection, inspector
-from slurmrl.desk.checks import run
-from slurmrl.desk.checks.finding import Finding
-from slurmrl.desk.checks.run import Code
+from slurmrl.desk import inspection, inspector, trial_checks
 from slurmrl.desk.doctor import login
 from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import propose, propose_resume
-from slurmrl.desk.submit import submit
+from slurmrl.desk.submitting import submit
+from slurmrl.desk.trial_checks import Code, Finding
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run.history.slots import History, Kind
@@ -132,7 +130,7 @@ def test_schemas_not_made_for_the_file_of_a_trial(config: Path) -> None:
 def test_failed_child_leaves_prompts_without_tools_and_warns(
     config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(run, "INSPECTOR", "no_such_module")
+    monkeypatch.setattr(trial_checks, "INSPECTOR", "no_such_module")
     assert names(of(config)) == {"dataset": None}
     assert "prompts do not describe the tools" in caplog.text
     assert "no_such_module" in caplog.text

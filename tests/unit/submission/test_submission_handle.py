@@ -8,7 +8,7 @@ import pytest
 
 import slurmrl
 from slurmrl.config.load import load_resolved
-from slurmrl.desk import handle, proposal, submit, trial_code, trial_jobs
+from slurmrl.desk import handle, proposal, submitting, trial_code, trial_jobs
 from slurmrl.desk.bundling import make_bundle
 from slurmrl.errors import ConfigError, UnknownNameError, UsageError, WaitTimeoutError
 from slurmrl.run.history.slots import Kind
@@ -20,7 +20,7 @@ from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     fake = FakeScheduler()
-    for module in (handle, trial_jobs, proposal, submit):
+    for module in (handle, trial_jobs, proposal, submitting):
         monkeypatch.setattr(module, "make", lambda kind: fake)
     return fake
 

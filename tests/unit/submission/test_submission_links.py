@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.desk.job_counts import add_links
 from slurmrl.desk.proposal import propose, propose_resume
-from slurmrl.desk.submit import submit
+from slurmrl.desk.submitting import submit
 from slurmrl.errors import UsageError
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import end

@@ -10,10 +10,9 @@ import pytest
 
 import slurmrl
 from slurmrl.config.load import load_resolved
-from slurmrl.desk import prepare as module
+from slurmrl.desk import proposal as module
 from slurmrl.desk import trial_code
-from slurmrl.desk.prepare import is_prepared, prepare, trial_uuid
-from slurmrl.desk.proposal import Proposal, propose
+from slurmrl.desk.proposal import Proposal, is_prepared, prepare, propose, trial_uuid
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.model import Plan
 from tests.fake_runs import write_config

@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.config.load import load_resolved
 from slurmrl.desk.proposal import propose, propose_resume
-from slurmrl.desk.submit import submit
+from slurmrl.desk.submitting import submit
 from slurmrl.desk.trials import root_folder
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config

@@ -10,7 +10,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.desk.job_counts import IDLE, WITHIN_SECONDS, set_tasks
 from slurmrl.desk.proposal import propose, propose_resume
-from slurmrl.desk.submit import submit
+from slurmrl.desk.submitting import submit
 from slurmrl.errors import UsageError
 from slurmrl.run import demand
 from slurmrl.run.history.slots import History, Kind

@@ -12,8 +12,7 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import load_resolved
-from slurmrl.desk.prepare import prepare, trial_uuid
-from slurmrl.desk.proposal import Proposal, propose
+from slurmrl.desk.proposal import Proposal, prepare, propose, trial_uuid
 from slurmrl.errors import CorruptFileError, OwnershipError, SlurmrlError
 from slurmrl.fsio import atomic
 from slurmrl.name_resolve.file import FileNameStore

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk.checks import engines, slurm
-from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.desk import slurm_check, trial_checks
 from slurmrl.desk.proposal import Proposal, run_paths
 from slurmrl.desk.provenance import ProvenanceWriter
+from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.desk.trial_code import OwnCode
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
@@ -29,7 +29,9 @@ def proposed(folder: Path, *overrides: str) -> Proposal:
 
 def asked(folder: Path, client: PickySlurm, *overrides: str) -> list[Finding]:
     proposal = proposed(folder, *overrides)
-    return slurm.check(proposal.settings, proposal.request(1, uuid.uuid4().hex, 1), client)
+    return slurm_check.ask_slurm(
+        proposal.settings, proposal.request(1, uuid.uuid4().hex, 1), client
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,8 @@ def test_controller_without_an_answer_is_a_warning(tmp_path: Path) -> None:
 
 
 def missing(proposal: Proposal, monkeypatch: pytest.MonkeyPatch, *absent: str) -> list[Finding]:
-    monkeypatch.setattr(engines, "_is_here", lambda module: module not in absent)
-    return engines.check(proposal.settings, proposal.plan)
+    monkeypatch.setattr(trial_checks, "_is_here", lambda module: module not in absent)
+    return trial_checks.missing_packages(proposal.settings, proposal.plan)
 
 
 def test_engine_without_its_package_is_refused(

@@ -12,7 +12,7 @@ import pytest
 from slurmrl.desk import copying, provenance, trial_code
 from slurmrl.desk.proposal import Proposal, propose, propose_resume
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
-from slurmrl.desk.submit import submit
+from slurmrl.desk.submitting import submit
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.package import ARCHIVE
 from slurmrl.run.history.slots import History, Kind
@@ -362,7 +362,7 @@ def test_an_update_whose_submitter_was_killed_counts_for_nothing(
 
     paths = submit(proposed(user, MINE)).paths
     with monkeypatch.context() as patch:
-        patch.setattr("slurmrl.desk.claims.claim", kill)
+        patch.setattr("slurmrl.desk.submitting.claim_submission", kill)
         with pytest.raises(Killed):
             submit(propose_resume(paths, [], update_code=True))
     assert paths.snapshot(2).exists()

@@ -11,9 +11,9 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import load_resolved
-from slurmrl.desk import claims, trial_jobs
+from slurmrl.desk import submitting, trial_jobs
 from slurmrl.desk.proposal import propose, propose_resume
-from slurmrl.desk.submit import Submitted, submit
+from slurmrl.desk.submitting import Submitted, submit
 from slurmrl.desk.trial_jobs import cancel
 from slurmrl.env import user_name
 from slurmrl.errors import (
@@ -392,14 +392,14 @@ def test_of_two_who_have_looked_one_submits(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process submits, from claim to end, between our query and our claim."""
-    claim = claims.claim
+    claim = submitting.claim_submission
 
     def late(*arguments: Any) -> int:
-        monkeypatch.setattr(claims, "claim", claim)
+        monkeypatch.setattr(submitting, "claim_submission", claim)
         again()
         return claim(*arguments)
 
-    monkeypatch.setattr(claims, "claim", late)
+    monkeypatch.setattr(submitting, "claim_submission", late)
     with pytest.raises(UsageError, match="by another process at this moment"):
         again()
     assert len(scheduler.requests) == 1

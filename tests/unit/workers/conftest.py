@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from slurmrl.desk.prepare import prepare
-from slurmrl.desk.proposal import propose
+from slurmrl.desk.proposal import prepare, propose
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan

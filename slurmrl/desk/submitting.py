@@ -2,45 +2,54 @@
 
 The order of the steps makes every crash harmless: a submission exists once its request does, only
 the owner of the claim changes the configuration, and job ids are found again by name.
+
+A claim, the exclusive right to submit, is the request of the next submission number. Its claimant
+reads the newest number before it looks at the trial's jobs. A claimant that looked while another
+process was submitting loses the next number, or sees a request without jobs. A submission that the
+scheduler rejects leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmrl.algorithms.offline_schema import Evaluate
-from slurmrl.config.changes import (
-    consequences,
-    differences,
-    may_change,
-    moved_schedules,
-)
+from slurmrl.config.changes import consequences, differences, may_change, moved_schedules
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.desk import claims, trial_code
-from slurmrl.desk.prepare import (
+from slurmrl.desk import trial_code
+from slurmrl.desk.proposal import (
+    Proposal,
     check_owner,
+    free_name,
     is_prepared,
     prepare,
     rewrite,
+    run_paths,
     trial_uuid,
 )
-from slurmrl.desk.proposal import Proposal, free_name, run_paths
-from slurmrl.desk.trial_jobs import Jobs, clear_away, newest_jobs
-from slurmrl.desk.undo import Before, undo
-from slurmrl.errors import SchedulerError, UsageError
-from slurmrl.fsio import space
+from slurmrl.desk.trial_jobs import Jobs, clear_away, newest_jobs, remove
+from slurmrl.errors import SchedulerError, TrialEndedError, UsageError
+from slurmrl.fsio import atomic, documents, space
 from slurmrl.plan.settings import Settings, with_present_defaults
-from slurmrl.run.history.slots import END_OF_DATASET, History, Kind, Record
-from slurmrl.run.history.state import TrialState, fold, resume
+from slurmrl.run.history.log import History
+from slurmrl.run.history.record import END_OF_DATASET, Kind, Record
+from slurmrl.run.history.state import TrialState, fold
+from slurmrl.run.history.writer import end, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler
 from slurmrl.scheduler.client import may_have_worked
+from slurmrl.scheduler.processes import Claimant, claimant_words, may_submit
+from slurmrl.watch.snapshot import newest_submission
 from slurmrl.workers.polling import PollIntervals
 
 
@@ -115,12 +124,12 @@ def submit(proposal: Proposal) -> Submitted:
         return Submitted(proposal.paths, proposal.kind, None, may_have_more=more)
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
-    number = claims.claim(proposal.paths, outlook.submission, _request(proposal, code))
+    number = claim_submission(proposal.paths, outlook.submission, _request(proposal, code))
     if proposal.update_code:
         notes += (f"runs the current code: {proposal.paths.snapshot(code)}",)
     ids = _hand_over(proposal, scheduler, number, code, None if fresh else state)
     jobs = Jobs(number, scheduler, ids)
-    claims.confirm(proposal.paths, jobs)
+    confirm_submission(proposal.paths, jobs)
     return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, outlook.step, notes)
 
 
@@ -142,7 +151,7 @@ def _hand_over(
         return scheduler.submit(proposal.request(number, trial_uuid(paths), code))
     except SchedulerError as error:
         if not may_have_worked(error):
-            undo(paths, number, before)
+            undo_submission(paths, number, before)
         raise
 
 
@@ -162,7 +171,7 @@ def _outlook(proposal: Proposal) -> Outlook:
     Raises UsageError for a live trial, one with another configuration and one with another slurmrl.
     """
     check_owner(proposal.paths)
-    newest = claims.newest(proposal.paths)  # before the jobs are read
+    newest = newest_submitted(proposal.paths)  # before the jobs are read
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     settings = proposal.settings
@@ -303,3 +312,80 @@ def _request(proposal: Proposal, code: int) -> dict[str, Any]:
         "heartbeat_s": PollIntervals.of(proposal.plan.hosts, config.cluster.heartbeat_s).beat_s,
         "signal_lead_s": lead_s,
     }
+
+
+def newest_submitted(paths: RunPaths) -> int:
+    """Return the number of the newest submission, 0 before the first.
+
+    Raises UsageError while another process is making it.
+    """
+    submission = newest_submission(paths)
+    if submission is None:
+        return 0
+    if not paths.submission_jobs(submission.number).exists():
+        request = documents.read(paths.submission_request(submission.number))
+        if may_submit(request):
+            raise UsageError(_lost(paths, f" ({claimant_words(request)})"))
+    return submission.number
+
+
+def claim_submission(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
+    """Claim the submission after ``before``; return its number.
+
+    Raises UsageError if it is taken.
+    """
+    number = before + 1
+    who = {"time": time.time(), **asdict(Claimant.of_this_process())}
+    atomic.make_private_directory(paths.submission(number))
+    value = json.dumps({**request, **who}).encode()
+    if not atomic.exclusive_create(paths.submission_request(number), value):
+        raise UsageError(_lost(paths))
+    return number
+
+
+def confirm_submission(paths: RunPaths, jobs: Jobs) -> None:
+    """Raise UsageError if there is a newer submission nevertheless, and cancel our jobs.
+
+    An older slurmrl may have made it, or this process seemed dead. Our jobs would also exit by
+    themselves.
+    """
+    newest_submitted = newest_submission(paths)
+    if newest_submitted is not None and newest_submitted.number > jobs.number:
+        jobs.scheduler.cancel(jobs.ids)
+        raise UsageError(_lost(paths, "; the jobs of this command were cancelled"))
+
+
+def _lost(paths: RunPaths, more: str = "") -> str:
+    name = f"{paths.experiment}/{paths.trial}"
+    message = f"{name} is being submitted by another process at this moment{more}"
+    return f"{message}; see slurmrl status {name}"
+
+
+@dataclass(frozen=True)
+class Before:
+    """The parts of an existing trial that a submission replaces."""
+
+    files: Mapping[Path, bytes]
+    end: Record | None
+
+    @staticmethod
+    def of(paths: RunPaths, ended: Record | None) -> Before:
+        """Raises CorruptFileError, EnvironmentFailure."""
+        replaced = (paths.config, paths.plan, paths.estimates)
+        return Before({path: atomic.read(path) for path in replaced if path.exists()}, ended)
+
+
+def undo_submission(paths: RunPaths, number: int, before: Before | None) -> None:
+    """Remove a submission that has no jobs, and restore the trial as it was ``before``.
+
+    If ``before`` is None, the trial is new and is removed. Raises EnvironmentFailure.
+    """
+    if before is None:
+        remove(paths)
+        return
+    for path, content in before.files.items():
+        atomic.replace(path, content)
+    if before.end is not None:
+        with suppress(TrialEndedError):  # cancelled in the meantime
+            end(History(paths.history), before.end.kind, before.end.data)
+    shutil.rmtree(paths.submission(number), ignore_errors=True)

@@ -15,7 +15,7 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.prepared import PreparedManifest, read_manifest
 from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.data.sources import open_source
-from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.env import user_name
 from slurmrl.errors import (
     ConfigError,

@@ -7,7 +7,7 @@ from typing import Final
 
 from slurmrl.config.schema import Slurm
 from slurmrl.config.schema.cluster import time_limit_s
-from slurmrl.desk.checks.finding import Finding, Weight
+from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.env import user_name
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
@@ -29,7 +29,7 @@ OF_SLURM: Final = {"gres": "gpu_type", "gpus-per-node": "gpu_type"}
 """Settings behind directives of another name."""
 
 
-def check(
+def ask_slurm(
     settings: Settings, request: SubmissionRequest, client: SlurmClient | None = None
 ) -> list[Finding]:
     """Return what Slurm would refuse, with its words and the setting, and what would never start.

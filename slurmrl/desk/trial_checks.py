@@ -1,0 +1,469 @@
+"""All checks of a trial before it is queued."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import slurmrl
+from slurmrl.child import ChildEnd, ChildRequest
+from slurmrl.config.allocation import parse
+from slurmrl.config.load import dump
+from slurmrl.config.schema import Config, role_key
+from slurmrl.config.source import dotted
+from slurmrl.desk import copying
+from slurmrl.desk.provenance import torch_build
+from slurmrl.env import user_name
+from slurmrl.errors import ConfigError, Problem, SlurmrlError
+from slurmrl.fsio import variables
+from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.dataflow import Head
+from slurmrl.plan.engine_rules import ENGINES
+from slurmrl.plan.estimates.memory import BYTES
+from slurmrl.plan.estimates.shape import parameters, shape_of, trained_shard
+from slurmrl.plan.model import Plan
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.plan.resources import lacking_gpus
+from slurmrl.plan.settings import Settings
+from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler.job_environment import of_local_job
+from slurmrl.watch import sinks
+
+CHECK_TIMEOUT_S: Final = 120.0
+INSPECTOR: Final = "slurmrl.desk.inspector"
+UNCHECKED: Final = "the run checks it when it starts"
+ADAPTERS: Final = "adapters"
+"""The subject of the only check that nothing repeats."""
+SHOWN: Final = 300
+"""Characters shown of the last output of a crashed child."""
+GIB: Final = 2**30
+SCALAR_BYTES: Final = 4
+"""Weights, moments and exports are kept in float32."""
+PREPARED_BYTES_PER_BYTE: Final = 2
+"""The line, the tokens and the index entry of a row of 100 bytes or more take less than this."""
+ENGINE: Final = "engine"
+SERVER_TIMEOUT_S: Final = 60.0
+FIND_MODULE: Final = (
+    "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+)
+OF_CLIENT: Final = "aiohttp"
+"""Module that talks to servers."""
+TRANSFORMER_ENGINE: Final = "transformer_engine"
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that the run can import: an existing snapshot, or the paths of a future one."""
+
+    snapshot: Path | None = None
+    paths: Sequence[Path] = ()
+
+
+def check_trial(
+    settings: Settings,
+    plan: Plan,
+    code: Code,
+    *,
+    timeout_s: float = CHECK_TIMEOUT_S,
+    compared: set[str] | None = None,
+    more: Sequence[Finding] = (),
+) -> list[Finding]:
+    """Check everything that needs no GPU; return the findings, and ``more``, worst first.
+
+    Change nothing.
+
+    ``compared``: folders of models whose adapters were compared with their base before. That reads
+    all of the base, so they are left out; those that are compared now are added.
+    Raises EnvironmentFailure, OSError where nothing can be checked.
+    """
+    findings = [
+        *more,
+        *places(settings),
+        *_torch(settings, plan),
+        *missing_packages(settings, plan),
+    ]
+    findings += disk_space(settings)
+    findings += _of_inputs(settings, code, timeout_s, set() if compared is None else compared)
+    order = list(Weight)
+    placed = [_placed(finding, settings) for finding in findings]
+    return sorted(placed, key=lambda finding: order.index(finding.weight))
+
+
+def refuse(findings: Sequence[Finding]) -> None:
+    """Raise ConfigError with all findings that would make the run fail."""
+    failed = tuple(finding.problem for finding in findings if finding.weight is Weight.FAILED)
+    if failed:
+        raise ConfigError(failed)
+
+
+def places(settings: Settings) -> list[Finding]:
+    """Check the packages and files that settings name, which takes no time."""
+    config = settings.config
+    findings = []
+    try:
+        sinks.check(config.logging)
+    except SlurmrlError as error:
+        findings.append(Finding("logging", Weight.FAILED, str(error), "logging"))
+    try:
+        if file := config.cluster.variables_file:
+            variables.read(Path(file))
+    except SlurmrlError as error:
+        findings.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
+    name = config.notify.webhook
+    if name is not None and name not in job_variables(settings):
+        message = f"no notice will be sent: cluster.variables_file does not set {name}"
+        findings.append(Finding("notify", Weight.WARNING, message, "notify.webhook"))
+    return findings
+
+
+def _torch(settings: Settings, plan: Plan) -> list[Finding]:
+    """Check that torch is built for GPUs if workers get some. A container has its own torch."""
+    build = torch_build()
+    gpus = any(group.gpus_per_worker for group in plan.groups)
+    if not gpus or build is None or build.gpus or settings.config.cluster.slurm.container:
+        return []
+    message = (
+        f"each worker gets a GPU, but torch {build.version} in {sys.prefix} is built for CPUs "
+        "only: install a CUDA build ('scripts/setup --torch cuda', or see "
+        "pytorch.org/get-started), or set gpus_per_worker: 0 to compute on CPUs"
+    )
+    if settings.config.cluster.slurm.setup:
+        message += "; where cluster.slurm.setup brings another torch, add --no-check"
+    return [Finding("torch", Weight.FAILED, message, "cluster.gpus_per_worker")]
+
+
+def _placed(finding: Finding, settings: Settings) -> Finding:
+    """Add the place in the configuration to a finding without a place."""
+    if finding.where:
+        return finding
+    where = settings.source.where(tuple(finding.key.split("."))) if finding.key else ""
+    return dataclasses.replace(finding, where=where)
+
+
+# -- the inspector ---------------------------------------------------------------------------
+
+
+def _of_inputs(
+    settings: Settings, code: Code, timeout_s: float, compared: set[str]
+) -> list[Finding]:
+    with tempfile.TemporaryDirectory(prefix="slurmrl-check-") as name:
+        request = ask_inspector(
+            "inputs",
+            settings,
+            code,
+            Path(name),
+            job_variables(settings),
+            timeout_s,
+            compared=sorted(compared),
+        )
+        replies = list(request)
+    findings, begun = _understood(replies, request.ended, timeout_s)
+    if ADAPTERS in begun:
+        compared |= _models(settings.config)
+    return findings
+
+
+def _models(config: Config) -> set[str]:
+    models = map(config.find_model, config.roles)
+    return {model.path for model in models if model is not None and model.path is not None}
+
+
+def ask_inspector(
+    subject: str,
+    settings: Settings,
+    code: Code,
+    folder: Path,
+    variables: Mapping[str, str],
+    limit_s: float | None = None,
+    *,
+    shown: bool = False,
+    **more: Any,
+) -> ChildRequest:
+    """Return a request to the inspector about a configuration.
+
+    ``folder`` receives the configuration, and the code of a trial that has no snapshot;
+    ``variables`` are those of the configuration.
+    """
+    config = folder / "config.yaml"
+    config.write_text(dump(settings.config), encoding="utf-8")
+    place = folder / "empty"  # jobs have another current directory than the command, too
+    place.mkdir()
+    return ChildRequest(
+        INSPECTOR,
+        {"subject": subject, "config": str(config), **more},
+        limit_s=limit_s,
+        env=environment(folder, code, variables),
+        cwd=place,
+        shown=shown,
+    )
+
+
+def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a job, so that imports fail here as they would there.
+
+    ``folder`` receives a copy of the user's code, without what lies beside it; ``variables`` are
+    those of the configuration.
+    """
+    place = code.snapshot
+    if place is None:
+        place = folder / "code"
+        place.mkdir()
+        (place / "slurmrl").symlink_to(Path(slurmrl.__file__).parent)
+        for path in code.paths:
+            copying.copy(path, place / path.name)
+    return {
+        **of_local_job(os.environ),
+        **variables,
+        "PYTHONPATH": str(place),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def job_variables(settings: Settings) -> dict[str, str]:
+    """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read.
+
+    (If not, another check reports it.)
+    """
+    cluster = settings.config.cluster
+    file = cluster.variables_file
+    with contextlib.suppress(SlurmrlError):
+        return {**cluster.env, **(variables.read(Path(file)) if file else {})}
+    return dict(cluster.env)
+
+
+def _understood(
+    replies: Sequence[dict[str, Any]], ended: ChildEnd, timeout_s: float
+) -> tuple[list[Finding], Collection[str]]:
+    """Return the inspector's findings, and the subjects of the checks that it has begun.
+
+    The findings include everything that the inspector could not check.
+    """
+    findings, begun = [], [{"begins": "starting to check", "subject": "checks"}]
+    for values in replies:
+        if "begins" in values:
+            begun.append(values)
+        else:
+            findings.append(Finding.from_json(values))
+    doing, subject = begun[-1]["begins"], begun[-1]["subject"]
+    subjects = [one["subject"] for one in begun]
+    if not doing and ended.code is not None:
+        return findings, subjects
+    later = "nothing else does it" if subject == ADAPTERS else UNCHECKED
+    if ended.code is None:
+        text = f"{doing or 'ending'} took longer than {timeout_s:g} s; {later} (--check-timeout)"
+        return [*findings, Finding(subject, Weight.WARNING, text)], subjects
+    last = ended.last_line[:SHOWN] or "no output"
+    if ended.code == -signal.SIGKILL:
+        text = f"the check was killed while {doing}, perhaps for its memory; {later}"
+        return [*findings, Finding(subject, Weight.WARNING, text)], subjects
+    text = f"{doing} ended the process with code {ended.code}: {last}"
+    return [*findings, Finding(subject, Weight.FAILED, text)], subjects
+
+
+class Weight(StrEnum):
+    FAILED = "failed"
+    """The run would fail."""
+    WARNING = "warning"
+    """The run might fail, or this was not checked."""
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    """``data``, ``reward``, ``tokenizer``, ``weights``, ``disk space``, …"""
+    weight: Weight
+    message: str
+    key: str = ""
+    """Dotted key of the setting, or of the line that ``where`` names."""
+    where: str = ""
+    """File and line; empty for a setting in the configuration."""
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.where, self.key, self.message)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Finding:
+        return Finding(**{**values, "weight": Weight(values["weight"])})
+
+
+def disk_space(settings: Settings) -> list[Finding]:
+    """Check the disk space. Raises OSError for a file system that does not answer."""
+    config = settings.config
+    checkpoint, export = checkpoint_bytes(settings), 0
+    if config.checkpoint.export_at_end:
+        export = _parameters(settings, "actor", "lm") * SCALAR_BYTES
+    paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
+    there = _checkpoints(paths)
+    copies = max(config.checkpoint.keep_last + 1 - there, 1)
+    data = data_bytes(settings) if not _holds(paths.data) else 0
+    versions = version_bytes(settings)
+    needed = copies * checkpoint + export + versions + data
+    folder = next(path for path in (paths.run, *paths.run.parents) if path.exists())
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if free >= needed:
+        return []
+    parts = [f"{copies} checkpoints of {_size(checkpoint)}"]
+    parts += [f"an export of {_size(export)}"] if export else []
+    parts += [f"{_size(versions)} of whole weight versions"] if versions else []
+    parts += [f"{_size(data)} of tokenised data"] if data else []
+    message = (
+        f"{_size(free)} are free in {folder}, but the run needs about {_size(needed)}: "
+        f"{', '.join(parts)}; choose another root, or lower checkpoint.keep_last"
+    )
+    return [Finding("disk space", Weight.FAILED, message, "root")]
+
+
+def checkpoint_bytes(settings: Settings) -> int:
+    """Estimate the bytes of one checkpoint: weights and optimizer states of the trained models.
+
+    A model of unknown architecture counts 0.
+    """
+    total = 0
+    for use in uses_of(settings.config, settings.algorithm):
+        if use.trained:
+            tensors = 1 + len(settings.config.model(use.role).optimizer.moments)
+            total += _trained(settings, use.role, use.head) * tensors * SCALAR_BYTES
+        elif settings.config.model(use.role).ema is not None:
+            total += _parameters(settings, use.role, use.head) * SCALAR_BYTES
+    return total
+
+
+def version_bytes(settings: Settings) -> int:
+    """Estimate the bytes of the complete weight versions.
+
+    There is one more than `rollout.publish.keep_whole` before an old one is removed. The size of
+    the versions between complete ones depends on the training.
+    """
+    publish = settings.config.rollout.publish
+    if publish is None:
+        return 0
+    actor = settings.config.actor
+    if actor.lora is None:
+        whole = _parameters(settings, "actor", "lm") * BYTES[actor.dtype]
+    else:
+        whole = _trained(settings, "actor", "lm") * SCALAR_BYTES
+    return (publish.keep_whole + 1) * whole
+
+
+def data_bytes(settings: Settings) -> int:
+    """Estimate the bytes of the tokenised data; a file that cannot be read counts 0."""
+    total = 0
+    for path in map(Path, settings.config.data_paths()):
+        with suppress(OSError):
+            files = path.rglob("*") if path.is_dir() else [path]
+            total += sum(file.stat().st_size for file in files)
+    return total * PREPARED_BYTES_PER_BYTE
+
+
+def _holds(folder: Path) -> bool:
+    """Whether a folder is there and not empty."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _parameters(settings: Settings, role: str, head: Head) -> int:
+    shape = shape_of(settings.config.model(role))
+    return round(parameters(shape, parse("fsdp:d1"), head).total) if shape else 0
+
+
+def _trained(settings: Settings, role: str, head: Head) -> int:
+    model = settings.config.model(role)
+    shape = shape_of(model)
+    return round(trained_shard(model, shape, parse("fsdp:d1"), head)) if shape else 0
+
+
+def _checkpoints(paths: RunPaths) -> int:
+    """Return the number of existing checkpoints."""
+    return len(list(paths.checkpoints.iterdir())) if paths.checkpoints.is_dir() else 0
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"
+
+
+def missing_packages(settings: Settings, plan: Plan) -> list[Finding]:
+    """Return the engines whose GPU or package is missing.
+
+    A container has its own packages, and set-up lines may bring others.
+    """
+    slurm = settings.config.cluster.slurm
+    without = [
+        Finding(ENGINE, Weight.FAILED, problem.message, problem.key)
+        for problem in lacking_gpus(settings, plan)
+    ]
+    if slurm.container:
+        return without
+    weight = Weight.WARNING if slurm.setup else Weight.FAILED
+    hint = " (the set-up lines of the job may bring it)" if slurm.setup else ""
+    found = dict(_missing(settings, plan))
+    return without + [Finding(ENGINE, weight, f"{text}{hint}", key) for key, text in found.items()]
+
+
+def _missing(settings: Settings, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the key of each setting whose package is missing, and the message."""
+    rollout, reported = settings.config.rollout, set[str]()
+    for model in plan.models.values():
+        rules = ENGINES[model.engine]
+        if model.role == ROLLOUTS:
+            yield from _of_servers(model.engine, rules.module, rollout.python)
+            continue
+        section = settings.config.model(model.role)
+        if rules.module and not _is_here(rules.module) and model.engine not in reported:
+            reported.add(model.engine)
+            key = dotted((*role_key(model.role), "backend"))
+            yield key, f"{model.engine} needs a package that {sys.prefix} lacks: {rules.install}"
+        if section.transformer_engine and not _is_here(TRANSFORMER_ENGINE):
+            key = dotted((*role_key(model.role), "transformer_engine"))
+            yield key, f"{sys.prefix} lacks TransformerEngine (docs/engines.md)"
+
+
+def _of_servers(engine: str, module: str, python: str | None) -> Iterator[tuple[str, str]]:
+    """Yield what servers lack; without ``module``, slurmrl itself generates."""
+    if not module:
+        return
+    if not _is_here(OF_CLIENT):
+        yield "rollout.backend", f"{engine} needs a package that {sys.prefix} lacks: aiohttp"
+    if python is None:
+        return
+    try:
+        done = subprocess.run(
+            [python, "-c", FIND_MODULE, module],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SERVER_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield "rollout.python", f"{python} does not run: {error}"
+        return
+    if done.returncode != 0:
+        yield (
+            "rollout.python",
+            f"{python} has no {engine}: install it there",
+        )
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that contains it
+        return False
