@@ -21,8 +21,7 @@ from slurmrl.display import terminal
 from slurmrl.display.terminal import plain
 
 if TYPE_CHECKING:
-    from slurmrl.desk.report.comparison import Comparison, Point
-    from slurmrl.desk.report.contents import Curve
+    from slurmrl.desk.report.report_data import Comparison, Curve, Point
     from slurmrl.run.paths import RunPaths
     from slurmrl.watch.overview import SchedulerFactory
 
@@ -61,9 +60,8 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
     are drawn.
     """
     from slurmrl.desk import trials
-    from slurmrl.desk.report.contents import Curve
-    from slurmrl.desk.report.curves import curves, smoothed, thinned
-    from slurmrl.desk.report.terminal import chart
+    from slurmrl.desk.report.page import chart
+    from slurmrl.desk.report.report_data import Curve, curves, smoothed, thinned
     from slurmrl.run import evaluated
 
     chosen, patterns = _split(trials.root_folder(root), words)
@@ -139,10 +137,8 @@ def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
     from dataclasses import asdict
 
     from slurmrl.desk import trials
-    from slurmrl.desk.report.collect import settings
-    from slurmrl.desk.report.comparison import Comparison, shared
-    from slurmrl.desk.report.curves import curves
-    from slurmrl.desk.report.settings import differences
+    from slurmrl.desk.report.collecting import differences, settings
+    from slurmrl.desk.report.report_data import Comparison, curves, shared
     from slurmrl.run import evaluated
 
     folder = trials.root_folder(root)
@@ -257,7 +253,7 @@ def _write(
     chosen: Sequence[RunPaths], file: Path, schedulers: SchedulerFactory | None = None
 ) -> list[dict[str, Any]]:
     from slurmrl.desk.report import page
-    from slurmrl.desk.report.collect import collect
+    from slurmrl.desk.report.collecting import collect
     from slurmrl.scheduler import make
     from slurmrl.watch.overview import collect as collect_statuses
 

@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager, ExitStack
 from enum import Enum
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmrl.backoff import Backoff
 from slurmrl.cli import status_text
-from slurmrl.desk.trial_jobs import Jobs
 from slurmrl.display.terminal import age, plain, sparkline
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnknownNameError
 from slurmrl.fsio import atomic
@@ -26,6 +25,9 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, Scheduler, SchedulerPoll, TaskState
 from slurmrl.watch.snapshot import read
 from slurmrl.watch.status import assemble
+
+if TYPE_CHECKING:
+    from slurmrl.desk.trial_jobs import Jobs
 
 FIRST_S, LONGEST_S = 0.3, 5.0
 """Pauses between two looks: after news, and when nothing has changed for long."""

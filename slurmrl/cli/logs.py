@@ -348,7 +348,7 @@ def samples(
 
     The trial keeps the completions that logging.samples selects.
     """
-    from slurmrl.desk.report.samples import of_step
+    from slurmrl.desk.report.report_data import of_step
 
     paths = chosen_trial(root, trial)
     rows = of_step(paths.samples, step, evaluation=evaluation)

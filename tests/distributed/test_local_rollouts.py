@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema import Lora
-from slurmrl.desk.report.samples import read_samples
+from slurmrl.desk.report.report_data import read_samples
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.run import events

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.desk.report.samples import of_step
+from slurmrl.desk.report.report_data import of_step
 from slurmrl.run.paths import RunPaths
 from tests.support.evaluation_hooks import MASTER_STEP, SUITES, WORKER_STEP
 from tests.support.hooks import hooked

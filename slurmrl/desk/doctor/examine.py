@@ -1,29 +1,39 @@
-"""All checks of ``slurmrl doctor``."""
+"""All checks of ``slurmrl doctor``, and those of the machine from which jobs are submitted."""
 
 from __future__ import annotations
 
+import shutil
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slurmrl.config import profiles
+from slurmrl.config.load import load_profile
 from slurmrl.config.schema import Cluster
-from slurmrl.desk.doctor import login, servers, software
-from slurmrl.desk.doctor.check import Check, failed, guarded
+from slurmrl.desk import trial_code
+from slurmrl.desk.doctor import directory, machine, server_checks
+from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.desk.doctor.job import JobShape, ProbeJob, Say, scratch
-from slurmrl.errors import SchedulerError
+from slurmrl.desk.inspection import described
+from slurmrl.desk.proposal import Proposal, begun_configuration, run_paths
+from slurmrl.desk.provenance import ProvenanceWriter
+from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial
+from slurmrl.errors import ConfigError, SchedulerError, UnreadableInputError
 from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.precision import bfloat16_models
-from slurmrl.plan.settings import Settings
-from slurmrl.scheduler import choose
+from slurmrl.plan.resources import Hosts
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.scheduler import AUTO, choose
 from slurmrl.scheduler.client import SlurmClient
 
 HOSTS = 2
 """Hosts of the job if the cluster has them: some checks compare two hosts."""
 USABLE = ("idle", "mixed", "allocated", "completing", "planned")
 SINFO_TIMEOUT_S = 20.0
+ROOT_ADVICE = "choose a folder of yours on a directory that all hosts share: --root or SLURMRL_ROOT"
 
 
 @dataclass(frozen=True)
@@ -48,31 +58,34 @@ def examine(what: Examination, say: Say) -> list[Check]:
     settings: Settings | None = None
     checks: list[Check] = []
     if what.config is not None:
-        settings, checks = login.configuration(
+        settings, checks = check_configuration(
             what.config, what.overrides, what.root, what.scheduler
         )
     config = settings.config if settings else None
     cluster = config.cluster if config else Cluster()
     if what.config is None:
-        cluster, more = login.site_profile()
+        cluster, more = check_site_profile()
         checks += more
     requested = what.scheduler or cluster.scheduler
     kind = choose(requested, asks_slurm=(config or cluster).asks_slurm)
     hosts = resources.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     checks += _trial(settings, plan, kind, what.check_timeout_s)
-    checks += servers.check_environment(config, sleeps=_servers_sleep(plan)) if config else []
-    running_servers = servers.running_settings(config) if config else None
+    checks += server_checks.check_environment(config, sleeps=_servers_sleep(plan)) if config else []
+    running_servers = server_checks.running_settings(config) if config else None
     if running_servers is not None and not what.job:
-        checks += servers.check_running(running_servers, elsewhere=kind != "local")
-    checks += [*login.scheduler(requested, kind, settings, plan, hosts), *login.machine()]
+        checks += server_checks.check_running(running_servers, elsewhere=kind != "local")
+    checks += [
+        *check_scheduler(requested, kind, settings, plan, hosts),
+        *check_machine(),
+    ]
     narrow = bfloat16_models(config, plan, plan.groups) if config and plan else []
-    checks += software.processor(narrow)
+    checks += machine.processor(narrow)
     root = Path(config.root) if config else what.root or what.fallback
 
     def look_at_root() -> list[Check]:
         with scratch(root) as paths:
-            beside = login.root(paths.run)
+            beside = check_root(paths.run)
             if not what.job:
                 return _here(beside)
             if what.config is not None and settings is None:
@@ -84,8 +97,8 @@ def examine(what: Examination, say: Say) -> list[Check]:
             )
             return [*_here(beside), *job.run()]
 
-    more = guarded("root", login.ROOT_ADVICE, look_at_root)
-    return _here([*checks, *more, *software.same_everywhere(checks, more)])
+    more = guarded("root", ROOT_ADVICE, look_at_root)
+    return _here([*checks, *more, *machine.same_everywhere(checks, more)])
 
 
 def _servers_sleep(plan: Plan | None) -> bool:
@@ -97,7 +110,7 @@ def _trial(
 ) -> list[Check]:
     if settings is None or plan is None or settings.missing or timeout_s is None:
         return []
-    return guarded("trial", "", lambda: login.trial(settings, plan, timeout_s, kind))
+    return guarded("trial", "", lambda: check_trial_files(settings, plan, timeout_s, kind))
 
 
 def _here(checks: list[Check]) -> list[Check]:
@@ -125,3 +138,103 @@ def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> JobShape:
     fit = [row for row in rows if row.gpus >= shape.gpus and row.state.strip("*~#$@+-") in USABLE]
     hosts = max(shape.hosts, min(HOSTS, len(fit)))
     return replace(shape, hosts=hosts)
+
+
+def check_configuration(
+    path: Path, overrides: tuple[str, ...], root: Path | None, scheduler: str | None = None
+) -> tuple[Settings | None, list[Check]]:
+    """The settings of a configuration (None if invalid) and the checks of them."""
+    try:
+        settings = load_settings(path, overrides, root=root, scheduler=scheduler, planning=True)
+    except ConfigError as error:
+        return None, [failed("configuration", str(one), "") for one in error.problems]
+    except UnreadableInputError as error:
+        return None, [failed("configuration", str(error), "")]
+    problems = [failed("configuration", str(one), "") for one in settings.missing]
+    fine = problems or [ok("configuration", f"{path} can be submitted")]
+    if (used := settings.profile) is None:
+        return settings, fine
+    keys = ", ".join(used.settings) or "nothing that the configuration leaves open"
+    return settings, [*fine, ok("site profile", f"{used.file} sets {keys}")]
+
+
+def check_site_profile() -> tuple[Cluster, list[Check]]:
+    """The cluster's settings without a configuration, and the check of the profile with them."""
+    path = profiles.in_force()
+    if path is None:
+        return Cluster(), []
+    try:
+        cluster = load_profile(path).cluster
+    except ConfigError as error:
+        return Cluster(), [failed("site profile", str(one), "") for one in error.problems]
+    return cluster, [ok("site profile", f"{path} can be used")]
+
+
+def check_trial_files(
+    settings: Settings, plan: Plan, timeout_s: float, scheduler: str = "local"
+) -> list[Check]:
+    """What ``submit`` looks at before it queues the trial of a configuration."""
+    found = trial_code.find_own_code(settings)
+    code = Code(paths=found.paths)
+    settings = described(settings, code, begun_configuration(settings))
+    recorder = ProvenanceWriter(settings.config, settings.source.path, found, scheduler)
+    said = Proposal(settings, plan, run_paths(settings), scheduler, recorder).ask_slurm()
+    findings = check_trial(settings, plan, code, timeout_s=timeout_s, more=said)
+    checks = [_check_of(finding) for finding in findings]
+    fine = ok("trial", "data, weights, tokenizer, reward and disk space are ready for the run")
+    return checks if any(one.state != State.OK for one in checks) else [*checks, fine]
+
+
+def _check_of(finding: Finding) -> Check:
+    make = {Weight.FAILED: failed, Weight.WARNING: warning}.get(finding.weight)
+    text = str(finding.problem)
+    return make(finding.subject, text, "") if make else ok(finding.subject, text)
+
+
+def check_scheduler(
+    requested: str,
+    kind: str,
+    settings: Settings | None,
+    plan: Plan | None,
+    hosts: Hosts | None,
+) -> list[Check]:
+    """Whether Slurm answers and has what the configuration needs.
+
+    ``kind`` is the scheduler that ``requested`` stands for; ``hosts`` are the cluster's.
+    """
+    advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
+    if kind == "local" and requested == AUTO and shutil.which("sbatch"):
+        return [warning("scheduler", "local: sbatch is here, but finds no configuration", advice)]
+    if kind == "local":
+        return [ok("scheduler", "local: this machine alone")]
+    checks = [
+        *guarded("slurm version", advice, machine.slurm_version),
+        *guarded("scontrol", advice, machine.controller),
+    ]
+    if settings is None or plan is None:
+        return checks
+    lacking = resources.lacking(plan, settings.config, hosts)
+    checks += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
+    return checks if lacking else [*checks, ok("hosts", "the cluster has what the layout needs")]
+
+
+def check_machine() -> list[Check]:
+    """Checks that do not depend on the directory of the runs."""
+    return [
+        *machine.process_limits(),
+        machine.python(),
+        *machine.packages(gpus=False),
+        machine.optional_packages(),
+        machine.operators(),
+    ]
+
+
+def check_root(folder: Path) -> list[Check]:
+    """``folder`` lies beside the runs and is ours."""
+    return [
+        *guarded("ownership", ROOT_ADVICE, lambda: directory.owner(folder)),
+        *guarded("directory", ROOT_ADVICE, lambda: directory.latency(folder)),
+        *guarded("disk space", ROOT_ADVICE, lambda: directory.space(folder)),
+        *guarded("inodes", ROOT_ADVICE, lambda: directory.inodes(folder)),
+        directory.quota(folder),
+    ]

@@ -1,22 +1,33 @@
-"""Checks between the hosts of the short job: connections, clocks, delay of the directory."""
+"""Checks between the hosts of the short job: connections, clocks, delay of the directory.
+
+A host reports its time, creates a file in the shared directory, or waits until it sees one. One
+request per connection, one line of JSON each way.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import re
 import socket
+import socketserver
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from slurmrl.desk.doctor import peers
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
 from slurmrl.desk.doctor.directory import seconds
-from slurmrl.desk.doctor.peers import LONGEST_DELAY_S, ask
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.run.channel.bell import fabric_address, interface_of
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.primitives import write_new
+from slurmrl.workers.address import fabric_address, interface_of
 
 MEET_S = 15.0
 """How long hosts wait for each other's addresses."""
@@ -33,6 +44,13 @@ DELAY_ADVICE = (
     "the directory's clients cache that a file is missing: runs work, but react late; "
     "mount it with lookupcache=positive or a small acdirmin/acdirmax"
 )
+CONNECT_S: Final = 5.0
+POLL_S: Final = 0.005
+LONGEST_DELAY_S: Final = 10.0
+"""How long a host looks for a file that exists. NFS may cache for up to 60 s that a file is
+missing; a delay above this value is reported without waiting for its end."""
+MOST_BYTES: Final = 65536
+_NAME: Final = re.compile(r"file\.\d+\.\d+")
 
 
 @dataclass(frozen=True)
@@ -46,13 +64,13 @@ class ProbeHost:
     interface: str | None
 
 
-def check(host: ProbeHost) -> list[Check]:
+def meet_hosts(host: ProbeHost) -> list[Check]:
     """All checks of one host; only the first host measures between pairs of hosts."""
     own = fabric_address(host.interface, host.hosts)
     checks = [ok("interface", f"{interface_of(own)} at {own}; there are: {_interfaces()}")]
     if host.hosts == 1:
         return checks
-    server = peers.Server(host.folder, host.token, own)
+    server = Server(host.folder, host.token, own)
     try:
         atomic.replace(_address(host, host.task), f"{own}:{server.port}".encode())
         known, waited_s = _wait_for_addresses(host)
@@ -117,9 +135,9 @@ def _pairs(host: ProbeHost, others: Mapping[int, str]) -> list[Check]:
 
 def _pair(host: ProbeHost, task: int, address: str) -> list[Check]:
     name = f"0 and {task} ({address.rpartition(':')[0]})"
-    here, other = partial(peers.act, host.folder), partial(ask, address, host.token)
+    here, other = partial(act, host.folder), partial(ask, address, host.token)
     try:
-        offset_s, within_s = peers.clock_offset(other)
+        offset_s, within_s = clock_offset(other)
         clock = ok(
             "clock difference",
             f"host {name}: {offset_s * 1e3:+.1f} ms within {within_s * 1e3:.1f} ms",
@@ -131,11 +149,11 @@ def _pair(host: ProbeHost, task: int, address: str) -> list[Check]:
         return [failed("directory between hosts", f"host {name}: {error}", NETWORK_ADVICE)]
 
 
-def _delays(here: peers.Host, other: peers.Host, task: int, name: str) -> Check:
+def _delays(here: Host, other: Host, task: int, name: str) -> Check:
     """Delay until a new file of one host is visible on the other, in both directions."""
     delays = {
-        "there_s": peers.file_delay(here, other, f"file.{task}.0"),
-        "back_s": peers.file_delay(other, here, f"file.{task}.1"),
+        "there_s": file_delay(here, other, f"file.{task}.0"),
+        "back_s": file_delay(other, here, f"file.{task}.1"),
     }
     if not all(delay.same_content for delay in delays.values()):
         return failed(
@@ -172,7 +190,7 @@ def _tell(host: ProbeHost, word: str, address: str) -> None:
         return  # an unreachable host has been reported, and its own wait is bounded
 
 
-def _wait_for_bye(host: ProbeHost, server: peers.Server) -> None:
+def _wait_for_bye(host: ProbeHost, server: Server) -> None:
     """Serve the first host until it says bye, over the network or in the directory."""
     deadline = time.monotonic() + 2 * LONGEST_DELAY_S + BYE_S
     while time.monotonic() < deadline and not server.said_bye.wait(0.2):
@@ -186,3 +204,147 @@ def _address(host: ProbeHost, task: int) -> Path:
 
 def _interfaces() -> str:
     return ", ".join(name for _, name in socket.if_nameindex())
+
+
+Host = Callable[[str, str], dict[str, Any]]
+"""Executes a request (what to do, the name of a file): `act` on this host, `ask` on another."""
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    request_queue_size = 256
+    """All hosts of a job connect at about the same time."""
+    daemon_threads = True
+
+
+class Server:
+    """Answers requests that carry the token, in threads of its own."""
+
+    def __init__(self, folder: Path, token: str, address: str) -> None:
+        self.has_connected = threading.Event()
+        """Set once this host has connected to all others."""
+        self.said_bye = threading.Event()
+        outer, self._folder, self._token = self, folder, token
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = LONGEST_DELAY_S + CONNECT_S
+
+            def handle(self) -> None:
+                reply = outer.answer(self.rfile.readline(MOST_BYTES))
+                self.wfile.write(json.dumps(reply).encode() + b"\n")
+
+        self._server = _Listener((address, 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def answer(self, line: bytes) -> dict[str, Any]:
+        """The reply to a request. Errors are replies too; the asking host reports them."""
+        try:
+            request = json.loads(line)
+            if not hmac.compare_digest(str(request["token"]), self._token):
+                return {"error": "wrong token"}
+            if request["do"] == "wait" and not self.has_connected.wait(LONGEST_DELAY_S):
+                return {"error": "is still connecting to other hosts"}
+            if request["do"] == "bye":
+                self.said_bye.set()
+            return act(self._folder, str(request["do"]), str(request.get("name", "")))
+        except (LookupError, TypeError, ValueError, OSError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def act(folder: Path, do: str, name: str) -> dict[str, Any]:
+    """Execute a request on this host. Raises ValueError, OSError."""
+    if do in ("time", "wait", "bye"):
+        return {"time": time.time()}
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"file name {name!r} is not allowed, only file.N.N")
+    path = folder / name
+    if do == "miss":
+        return {"there": path.exists()}
+    if do == "make":
+        data = name.encode() * 100
+        write_new(path, data, True, REAL)
+        return {"digest": hashlib.sha256(data).hexdigest()}
+    if do == "see":
+        return see(path)
+    raise ValueError(f"unknown request {do!r}")
+
+
+def see(path: Path) -> dict[str, Any]:
+    """Wait for a file; return the seconds until it was visible and the digest of its content.
+
+    The seconds are None if it was not visible within LONGEST_DELAY_S.
+    """
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < LONGEST_DELAY_S:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            time.sleep(POLL_S)
+            continue
+        return {"delay_s": waited_s, "digest": hashlib.sha256(data).hexdigest()}
+    return {"delay_s": None, "digest": ""}
+
+
+def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
+    """Send a request to the server at ``host:port``.
+
+    Raises OSError where it cannot be reached, EnvironmentFailure where it reports an error.
+    """
+    host, _, port = address.rpartition(":")
+    timeout_s = CONNECT_S if do in ("time", "bye") else LONGEST_DELAY_S + CONNECT_S
+    with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+        connection.settimeout(timeout_s)
+        request = {"token": token, "do": do, "name": name}
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        with connection.makefile("rb") as reader:
+            line = reader.readline(MOST_BYTES)
+    try:
+        reply: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise EnvironmentFailure(f"{address} sent no JSON: {line[:100]!r}") from error
+    if "error" in reply:
+        raise EnvironmentFailure(f"{address}: {reply['error']}")
+    return reply
+
+
+def clock_offset(other: Host) -> tuple[float, float]:
+    """Return how far the other host's clock is ahead of ours, and the error bound, in seconds.
+
+    The bound is half of the round trip. The smallest round trip of five counts (Cristian 1989).
+    """
+    best = (0.0, float("inf"))
+    for _ in range(5):
+        began_wall, began = time.time(), time.monotonic()
+        theirs = other("time", "")["time"]
+        half = (time.monotonic() - began) / 2
+        if half < best[1]:
+            best = (theirs - (began_wall + half), half)
+    return best
+
+
+@dataclass(frozen=True)
+class FileDelay:
+    seconds: float | None
+    """None: not visible within LONGEST_DELAY_S."""
+    same_content: bool
+    """Whether the reader read what was written; True where it read nothing."""
+
+
+def file_delay(maker: Host, reader: Host, name: str) -> FileDelay:
+    """How long after ``maker`` has created a file ``reader`` sees it, by the reader's clock.
+
+    The reader looks for the file first, so that its cache knows it as missing.
+    """
+    reader("miss", name)
+    made = maker("make", name)
+    seen = reader("see", name)
+    return FileDelay(seen["delay_s"], seen["delay_s"] is None or seen["digest"] == made["digest"])

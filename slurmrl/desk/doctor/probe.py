@@ -2,43 +2,65 @@
 
 ``python -P -m slurmrl.desk.doctor.probe FOLDER`` reads ``ask.json`` there and leaves
 ``result.<task>.json``. It ends within two minutes whatever the others do.
+
+The container that workers run in is started once, with the workers' command. The stage that it
+reaches shows what is missing. `checks_inside` runs in the container and writes its results to
+``inside.<task>.json``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurmrl import env
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.desk.doctor import (
-    container,
-    directory,
-    disk,
-    gpus,
-    limits,
-    meeting,
-    servers,
-    slurm,
-    software,
-)
+from slurmrl.desk.doctor import directory, machine, meeting, server_checks
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok
+from slurmrl.desk.doctor.directory import seconds
 from slurmrl.fsio import atomic, documents, umask
+from slurmrl.workers.agent.fork_environment import interpreter
 
 DIRECTORY_ADVICE = "the compute nodes must mount the directory of --root, writable for you"
+CONTAINER_TIMEOUT_S = 60.0
+_PROGRAM = """\
+import os, sys
+print("has python", flush=True)
+os.listdir(sys.argv[1])
+print("sees the folder", flush=True)
+import slurmrl.config.load
+from slurmrl.desk.doctor import probe
+print("has slurmrl", flush=True)
+probe.main_inside(sys.argv[1:])
+"""
+_STAGES = ("has python", "sees the folder", "has slurmrl")
+_ADVICE = (
+    "try cluster.slurm.container and container_python by hand on a host of the job; what has to be "
+    "loaded first belongs in cluster.slurm.setup",
+    "mount the directory of --root inside at the same path (apptainer: --bind, enroot: --mount)",
+    "install the packages of pyproject.toml in the image, for its container_python",
+    "the directory of --root must be the same inside, and writable for you",
+)
+CUDA_LIBRARY = "libcuda.so.1"
+"""The driver's, which comes from the host."""
 
 
 def result_name(task: int) -> str:
     return f"result.{task}.json"
 
 
-def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
+def check_host(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     """All checks of one host."""
     expected = int(request["gpus"])
     settings = Slurm.model_validate(request["slurm"])
@@ -48,30 +70,30 @@ def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
         *guarded("same directory", DIRECTORY_ADVICE, lambda: directory.content(folder, request)),
         *guarded("ownership", DIRECTORY_ADVICE, lambda: directory.owner(own)),
         *guarded("directory", DIRECTORY_ADVICE, lambda: directory.latency(own)),
-        *limits.check(),
-        *guarded("gpus", gpus.ADVICE, lambda: _gpus(expected)),
-        software.driver(expected > 0),
-        *software.processor(request["narrow"]),
-        software.python(),
-        *(software.packages(expected > 0) if settings.container is None else ()),
+        *machine.process_limits(),
+        *guarded("gpus", machine.GPU_ADVICE, lambda: _gpus(expected)),
+        machine.driver(expected > 0),
+        *machine.processor(request["narrow"]),
+        machine.python(),
+        *(machine.packages(expected > 0) if settings.container is None else ()),
         *guarded("temporary space", "set TMPDIR", _temporary),
     ]
     if request["script"] is not None:
-        checks += slurm.in_jobs(Path(request["script"]))
+        checks += machine.slurm_in_jobs(Path(request["script"]))
     interface = request["interface"]
     place = meeting.ProbeHost(folder, str(request["token"]), task, int(request["hosts"]), interface)
-    checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
+    checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.meet_hosts(place))
     if request["servers"] is not None and task == 0:  # that of the first rank, which asks them
-        checks += servers.check_running(request["servers"])
+        checks += server_checks.check_running(request["servers"])
     if settings.container is not None:  # at the end: the others do not wait for its start
-        look_inside = partial(container.check, folder, task, settings)
+        look_inside = partial(check_container, folder, task, settings)
         checks += guarded("container", DIRECTORY_ADVICE, look_inside)
     name = env.NODE_NAME.get() or socket.gethostname()
     return [check.at(name) for check in checks]
 
 
 def _gpus(expected: int) -> Check:
-    return gpus.check(expected, env.VISIBLE_DEVICES.get(), gpus.seen())
+    return machine.granted_gpus(expected, env.VISIBLE_DEVICES.get(), machine.seen_gpus())
 
 
 def _temporary() -> Check:
@@ -79,8 +101,8 @@ def _temporary() -> Check:
     folder = tempfile.gettempdir()
     system = os.statvfs(folder)
     free = system.f_bavail * system.f_frsize
-    measured = f"{free / disk.GIB:.1f} GiB free in {folder}"
-    if free < disk.LEAST_BYTES:
+    measured = f"{free / directory.GIB:.1f} GiB free in {folder}"
+    if free < directory.LEAST_BYTES:
         advice = "set TMPDIR to another folder in cluster.slurm.setup"
         return failed("temporary space", measured, advice, free_bytes=float(free))
     return ok("temporary space", measured, free_bytes=float(free))
@@ -91,10 +113,84 @@ def main(arguments: list[str]) -> int:
     umask.make_private()
     task = env.NODE_ID.get()
     request = documents.read(folder / directory.ASK)
-    checks = look(folder, task, request)
+    checks = check_host(folder, task, request)
     text = json.dumps({"checks": [check.to_json() for check in checks]})
     atomic.replace(folder / result_name(task), text.encode())
     return 0
+
+
+def check_container(folder: Path, task: int, slurm: Slurm) -> list[Check]:
+    """``folder`` is the job's; ``slurm`` names a container."""
+    command = [*interpreter(slurm, os.environ), "-P", "-c", _PROGRAM, str(folder), str(task)]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CONTAINER_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [failed("container", f"did not end within {CONTAINER_TIMEOUT_S:.0f} s", _ADVICE[0])]
+    except OSError as error:
+        return [failed("container", f"cannot start '{command[0]}': {error.strerror}", _ADVICE[0])]
+    reached = sum(stage in done.stdout.splitlines() for stage in _STAGES)
+    if done.returncode != 0:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+        got = f"it {_STAGES[reached - 1]}; then" if reached else "does not start:"
+        measured = f"{got} exit code {done.returncode}: {last[0]}"
+        return [failed("container", measured, _ADVICE[reached])]
+    return _seen_inside(folder, task, time.monotonic() - began)
+
+
+def _seen_inside(folder: Path, task: int, took_s: float) -> list[Check]:
+    path = folder / inside_name(task)
+    try:
+        values = documents.read(path)
+    except FileNotFoundError:
+        measured = "a file written inside is not visible on the host"
+        return [failed("container", measured, _ADVICE[-1])]
+    with documents.expecting(path):
+        checks = [Check.from_json(one) for one in values["checks"]]
+    measured = f"starts, sees the directory and has slurmrl; {seconds(took_s)}"
+    named = [replace(one, name=f"{one.name} in container") for one in checks]
+    return [ok("container", measured, took_s=took_s), *named]
+
+
+def inside_name(task: int) -> str:
+    return f"inside.{task}.json"
+
+
+def main_inside(arguments: Sequence[str]) -> None:
+    """``arguments``: the job's folder and the number of the host."""
+    folder, task = Path(arguments[0]), int(arguments[1])
+    umask.make_private()
+    checks = checks_inside(folder, documents.read(folder / directory.ASK))
+    text = json.dumps({"checks": [one.to_json() for one in checks]})
+    atomic.replace(folder / inside_name(task), text.encode())
+
+
+def checks_inside(folder: Path, request: dict[str, Any]) -> list[Check]:
+    gpus = int(request["gpus"]) > 0
+    advice = "the directory of --root must be the same inside and outside"
+    return [
+        *guarded("same directory", advice, lambda: directory.content(folder, request)),
+        machine.python(),
+        *machine.packages(gpus),
+        *([_driver()] if gpus else []),
+    ]
+
+
+def _driver() -> Check:
+    try:
+        ctypes.CDLL(CUDA_LIBRARY)
+    except OSError as error:
+        advice = "let the container have the host's driver (apptainer: --nv)"
+        return failed("gpu driver", str(error), advice)
+    return ok("gpu driver", f"{CUDA_LIBRARY} can be loaded")
 
 
 if __name__ == "__main__":

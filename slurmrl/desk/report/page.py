@@ -1,6 +1,6 @@
-"""Reports as one HTML file.
+"""Reports as one HTML file, and charts for a terminal.
 
-The file loads nothing and sends nothing: its policy allows the scripts and the styles of this
+The HTML file loads nothing and sends nothing: its policy allows the scripts and the styles of this
 package, by their digests, and no connections. What trials have written is data: JSON in a script
 element that is never run, in which no text can end the element. The script puts it into the page as
 text only.
@@ -12,7 +12,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -20,12 +20,16 @@ from string import Template
 from typing import Any
 
 from slurmrl import __version__
-from slurmrl.desk.report.contents import TrialReport
-from slurmrl.desk.report.settings import differences
+from slurmrl.desk.report.collecting import differences
+from slurmrl.desk.report.report_data import Curve, TrialReport
+from slurmrl.display.terminal import plain
 from slurmrl.fsio import atomic
 
 HARMLESS = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """How JSON writes the characters that mean something to HTML or JavaScript."""
+COLOURS = ("blue", "orange", "green", "magenta", "cyan", "red", "yellow", "gray")
+MARKERS = ("braille", "x", "o", "*", "+", "#", "@", "%")
+"""Of trials, where colours do not tell them apart."""
 
 
 def write(path: Path, reports: Sequence[TrialReport]) -> None:
@@ -79,3 +83,39 @@ def _digests(texts: Sequence[str]) -> str:
 @cache
 def _asset(name: str) -> str:
     return files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def chart(
+    title: str, curves: Mapping[str, Curve], *, width: int, height: int, coloured: bool
+) -> str:
+    """Return the curves, by the name of their trial, in one chart of so many characters."""
+    import plotext  # the HTML file does without it
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.limit_size(False, False)  # to the terminal, as plotext sees it
+    plotext.plotsize(width, height)
+    plotext.title(plain(title))
+    steps = [x for curve in curves.values() for x in curve.x]
+    plotext.xticks(whole_ticks(min(steps), max(steps)))
+    for number, (name, curve) in enumerate(curves.items()):
+        points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
+        plotext.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name if len(curves) > 1 else None,
+            marker="braille" if coloured else MARKERS[number % len(MARKERS)],
+            color=COLOURS[number % len(COLOURS)] if coloured else None,
+        )
+    text: str = plotext.build() if coloured else plotext.uncolorize(plotext.build())
+    return text.rstrip("\n")
+
+
+def whole_ticks(low: int, high: int, most: int = 6) -> list[int]:
+    """Return at most ``most`` round steps from ``low`` to ``high``, at equal distances."""
+    distances = (digit * 10**power for power in range(19) for digit in (1, 2, 5))
+    for distance in distances:
+        first = -(-low // distance) * distance
+        if first <= high and (high - first) // distance < most:
+            return list(range(first, high + 1, distance))
+    return [low]

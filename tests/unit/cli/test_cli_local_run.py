@@ -44,7 +44,7 @@ sys.path.insert(0, {str(STAND_IN.parents[3])!r})
 from slurmrl.cli.main import main
 from slurmrl.scheduler import SCHEDULERS
 from slurmrl.desk import trial_code
-snapshot.is_this_code = lambda folder: True  # the stand-in is in no snapshot
+trial_code.is_this_code = lambda folder: True  # the stand-in is in no snapshot
 SCHEDULERS._entries["local"] = "test_cli_local_run:StandInScheduler"
 sys.path.insert(0, {str(STAND_IN.parent)!r})
 sys.exit(main())

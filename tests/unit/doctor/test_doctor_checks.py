@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurmrl.desk.doctor import directory, disk, gpus, limits, slurm, software
+from slurmrl.desk.doctor import directory, machine
 from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok
 from slurmrl.desk.provenance import TorchBuild
 from slurmrl.errors import EnvironmentFailure, SchedulerError
@@ -45,7 +45,9 @@ def test_what_keeps_from_looking_is_a_failed_check() -> None:
     [(1024, State.WARNING), (65536, State.OK), (resource.RLIM_INFINITY, State.OK)],
 )
 def test_limits(files: int, state: State) -> None:
-    found = limits.check(lambda kind: (files, files) if kind == resource.RLIMIT_NOFILE else (9, 9))
+    found = machine.process_limits(
+        lambda kind: (files, files) if kind == resource.RLIMIT_NOFILE else (9, 9)
+    )
     assert states(found) == {"open files": state, "processes": State.WARNING}
     assert "ulimit -u" in found[1].advice
 
@@ -63,16 +65,16 @@ def test_disk_space(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocks: int, state: State
 ) -> None:
     statvfs(monkeypatch, f_bavail=blocks)
-    found = disk.space(tmp_path)
+    found = directory.space(tmp_path)
     assert (found.state, found.values["free_bytes"]) == (state, blocks * 4096)
 
 
 def test_inodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert disk.inodes(tmp_path).state in State
+    assert directory.inodes(tmp_path).state in State
     statvfs(monkeypatch, f_favail=17)
-    assert disk.inodes(tmp_path).state is State.WARNING
+    assert directory.inodes(tmp_path).state is State.WARNING
     statvfs(monkeypatch, f_files=0, f_favail=0)
-    assert disk.inodes(tmp_path).state is State.OK
+    assert directory.inodes(tmp_path).state is State.OK
 
 
 QUOTA = """\
@@ -84,13 +86,13 @@ LFS_QUOTA = "/lustre  1048576  0  2097152  -  90  0  100  -  \n"
 
 
 def test_quotas_of_both_tools_are_read() -> None:
-    (home,) = disk.parse_quota(QUOTA)
+    (home,) = directory.parse_quota(QUOTA)
     assert (home.filesystem, home.used_kib, home.limit_kib) == ("srv:/home", 9900000, 9000000)
     assert home.used > 1
-    (lustre,) = disk.parse_quota(LFS_QUOTA)
+    (lustre,) = directory.parse_quota(LFS_QUOTA)
     assert (lustre.used, lustre.files_limit) == (0.9, 100)
     assert str(lustre) == "/lustre: 1.0 GiB of 2.0 GiB, 90 of 100 files"
-    assert disk.parse_quota("Disk quotas for user root (uid 0): none\n") == []
+    assert directory.parse_quota("Disk quotas for user root (uid 0): none\n") == []
 
 
 @pytest.mark.parametrize(("text", "state"), [(QUOTA, State.WARNING), ("", State.OK)])
@@ -103,7 +105,7 @@ def test_a_full_quota_is_reported(
     )
     (tmp_path / "quota").chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    found = disk.quota(tmp_path)
+    found = directory.quota(tmp_path)
     assert found.state is state
 
 
@@ -171,7 +173,7 @@ UUIDS = ["GPU-11111111-aaaa", "GPU-22222222-bbbb"]
     ],
 )
 def test_gpus(expected: int, visible: str, seen: list[str] | None, state: State) -> None:
-    assert gpus.check(expected, visible, seen).state is state
+    assert machine.granted_gpus(expected, visible, seen).state is state
 
 
 def test_the_list_of_nvidia_smi() -> None:
@@ -180,12 +182,12 @@ def test_the_list_of_nvidia_smi() -> None:
         "  MIG 1g.10gb     Device  0: (UUID: MIG-9)\n"
         "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22222222-bbbb)\n"
     )
-    assert gpus.listed(text) == UUIDS
+    assert machine.listed_gpus(text) == UUIDS
 
 
 def install(monkeypatch: pytest.MonkeyPatch, build: TorchBuild, driver: str | None) -> None:
-    monkeypatch.setattr(software, "torch_build", lambda: build)
-    monkeypatch.setattr(software, "driver_version", lambda: driver)
+    monkeypatch.setattr(machine, "torch_build", lambda: build)
+    monkeypatch.setattr(machine, "driver_version", lambda: driver)
 
 
 CPU_BUILD = TorchBuild("2.13.0+cpu", None, gpus=False)
@@ -193,10 +195,10 @@ CPU_BUILD = TorchBuild("2.13.0+cpu", None, gpus=False)
 
 def test_torch_for_cpus_does_not_serve_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, CPU_BUILD, "580.65.06")
-    assert states(software.packages(gpus=True))["torch on gpus"] is State.FAILED
-    assert states(software.packages(gpus=False)) == {"packages": State.OK}
-    monkeypatch.setattr(software, "version_of", lambda name: None)
-    (found,) = software.packages(gpus=False)
+    assert states(machine.packages(gpus=True))["torch on gpus"] is State.FAILED
+    assert states(machine.packages(gpus=False)) == {"packages": State.OK}
+    monkeypatch.setattr(machine, "version_of", lambda name: None)
+    (found,) = machine.packages(gpus=False)
     assert (found.state, found.advice.startswith("pip install torch")) == (State.FAILED, True)
 
 
@@ -216,7 +218,7 @@ def test_torch_is_compared_with_the_driver_and_a_fitting_build_is_named(
     monkeypatch: pytest.MonkeyPatch, cuda: str, driver: str | None, state: State, advice: str
 ) -> None:
     install(monkeypatch, TorchBuild("2.13.0", cuda, gpus=True), driver)
-    found = software.torch_on_gpus()
+    found = machine.torch_on_gpus()
     assert (found.state, advice in found.advice) == (state, True), found
     assert cuda in found.measured
 
@@ -225,21 +227,21 @@ def test_the_build_advised_for_a_torch_for_cpus_fits_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, CPU_BUILD, "535.54.03")
-    assert "--torch cu126" in software.torch_on_gpus().advice
+    assert "--torch cu126" in machine.torch_on_gpus().advice
 
 
 def test_the_driver_is_read_from_the_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu, "DRIVER_FILE", tmp_path / "version")
-    assert software.driver(gpus=False).state is State.OK
-    assert software.driver(gpus=True).state is State.FAILED
+    assert machine.driver(gpus=False).state is State.OK
+    assert machine.driver(gpus=True).state is State.FAILED
     for text in (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6\n",
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build\n",
     ):
         (tmp_path / "version").write_text(text)
-        found = software.driver(gpus=True)
+        found = machine.driver(gpus=True)
         assert found.state is State.OK
         assert found.measured == "NVIDIA 535.54.03, serves builds for CUDA 12 and older"
 
@@ -247,8 +249,8 @@ def test_the_driver_is_read_from_the_kernel(
 def test_hosts_with_other_software_are_named() -> None:
     login = [ok("python", "3.11.7"), ok("packages", "torch 2")]
     same = [ok("python", "3.11.7").at("n0"), ok("packages", "torch 2").at("n0")]
-    assert software.same_everywhere(login, same) == []
-    (found,) = software.same_everywhere(login, [*same, ok("python", "3.12.1").at("n1")])
+    assert machine.same_everywhere(login, same) == []
+    (found,) = machine.same_everywhere(login, [*same, ok("python", "3.12.1").at("n1")])
     assert (found.state, found.measured) == (State.WARNING, "n1: python 3.12.1")
 
 
@@ -260,7 +262,7 @@ def test_commands_that_do_not_work_in_jobs_are_no_failure(
 
     monkeypatch.setattr(SlurmClient, "ping", lambda self: None)
     monkeypatch.setattr(SlurmClient, "try_out", refuse)
-    found = slurm.in_jobs(tmp_path / "script.sh")
+    found = machine.slurm_in_jobs(tmp_path / "script.sh")
     assert states(found) == {"scontrol in jobs": State.OK, "sbatch in jobs": State.WARNING}
     assert "slurmrl resume" in found[1].advice
 
@@ -271,6 +273,6 @@ def test_compiled_operators_are_announced_before_a_job_compiles_them(
     folder = tmp_path / "ops"
     atomic.make_private_directory(folder)
     monkeypatch.setenv("SLURMRL_OPS_CACHE", str(folder))
-    assert "python -m slurmrl.tensors.ops.native" in software.operators().measured
+    assert "python -m slurmrl.tensors.ops.native" in machine.operators().measured
     (folder / f"{stem(Half.CPU)}-0123456789abcdef.so").touch()
-    assert software.operators().measured == f"in {folder}"
+    assert machine.operators().measured == f"in {folder}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.desk.doctor import container, inside
+from slurmrl.desk.doctor import probe
 from slurmrl.desk.doctor.check import Check, State
 from slurmrl.desk.doctor.examine import Examination, examine
 from tests.fake_runs import write_config
@@ -77,17 +77,17 @@ def test_what_a_container_lacks_is_named(
 
 def test_a_program_that_is_not_on_the_host(tmp_path: Path) -> None:
     slurm = Slurm(container=f"{tmp_path}/apptainer exec image.sif")
-    (check,) = container.check(tmp_path, 0, slurm)
+    (check,) = probe.check_container(tmp_path, 0, slurm)
     assert check.state is State.FAILED
     assert check.measured == f"cannot start '{tmp_path}/apptainer': No such file or directory"
 
 
 def test_a_container_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(container, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(probe, "CONTAINER_TIMEOUT_S", 0.2)
     program = tmp_path / "apptainer"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o700)
-    (check,) = container.check(tmp_path, 0, Slurm(container=str(program)))
+    (check,) = probe.check_container(tmp_path, 0, Slurm(container=str(program)))
     assert check.state is State.FAILED
     assert "did not end within" in check.measured
 
@@ -98,9 +98,9 @@ def test_a_container_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_driver_must_be_in_the_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, state: State
 ) -> None:
-    monkeypatch.setattr(inside, "CUDA_LIBRARY", library)
-    found = {one.name: one for one in inside.look(tmp_path, {"gpus": 1, "content": ""})}
+    monkeypatch.setattr(probe, "CUDA_LIBRARY", library)
+    found = {one.name: one for one in probe.checks_inside(tmp_path, {"gpus": 1, "content": ""})}
     assert found["gpu driver"].state is state
-    assert "gpu driver" not in {one.name for one in inside.look(tmp_path, {"gpus": 0})}
+    assert "gpu driver" not in {one.name for one in probe.checks_inside(tmp_path, {"gpus": 0})}
     assert found["same directory"].state is State.FAILED
     assert os.listdir(tmp_path) == []

@@ -11,7 +11,6 @@ from slurmrl.cli.main import main
 from slurmrl.desk import trial_jobs
 from slurmrl.desk.doctor import examine as examine_module
 from slurmrl.desk.doctor import job as job_module
-from slurmrl.desk.doctor import login
 from slurmrl.desk.doctor.check import Check, State
 from slurmrl.desk.doctor.examine import Examination, examine
 from slurmrl.desk.trial_checks import Code
@@ -74,7 +73,7 @@ def test_without_a_configuration_the_site_profile_counts(
     path.parent.mkdir()
     path.write_text("cluster: {scheduler: local, slurm: {partition: gpu}}\n")
     path.chmod(0o600)
-    assert login.site_profile()[0].slurm.partition == "gpu"
+    assert examine_module.check_site_profile()[0].slurm.partition == "gpu"
     found = look(tmp_path / "r", scheduler=None)
     assert (found["site profile"].state, found["scheduler"].state) == (State.OK, State.OK)
     path.write_text("cluster: {slurm: {partitoin: gpu}}\n")
@@ -97,15 +96,17 @@ def test_an_algorithm_of_ones_own_is_among_the_code_of_the_checks(
 ) -> None:
     """As in those of a submission: its files may lie elsewhere than the configuration."""
     own = ADDITION.parent / "custom/simpo.py"
-    settings, _ = login.configuration(
+    settings, _ = examine_module.check_configuration(
         write_config(tmp_path),
         (f"algorithm={{name: '{own}:SimPO', batch_size: 8}}", "dataset.type=preference"),
         tmp_path,
     )
     assert settings is not None
     asked: list[Code] = []
-    monkeypatch.setattr(login, "check", lambda *given, **_: asked.append(given[2]) or [])
-    login.trial(settings, make_plan(settings, scheduler="local"), 1.0)
+    monkeypatch.setattr(
+        examine_module, "check_trial", lambda *given, **_: asked.append(given[2]) or []
+    )
+    examine_module.check_trial_files(settings, make_plan(settings, scheduler="local"), 1.0)
     assert own in asked[0].paths
 
 

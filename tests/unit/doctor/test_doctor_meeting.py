@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk.doctor import meeting, peers
+from slurmrl.desk.doctor import meeting
 from slurmrl.desk.doctor.check import Check, State
 from slurmrl.desk.doctor.meeting import ProbeHost
 from slurmrl.errors import EnvironmentFailure
@@ -23,14 +23,13 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long for what does not come."""
     monkeypatch.setattr(meeting, "MEET_S", 0.5)
     monkeypatch.setattr(meeting, "BYE_S", 0.5)
-    for module in (meeting, peers):
-        monkeypatch.setattr(module, "LONGEST_DELAY_S", 0.3)
+    monkeypatch.setattr(meeting, "LONGEST_DELAY_S", 0.3)
 
 
 def meet(*places: ProbeHost) -> list[dict[str, list[Check]]]:
     """What each host found, by name."""
     with ThreadPoolExecutor(len(places)) as pool:
-        results = list(pool.map(meeting.check, places))
+        results = list(pool.map(meeting.meet_hosts, places))
     return [
         {one.name: [other for other in found if other.name == one.name] for one in found}
         for found in results
@@ -69,7 +68,7 @@ def test_files_that_do_not_appear_are_reported(tmp_path: Path) -> None:
     """The other host serves from a directory that the first one's files never reach."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    server = peers.Server(tmp_path / "b", "token", "127.0.0.1")
+    server = meeting.Server(tmp_path / "b", "token", "127.0.0.1")
     try:
         (tmp_path / "a" / "address.1").write_text(f"127.0.0.1:{server.port}")
         (found,) = meet(place(tmp_path / "a", 0, 2))
@@ -93,20 +92,20 @@ def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> peers.Server:
-    return peers.Server(tmp_path, "token", "127.0.0.1")
+def server(tmp_path: Path) -> meeting.Server:
+    return meeting.Server(tmp_path, "token", "127.0.0.1")
 
 
-def test_requests_without_the_token_are_refused(server: peers.Server, tmp_path: Path) -> None:
+def test_requests_without_the_token_are_refused(server: meeting.Server, tmp_path: Path) -> None:
     address = f"127.0.0.1:{server.port}"
     try:
         with pytest.raises(EnvironmentFailure, match="wrong token"):
-            peers.ask(address, "guess", "make", "file.1.0")
+            meeting.ask(address, "guess", "make", "file.1.0")
         for name in ("../file.1.0", "/etc/passwd", "ask.json", "file.1.0/x"):
             with pytest.raises(EnvironmentFailure, match="is not allowed"):
-                peers.ask(address, "token", "make", name)
+                meeting.ask(address, "token", "make", name)
         with pytest.raises(EnvironmentFailure, match="unknown request"):
-            peers.ask(address, "token", "delete", "file.1.0")
+            meeting.ask(address, "token", "delete", "file.1.0")
         for line in (b"", b"[]", b"\xff", b'{"token": "token"}'):
             assert "error" in server.answer(line)
         assert list(tmp_path.iterdir()) == []
@@ -124,5 +123,5 @@ def test_a_reader_that_sees_other_content_is_noticed() -> None:
         asked.append(do)
         return {"delay_s": 0.25, "digest": "old"}
 
-    assert peers.file_delay(maker, reader, "file.1.0") == peers.FileDelay(0.25, False)
+    assert meeting.file_delay(maker, reader, "file.1.0") == meeting.FileDelay(0.25, False)
     assert asked == ["miss", "see"]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema import Logging
-from slurmrl.desk.report.contents import Curve
-from slurmrl.desk.report.curves import curves
+from slurmrl.desk.report.report_data import Curve, curves
 from slurmrl.fsio import lines
 from slurmrl.run import metrics
 from slurmrl.run.paths import RunPaths

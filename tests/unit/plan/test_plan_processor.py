@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk.doctor import software
+from slurmrl.desk.doctor import machine
 from slurmrl.desk.doctor.check import State
 from slurmrl.plan import precision
 from slurmrl.plan.build import make_plan
@@ -82,9 +82,9 @@ def test_plan_doctor_and_worker_name_slow_models(
         main(["plan", config, f"actor.dtype={dtype}", "--scheduler", "local", "--json"])
         warnings = json.loads(capsys.readouterr().out)["warnings"]
         assert sum("actor in bfloat16: the processor of" in one for one in warnings) == count
-    (found,) = software.processor(["actor"])
+    (found,) = machine.processor(["actor"])
     assert found.state is State.WARNING
-    assert software.processor([]) == []
+    assert machine.processor([]) == []
     settings = load_settings(Path(config), ["actor.dtype=bfloat16"], root=tmp_path / "runs")
     plan = make_plan(settings, scheduler="local")
     with caplog.at_level(logging.WARNING):

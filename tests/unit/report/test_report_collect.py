@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Config
-from slurmrl.desk.report.collect import collect
-from slurmrl.desk.report.contents import CallTime, Curve, TrialReport
-from slurmrl.desk.report.curves import thinned
-from slurmrl.desk.report.samples import MOST_TEXT, MOST_TOKENS, read_samples
-from slurmrl.desk.report.settings import differences, flat
-from slurmrl.desk.report.story import task_spans
+from slurmrl.desk.report.collecting import collect, differences, flat, task_spans
+from slurmrl.desk.report.report_data import (
+    MOST_TEXT,
+    MOST_TOKENS,
+    CallTime,
+    Curve,
+    TrialReport,
+    read_samples,
+    thinned,
+)
 from slurmrl.fsio import atomic
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.samples import KeptSampleWriter

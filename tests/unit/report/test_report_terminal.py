@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk.report.contents import Curve
-from slurmrl.desk.report.curves import smoothed
-from slurmrl.desk.report.terminal import chart
+from slurmrl.desk.report.page import chart
+from slurmrl.desk.report.report_data import Curve, smoothed
 from slurmrl.run.samples import KeptSampleWriter
 from tests.fake_runs import FakeRun
 

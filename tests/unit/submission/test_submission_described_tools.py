@@ -12,7 +12,7 @@ from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.desk import inspection, inspector, trial_checks
-from slurmrl.desk.doctor import login
+from slurmrl.desk.doctor import examine
 from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submitting import submit
@@ -163,9 +163,9 @@ def test_doctor_checks_a_trial_with_schemas(config: Path, monkeypatch: pytest.Mo
         checked.append(names(settings.config))
         return []
 
-    monkeypatch.setattr(login, "check", check)
+    monkeypatch.setattr(examine, "check_trial", check)
     settings = load_settings(config, root=config.parent / "runs", planning=True)
-    login.trial(settings, make_plan(settings, scheduler="local"), 1.0)
+    examine.check_trial_files(settings, make_plan(settings, scheduler="local"), 1.0)
     assert checked == [{"dataset": ["calculator"]}]
 
 

@@ -1,0 +1,265 @@
+"""Checks of one host: its software, limits and GPUs, and Slurm's commands on it.
+
+Software is not imported: login nodes must not import torch.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from slurmrl.desk.doctor.check import Check, failed, ok, warning
+from slurmrl.desk.provenance import interpreter, torch_build, version_of
+from slurmrl.errors import OwnershipError, SchedulerError
+from slurmrl.plan.precision import slow_bfloat16
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.tensors.ops.native import build
+from slurmrl.tensors.ops.native.recipe import Half
+from slurmrl.tensors.parallel import gpu
+from slurmrl.tensors.parallel.gpu import (
+    LEAST_DRIVER,
+    Device,
+    DeviceKind,
+    driver_version,
+    newest_cuda,
+    parse_visible,
+)
+
+LEAST_PYTHON = (3, 11)
+NEEDED = ("torch", "transformers", "safetensors", "numpy")
+OPTIONAL = {"megatron-core": "backend megatron", "flash-attn": "faster attention"}
+"""Servers of ``rollout.backend`` have separate environments (`desk/doctor/server_checks.py`)."""
+BUILDS = {12: "cu126", 13: "cu130"}
+"""For each release of CUDA, a build of torch that scripts/setup can install."""
+FEW_FILES = 4096
+"""A worker with NCCL holds some hundred descriptors, a launcher of many hosts a few for each."""
+FEW_PROCESSES = 2048
+"""Threads count: one worker has about a hundred."""
+_LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[0-9A-Fa-f-]+)\)")
+GPU_ADVICE = (
+    "look at 'scontrol show node' for the site's name of GPUs and set cluster.slurm.gpu_directive "
+    "and gpu_type"
+)
+SLURM_TIMEOUT_S = 20.0
+
+
+def python() -> Check:
+    known = interpreter()
+    measured = f"{known['python']} ({known['executable']})"
+    if sys.version_info < LEAST_PYTHON:
+        return failed("python", measured, "install slurmrl with Python 3.11 or newer")
+    return ok("python", measured)
+
+
+def packages(gpus: bool) -> list[Check]:
+    """``gpus``: whether the workers compute on GPUs."""
+    versions = {name: version_of(name) for name in NEEDED}
+    missing = [name for name, version in versions.items() if version is None]
+    measured = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    if missing:
+        return [failed("packages", measured, f"pip install {' '.join(missing)}")]
+    return [ok("packages", measured), *([torch_on_gpus()] if gpus else [])]
+
+
+def torch_on_gpus() -> Check:
+    """Whether the installed torch can use the GPUs of this host, as far as versions say."""
+    name, build, driver = "torch on gpus", torch_build(), driver_version()
+    if build is None:
+        return failed(name, "torch cannot be found", "pip install torch")
+    newest = newest_cuda(driver) if driver is not None else None
+    fitting = BUILDS.get(newest or 0, "cuda")
+    if not build.gpus:
+        advice = f"install a CUDA build (scripts/setup --torch {fitting}), or gpus_per_worker: 0"
+        return failed(name, f"torch {build.version}, for CPUs only", advice)
+    if build.cuda is None:
+        return ok(name, f"torch {build.version}")
+    measured = f"torch {build.version} is built for CUDA {build.cuda}"
+    release = int(build.cuda.partition(".")[0])
+    if driver is None or newest is None:
+        return ok(name, measured)  # the check of the driver reports that
+    if newest < release:
+        advice = f"scripts/setup --torch {fitting}"
+        if least := LEAST_DRIVER.get(release):
+            advice += f", or a driver of branch {least} or newer on these hosts"
+        return failed(name, f"{measured}; driver {driver} serves CUDA {newest}", advice)
+    return ok(name, f"{measured}, which driver {driver} serves")
+
+
+def optional_packages() -> Check:
+    """Optional packages. A configuration that needs a missing one is refused elsewhere."""
+    shown = [
+        f"{name} {version}" if (version := version_of(name)) else f"{name} not installed ({use})"
+        for name, use in OPTIONAL.items()
+    ]
+    return ok("optional packages", ", ".join(shown))
+
+
+def operators() -> Check:
+    """Whether the compiled operators for CPUs are in the cache, so that no job compiles them."""
+    folder = build.cache_folder()
+    try:
+        built = build.ready_made(Half.CPU, folder)
+    except OwnershipError as error:
+        return failed("compiled operators", str(error), "set SLURMRL_OPS_CACHE to your own folder")
+    if built:
+        return ok("compiled operators", f"in {folder}")
+    measured = f"none in {folder}: the first job compiles them, which takes 20 to 90 s"
+    return ok("compiled operators", f"{measured}; to do so before: {build.COMMAND}")
+
+
+def processor(models: Sequence[str]) -> list[Check]:
+    """Check if this host's processor has instructions for ``models``.
+
+    The models compute in bfloat16 on processors.
+    """
+    if not models:
+        return []
+    if slow := slow_bfloat16(models):
+        return [warning("processor", slow, "set dtype: float32 (the default on CPUs)")]
+    return [ok("processor", f"nothing known against bfloat16 ({', '.join(models)})")]
+
+
+def driver(gpus: bool) -> Check:
+    """The NVIDIA driver and the newest CUDA that it can serve."""
+    version = driver_version()
+    if version is None and gpus:
+        advice = "the job needs hosts with GPUs: set cluster.slurm.partition or gpu_type"
+        return failed("gpu driver", "no NVIDIA driver is loaded here", advice)
+    if version is None:
+        return ok("gpu driver", "none is loaded here")
+    newest = newest_cuda(version)
+    serves = f", serves builds for CUDA {newest} and older" if newest else ""
+    return ok("gpu driver", f"NVIDIA {version}{serves}")
+
+
+def same_everywhere(login: list[Check], hosts: list[Check]) -> list[Check]:
+    """Whether the hosts of a job have the software that the login node has."""
+    expected = {one.name: one.measured for one in login if one.name in ("python", "packages")}
+    others = [one for one in hosts if expected.get(one.name, one.measured) != one.measured]
+    if not others:
+        return []
+    measured = "; ".join(f"{one.where}: {one.name} {one.measured}" for one in others)
+    advice = "the batch script must find the same environment: see cluster.slurm.setup"
+    return [warning("same software", measured, advice)]
+
+
+Limit = Callable[[int], tuple[int, int]]
+
+
+def process_limits(getrlimit: Limit = resource.getrlimit) -> list[Check]:
+    return [
+        _limit(
+            "open files",
+            getrlimit(resource.RLIMIT_NOFILE),
+            FEW_FILES,
+            "put 'ulimit -n 65536' into cluster.slurm.setup, or ask for a higher limit "
+            "(LimitNOFILE of slurmd, PropagateResourceLimits)",
+        ),
+        _limit(
+            "processes",
+            getrlimit(resource.RLIMIT_NPROC),
+            FEW_PROCESSES,
+            "put 'ulimit -u 65536' into cluster.slurm.setup, or ask for a higher limit "
+            "(LimitNPROC of slurmd, PropagateResourceLimits)",
+        ),
+    ]
+
+
+def _limit(name: str, limits: tuple[int, int], few: int, advice: str) -> Check:
+    soft, hard = limits
+    measured = f"limit {_number(soft)} (hard {_number(hard)})"
+    if soft != resource.RLIM_INFINITY and soft < few:
+        return warning(name, f"{measured}, below {few}", advice, limit=float(soft))
+    return ok(name, measured, limit=float(soft))
+
+
+def _number(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def granted_gpus(expected: int, visible: str, seen: list[str] | None) -> Check:
+    """Check the GPUs of a host against the expected number.
+
+    ``visible`` is CUDA_VISIBLE_DEVICES. ``seen`` are the UUIDs that nvidia-smi lists, in the order
+    of their indices; None without such a tool. Raises EnvironmentFailure for a value of
+    CUDA_VISIBLE_DEVICES that cannot be parsed.
+    """
+    given = parse_visible(visible)
+    names = ",".join(device.text for device in given) or "none"
+    there = "nvidia-smi is not here" if seen is None else f"nvidia-smi sees {len(seen)}"
+    measured = f"{expected} requested, granted {names}; {there}"
+    values = {"asked": float(expected), "given": float(len(given))}
+    if len(given) < expected:
+        return failed("gpus", measured, f"the job got too few: {GPU_ADVICE}", **values)
+    unseen = [device.text for device in given if seen is not None and not _is_seen(device, seen)]
+    if unseen:
+        advice = (
+            "the driver does not show what Slurm granted: report the host and set slurm.exclude"
+        )
+        return failed("gpus", f"{measured}; not {', '.join(unseen)}", advice, **values)
+    if seen is not None and expected and len(seen) > len(given):
+        advice = (
+            "devices are not confined (ConstrainDevices): slurmrl keeps to its own, but other jobs "
+            "may use them"
+        )
+        return warning("gpus", measured, advice, **values)
+    return ok("gpus", measured, **values)
+
+
+def _is_seen(device: Device, seen: list[str]) -> bool:
+    if device.kind is DeviceKind.INDEX:
+        return int(device.text) < len(seen)
+    return device.kind is DeviceKind.MIG or any(one.startswith(device.text) for one in seen)
+
+
+def listed_gpus(text: str) -> list[str]:
+    """UUIDs in the output of ``nvidia-smi -L``."""
+    return [match[2] for match in map(_LINE.match, text.splitlines()) if match]
+
+
+def seen_gpus() -> list[str] | None:
+    """UUIDs of the GPUs here, whatever CUDA_VISIBLE_DEVICES says; None without nvidia-smi."""
+    if shutil.which(gpu.SMI) is None:
+        return None
+    return listed_gpus(gpu.nvidia_smi("-L") or "")
+
+
+def slurm_version() -> Check:
+    """Raises SchedulerError."""
+    return ok("slurm version", SlurmClient(timeout_s=SLURM_TIMEOUT_S).version())
+
+
+def controller() -> Check:
+    try:
+        SlurmClient(timeout_s=SLURM_TIMEOUT_S).ping()
+    except SchedulerError as error:
+        return failed("scontrol", str(error), "see whether Slurm's commands work in your shell")
+    return ok("scontrol", "the controller answers")
+
+
+def slurm_in_jobs(script: Path) -> list[Check]:
+    """Check the commands with which a run adds and cancels links.
+
+    ``script`` is a batch script that sbatch has taken before; nothing is submitted.
+    """
+    client = SlurmClient(timeout_s=SLURM_TIMEOUT_S)
+    checks = []
+    try:
+        client.ping()
+        checks.append(ok("scontrol in jobs", "works"))
+    except SchedulerError as error:
+        advice = "runs work, but only the login node can find out why a job ended"
+        checks.append(warning("scontrol in jobs", str(error), advice))
+    try:
+        client.try_out(script)
+        checks.append(ok("sbatch in jobs", "works: a run adds links to its chain itself"))
+    except SchedulerError as error:
+        advice = (
+            "a run cannot add links: set cluster.slurm.links high enough, or use slurmrl resume"
+        )
+        checks.append(warning("sbatch in jobs", str(error), advice))
+    return checks

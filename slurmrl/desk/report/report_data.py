@@ -1,0 +1,352 @@
+"""The contents of a report of a trial, which are JSON: metrics as curves, samples, comparisons."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmrl.errors import CorruptFileError, UsageError
+from slurmrl.fsio import documents, lines
+from slurmrl.fsio.shapes import INTEGER, NUMBER, SIZE, TEXT, Fields, FieldType, each, list_of, table
+from slurmrl.run.metrics import TIME
+from slurmrl.run.samples import SamplePlace, places
+
+MOST_POINTS = 4000
+"""Of a curve. A screen has fewer columns."""
+DIGITS = 7
+PLACES = ("step", TIME)
+"""What says where a line stands; all others are metrics."""
+MOST_ROWS = 10_000
+MOST_TEXT = 6_000
+"""Characters of a text."""
+MOST_TOKENS = 300_000
+"""Tokens with values, those of the newest samples."""
+VALUES = FieldType(
+    "a list of numbers and nulls",
+    lambda value: (
+        isinstance(value, list) and all(one is None or NUMBER.accepts(one) for one in value)
+    ),
+)
+FIELDS: Fields = {
+    "parts": each(NUMBER),
+    "tokens": list_of(TEXT),
+    "left_out": SIZE,
+    "values": table({"masked": VALUES, "advantages": VALUES, "logprobs": VALUES}),
+    "versions": table({"names": list_of(TEXT), "drawn_by": VALUES}, ("names", "drawn_by")),
+    "step": INTEGER,
+    "id": TEXT,
+    "index": INTEGER,
+    "prompt": TEXT,
+    "rendered": TEXT,
+    "completion": TEXT,
+    "reward": NUMBER,
+    "turns": list_of(table({"wrote": TEXT, "read": TEXT})),
+}
+OF_TOKENS = ("tokens", "left_out", "values", "versions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One metric. A missing value is None."""
+
+    x: Sequence[int]
+    """Steps."""
+    y: Sequence[float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallTime:
+    """How long a call of a step takes."""
+
+    name: str
+    ranks: Sequence[int]
+    """That run it; empty if the plan does not say."""
+    seconds: float
+    """Mean of the newest steps."""
+    planned_s: float | None = None
+    """The plan's estimate; None for an unknown GPU."""
+    flops: float | None = None
+    """Floating-point operations of all ranks: the plan's, scaled to the tokens of the steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpan:
+    """The working time of one attempt of a rollout task.
+
+    Times are seconds since the epoch, by the master's clock.
+    """
+
+    task: str
+    attempt: int
+    host: str
+    began: float
+    ended: float | None
+    """None: there is no word of its end."""
+    how: str
+    """How it ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommitRow:
+    step: int
+    directory: str
+    incarnation: int
+    time: float
+    """Seconds since the epoch."""
+    bytes: int | None
+    """None: its manifest cannot be read, or the commit was deleted."""
+    seconds: float | None
+    """How long it took to write."""
+    stall_s: float | None
+    """How long training waited for it."""
+    deleted: bool
+    exported: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    rows: Sequence[Mapping[str, Any]]
+    """Lines of ``samples/`` by step; then those of evaluations, with ``evaluation: true``."""
+    steps: int
+    """Steps and evaluations with kept samples."""
+    shown: int
+    """Those of them that ``rows`` covers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialReport:
+    name: str
+    status: Mapping[str, Any]
+    """The object of ``slurmrl status --json`` (`watch.status`)."""
+    lines: int
+    """Of metrics."""
+    curves: Mapping[str, Curve]
+    calls: Sequence[CallTime]
+    step_s: float | None
+    """Mean time of these steps."""
+    tokens_per_s: float | None
+    timeline: Sequence[Mapping[str, Any]]
+    """The newest steps: ``step`` and ``calls``, each with its ``name`` and ``ranks``, which are
+    (rank, begin in seconds since the epoch, seconds)."""
+    peaks: Sequence[Sequence[int]]
+    """(rank, most bytes that it has had)"""
+    planned: Mapping[str, Any]
+    """The plan's figures (`plan.plan_values.figures`); empty if there are none."""
+    tasks: Sequence[TaskSpan]
+    rollouts: Mapping[str, Any] | None
+    """What the newest master said last about rollout tasks (`run.reports`)."""
+    commits: Sequence[CommitRow]
+    samples: Samples
+    config: str
+    """The resolved configuration as YAML."""
+    settings: Mapping[str, Any]
+    """The same by dotted key."""
+    environment: Mapping[str, Any]
+    """The record of the newest code snapshot: versions, packages, git."""
+    diffs: Mapping[str, str]
+    """What git had not committed, by repository."""
+
+
+def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+    """Return the curve of each metric, in the order in which they first appear."""
+    found: dict[str, tuple[list[int], list[float | None]]] = {}
+    for line in lines:
+        for name, value in line.items():
+            if name not in PLACES and (value is None or _is_number(value)):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(line["step"])
+                values.append(None if value is None else float(f"{value:.{DIGITS}g}"))
+    return {
+        name: Curve(x=steps, y=values)
+        for name, (steps, values) in found.items()
+        if any(value is not None for value in values)
+    }
+
+
+def smoothed(values: Iterable[float | None], factor: float) -> list[float | None]:
+    """Return the exponential moving averages; ``factor``, below 1, is the weight of the past.
+
+    The first values have no bias towards zero.
+    """
+    mean = weight = 0.0
+    found: list[float | None] = []
+    for value in values:
+        if value is not None:
+            weight = factor * weight + (1 - factor)
+            mean += (value - mean) * ((1 - factor) / weight)  # exact for constants
+        found.append(None if value is None else mean)
+    return found
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+    """Return a curve of at most ``most`` points.
+
+    A longer one is cut into ranges of equal length, and each keeps its least and its greatest
+    value: no peak is lost.
+    """
+    x, y = curve.x, curve.y
+    if len(x) <= most:
+        return curve
+    ranges = most // 2
+    kept: list[int] = []
+    for number in range(ranges):
+        places = range(number * len(x) // ranges, (number + 1) * len(x) // ranges)
+        known = [(value, place) for place in places if (value := y[place]) is not None]
+        kept += sorted({min(known)[1], max(known)[1]}) if known else [places[0]]
+    return Curve(x=[x[place] for place in kept], y=[y[place] for place in kept])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def read_samples(folder: Path, most: int = MOST_ROWS) -> Samples:
+    """Return at most ``most`` rows: first of training, then of evaluations, marked ``evaluation``.
+
+    If there are both, at most half of the rows are of each kind. If there are more rows, steps in
+    the middle are left out evenly: the first and the newest step are kept. Long strings are cut.
+    Raises EnvironmentFailure.
+    """
+    training, evaluations = (
+        list(places(folder, evaluation=evaluation).values()) for evaluation in (False, True)
+    )
+    if training and evaluations:
+        most //= 2
+    rows, steps = _some(training, most)
+    more, evaluated = _some(evaluations, most)
+    return Samples(
+        rows=_with_values([*rows, *({**row, "evaluation": True} for row in more)]),
+        steps=len(training) + len(evaluations),
+        shown=steps + evaluated,
+    )
+
+
+def of_step(folder: Path, step: int | None, *, evaluation: bool) -> list[Mapping[str, Any]]:
+    """Return the rows of a step, None for the newest one.
+
+    Raise UsageError with the steps on either side if it has none; EnvironmentFailure.
+    """
+    found = places(folder, evaluation=evaluation)
+    steps = list(found)
+    kind = "evaluation" if evaluation else "training"
+    if not steps:
+        raise UsageError(f"{folder}: no samples of {kind} yet (logging.samples)")
+    chosen = steps[-1] if step is None else step
+    if chosen not in found:
+        place = bisect(steps, chosen)
+        near = " and ".join(str(one) for one in steps[max(place - 1, 0) : place + 1])
+        raise UsageError(f"step {chosen} has no samples of {kind}; the nearest: {near}")
+    return list(_rows(found[chosen]))
+
+
+def _some(steps: list[SamplePlace], most: int) -> tuple[list[Mapping[str, Any]], int]:
+    """Return at most ``most`` rows of steps, and the number of steps that they cover."""
+    if not steps:
+        return [], 0
+    of_step = max(len(list(_rows(steps[-1]))), 1)
+    chosen = _spread(steps, max(most // of_step, 2))
+    return [_cut(row) for place in chosen for row in _rows(place)][-most:], len(chosen)
+
+
+def _with_values(rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows, of which only the newest have values of tokens."""
+    left, found = MOST_TOKENS, []
+    for row in reversed(rows):
+        left -= len(row.get("tokens") or ())
+        plain = {key: value for key, value in row.items() if key not in OF_TOKENS}
+        found.append(row if left >= 0 else plain)
+    return found[::-1]
+
+
+def _spread(steps: list[SamplePlace], most: int) -> list[SamplePlace]:
+    if len(steps) <= most:
+        return steps
+    last = len(steps) - 1
+    return [steps[number * last // (most - 1)] for number in range(most)]
+
+
+def _rows(place: SamplePlace) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a step; damaged ones are left out."""
+    path = place.path
+    try:
+        with lines.opened(path) as file:
+            for raw in file.forward(place.start, place.stop):
+                try:
+                    yield documents.parse(raw, path, FIELDS, ("step", "prompt", "completion"))
+                except CorruptFileError:
+                    continue
+    except FileNotFoundError:
+        return
+
+
+def _cut(value: Any) -> Any:
+    """Return a value whose texts have at most MOST_TEXT characters."""
+    if isinstance(value, str) and len(value) > MOST_TEXT:
+        return f"{value[:MOST_TEXT]} … {len(value) - MOST_TEXT} more characters"
+    if isinstance(value, list):
+        return [_cut(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _cut(one) for key, one in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Point:
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Values of a metric in one trial."""
+
+    common: Point | None
+    """At the last step of which both trials have a value; None without such a step."""
+    last: Point
+    least: Point
+    greatest: Point
+
+    @property
+    def is_constant(self) -> bool:
+        return self.least.value == self.greatest.value
+
+
+@dataclass(frozen=True)
+class Comparison:
+    settings: Mapping[str, list[Any]]
+    """The two values of each dotted key in which the trials differ, see `settings.differences`."""
+    metrics: Mapping[str, tuple[Extent, Extent]]
+    """Those that both trials have."""
+
+
+def shared(one: Mapping[str, Curve], two: Mapping[str, Curve]) -> dict[str, tuple[Extent, Extent]]:
+    """Return the extents of the metrics that both trials have, in the order of the first."""
+    return {name: _pair(one[name], two[name]) for name in one if name in two}
+
+
+def _pair(one: Curve, two: Curve) -> tuple[Extent, Extent]:
+    steps = {point.step for point in _points(one)} & {point.step for point in _points(two)}
+    common = max(steps, default=None)
+    return extent(one, common), extent(two, common)
+
+
+def _points(curve: Curve) -> list[Point]:
+    return [Point(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
+
+
+def extent(curve: Curve, common: int | None) -> Extent:
+    """Return the extent of a curve with at least one value.
+
+    ``common``: the last step of which both trials have one. Among equal values the first is the
+    least or the greatest.
+    """
+    points = _points(curve)
+    return Extent(
+        common=next((point for point in reversed(points) if point.step == common), None),
+        last=points[-1],
+        least=min(points, key=lambda point: point.value),
+        greatest=max(points, key=lambda point: point.value),
+    )
