@@ -237,7 +237,7 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
     from slurmrl.desk import trials
     from slurmrl.desk.trial_jobs import cancel as cancel_trial
     from slurmrl.desk.trial_jobs import uncommitted
-    from slurmrl.run.history.record import Kind
+    from slurmrl.run.history.slots import Kind
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is ended

@@ -15,10 +15,10 @@ from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import demand, hosts
-from slurmrl.run.history.log import History
+from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.base import Scheduler
 from slurmrl.scheduler.chain import Chain, top_up, why_not
 from slurmrl.scheduler.elastic import ElasticGroup

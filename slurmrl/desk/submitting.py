@@ -39,10 +39,8 @@ from slurmrl.desk.trial_jobs import Jobs, clear_away, newest_jobs, remove
 from slurmrl.errors import SchedulerError, TrialEndedError, UsageError
 from slurmrl.fsio import atomic, documents, space
 from slurmrl.plan.settings import Settings, with_present_defaults
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import END_OF_DATASET, Kind, Record
-from slurmrl.run.history.state import TrialState, fold
-from slurmrl.run.history.writer import end, resume
+from slurmrl.run.history.slots import END_OF_DATASET, History, Kind, Record
+from slurmrl.run.history.state import TrialState, end, fold, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make

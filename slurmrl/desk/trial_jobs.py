@@ -19,13 +19,11 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic
 from slurmrl.run import demand
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
-from slurmrl.run.history.state import fold
-from slurmrl.run.history.writer import end
+from slurmrl.run.history.slots import History, Kind
+from slurmrl.run.history.state import end, fold
 from slurmrl.run.metrics import read_latest
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.worlds import TRAINERS
+from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, TaskState
 from slurmrl.watch import overview

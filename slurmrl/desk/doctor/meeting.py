@@ -27,7 +27,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import write_new
-from slurmrl.workers.address import fabric_address, interface_of
+from slurmrl.run.channel.bell import fabric_address, interface_of
 
 MEET_S = 15.0
 """How long hosts wait for each other's addresses."""

@@ -53,8 +53,7 @@ from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.run import evaluated, metrics
 from slurmrl.run import events as event_files
 from slurmrl.run.events import Event
-from slurmrl.run.history.log import History
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import place
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_manifest

@@ -11,7 +11,7 @@ import pytest
 from slurmrl.cli import following
 from slurmrl.cli.following import TrialFollower, View, exit_code
 from slurmrl.desk.trial_jobs import Jobs
-from slurmrl.run.history.record import Kind
+from slurmrl.run.history.slots import Kind
 from slurmrl.scheduler.base import JobState
 from tests.fake_runs import FakeRun, FakeScheduler, task
 
