@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -237,12 +238,22 @@ class Host:
         short = {"cause": failure.cause, "reason": failure.reason, **rank}
         self.events.write("failure", incarnation=incarnation, **short)
 
+    def renew_lease(self) -> None:
+        """Renew the lease when due. Ignore what ends an incarnation: this one is over."""
+        with suppress(SlurmrlError):
+            self.lease_guard.turn()
+
+    def idle(self, seconds: float) -> None:
+        """Wait, but ignore failures: what these processes did is over."""
+        self.renew_lease()
+        self.children.turn(seconds)
+
     def close(self) -> None:
         """End all processes and delete the names that this process owns.
 
         If it is killed before, they expire with its lease.
         """
-        self.children.close()
+        self.children.close(self.renew_lease)
         try:
             self.names.reset()
         except EnvironmentFailure as error:

@@ -384,7 +384,7 @@ class Children:
         """Kill all workers at once, and the master if it still runs after ``grace_s``.
 
         The fork server stays, unless it does not answer: then it is killed together with its
-        workers. ``meanwhile`` is called while workers take long to end.
+        workers. ``meanwhile`` is called during the wait, which may take longer than a lease lasts.
         """
         for slot in self.slots:
             if slot.running and self._line is not None:
@@ -393,6 +393,7 @@ class Children:
         while not self.all_ended() and (passed_s := time.monotonic() - began) < END_TIMEOUT_S:
             if self.master is not None and passed_s >= grace_s:
                 self.master.kill()
+            meanwhile()
             self.turn(0.05)
         self._await_exits(meanwhile)
         for slot in self.slots:
@@ -429,12 +430,13 @@ class Children:
             meanwhile()
             self.turn(0.05)
 
-    def close(self) -> None:
+    def close(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Stop all processes, the workers before the fork server.
 
-        The workers must have released their devices when this process exits.
+        The workers must have released their devices when this process exits. ``meanwhile`` is
+        called while they take long to end.
         """
-        self.end()
+        self.end(meanwhile=meanwhile)
         self._drop_fork_server()
         while self.slots:
             os.close(self.slots.pop().stacks_fd)

@@ -321,7 +321,7 @@ class Incarnation:
         host.
         """
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
-            taken = self._witness.take(self.number, 0, failure.reason, self._idle)
+            taken = self._witness.take(self.number, 0, failure.reason, self.host.idle)
             publish_hang(self.host.names, self.host.events, self.number, taken.ranks, [taken.file])
             return
         deadline = time.monotonic() + OVER_S
@@ -329,21 +329,12 @@ class Incarnation:
             orders = map(CONTROL_LOG.from_json, self._master_log.read())
             if any(isinstance(order, Over) for order in orders):
                 break
-            self._idle(LOOK_S)
+            self.host.idle(LOOK_S)
         self._send_stacks(failure.reason)
 
     def _send_stacks(self, why: str) -> None:
-        self.send(self._witness.take(self.number, 0, why, self._idle))
+        self.send(self._witness.take(self.number, 0, why, self.host.idle))
         self._explained = True
-
-    def _idle(self, seconds: float) -> None:
-        """Wait, but ignore failures: this incarnation is over."""
-        self._beat()
-        self.host.children.turn(seconds)
-
-    def _beat(self) -> None:
-        with contextlib.suppress(SlurmrlError):
-            self.host.lease_guard.turn()
 
     def _await_begin(self) -> None:
         """Give the master time to begin an incarnation that has already failed.
@@ -375,9 +366,9 @@ class Incarnation:
         deadline = time.monotonic() + EXPLAIN_S
         while self._explained and host.children.master_runs and time.monotonic() < deadline:
             self.send()  # retry what the directory has not taken
-            self._idle(LOOK_S)
+            host.idle(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
-        host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S, meanwhile=self._beat)
+        host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S, meanwhile=host.renew_lease)
         if self._master_log is not None:
             host.children.sleep_on(self._master_log)
             self._master_log.close()

@@ -237,7 +237,7 @@ class RolloutTask:
         if not self._told:
             self._publish(failure)
         if failure.cause == Cause.HUNG:
-            Witness(host).take(host.serving, 0, failure.reason, self._idle)
+            Witness(host).take(host.serving, 0, failure.reason, host.idle)
         return failure
 
     def _publish(self, failure: Failure) -> None:
@@ -245,11 +245,6 @@ class RolloutTask:
             publish_attempt(self.host.names, self.host.identity, failure)
         except EnvironmentFailure as error:
             logger.warning("the status will not show why this task failed: %s", error)
-
-    def _idle(self, seconds: float) -> None:
-        """Wait, but ignore failures: the task is over."""
-        self.host.lease_guard.turn()
-        self.host.children.turn(seconds)
 
     # -- one turn of the loop ----------------------------------------------------------------
 

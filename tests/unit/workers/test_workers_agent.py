@@ -105,6 +105,23 @@ def failure(host: Host, number: int) -> Failure:
     return found
 
 
+def test_host_renews_its_lease_while_its_processes_take_long_to_end(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed workers may take longer to free their devices than a lease lasts."""
+    own = Host(run, 1, "trainer")
+    renewals: list[None] = []
+
+    def renew() -> None:
+        renewals.append(None)
+        raise EnvironmentFailure("the directory does not answer")
+
+    monkeypatch.setattr(own.lease_guard, "turn", renew)
+    monkeypatch.setattr(own.children, "all_ended", lambda: len(renewals) >= 3)
+    own.close()
+    assert len(renewals) == 3
+
+
 def test_an_incarnation_that_ends_as_it_should(host: Host) -> None:
     assert live(host, begins()) == OK
 
