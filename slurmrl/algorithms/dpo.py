@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.dpo_schema import DPO, PAIR_METRICS
 from slurmrl.algorithms.pairs import (
     PairInterface,
     PairValues,
@@ -19,6 +18,7 @@ from slurmrl.algorithms.pairs import (
     split_pairs,
     tied,
 )
+from slurmrl.algorithms.preference_schema import DPO, PAIR_METRICS
 from slurmrl.algorithms.sequences import answer_lengths, answer_logprobs
 from slurmrl.data.sample import SequenceSample
 

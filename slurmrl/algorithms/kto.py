@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.kto_schema import KTO
+from slurmrl.algorithms.preference_schema import KTO
 from slurmrl.algorithms.sequences import (
     TOKENS,
     answer_logprobs,

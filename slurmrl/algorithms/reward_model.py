@@ -29,7 +29,7 @@ from slurmrl.algorithms.pairs import (
     split_pairs,
     tied,
 )
-from slurmrl.algorithms.reward_model_schema import SCORE_METRICS, RewardModel
+from slurmrl.algorithms.preference_schema import SCORE_METRICS, RewardModel
 from slurmrl.algorithms.sequences import TOKENS, last_values, per_sequence
 from slurmrl.data.encoder import Encoder, expanded
 from slurmrl.data.messages import ASSISTANT

@@ -23,7 +23,7 @@ from slurmrl.plan.dataflow import (
 )
 from slurmrl.plan.metrics import UNSCORED
 
-ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
+ROLLOUT = "slurmrl.algorithms.rollout_calls:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
 MODEL_SCORES = "slurmrl.algorithms.reward_model:ScoresInterface"
 PAIR_SCORES = "slurmrl.algorithms.reward_model:PairScoresInterface"

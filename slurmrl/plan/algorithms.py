@@ -35,10 +35,10 @@ ALGORITHMS = Registry(
     {
         "sft": "slurmrl.algorithms.sft_schema:SFT",
         **dict.fromkeys(POLICY_GRADIENTS, "slurmrl.algorithms.policy.schema:PolicyGradient"),
-        "dpo": "slurmrl.algorithms.dpo_schema:DPO",
-        "kto": "slurmrl.algorithms.kto_schema:KTO",
+        "dpo": "slurmrl.algorithms.preference_schema:DPO",
+        "kto": "slurmrl.algorithms.preference_schema:KTO",
         "distill": "slurmrl.algorithms.distill_schema:Distill",
-        "reward_model": "slurmrl.algorithms.reward_model_schema:RewardModel",
+        "reward_model": "slurmrl.algorithms.preference_schema:RewardModel",
         "generate": "slurmrl.algorithms.offline_schema:Generate",
         "evaluate": "slurmrl.algorithms.offline_schema:Evaluate",
     },

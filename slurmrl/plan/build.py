@@ -23,7 +23,7 @@ from slurmrl.scheduler.parse import HostRow
 
 ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.setup:build_rollout"
 """What makes the worker of a rollout task."""
-STORED: Final = "slurmrl.algorithms.rollout.stored:StoredInterface"
+STORED: Final = "slurmrl.algorithms.rollout_calls:StoredInterface"
 """What reads the completions of rollout tasks, instead of generating."""
 STORED_METRICS: Final = ("response_length", "prompt_length", "finished")
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")

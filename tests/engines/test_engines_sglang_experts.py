@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from slurmrl.algorithms.rollout.recorded import add_experts
+from slurmrl.algorithms.rollout_calls import add_experts
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine

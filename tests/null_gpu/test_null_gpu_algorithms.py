@@ -11,9 +11,9 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
-from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.algorithms.scalars import PolicyScalars
 from slurmrl.algorithms.sft import SFTInterface
 from slurmrl.config.schema import Config, Dataset, Model

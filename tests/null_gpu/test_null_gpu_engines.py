@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from slurmrl.algorithms.rollout.recorded import add_experts
+from slurmrl.algorithms.rollout_calls import add_experts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.models.config import Head

@@ -21,14 +21,15 @@ from slurmrl.algorithms.policy.advantages import (
     trained_completions,
     whiten,
 )
-from slurmrl.algorithms.policy.correction import (
+from slurmrl.algorithms.policy.objective import (
     RATIO_MAX,
+    PolicyTargets,
     correction_weights,
     mismatch_metrics,
     mismatch_sums,
+    policy_loss,
     second_moment_mask,
 )
-from slurmrl.algorithms.policy.objective import PolicyTargets, policy_loss
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.policy.updates import (
     LOSS_WEIGHTS,

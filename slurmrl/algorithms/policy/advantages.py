@@ -1,4 +1,6 @@
-"""Advantages and returns from rewards, log-probabilities and values, as pure tensor functions.
+"""Advantages and returns from rewards, log-probabilities and values, and filters of prompts.
+
+All but the filter are pure tensor functions.
 
 T packed tokens, S sequences, R response tokens. A sequence is a prompt of at least one token
 followed by its response, which may be in several turns with tokens of others between them. Those
@@ -15,19 +17,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.policy.objective import kl_estimate
 from slurmrl.algorithms.policy.schema import GREEDY, OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
-from slurmrl.algorithms.policy.sections import OF_COMPLETIONS, OF_GROUPS, WITHOUT_OWN
+from slurmrl.algorithms.policy.sections import (
+    OF_COMPLETIONS,
+    OF_GROUPS,
+    TRUNCATED,
+    WITHOUT_OWN,
+    ZERO_VARIANCE,
+    Filters,
+)
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.scan import discounted_returns, packed_gae
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import TrainEngine
+
 
 VARIANCE_FLOOR = 1e-8
 """Added to the variance when advantages are whitened, as in TRL."""
@@ -422,3 +436,54 @@ def token_rewards(
 def spread_over_tokens(x: Tensor, positions: Tensor, tokens: int) -> Tensor:
     """[T]: the entries of x [R] at their positions, 0 elsewhere."""
     return x.new_zeros(tokens).index_copy(0, positions, x)
+
+
+class FilterInterface(Interface):
+    def filter(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """Drop prompts by the settings of the algorithm.
+
+        Reports the share of prompts that each filter drops; of several reasons for one prompt, the
+        first counts. Failed episodes, in which the policy wrote nothing, and completions without a
+        score are left out of the comparison, as they are from advantages.
+        """
+        sample = only_scored(sample)
+        settings = cast(PolicyGradient, context.settings.algorithm)
+        limit = context.settings.config.rollout.most_written
+        responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("prompt_mask"))
+        lengths = responses.cu_seqlens.diff()
+        finished = sample.tensor("finished").bool()
+        scores = shape_scores(sample.tensor("rewards"), finished, lengths, settings, limit)
+        rows = list(zip(scores.tolist(), finished.tolist(), lengths.tolist(), strict=True))
+        cuts = accumulate(sample.sequence_counts("rewards"), initial=0)
+        dropped = {}
+        for name, (start, stop) in zip(sample.ids, pairwise(cuts), strict=True):
+            ended = [(score, end) for score, end, length in rows[start:stop] if length]
+            if why := reason([score for score, _ in ended], [end for _, end in ended], settings):
+                dropped[name] = why
+        reasons = list(dropped.values())
+        return CallResult(
+            dropped=dropped,
+            stats={
+                f"filter/{why}": (float(reasons.count(why)), float(sample.bs))
+                for why in (TRUNCATED, ZERO_VARIANCE)
+            },
+        )
+
+
+def reason(scores: Sequence[float], finished: Sequence[bool], settings: Filters) -> str | None:
+    """Return why a prompt is dropped; None if it is not.
+
+    ``scores`` are the scores of the completions to compare. ``finished`` says whether each of them
+    ended with a stop token. Without completions, the prompt has no variance.
+    """
+    truncated = len(finished) - sum(finished)
+    if settings.max_truncated is not None and truncated > settings.max_truncated * len(finished):
+        return TRUNCATED
+    if settings.zero_variance == "drop":
+        if settings.mask_truncated and truncated == len(finished) > 0:
+            return TRUNCATED
+        if len(set(scores)) < 2:
+            return ZERO_VARIANCE
+    return None

@@ -81,7 +81,7 @@ REF_LOGPROBS = "ref_logprobs"
 GREEDY = "greedy_"
 """Prefix of the keys of greedy completions."""
 ACTOR = "slurmrl.algorithms.policy.actor:ActorInterface"
-CRITIC = "slurmrl.algorithms.policy.critic:CriticInterface"
+CRITIC = "slurmrl.algorithms.policy.baselines:CriticInterface"
 
 
 class PolicyGradient(
@@ -301,7 +301,7 @@ def greedy_generate_call(config: Config) -> Call:
         name="greedy_gen",
         role="actor",
         method=Method.GENERATE,
-        interface="slurmrl.algorithms.policy.greedy:GreedyRolloutInterface",
+        interface="slurmrl.algorithms.policy.baselines:GreedyRolloutInterface",
         inputs=("prompt_ids",),
         outputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished", *turns),
         metrics=("greedy_response_length",),
@@ -315,7 +315,7 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
         name="greedy_reward_inf",
         role=None,
         method=Method.INFERENCE,
-        interface="slurmrl.algorithms.policy.greedy:GreedyRewardInterface",
+        interface="slurmrl.algorithms.policy.baselines:GreedyRewardInterface",
         inputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished", *turns),
         outputs=("greedy_rewards",),
         metrics=("greedy_reward",),
@@ -326,7 +326,7 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
         name="greedy_reward_model_inf",
         role=REWARD_MODEL,
         method=Method.INFERENCE,
-        interface="slurmrl.algorithms.policy.greedy:GreedyScoresInterface",
+        interface="slurmrl.algorithms.policy.baselines:GreedyScoresInterface",
         inputs=("greedy_input_ids", "greedy_prompt_mask"),
         outputs=("greedy_model_scores",),
     )

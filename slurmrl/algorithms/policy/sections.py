@@ -363,7 +363,7 @@ def filter_call() -> Call:
         name="prompt_filter",
         role=None,
         method=Method.FILTER,
-        interface="slurmrl.algorithms.policy.filters:FilterInterface",
+        interface="slurmrl.algorithms.policy.advantages:FilterInterface",
         inputs=("prompt_mask", "rewards", "finished"),
         metrics=(
             *(f"filter/{name}" for name in (ZERO_VARIANCE, TRUNCATED)),

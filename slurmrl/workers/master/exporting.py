@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slurmrl.algorithms.reward_model_schema import INPUTS as REWARD_MODEL_INPUTS
-from slurmrl.algorithms.reward_model_schema import INTERFACES as REWARD_MODELS
+from slurmrl.algorithms.preference_schema import REWARD_MODEL_INPUTS, REWARD_MODELS
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Lora, Model
 from slurmrl.config.schema.config import ExportDtype, ExportForm

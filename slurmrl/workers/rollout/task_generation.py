@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 from slurmrl import log
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.rollout.configured import ConfiguredEpisodes, episode_items
-from slurmrl.algorithms.rollout.stored import as_sample
+from slurmrl.algorithms.rollout_calls import as_sample
+from slurmrl.algorithms.rollout_sampling import ConfiguredEpisodes, episode_items
 from slurmrl.algorithms.rule_reward import Questions
 from slurmrl.backoff import READ_S, retry
 from slurmrl.config.schema import Dataset

@@ -10,7 +10,7 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.config.schema import Dataset, EpisodeSettings, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer

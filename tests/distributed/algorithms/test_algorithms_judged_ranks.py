@@ -11,11 +11,9 @@ import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext, Interface
 from slurmrl.algorithms.dpo import DPOInterface
-from slurmrl.algorithms.dpo_schema import DPO
 from slurmrl.algorithms.kto import KTOInterface
-from slurmrl.algorithms.kto_schema import KTO
+from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.reward_model import RewardModelInterface
-from slurmrl.algorithms.reward_model_schema import RewardModel
 from slurmrl.algorithms.sequences import ReferenceInterface
 from slurmrl.config.schema import Model, Optimizer
 from slurmrl.data.sample import SequenceSample

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
-from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.scalars import PolicyScalars
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer

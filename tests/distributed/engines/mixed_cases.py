@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext, Stats
 from slurmrl.algorithms.policy.actor import ActorInterface
-from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.config.schema import Logging
 from slurmrl.config.schema.model import Model

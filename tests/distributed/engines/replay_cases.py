@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.rollout.recorded import add_experts, add_support
+from slurmrl.algorithms.rollout_calls import add_experts, add_support
 from slurmrl.data.meta import EXPERTS, SampledSupport
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs

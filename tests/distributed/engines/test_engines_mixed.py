@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import LossFn, Outputs, ServingOptions
 from slurmrl.models.decoder import Decoder

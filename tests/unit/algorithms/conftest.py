@@ -12,9 +12,9 @@ import torch
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.advantages import Estimates, estimate
-from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.algorithms.scalars import PolicyScalars
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.policy.correction import (
+from slurmrl.algorithms.policy.objective import (
     correction_weights,
     mismatch_metrics,
     mismatch_sums,

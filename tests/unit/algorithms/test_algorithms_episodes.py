@@ -12,8 +12,8 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.actor import RecomputeInterface
-from slurmrl.algorithms.policy.greedy import GreedyRewardInterface, GreedyRolloutInterface
-from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.policy.baselines import GreedyRewardInterface, GreedyRolloutInterface
+from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.algorithms.rule_reward import RuleRewardInterface
 from slurmrl.config.schema import EpisodeSettings, Logging, Reward
 from slurmrl.data.sample import SequenceSample

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
-from slurmrl.algorithms.policy.filters import FilterInterface, reason
+from slurmrl.algorithms.policy.advantages import FilterInterface, reason
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.sections import Filters
 from slurmrl.config.schema import Rollout

@@ -14,14 +14,14 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
-from slurmrl.algorithms.policy.greedy import (
+from slurmrl.algorithms.policy.baselines import (
     GreedyRewardInterface,
     GreedyRolloutInterface,
     GreedyScoresInterface,
 )
 from slurmrl.algorithms.reward_model import ScoresInterface
-from slurmrl.algorithms.rollout.interface import RolloutInterface
-from slurmrl.algorithms.rollout.sampling import (
+from slurmrl.algorithms.rollout_calls import RolloutInterface
+from slurmrl.algorithms.rollout_sampling import (
     completions,
     evaluation_seed,
     generation_options,

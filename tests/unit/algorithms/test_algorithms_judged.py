@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.dpo import DPOInterface, dpo_loss
-from slurmrl.algorithms.dpo_schema import DPO
 from slurmrl.algorithms.estimates import summarize
 from slurmrl.algorithms.kto import (
     KTOInterface,
@@ -22,10 +21,9 @@ from slurmrl.algorithms.kto import (
     kto_loss,
     on_their_side,
 )
-from slurmrl.algorithms.kto_schema import KTO
 from slurmrl.algorithms.pairs import tied
+from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.reward_model import RewardModelInterface, score_loss
-from slurmrl.algorithms.reward_model_schema import RewardModel
 from slurmrl.algorithms.sequences import ReferenceInterface, nth_sequences
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model, Optimizer
 from slurmrl.data.sample import SequenceSample

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.algorithms.policy import advantages, critic
+from slurmrl.algorithms.policy import advantages, baselines
 from slurmrl.algorithms.policy.actor import ActorInterface
-from slurmrl.algorithms.policy.critic import critic_loss
+from slurmrl.algorithms.policy.baselines import critic_loss
 from slurmrl.algorithms.policy.sections import KL
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
@@ -63,7 +63,7 @@ def test_a_group_of_completions_may_exceed_a_micro_batch(make_world: MakeWorld, 
     """Its sequences are packed apart, within the token budget, and the results are in order."""
     world = make_world(n_minibatches=2)
     sample, engine = groups(world, prompts=4, n=6), getattr(world, role)
-    interface = ActorInterface() if role == "actor" else critic.CriticInterface()
+    interface = ActorInterface() if role == "actor" else baselines.CriticInterface()
     context = world.context(2, sample.ids, kl_coef=0.1)
     whole = interface.inference(engine, sample, context).sample
     assert whole is not None
@@ -184,7 +184,7 @@ def test_a_dead_critic_is_seen(make_world: MakeWorld, monkeypatch: pytest.Monkey
         loss, stats = critic_loss(*arguments, **options)
         return loss * 0.0, stats
 
-    monkeypatch.setattr(critic, "critic_loss", dead)
+    monkeypatch.setattr(baselines, "critic_loss", dead)
     assert fit_critic(make_world(value_clip=None, n_minibatches=4), 20) < 0.5
 
 

@@ -15,7 +15,7 @@ import torch
 
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
-from slurmrl.algorithms.rollout.stored import StoredInterface
+from slurmrl.algorithms.rollout_calls import StoredInterface
 from slurmrl.config.schema import Config
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.data.sample import SequenceSample

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.preference_schema import RewardModel
 from slurmrl.algorithms.reward_model import (
     PairScoresInterface,
     RewardModelInterface,
     ScoresInterface,
     turn_ends,
 )
-from slurmrl.algorithms.reward_model_schema import RewardModel
 from slurmrl.config.schema import Dataset, Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.model_files import SCORE_AT, TURN_END

@@ -19,7 +19,7 @@ from slurmrl.algorithms.distill import DistillInterface
 from slurmrl.algorithms.distill_schema import Distill
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine

@@ -10,11 +10,9 @@ from pydantic import ValidationError
 
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.distill_schema import Distill
-from slurmrl.algorithms.dpo_schema import DPO
-from slurmrl.algorithms.kto_schema import KTO
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.sections import KL
-from slurmrl.algorithms.reward_model_schema import RewardModel
+from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.algorithms.sft_schema import SFT

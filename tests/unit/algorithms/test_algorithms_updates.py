@@ -13,7 +13,7 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
-from slurmrl.algorithms.policy.correction import mismatch_metrics, mismatch_sums
+from slurmrl.algorithms.policy.objective import mismatch_metrics, mismatch_sums
 from slurmrl.algorithms.policy.sections import Updates
 from slurmrl.algorithms.policy.updates import LOSS_WEIGHTS, run_updates
 from slurmrl.data.sample import SequenceSample

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.sections import Value
 from slurmrl.algorithms.scalars import EPS, PolicyScalars, ReturnMoments

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
-from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.presets import PRESETS
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.scalars import PolicyScalars

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slurmrl.algorithms.reward_model_schema import INTERFACE
+from slurmrl.algorithms.preference_schema import REWARD_MODEL_INTERFACE
 from slurmrl.cli.main import main
 from slurmrl.cli.saved_models import size
 from slurmrl.config.load import dump, load_resolved
@@ -369,7 +369,8 @@ def test_a_run_exports_a_reward_model_as_one(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize(
-    "interface", [INTERFACE, "slurmrl.algorithms.reward_model.interface:RewardModelInterface"]
+    "interface",
+    [REWARD_MODEL_INTERFACE, "slurmrl.algorithms.reward_model.interface:RewardModelInterface"],
 )
 @pytest.mark.parametrize(
     ("inputs", "rule"),
@@ -417,7 +418,7 @@ def test_export_of_a_reward_model_needs_its_plan(
     assert f"{trial.paths.plan} is missing" in capsys.readouterr().err
 
 
-def as_reward_model(trial: Trial, *inputs: str, interface: str = INTERFACE) -> None:
+def as_reward_model(trial: Trial, *inputs: str, interface: str = REWARD_MODEL_INTERFACE) -> None:
     """Make the plan that of a reward model whose training gets ``inputs``."""
     plan = json.loads(trial.paths.plan.read_text())
     plan["models"]["actor"]["head"] = "value"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.rollout.recorded import add_experts, add_support
+from slurmrl.algorithms.rollout_calls import add_experts, add_support
 from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import microbatch

@@ -116,7 +116,7 @@ def test_unread_keys_are_reported_with_their_makers() -> None:
 
 def test_a_built_in_call_may_make_more_than_an_algorithm_reads() -> None:
     """No setting changes that, so it is no cause for a warning; a call of no use is one."""
-    ours = replace(GENERATE, interface="slurmrl.algorithms.rollout.interface:RolloutInterface")
+    ours = replace(GENERATE, interface="slurmrl.algorithms.rollout_calls:RolloutInterface")
     assert unread((ours, JUDGE, TRAIN), "prompt") == []
     assert unread((ours, JUDGE, TRAIN), "prompt", evaluation=True) == []
     reader = replace(TRAIN, inputs=("prompt_ids",))

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.algorithms.rollout.totals import Totals
+from slurmrl.algorithms.rollout_calls import Totals
 from slurmrl.config.schema import Dataset, EpisodeSettings
 from slurmrl.errors import EpisodeError, RunFailedError
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply

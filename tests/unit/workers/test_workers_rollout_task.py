@@ -17,7 +17,7 @@ import torch
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data import dataset, preparation
 from slurmrl.data.prepared import PreparedRows

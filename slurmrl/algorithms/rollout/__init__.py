@@ -1,1 +1,0 @@
-"""Generation of completions, shared by algorithms."""

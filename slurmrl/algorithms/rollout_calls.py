@@ -1,0 +1,378 @@
+"""The calls that give a step its completions.
+
+`RolloutInterface` generates them with the trainers' engine, of one turn each or by episodes.
+`StoredInterface` reads those of rollout tasks from their files. Both make the same keys and metrics
+of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
+from slurmrl.algorithms.rollout_sampling import (
+    ConfiguredEpisodes,
+    completions,
+    episode_items,
+    generation_options,
+    sampling_keys,
+    sampling_seed,
+)
+from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.algorithms.token_notes import noted
+from slurmrl.config.schema import Logging
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.tokenizer import decoding
+from slurmrl.engines.base import ServingOptions
+from slurmrl.rollouts.base import EpisodeItem
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.episode_runner import EpisodeOutcome
+from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
+from slurmrl.rollouts.policy import Waiting
+from slurmrl.rollouts.sample_files import SampleGroup
+from slurmrl.tensors.layout import Array
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import GenerateEngine
+
+
+class RolloutInterface(Interface):
+    """Generates with the engine of the trainers' world.
+
+    Holds the tools of this rank's episodes until it is closed.
+    """
+
+    def __init__(self) -> None:
+        self._episodes: ConfiguredEpisodes | None = None
+
+    def generate(
+        self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """Generate the completions of each prompt.
+
+        The result has
+
+        - ``input_ids``: prompt and completion;
+        - ``prompt_mask``: True on every token that the policy did not write;
+        - ``logprobs``: log-probabilities under the sampling policy;
+        - ``finished``: whether the completion ended with a stop token or stop string;
+        - ``turn_rewards``: only for episodes.
+
+        If they are recorded, it also has each token's sampling mask and the experts that processed
+        the token (`data.meta`). Ranks that compute the same as their leader may have no result.
+        """
+        assert engine is not None
+        episode = context.settings.config.rollout.episode
+        if not episode.has_turns:
+            ended = _single_turns(engine, sample, context)
+            if ended is None:
+                return CallResult()
+            totals, tools = Totals.of_completions(ended), False
+        else:
+            outcomes = self._outcomes(engine, episode_items(sample, context), context)
+            if outcomes is None:
+                return CallResult()
+            ended = [outcome.completions for outcome in outcomes]
+            totals, tools = Totals.of_outcomes(outcomes), bool(episode.tools)
+        made = _as_sample(sample.ids, ended, context, engine.context.device)
+        return CallResult(made, totals.stats(turns=episode.has_turns, tools=tools))
+
+    def _outcomes(
+        self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
+    ) -> list[EpisodeOutcome] | None:
+        """The ends of the episodes; None on a rank that computes what its leader asks for."""
+        if self._episodes is None:
+            self._episodes = ConfiguredEpisodes(context.settings.config)
+        waiting, episode = Waiting(), context.settings.config.rollout.episode
+        options = ServingOptions(
+            rows=episode.concurrency,
+            cache_bytes=episode.cache_bytes,
+            decode=decoding(context.tokenizer),
+            settled=waiting.settled,
+        )
+        with engine.serving(str(context.step), options) as served:
+            if served is None:
+                return None
+            return asyncio.run(self._episodes.run(served, items, context, waiting))
+
+    def close(self) -> None:
+        if self._episodes is not None:
+            self._episodes.close()
+            self._episodes = None
+
+
+def _single_turns(
+    engine: GenerateEngine, sample: SequenceSample, context: CallContext
+) -> list[Completions] | None:
+    """The completions of one turn each, by one request for each prompt."""
+    count, options = completions(context), generation_options(context)
+    tokens, ends = sample.tensor("prompt_ids").tolist(), sample.cu_seqlens("prompt_ids").tolist()
+    keys = sampling_keys(sample.ids, count).tolist()
+    requests = [
+        GenerationRequest(
+            request_id=f"{context.step}-{number:07}",
+            prompt=tuple(tokens[start:stop]),
+            keys=tuple(keys[number * count : (number + 1) * count]),
+            seed=sampling_seed(context),
+            step=context.step,
+            options=options,
+        )
+        for number, (start, stop) in enumerate(pairwise(ends))
+    ]
+    how = ServingOptions(decode=decoding(context.tokenizer), turns=False, support=options.support)
+    with engine.serving(str(context.step), how) as served:
+        if served is None:
+            return None
+        answers = asyncio.run(_answers(served, requests))
+    return [
+        Completions.of_turn(request.prompt, completion)
+        for request, answer in zip(requests, answers, strict=True)
+        for completion in answer
+    ]
+
+
+async def _answers(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest]
+) -> list[tuple[Completion, ...]]:
+    return await asyncio.gather(*map(engine.submit, requests))
+
+
+def _as_sample(
+    ids: tuple[str, ...], ended: Sequence[Completions], context: CallContext, device: torch.device
+) -> SequenceSample:
+    """The completions, those of a prompt as one item."""
+    count, options = completions(context), generation_options(context)
+    none = [[0.0] * len(each.prompt) for each in ended]
+    mask = [
+        [*(True for _ in each.prompt), *(not written for written in each.written)] for each in ended
+    ]
+    logprobs = [start + each.logprobs for start, each in zip(none, ended, strict=True)]
+    data: dict[str, Tensor | None] = {
+        "input_ids": _packed([each.sequence for each in ended], torch.int64, device),
+        "prompt_mask": _packed(mask, torch.bool, device),
+        "logprobs": _packed(logprobs, torch.float32, device),
+    }
+    if context.settings.config.rollout.episode.has_turns:
+        rewards = [start + each.rewards for start, each in zip(none, ended, strict=True)]
+        data[TURN_REWARDS] = _packed(rewards, torch.float32, device)
+    lengths = [len(row) for row in mask]
+    rows = [lengths[first : first + count] for first in range(0, len(lengths), count)]
+    finished = torch.tensor([each.finished for each in ended], dtype=torch.bool)
+    made = SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
+    if options.support:
+        add_support(made, _support(ended))
+    if options.experts:
+        add_experts(made, [each.routes() for each in ended])
+    return made
+
+
+def _support(ended: Sequence[Completions]) -> SampledSupport:
+    support = SampledSupport()
+    for each in ended:
+        support.skip(len(each.prompt))
+        support.extend(each.support)
+    return support
+
+
+def _packed(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype, device=device)
+
+
+class StoredInterface(Interface):
+    def generate(
+        self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """The keys of `RolloutInterface.generate`, and ``turn_rewards`` of episodes.
+
+        Raises SampleFileError, EnvironmentFailure.
+        """
+        read = context.stored
+        assert read is not None, "the master names the samples of such a batch"
+        groups = [read(name) for name in sample.ids]
+        episode = context.settings.config.rollout.episode
+        turns, tools = episode.has_turns, bool(episode.tools)
+        made = as_sample(sample.ids, groups, context.device, turns=turns)
+        options = generation_options(context)
+        if options.support:
+            add_support(made, _stored_support(groups))
+        if options.experts:
+            add_experts(made, [routes for group in groups for routes in group.routes()])
+        stats = Totals.of_groups(groups).stats(turns=turns, tools=tools)
+        kept = context.settings.config.logging
+        return CallResult(made, stats, notes=_versions(sample.ids, groups, kept))
+
+
+def as_sample(
+    ids: tuple[str, ...],
+    groups: Sequence[SampleGroup],
+    device: torch.device | None = None,
+    *,
+    turns: bool,
+    metadata: Mapping[str, list[Any]] | None = None,
+) -> SequenceSample:
+    """The groups' keys.
+
+    Tensors of tokens are where the models compute, as those of their own generation.
+    """
+    data: dict[str, Tensor | None] = {
+        "input_ids": _joined([each.input_ids for each in groups], torch.int64),
+        "prompt_mask": _joined([each.drawn_by < 0 for each in groups], torch.bool),
+        "logprobs": _joined([each.logprobs for each in groups], torch.float32),
+    }
+    if turns:
+        data[TURN_REWARDS] = _joined([each.turn_rewards for each in groups], torch.float32)
+    data = {key: None if value is None else value.to(device) for key, value in data.items()}
+    rows = [each.lengths.tolist() for each in groups]
+    finished = _joined([each.finished for each in groups], torch.bool)
+    return SequenceSample.grouped(rows, ids, data, metadata, per_sequence={"finished": finished})
+
+
+def _stored_support(groups: Sequence[SampleGroup]) -> SampledSupport:
+    support = SampledSupport()
+    for group in groups:
+        if group.support is None:
+            support.skip(group.input_ids.size)
+        else:
+            support.extend(group.support)
+    return support
+
+
+def _versions(
+    ids: Sequence[str], groups: Sequence[SampleGroup], settings: Logging
+) -> list[dict[str, Any]]:
+    """Which weights drew each token of the kept completions (see `token_notes`)."""
+    notes = []
+    for one in noted([len(each.lengths) for each in groups], settings):
+        group = groups[one.item]
+        start = int(group.lengths[: one.place].sum())
+        first = start + int(group.prompt_lengths[one.place])
+        last = min(start + int(group.lengths[one.place]), first + settings.sample_tokens)
+        drawn = {"names": list(group.versions), "drawn_by": group.drawn_by[first:last].tolist()}
+        notes.append({"id": ids[one.item], "index": one.place, "versions": drawn})
+    return notes
+
+
+def _joined(arrays: Sequence[Array], dtype: torch.dtype) -> Tensor:
+    return torch.cat(
+        [torch.from_numpy(each).to(dtype) for each in arrays] or [torch.empty(0, dtype=dtype)]
+    )
+
+
+def add_support(sample: SequenceSample, support: SampledSupport) -> None:
+    """Add the keys of the support of all tokens under ``input_ids``, in their order."""
+    rows = sample.lengths["input_ids"]
+    ends = [0, *accumulate(support.sizes)]
+    cuts = pairwise(accumulate(chain.from_iterable(rows), initial=0))
+    of_sequences = iter([ends[stop] - ends[start] for start, stop in cuts])
+    lengths = {SIZES: rows, IDS: [[next(of_sequences) for _ in row] for row in rows]}
+    device = sample.tensor("input_ids").device
+    data = {
+        key: torch.from_numpy(np.array(values, np.int32)).to(device)
+        for key, values in ((SIZES, support.sizes), (IDS, support.ids))
+    }
+    sample.update_(SequenceSample(sample.ids, lengths, data=dict(data)))
+
+
+def add_experts(sample: SequenceSample, experts: Sequence[Array]) -> None:
+    """Add the key of the experts of each sequence, int16 in any shape."""
+    sizes = iter([each.size for each in experts])
+    lengths = {EXPERTS: [[next(sizes) for _ in row] for row in sample.lengths["input_ids"]]}
+    flat = [each.reshape(-1) for each in experts]
+    values = torch.from_numpy(np.concatenate([np.zeros(0, np.int16), *flat]))
+    data = {EXPERTS: values.to(sample.tensor("input_ids").device)}
+    sample.update_(SequenceSample(sample.ids, lengths, data=dict(data)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over completions."""
+
+    completions: int
+    prompt: int
+    """Tokens of the prompts, once for each completion."""
+    written: int
+    """Tokens of the policy."""
+    read: int
+    """Tokens that it read between its turns."""
+    finished: int
+    turns: int
+    failed: int = 0
+    """Episodes."""
+    tool_calls: int = 0
+    tool_failures: int = 0
+
+    @staticmethod
+    def of_completions(ended: Sequence[Completions]) -> Totals:
+        """The sums of completions that did not fail, and that called no tools."""
+        written = sum(sum(each.written) for each in ended)
+        return Totals(
+            completions=len(ended),
+            prompt=sum(len(each.prompt) for each in ended),
+            written=written,
+            read=sum(len(each.tokens) for each in ended) - written,
+            finished=sum(each.finished for each in ended),
+            turns=sum(each.turns for each in ended),
+        )
+
+    @staticmethod
+    def of_outcomes(outcomes: Sequence[EpisodeOutcome]) -> Totals:
+        return replace(
+            Totals.of_completions([outcome.completions for outcome in outcomes]),
+            failed=sum(bool(outcome.failure) for outcome in outcomes),
+            tool_calls=sum(outcome.tool_calls for outcome in outcomes),
+            tool_failures=sum(outcome.tool_failures for outcome in outcomes),
+        )
+
+    @staticmethod
+    def of_groups(groups: Sequence[SampleGroup]) -> Totals:
+        prompt = _sum(each.prompt_lengths.sum() for each in groups)
+        written = _sum((each.drawn_by >= 0).sum() for each in groups)
+        return Totals(
+            completions=_sum(each.lengths.size for each in groups),
+            prompt=prompt,
+            written=written,
+            read=_sum(each.lengths.sum() for each in groups) - prompt - written,
+            finished=_sum(each.finished.sum() for each in groups),
+            turns=_sum(each.turns.sum() for each in groups),
+            failed=_sum(each.failed.sum() for each in groups),
+            tool_calls=_sum(each.tool_calls.sum() for each in groups),
+            tool_failures=_sum(each.tool_failures.sum() for each in groups),
+        )
+
+    def stats(self, *, turns: bool, tools: bool) -> Stats:
+        """Return the metrics; ``turns`` and ``tools`` add metrics of episodes and of tool calls.
+
+        ``turns``: the completions are of episodes that may have several turns. ``tools``: these
+        episodes may call tools.
+        """
+        sums = {
+            "response_length": self.written,
+            "prompt_length": self.prompt,
+            "finished": self.finished,
+        }
+        if turns:
+            sums |= {
+                "turns": self.turns,
+                "context_length": self.read,
+                "episode_failed": self.failed,
+            }
+        if tools:
+            sums["tool_calls"] = self.tool_calls
+        count = float(self.completions)
+        stats = {name: (float(value), count) for name, value in sums.items()}
+        if tools:
+            stats["tool_failed"] = (float(self.tool_failures), float(self.tool_calls))
+        return stats
+
+
+def _sum(values: Iterable[Any]) -> int:
+    return sum(map(int, values))
