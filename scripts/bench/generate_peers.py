@@ -38,7 +38,7 @@ def vllm(case: Case) -> Run:
 
 def _served(case: Case, *arguments: str) -> Run:
     """A server that has the weights. It ends with this process."""
-    from kept_server import KeptServer
+    from kept_server import BenchServer
 
     from slurmrl.models.hf import to_hf
     from slurmrl.rollouts.generation.base import WeightVersion
@@ -47,7 +47,7 @@ def _served(case: Case, *arguments: str) -> Run:
     decoder, made = own_decoder(case), []
 
     async def start() -> None:
-        made.append(KeptServer(case.engine, case.python, decoder.config, arguments=arguments))
+        made.append(BenchServer(case.engine, case.python, decoder.config, arguments=arguments))
         weights = made[0].folder / "weights"
         weights.mkdir()
         to_hf(decoder, weights)

@@ -10,8 +10,8 @@ import torch
 from slurmrl.config.servers import Address
 from slurmrl.models.config import ModelConfig
 from slurmrl.rollouts.generation.process import HostFolder
-from slurmrl.rollouts.generation.server import Patience, Serving
-from slurmrl.rollouts.generation.servers import SOCKET, PlacedServer, ServerKind
+from slurmrl.rollouts.generation.server_kinds import SOCKET, PlacedServer, ServerKind
+from slurmrl.rollouts.generation.server_supervisor import Patience, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 
@@ -20,7 +20,7 @@ SILENCE_S = 600.0
 """It may share its thread with other programs."""
 
 
-class KeptServer:
+class BenchServer:
     """One server without a GPU, in float32. Made in a running asyncio loop."""
 
     def __init__(

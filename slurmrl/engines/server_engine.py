@@ -32,17 +32,17 @@ from slurmrl.rollouts.generation.base import (
     WeightVersion,
 )
 from slurmrl.rollouts.generation.process import HostFolder
-from slurmrl.rollouts.generation.server import Running, Serving
-from slurmrl.rollouts.generation.servers import (
+from slurmrl.rollouts.generation.server_kinds import (
     VISIBLE,
     PlacedServer,
     RunningServers,
     ServerKind,
     Servers,
+    WholeWeights,
 )
+from slurmrl.rollouts.generation.server_supervisor import Running, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
-from slurmrl.rollouts.generation.whole_weights import WholeWeights
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.ops.collectives import broadcast_bytes
 from slurmrl.tensors.parallel.groups import ParallelContext

@@ -28,7 +28,7 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.server import Patience
+from slurmrl.rollouts.generation.server_supervisor import Patience
 
 T = TypeVar("T")
 VOCABULARY = 128

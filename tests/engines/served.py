@@ -24,11 +24,11 @@ from slurmrl.models.hf import read_values
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.kept import KeptEngine
+from slurmrl.rollouts.generation.managed_server import ManagedServer
 from slurmrl.rollouts.generation.process import HostFolder
-from slurmrl.rollouts.generation.served import ServedEngine
-from slurmrl.rollouts.generation.server import Serving
-from slurmrl.rollouts.generation.servers import SOCKET, ServerKind
+from slurmrl.rollouts.generation.server_client import ServerClient
+from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind
+from slurmrl.rollouts.generation.server_supervisor import Serving
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import (
     CONTEXT,
@@ -51,7 +51,7 @@ from tests.support.servers import load_once
 class Served(SharedServer):
     """The engine of a server that is kept, and its processes, which tests hurt."""
 
-    engine: KeptEngine
+    engine: ManagedServer
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Served(SharedServer):
         self.kind = kind(config, "float32", self._serving, tensor_ranks=1, device=cpu)
         self.engine = loop.run(self._keep())
 
-    async def _keep(self) -> KeptEngine:
+    async def _keep(self) -> ManagedServer:
         return self.kind.keep(self._serving, self.folder.path, name="the server", visible="")
 
     @property
@@ -175,7 +175,7 @@ async def load_astray(
 
 async def with_a_stale_cache(served: Served) -> list[Completion]:
     """Return what `over_an_update` returns of another client of the server."""
-    engine = await ServedEngine.connect(served.dialect(stale_cache=True))
+    engine = await ServerClient.connect(served.dialect(stale_cache=True))
     try:
         drawn = await over_an_update(engine, served.versions)
         await engine.update_weights(served.version("1.1"))  # as the kept engine has left it

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.served import ServedEngine
+from slurmrl.rollouts.generation.server_client import ServerClient
 from slurmrl.rollouts.generation.sglang import SglangServer
 from tests.engines.conftest import (
     EXACT,
@@ -167,14 +167,14 @@ def test_a_server_that_a_lost_client_has_left_paused_serves_the_next_one(served:
     """Also while it still has that client's requests."""
 
     async def work() -> tuple[Completion, ...]:
-        lost = await ServedEngine.connect(served.dialect())
+        lost = await ServerClient.connect(served.dialect())
         await lost.update_weights(served.version("1.1"))
         futures = [lost.submit(request(n=4, max_new_tokens=200)) for _ in range(2)]
         await asyncio.sleep(0.1)
         await lost.pause()
         await lost.close()
         await asyncio.gather(*futures, return_exceptions=True)
-        engine = await ServedEngine.connect(served.dialect())
+        engine = await ServerClient.connect(served.dialect())
         try:
             await engine.update_weights(served.version("2.1"))
             drawn = await engine.submit(request(n=2, greedy=True))

@@ -39,7 +39,7 @@ from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.generation.native.split_batch import Peers
 from slurmrl.rollouts.generation.process import HostFolder
-from slurmrl.rollouts.generation.servers import VISIBLE, ServerKind, weights_config
+from slurmrl.rollouts.generation.server_kinds import VISIBLE, ServerKind, weights_config
 from slurmrl.run.channel.bell import Bell, fabric_bell
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.events import EventWriter

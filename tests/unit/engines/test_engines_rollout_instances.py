@@ -23,8 +23,13 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.instances import MOST_ATTEMPTS, InstanceLimits, Instances
-from slurmrl.rollouts.generation.prefixes import BLOCK, PrefixIndex
+from slurmrl.rollouts.generation.instances import (
+    BLOCK,
+    MOST_ATTEMPTS,
+    Instances,
+    PrefixIndex,
+)
+from slurmrl.rollouts.generation.server_client import InstanceLimits
 
 T = TypeVar("T")
 LIMITS = InstanceLimits(concurrency=6, probe_every_s=2.0, silence_s=5.0, control_s=20.0)

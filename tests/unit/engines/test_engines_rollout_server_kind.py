@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.rollouts.generation import servers
+from slurmrl.rollouts.generation import server_kinds
 from slurmrl.rollouts.generation.process import ServerProgram
-from slurmrl.rollouts.generation.server import Patience, Serving
-from slurmrl.rollouts.generation.servers import ServerKind
+from slurmrl.rollouts.generation.server_kinds import ServerKind
+from slurmrl.rollouts.generation.server_supervisor import Patience, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 from tests.unit.models.conftest import BASE, ODD
@@ -43,8 +43,8 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
 ) -> None:
     kept: list[tuple[ServerProgram, Any, dict[str, Any]]] = []
     monkeypatch.setattr(
-        servers,
-        "KeptEngine",
+        server_kinds,
+        "ManagedServer",
         lambda program, address, _, **more: kept.append((program, address, more)),
     )
     for name in wanted:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.rollouts.generation.process import TAIL_BYTES, ServerLog, last_error, read_end
-from slurmrl.rollouts.generation.server import EndedStart, FailedStarts
+from slurmrl.rollouts.generation.server_supervisor import EndedStart, FailedStarts
 
 SGLANG = """\
 [2026-11-23 09:00:00] server_args=ServerArgs(model_path='/m', device='cuda')

@@ -16,10 +16,14 @@ from slurmrl.config.servers import Address
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.rollouts.generation.base import ABORTED, WeightVersion
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.kept import KeptEngine
+from slurmrl.rollouts.generation.managed_server import ManagedServer
 from slurmrl.rollouts.generation.process import ServerProgram
-from slurmrl.rollouts.generation.server import Patience
-from tests.unit.engines.test_engines_rollout_served import ScriptedDialect, completion, request
+from slurmrl.rollouts.generation.server_supervisor import Patience
+from tests.unit.engines.test_engines_rollout_server_client import (
+    ScriptedDialect,
+    completion,
+    request,
+)
 
 DEADLINE_S = 60.0
 SERVER = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()} '); time.sleep(600)"
@@ -84,7 +88,7 @@ class PickyDialect(ScriptedDialect):
 
 def within(
     folder: Path,
-    test: Callable[[KeptEngine, PickyDialect], Awaitable[None]],
+    test: Callable[[ManagedServer, PickyDialect], Awaitable[None]],
     patience: Patience = Patience(),  # noqa: B008 - it is frozen
     context: int = 0,
 ) -> None:
@@ -103,7 +107,7 @@ def within(
             return dialect
 
         address = Address(f"unix:{folder / 'none.sock'}")
-        engine = KeptEngine(program, address, speak, patience=patience, context=context)
+        engine = ManagedServer(program, address, speak, patience=patience, context=context)
         try:
             await engine.update_weights(WeightVersion(name="1.1"))
             await test(engine, dialect)
@@ -118,7 +122,7 @@ def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> N
     before the server resumes and requests are answered.
     """
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         dialect.refused = {"2.1"}
         dialect.calls.clear()
         with pytest.raises(UsageError, match="shapes do not match"):
@@ -138,7 +142,7 @@ def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> N
 def test_a_server_with_less_memory_than_a_sequence_needs_is_refused(tmp_path: Path) -> None:
     """It would cut completions short, which would look like long ones."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         raise AssertionError("it serves")
 
     with pytest.raises(UsageError, match=r"takes 16 tokens .* this run may have 17"):
@@ -148,7 +152,7 @@ def test_a_server_with_less_memory_than_a_sequence_needs_is_refused(tmp_path: Pa
 def test_a_later_start_with_less_memory_is_not_the_last(tmp_path: Path) -> None:
     """Others may hold memory of its GPU for a while. The next start has enough, and serves."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         dialect.contexts = [15]
         (first,) = await started(tmp_path, 1)
         os.kill(first, signal.SIGKILL)
@@ -163,7 +167,7 @@ def test_a_later_start_with_less_memory_is_not_the_last(tmp_path: Path) -> None:
 def test_a_server_that_hangs_while_it_takes_weights_is_started_again(tmp_path: Path) -> None:
     """Once that has taken as long as a start may take."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         (pid,) = await started(tmp_path, 1)
         dialect.hanging = pid
         await engine.update_weights(WeightVersion(name="2.1"))
@@ -180,7 +184,7 @@ def test_a_start_that_does_not_take_the_weights_is_not_the_last(tmp_path: Path) 
     an earlier one has held counts as one failed start.
     """
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         dialect.refused = {"1.1"}
         with pytest.raises(RunFailedError, match="the shapes do not match"):
             await engine._prepare()
@@ -191,7 +195,7 @@ def test_a_start_that_does_not_take_the_weights_is_not_the_last(tmp_path: Path) 
 def test_a_server_that_dies_of_a_request_is_not_started_for_ever(tmp_path: Path) -> None:
     """No start answers the request, so none is good, although each counts as stable at once."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         answer = engine.submit(request())
         draw = None
         for count in range(1, 4):
@@ -213,7 +217,7 @@ def test_a_server_that_dies_of_a_request_is_not_started_for_ever(tmp_path: Path)
 def test_an_abort_ends_a_request_whether_the_server_runs_or_not(tmp_path: Path) -> None:
     """It gets what was drawn; of a start that has ended, nothing, without waiting for the next."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         first = engine.submit(request("first"))
         while "first-0-0" not in dialect.draws:
             await asyncio.sleep(0.01)
@@ -235,7 +239,7 @@ def test_an_abort_ends_a_request_whether_the_server_runs_or_not(tmp_path: Path) 
 def test_a_server_that_refuses_its_earlier_version_is_closed(tmp_path: Path) -> None:
     """Requests fail instead of waiting without end for weights that never come."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         dialect.refused = {"1.1", "2.1"}
         with pytest.raises(UsageError, match=r"1\.1: the shapes do not match"):
             await engine.update_weights(WeightVersion(name="2.1"))
@@ -248,7 +252,7 @@ def test_a_server_that_refuses_its_earlier_version_is_closed(tmp_path: Path) -> 
 def test_a_server_that_ends_while_it_sleeps_is_started_for_the_next_weights(tmp_path: Path) -> None:
     """Another start would take the GPU memory in which other models compute."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         await engine.sleep()
         (first,) = await started(tmp_path, 1)
         os.kill(first, signal.SIGKILL)
@@ -274,7 +278,7 @@ def test_a_server_that_ends_while_it_sleeps_is_started_for_the_next_weights(tmp_
 def test_a_server_that_does_not_free_its_memory_is_ended(tmp_path: Path) -> None:
     """The memory is free when the call returns. A server that refuses to sleep never will."""
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         dialect.restless = RunFailedError("no answer within 60 s")
         (first,) = await started(tmp_path, 1)
         await engine.sleep()
@@ -300,7 +304,7 @@ def test_a_server_that_does_not_wake_is_started_again(tmp_path: Path, dies: bool
     The next start gets the weights, and requests are answered.
     """
 
-    async def test(engine: KeptEngine, dialect: PickyDialect) -> None:
+    async def test(engine: ManagedServer, dialect: PickyDialect) -> None:
         await engine.sleep()
         (first,) = await started(tmp_path, 1)
 

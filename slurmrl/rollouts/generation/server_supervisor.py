@@ -25,6 +25,7 @@ RESTART_S = (0.5, 30.0)
 """First and longest pause before another start."""
 PROBE_S = 0.25
 """Between two probes of a server that starts."""
+MOST_FAILED_STARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ class Running:
     """Whether they must record the experts that read each token."""
 
 
-class KeptServer:
+class ServerSupervisor:
     """Keeps a server running.
 
     ``probe`` returns if the server answers, and ``prepare`` makes a started one ready for requests
@@ -359,9 +360,6 @@ def _resolve(future: asyncio.Future[None]) -> None:
 async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float) -> None:
     """Wait until one of them is done, for ``timeout_s`` at most."""
     await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-
-
-MOST_FAILED_STARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from slurmrl.rollouts.generation.base import (
     WeightVersion,
 )
 from slurmrl.rollouts.generation.dialect import Dialect, Draw
-from slurmrl.rollouts.generation.served import ServedEngine
+from slurmrl.rollouts.generation.server_client import ServerClient
 
 CONTEXT = 16
 
@@ -116,8 +116,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def ready(dialect: ScriptedDialect, **options: int) -> ServedEngine:
-    engine = await ServedEngine.connect(dialect, **options)
+async def ready(dialect: ScriptedDialect, **options: int) -> ServerClient:
+    engine = await ServerClient.connect(dialect, **options)
     await engine.update_weights(WeightVersion(name="1.1"))
     dialect.calls.clear()
     return engine
@@ -191,7 +191,7 @@ def test_a_server_with_a_shorter_context_is_refused() -> None:
 
     async def main() -> None:
         with pytest.raises(UsageError, match=r"takes 16 tokens.*may have 17: .*evaluation\.max"):
-            await ServedEngine.connect(ScriptedDialect(), least=17)
+            await ServerClient.connect(ScriptedDialect(), least=17)
 
     run(main())
 
@@ -203,7 +203,7 @@ def test_requests_wait_for_the_first_version_and_are_bounded() -> None:
 
     async def main() -> None:
         dialect = ScriptedDialect()
-        engine = await ServedEngine.connect(dialect, concurrency=5)
+        engine = await ServerClient.connect(dialect, concurrency=5)
         futures = [engine.submit(request(f"r{index}", keys=4)) for index in range(10)]
         await settle()
         assert (dialect.calls, engine.version) == ([], None)

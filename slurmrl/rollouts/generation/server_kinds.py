@@ -9,12 +9,14 @@ import os
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from slurmrl.config.servers import Address
 from slurmrl.errors import RunFailedError, UsageError
@@ -22,20 +24,38 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.hf import CONFIG_FILE
+from slurmrl.models.hf import CONFIG_FILE, as_array
+from slurmrl.models.shapes import storage_of
 from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.instances import InstanceLimits, Instances
-from slurmrl.rollouts.generation.kept import KeptEngine
+from slurmrl.rollouts.generation.instances import Instances
+from slurmrl.rollouts.generation.managed_server import ManagedServer
 from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
-from slurmrl.rollouts.generation.served import ServedEngine
-from slurmrl.rollouts.generation.server import Running, Serving
+from slurmrl.rollouts.generation.server_client import InstanceLimits, ServerClient
+from slurmrl.rollouts.generation.server_supervisor import Running, Serving
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
-from slurmrl.tensors.checkpoint.export import write_json
+from slurmrl.tensors.checkpoint.export import (
+    in_written_order,
+    write_folder,
+    write_json,
+    write_weights,
+)
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, assembled, file_tensors
+from slurmrl.tensors.layout import Array, Box, HeldBox, Layout, sources
+from slurmrl.tensors.parallel.groups import ParallelContext
 
 ROOT_UID = 0
+DROPPED = (
+    *("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    "TORCHINDUCTOR_DETERMINISTIC",
+)
+"""Variables of a worker that mean something else to a server, or that only its engine needs: a
+server cannot free memory of expandable segments."""
+SOCKET = "server.sock"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Speak(Protocol):
@@ -76,7 +96,7 @@ class Servers(ABC):
 class PlacedServer(Servers):
     """A server that this process keeps. It reads weights from this host's memory."""
 
-    def __init__(self, folder: HostFolder, kept: KeptEngine) -> None:
+    def __init__(self, folder: HostFolder, kept: ManagedServer) -> None:
         self._host_folder, self.folder = folder, folder.path
         self.engine = self._kept = kept
 
@@ -111,7 +131,7 @@ class RunningServers(Servers):
         keys = self._running.keys
         clients = (HttpClient(address, api_key=key) for key in (keys.api, keys.admin))
         dialect = self._speak(*clients)
-        return await ServedEngine.connect(dialect, least=self._running.context)
+        return await ServerClient.connect(dialect, least=self._running.context)
 
     async def install(self, version: WeightVersion) -> None:
         try:
@@ -157,17 +177,6 @@ def _check_owner(socket: str) -> None:
         raise RunFailedError(f"unix:{socket}: {error.strerror}") from error
     if owner not in (os.geteuid(), ROOT_UID):
         raise UsageError(f"unix:{socket} belongs to user {owner}, not to you; not used")
-
-
-DROPPED = (
-    *("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"),
-    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
-    "TORCHINDUCTOR_DETERMINISTIC",
-)
-"""Variables of a worker that mean something else to a server, or that only its engine needs: a
-server cannot free memory of expandable segments."""
-SOCKET = "server.sock"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class ServerKind(ABC):
@@ -224,7 +233,7 @@ class ServerKind(ABC):
         """Return further arguments of the dialect."""
         return {}
 
-    def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> KeptEngine:
+    def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> ManagedServer:
         """Start a server and keep it. Call this in a running asyncio loop.
 
         Only this process uses ``folder``, which has mode 0700: it gets the server's socket and its
@@ -245,7 +254,7 @@ class ServerKind(ABC):
             events=serving.events,
         )
         address = Address(f"unix:{folder / SOCKET}")
-        return KeptEngine(
+        return ManagedServer(
             program, address, self.dialect, patience=serving.patience, context=serving.context
         )
 
@@ -262,3 +271,84 @@ def weights_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Each request has its own stop tokens.
     """
     return {**config.to_hf(head="lm", dtype=dtype), "eos_token_id": None}
+
+
+class WholeWeights:
+    """Writes the weights of one copy.
+
+    Its leader reads the parts of the other ranks one tensor at a time, so no rank ever holds more
+    than its own part and one tensor.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: str,
+        parameters: Sequence[str],
+        layout: Layout,
+        context: ParallelContext,
+    ) -> None:
+        self._config, self._dtype = config, dtype
+        self._layout, self._context = layout, context
+        self._files = file_tensors(
+            ((name, layout.tensors[name]) for name in parameters), storage_of(config)
+        )
+        alone = context.axis_size("tp") == 1
+        self._copy = [context.rank] if alone else context.topology.peers(context.rank, "tp")
+
+    def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
+        """On the leader: write ``folder``, complete or not at all, while the others `offer`."""
+
+        def read(name: str, box: Box) -> Array:
+            return as_array(self._gather(name, box, tensors[name]))
+
+        def fill(target: Path) -> None:
+            entries = [
+                TensorEntry(name, file.spec, partial(assembled, read, file))
+                for name, file in self._files.items()
+            ]
+            write_weights(target, entries)
+            write_json(target / CONFIG_FILE, weights_config(self._config, self._dtype), REAL)
+
+        write_folder(folder, fill)
+
+    def offer(self, tensors: Mapping[str, Tensor]) -> None:
+        """On the other ranks: send the leader what it lacks, in the order in which it writes."""
+        entries = [TensorEntry(name, file.spec, _unread) for name, file in self._files.items()]
+        for entry in in_written_order(entries):
+            for name, spec, stored in self._files[entry.name].shards:
+                for holder, part, box in self._senders(name, stored.of(spec.shape)):
+                    if holder == self._context.rank:
+                        elements = tensors[name][box.inside(part.box)].contiguous()
+                        dist.send(_bytes(elements), group=self._context.group("tp"), group_dst=0)
+
+    def _gather(self, name: str, wanted: Box, own: Tensor) -> Tensor:
+        """The elements of a box."""
+        whole = own.new_empty(wanted.size)
+        for part, box in sources(self._layout.holders[name], wanted):
+            if self._context.rank in part.ranks:
+                whole[box.inside(wanted)] = own[box.inside(part.box)]
+        for holder, _, box in self._senders(name, wanted):
+            elements = own.new_empty(box.size)
+            source = self._copy.index(holder)
+            dist.recv(_bytes(elements), group=self._context.group("tp"), group_src=source)
+            whole[box.inside(wanted)] = elements
+        return whole
+
+    def _senders(self, name: str, wanted: Box) -> Iterator[tuple[int, HeldBox, Box]]:
+        """Yield the parts of a box that the leader lacks.
+
+        Each is (rank that sends it, the part that this rank has, the box that is sent).
+        """
+        for part, box in sources(self._layout.holders[name], wanted):
+            if self._copy[0] not in part.ranks:
+                yield next(rank for rank in self._copy if rank in part.ranks), part, box
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory, of a type that every backend can send."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _unread() -> Array:
+    raise AssertionError("only the leader writes files")

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.rollouts.generation import server as server_module
+from slurmrl.rollouts.generation import server_supervisor as server_module
 from slurmrl.rollouts.generation.process import HostFolder, ServerProcess, ServerProgram
-from slurmrl.rollouts.generation.server import KeptServer, Patience
+from slurmrl.rollouts.generation.server_supervisor import Patience, ServerSupervisor
 from slurmrl.rollouts.generation.warden import LIST, descendants
 from slurmrl.run.events import EventWriter, read_all
 from slurmrl.run.paths import RunPaths
@@ -55,7 +55,7 @@ time.sleep(600)
 OWNER = """
 import sys, time
 from pathlib import Path
-from tests.unit.engines.test_engines_rollout_server import start
+from tests.unit.engines.test_engines_rollout_server_supervisor import start
 process = start(Path(sys.argv[1]))
 time.sleep(600)
 """
@@ -230,7 +230,7 @@ def test_a_killed_server_is_started_and_prepared_again(
         paths = RunPaths(tmp_path / "run")
         paths.events.mkdir(parents=True)
         writer = EventWriter(paths, "sglang.rollout.0.0")
-        server = KeptServer(
+        server = ServerSupervisor(
             replace(program(tmp_path), events=writer),
             probe=life.probe,
             prepare=life.prepare,
@@ -268,7 +268,7 @@ def test_a_server_that_does_not_answer_is_ended_unless_it_is_busy(
     async def test() -> None:
         life = Life(tmp_path)
         patience = Patience(silence_s=0.3, probe_s=0.02)
-        server = KeptServer(
+        server = ServerSupervisor(
             program(tmp_path), probe=life.probe, prepare=life.prepare, patience=patience
         )
         await server.up()
@@ -298,7 +298,7 @@ def test_answers_to_requests_are_signs_of_life(
     async def test() -> None:
         life = Life(tmp_path)
         patience = Patience(silence_s=0.5, probe_s=0.02)
-        server = KeptServer(
+        server = ServerSupervisor(
             program(tmp_path), probe=life.probe, prepare=life.prepare, patience=patience
         )
         await server.up()
@@ -329,7 +329,7 @@ def test_a_process_that_was_stopped_does_not_take_its_server_for_hung(
             await life.probe()
 
         patience = Patience(silence_s=0.5, probe_s=0.02)
-        server = KeptServer(
+        server = ServerSupervisor(
             program(tmp_path), probe=slow_probe, prepare=life.prepare, patience=patience
         )
         await server.up()
@@ -353,7 +353,9 @@ def test_a_server_that_fails_again_and_again_is_given_up(
     async def test() -> None:
         life = Life(tmp_path)
         broken = program(tmp_path, "import sys; print('unknown model'); sys.exit(1)")
-        server = KeptServer(broken, probe=life.probe, prepare=life.prepare, patience=Patience())
+        server = ServerSupervisor(
+            broken, probe=life.probe, prepare=life.prepare, patience=Patience()
+        )
         with pytest.raises(RunFailedError, match=r"(?s)failed 3 times in a row.*unknown model"):
             await server.up()
         await server.close()
@@ -388,7 +390,9 @@ def test_the_same_error_of_all_starts_is_final_unless_the_host_may_be_to_blame(
         life = Life(tmp_path)
         life.answers = False
         broken = program(tmp_path, RAISES.format(error=error))
-        server = KeptServer(broken, probe=life.probe, prepare=life.prepare, patience=Patience())
+        server = ServerSupervisor(
+            broken, probe=life.probe, prepare=life.prepare, patience=Patience()
+        )
         with pytest.raises(
             lost, match=r"exited with code 1\): \w+Error: .*; its log is .*server.l"
         ):
@@ -408,7 +412,7 @@ def test_a_start_that_answers_no_request_has_failed_however_long_it_served(
     async def test() -> None:
         life = Life(tmp_path)
         patience = Patience(stable_s=0.0)
-        server = KeptServer(
+        server = ServerSupervisor(
             program(tmp_path), probe=life.probe, prepare=life.prepare, patience=patience
         )
 
@@ -440,7 +444,7 @@ def test_a_server_that_can_never_be_used_is_given_up_at_once(tmp_path: Path) -> 
     async def test() -> None:
         life = Life(tmp_path)
         life.unusable = "it has another architecture"
-        server = KeptServer(
+        server = ServerSupervisor(
             program(tmp_path), probe=life.probe, prepare=life.prepare, patience=Patience()
         )
         with pytest.raises(UsageError, match=r"server 0 cannot be used: it has another arch"):

@@ -19,10 +19,9 @@ from slurmrl.rollouts.generation.base import (
 )
 from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.instances import within
 from slurmrl.rollouts.generation.process import ServerProgram
-from slurmrl.rollouts.generation.served import ServedEngine
-from slurmrl.rollouts.generation.server import KeptServer, Patience
+from slurmrl.rollouts.generation.server_client import ServerClient, within
+from slurmrl.rollouts.generation.server_supervisor import Patience, ServerSupervisor
 
 logger = log.get(__name__)
 
@@ -35,11 +34,11 @@ class _Order:
     """A request and where it is."""
 
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
-    engine: ServedEngine | None = None
+    engine: ServerClient | None = None
     """The start of the server that works on it."""
 
 
-class KeptEngine(RolloutEngine):
+class ManagedServer(RolloutEngine):
     """One server of ours.
 
     What it was working on when it ended is drawn again by the next start, once that holds the
@@ -66,10 +65,10 @@ class KeptEngine(RolloutEngine):
         self._prober = speak(HttpClient(address, patience_s=0.0))
         self._wanted: WeightVersion | None = None
         self._paused = self._rests = False
-        self._engine: ServedEngine | None = None
+        self._engine: ServerClient | None = None
         self._orders: dict[str, _Order] = {}
         self._control = asyncio.Lock()
-        self._server = KeptServer(
+        self._server = ServerSupervisor(
             program, probe=self._prober.health, prepare=self._prepare, patience=patience
         )
 
@@ -91,7 +90,7 @@ class KeptEngine(RolloutEngine):
         """
         dialect = self._speak(HttpClient(self._address))
         try:
-            engine = await ServedEngine.connect(dialect, least=self._context)
+            engine = await ServerClient.connect(dialect, least=self._context)
         except UsageError as error:  # after one that could be used, memory is short for a while
             if self._engine is None:
                 raise
@@ -107,7 +106,7 @@ class KeptEngine(RolloutEngine):
         if before is not None:
             await before.close()
 
-    async def _current(self) -> tuple[int, ServedEngine]:
+    async def _current(self) -> tuple[int, ServerClient]:
         start = await self._server.up()
         assert self._engine is not None, "a server is up once it was prepared"
         return start, self._engine
@@ -164,13 +163,13 @@ class KeptEngine(RolloutEngine):
         async with self._control:
             self._paused = True
             if not self._rests:
-                await self._reach(ServedEngine.pause)
+                await self._reach(ServerClient.pause)
 
     async def resume(self) -> None:
         async with self._control:
             self._paused = False
             if not self._rests:
-                await self._reach(ServedEngine.resume)
+                await self._reach(ServerClient.resume)
 
     async def update_weights(self, version: WeightVersion) -> None:
         """As in the contract.
@@ -217,7 +216,7 @@ class KeptEngine(RolloutEngine):
             await self.close()
             raise
 
-    async def _reach(self, act: Callable[[ServedEngine], Awaitable[None]]) -> None:
+    async def _reach(self, act: Callable[[ServerClient], Awaitable[None]]) -> None:
         """Act on the server, and again on its next start if this start ends or hangs.
 
         A start hangs if the action takes longer than a start may take to become ready, and the
@@ -247,7 +246,7 @@ class KeptEngine(RolloutEngine):
         await self._prober.close()
 
 
-async def _install(engine: ServedEngine, version: WeightVersion, *, paused: bool) -> None:
+async def _install(engine: ServerClient, version: WeightVersion, *, paused: bool) -> None:
     engine.paused = paused  # it may have changed while the server slept
     if engine.version != version.name:  # a start installs the version itself
         await engine.update_weights(version)
