@@ -38,8 +38,8 @@ from spread import Spread
 from torch import Tensor
 
 from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
-from slurmrl.tensors.ops.native import recipe
-from slurmrl.tensors.ops.paged_attention import paged_attention
+from slurmrl.tensors.ops.native import libraries
+from slurmrl.tensors.ops.paged_kernels import paged_attention
 from slurmrl.tensors.ops.scan import gae_reference, packed_gae
 
 GAMMA, LAM = 0.99, 0.95
@@ -203,7 +203,7 @@ def baseline() -> Callable[..., None]:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "one_thread.cu", Path(folder) / "one_thread.so"
         source.write_text(ONE_THREAD_PER_SEQUENCE)
-        nvcc = recipe.find_toolchain().nvcc or "nvcc"
+        nvcc = libraries.find_toolchain().nvcc or "nvcc"
         home = Path(shutil.which(nvcc) or nvcc).resolve().parents[1]
         flags = ["-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC", "-o", str(library)]
         flags += [f"-L{home}/{name}" for name in ("lib64", "lib")]

@@ -20,10 +20,9 @@ from slurmrl.models.parallel.linear import rows_of
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.elementwise import rotate
 from slurmrl.tensors.ops.native.load import for_floats
-from slurmrl.tensors.ops.paged_attention import (
+from slurmrl.tensors.ops.paged_kernels import (
     attend_heads,
     paged_attention,
-    reads_in_place,
     write_cells,
 )
 from slurmrl.tensors.ops.products import PackedLayer
@@ -69,16 +68,6 @@ def expert_numbers(decoder: Decoder) -> list[int]:
     """The experts of a token in each block that has some."""
     moe = decoder.config.moe
     return [] if moe is None else [moe.per_token] * len(moe.layers)
-
-
-def attends_in_place(decoder: Decoder, page: int) -> bool:
-    """Whether this rank's attention reads pages of ``page`` cells where they lie.
-
-    On a GPU the first call compiles and tries the kernels.
-    """
-    config, like = decoder.config, decoder.head_weight()
-    cells = like.new_empty((0, kv_heads(config, decoder.split), config.head_dim))
-    return reads_in_place(cells, config.num_heads // decoder.split.tensor.size, page)
 
 
 class PagedCache:

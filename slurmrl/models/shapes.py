@@ -43,17 +43,6 @@ def parameter_shapes(config: ModelConfig, head: Head) -> Shapes:
     return shapes
 
 
-def parameter_count(config: ModelConfig, head: Head = "lm") -> int:
-    """Number of parameters; tied ones count once."""
-    total = 0
-    for shape in parameter_shapes(config, head).values():
-        size = 1
-        for extent in shape:
-            size *= extent
-        total += size
-    return total
-
-
 def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

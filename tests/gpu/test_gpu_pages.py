@@ -11,12 +11,16 @@ import pytest
 import torch
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.paged import attends_in_place
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.tensors.ops import paged_kernels
-from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
-from slurmrl.tensors.ops.paged_kernels import Sizes, example, reference
+from slurmrl.tensors.ops.paged_kernels import (
+    Sizes,
+    example,
+    paged_attention,
+    reference,
+    write_cells,
+)
 from tests.support.generated import generate
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
@@ -128,7 +132,9 @@ def test_completions_do_not_depend_on_limits(name: str, caplog: pytest.LogCaptur
     options = GenerationOptions(max_new_tokens=20, temperature=0.7, stop_token_ids=(3,))
     draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": torch.arange(60).cuda()}
     limits = Limits(rows=16, step_tokens=24, page_tokens=4, cache_tokens=400)
-    assert attends_in_place(decoder, limits.page_tokens)
+    config = decoder.config
+    cells = torch.empty(0, config.num_kv_heads, config.head_dim, device="cuda")
+    assert paged_kernels.attends(cells, config.num_heads, limits.page_tokens)
     with caplog.at_level(logging.WARNING), torch.no_grad():
         found = generate(decoder, ids, ends, options, limits=limits, **draws)
         wanted = generate(decoder, ids, ends, options, limits=Limits(), **draws)

@@ -12,8 +12,7 @@ from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.native import native_rollout as rollout_module
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.tensors.ops import paged_kernels
-from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
-from slurmrl.tensors.ops.paged_kernels import Sizes, example
+from slurmrl.tensors.ops.paged_kernels import Sizes, example, paged_attention, write_cells
 from tests.null_gpu import cases, device
 from tests.null_gpu.values import SmallValues
 from tests.support.generated import generated

@@ -17,8 +17,8 @@ from slurmrl.desk.provenance import interpreter, torch_build, version_of
 from slurmrl.errors import OwnershipError, SchedulerError
 from slurmrl.plan.precision import slow_bfloat16
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.tensors.ops.native import build
-from slurmrl.tensors.ops.native.recipe import Half
+from slurmrl.tensors.ops.native import libraries
+from slurmrl.tensors.ops.native.libraries import Half
 from slurmrl.tensors.parallel import gpu
 from slurmrl.tensors.parallel.gpu import (
     LEAST_DRIVER,
@@ -100,15 +100,15 @@ def optional_packages() -> Check:
 
 def operators() -> Check:
     """Whether the compiled operators for CPUs are in the cache, so that no job compiles them."""
-    folder = build.cache_folder()
+    folder = libraries.cache_folder()
     try:
-        built = build.ready_made(Half.CPU, folder)
+        built = libraries.ready_made(Half.CPU, folder)
     except OwnershipError as error:
         return failed("compiled operators", str(error), "set SLURMRL_OPS_CACHE to your own folder")
     if built:
         return ok("compiled operators", f"in {folder}")
     measured = f"none in {folder}: the first job compiles them, which takes 20 to 90 s"
-    return ok("compiled operators", f"{measured}; to do so before: {build.COMMAND}")
+    return ok("compiled operators", f"{measured}; to do so before: {libraries.COMMAND}")
 
 
 def processor(models: Sequence[str]) -> list[Check]:

@@ -1,6 +1,7 @@
-"""Triton kernels for key-value caches in pages: their launches, torch form and comparison.
+"""Attention of single tokens over pages of a key-value cache, and writes to its cells.
 
-The first use of each kind on a device is compared with the torch form, since nobody would notice a
+Triton kernels compute them on GPUs: their launches, torch form and comparison are here. The first
+use of each kind on a device is compared with the torch form, since nobody would notice a
 wrong completion.
 
 T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value heads, D
@@ -21,8 +22,9 @@ from torch import Tensor
 from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.tensors.ops.attention import cache_bias, cached_attention
+from slurmrl.tensors.ops.elementwise import rotate
 from slurmrl.tensors.ops.fused import DTYPES
-from slurmrl.tensors.ops.native.load import Choice
+from slurmrl.tensors.ops.native.load import Choice, for_floats
 
 TILE_BYTES = 128
 """Bytes of the elements at one place of all queries, of adjacent tokens of a row and heads that
@@ -40,7 +42,6 @@ WRITTEN = 1024
 """Elements of a token that a program writes."""
 LOG2_E = 1.0 / math.log(2.0)
 
-
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 """Largest difference of results that are about 1."""
 SHORT, LONG = MOST_CELLS - 3, 2 * MOST_CELLS + 40
@@ -53,6 +54,95 @@ GATHERED_CELLS = 2**16
 """Cells that are copied at a time."""
 MULTIPLE = 8
 """A multiple of this many cells is read: torch's kernels copy biases of other lengths."""
+
+
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    page: int,
+    longest: int,
+    scale: float,
+    window: int | None,
+    chunk: int = 1,
+) -> Tensor:
+    """Return each token's attention [T, Hq, D] over the first ``lengths`` cells of its row.
+
+    With a ``window``, a token attends only to the last ``window`` of these cells.
+
+    q [T, Hq, D]; keys, values [C, Hkv, D], where page p has the cells from p * page on;
+    tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
+    ``longest``. At most about ``chunk`` tokens of a row lie side by side, each of which sees one
+    cell more than the previous token; this changes only the speed.
+    """
+    if attends(keys, q.shape[1], page):
+        sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
+        inputs = (q, keys, values, tables, rows, lengths)
+        return attend(*inputs, **sizes, scale=scale, window=window)
+    native = for_floats(q)
+    if native is None:
+        return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    inputs = (q.contiguous(), keys, values, tables, rows, lengths)
+    native.paged_attention.default(*inputs, out, page, scale, window or 0)
+    return out
+
+
+def write_cells(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put the keys k and values v [T, Hkv, D] of tokens into a cache [C, Hkv, D].
+
+    ``slots`` [T] int64 are the tokens' cells. If several tokens have one slot, any of them may be
+    the last.
+    """
+    if supported(keys) and writes(keys.device, keys.dtype):
+        write(keys, values, slots, k, v)
+        return
+    keys.index_copy_(0, slots, k)
+    values.index_copy_(0, slots, v)
+
+
+def attend_heads(
+    heads: Tensor,
+    rotation: tuple[Tensor, Tensor] | None,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    *,
+    page: int,
+    longest: int,
+    scale: float,
+    window: int | None,
+    chunk: int = 1,
+) -> Tensor:
+    """`paged_attention` of tokens whose keys and values are not in the cache yet.
+
+    heads [T, Hq + 2 Hkv, D]: the queries, the key and the value of each token; queries and keys are
+    rotated by ``rotation`` (see `tensors.ops.elementwise.rotate`). Keys and values are written into
+    the cells ``slots`` [T] int64.
+    """
+    native = for_floats(heads)
+    count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
+    if native is not None:
+        out = heads.new_empty((heads.shape[0], count, size))
+        cos, sin = rotation or (None, None)
+        where = (keys, values, slots, tables, rows, lengths, out)
+        native.decode.default(heads.contiguous(), cos, sin, *where, page, scale, window or 0)
+        return out
+    q, k, v = heads.split_with_sizes([count, *[keys.shape[1]] * 2], 1)
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    write_cells(keys, values, slots, k, v)
+    sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
+    return paged_attention(
+        *(q, keys, values, tables, rows, lengths), **sizes, scale=scale, window=window
+    )
 
 
 def supported(like: Tensor) -> bool:
@@ -208,19 +298,21 @@ class Sizes(NamedTuple):
     page: int
 
 
-def attends(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, page: int
-) -> bool:
-    """Whether attention by kernels can be used for these sizes.
+def attends(cache: Tensor, heads: int, page: int) -> bool:
+    """Return whether kernels compute attention of ``heads`` query heads over a cache [C, Hkv, D].
 
-    Raises EnvironmentFailure with SLURMRL_OPS=native if it cannot.
+    The first call for these sizes compiles and tries them, and the host waits. Raises
+    EnvironmentFailure with SLURMRL_OPS=native if they cannot be used.
     """
-    sizes = Sizes(device, dtype, heads, kv_heads, size, page)
-    return _chosen(lambda: _attention_failure(sizes), device)
+    if not supported(cache):
+        return False
+    _, kv_heads, size = cache.shape
+    sizes = Sizes(cache.device, cache.dtype, heads, kv_heads, size, page)
+    return _chosen(lambda: _attention_failure(sizes), cache.device)
 
 
 def writes(device: torch.device, dtype: torch.dtype) -> bool:
-    """The same for writes of keys and values."""
+    """Return the same for writes of keys and values."""
     return _chosen(lambda: _write_failure(device, dtype), device)
 
 
@@ -336,7 +428,7 @@ def reference(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """``paged_attention.paged_attention`` in torch: copies each token's pages."""
+    """`paged_attention` in torch: copies each token's pages."""
     seen = min(-(-longest // MULTIPLE) * MULTIPLE, tables.shape[1] * page)
     pages = tables[:, : -(-seen // page)]
     slabs = [x[: len(x) // page * page].view(-1, page, *x.shape[1:]) for x in (keys, values)]

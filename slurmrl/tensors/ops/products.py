@@ -187,7 +187,7 @@ class PackedLayer:
     ) -> Tensor:
         """Return the layer's output [T, h] for ``x`` [T, h].
 
-        The attention is `tensors.ops.paged_attention.attend_heads`.
+        The attention is `tensors.ops.paged_kernels.attend_heads`.
         """
         out = torch.empty_like(x)
         size = keys.shape[2]

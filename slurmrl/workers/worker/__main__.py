@@ -16,7 +16,7 @@ from slurmrl.fsio import umask
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.reports import RankId, group_of
-from slurmrl.tensors.ops.native import build
+from slurmrl.tensors.ops.native import libraries
 from slurmrl.workers import child_process, pulse, stacks
 from slurmrl.workers.child_process import (
     PIPE_FD_OPTION,
@@ -64,7 +64,7 @@ def main() -> int:
     allow_tracing()
     numpy.random.seed()  # as in a fresh process; Python does this for its own generator
     activity = Activity()
-    build.building.set(partial(activity.aside, COMPILING))
+    libraries.building.set(partial(activity.aside, COMPILING))
     collectives = Collectives()
 
     def describe() -> Pulse:

@@ -17,7 +17,7 @@ from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.tensors.ops.native.recipe import Half, stem
+from slurmrl.tensors.ops.native.libraries import Half, stem
 from slurmrl.tensors.parallel import gpu
 
 

@@ -25,8 +25,8 @@ from filelock import FileLock
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.run.hang import RankProgress, describe
-from slurmrl.tensors.ops.native import build, load, recipe
-from slurmrl.tensors.ops.native.recipe import Half, Recipe, Toolchain
+from slurmrl.tensors.ops.native import libraries, load
+from slurmrl.tensors.ops.native.libraries import Half, Recipe, Toolchain
 from slurmrl.tensors.ops.scan import packed_gae
 from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.worker.__main__ import COMPILING
@@ -37,7 +37,7 @@ FORK = get_context("fork")
 BUILDERS = 32
 WAIT_S = 120.0
 ROOT = Path(__file__).parents[3]
-CACHE = build.cache_folder()
+CACHE = libraries.cache_folder()
 """The user's own cache, so that the tests share one build."""
 
 
@@ -53,7 +53,7 @@ def host(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made() -> Recipe:
-    return recipe.make(Half.CPU, recipe.find_toolchain())
+    return libraries.make(Half.CPU, libraries.find_toolchain())
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_both_halves_compile_and_load(half: Half) -> None:
 
 
 def test_the_cuda_half_is_for_three_generations_and_later_ones() -> None:
-    flags = recipe.find_toolchain().architecture_flags()
+    flags = libraries.find_toolchain().architecture_flags()
     for number in ("80", "90"):
         assert f"-gencode=arch=compute_{number},code=sm_{number}" in flags
     newest = flags[-2].rpartition("_")[2]
@@ -83,8 +83,10 @@ def test_the_cuda_half_is_for_three_generations_and_later_ones() -> None:
 
 
 def test_the_library_needs_no_cuda_library() -> None:
-    path = build.library(
-        recipe.make(Half.CUDA, recipe.find_toolchain()), build.cache_folder(), build.host_folder()
+    path = libraries.library(
+        libraries.make(Half.CUDA, libraries.find_toolchain()),
+        libraries.cache_folder(),
+        libraries.host_folder(),
     )
     said = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=True).stdout
     assert "cuda" not in said.replace(str(path), "")
@@ -108,10 +110,10 @@ def test_the_key_follows_the_sources_and_nothing_else(
 ) -> None:
     key = made.key
     monkeypatch.setattr(torch, "__version__", "9.9.9")
-    assert recipe.make(Half.CPU, recipe.find_toolchain()).key == key
-    changed = recipe.inputs(Half.CPU) | {"cpu/numbers.h": b"// changed\n"}
-    monkeypatch.setattr(recipe, "inputs", lambda half: changed)
-    assert recipe.make(Half.CPU, recipe.find_toolchain()).key != key
+    assert libraries.make(Half.CPU, libraries.find_toolchain()).key == key
+    changed = libraries.inputs(Half.CPU) | {"cpu/numbers.h": b"// changed\n"}
+    monkeypatch.setattr(libraries, "inputs", lambda half: changed)
+    assert libraries.make(Half.CPU, libraries.find_toolchain()).key != key
 
 
 def start(function: Callable[[], None]) -> BaseProcess:
@@ -147,7 +149,7 @@ def test_many_builders_of_one_host_and_one_is_killed(
         return folder / "whole.so"
 
     def want() -> None:
-        path = build.library(made, cache, host, run=compile_slowly)
+        path = libraries.library(made, cache, host, run=compile_slowly)
         assert path.read_bytes() == content
         note(done, str(os.getpid()))
 
@@ -180,7 +182,7 @@ def test_hosts_that_share_a_cache_agree_on_the_first_library(
             (folder / "it.so").write_bytes(host.encode() * 1000)
             return folder / "it.so"
 
-        path = build.library(made, cache, tmp_path / host, run=compile_there)
+        path = libraries.library(made, cache, tmp_path / host, run=compile_there)
         results.append(path.read_bytes())
 
     threads = [threading.Thread(target=on, args=(host,)) for host in ("node-1", "node-2")]
@@ -210,9 +212,9 @@ def test_a_failed_build_is_not_tried_once_more_by_each_who_waited(
 
     def want() -> None:
         with pytest.raises(EnvironmentFailure, match="no space in the compiler"):
-            build.library(made, cache, host, run=fail)
+            libraries.library(made, cache, host, run=fail)
 
-    monkeypatch.setattr(build, "FileLock", NotingLock)
+    monkeypatch.setattr(libraries, "FileLock", NotingLock)
     processes = [start(want) for _ in range(4)]
     wait_until("all to ask for the lock", lambda: len(lines(asked)) == 4, WAIT_S)
     time.sleep(0.1)  # file times are coarser than the clock
@@ -222,7 +224,7 @@ def test_a_failed_build_is_not_tried_once_more_by_each_who_waited(
     assert [process.exitcode for process in processes] == [0] * 4
     assert len(lines(began)) == 1
     with pytest.raises(EnvironmentFailure, match="no space"):
-        build.library(made, cache, host, run=fail)
+        libraries.library(made, cache, host, run=fail)
     assert len(lines(began)) == 2, "who comes later tries again"
 
 
@@ -230,22 +232,22 @@ def test_what_others_may_write_to_is_not_loaded(made: Recipe, cache: Path, host:
     cache.mkdir(mode=0o700)
     cache.chmod(0o777)
     with pytest.raises(OwnershipError, match="has mode 0777"):
-        build.library(made, cache, host)
+        libraries.library(made, cache, host)
 
 
 def test_a_compiler_that_fails_is_quoted(made: Recipe, cache: Path, host: Path) -> None:
     broken = dataclasses.replace(made, cxx_flags=("--no-such-flag",))
     with pytest.raises(EnvironmentFailure, match="no-such-flag"):
-        build.library(broken, cache, host)
+        libraries.library(broken, cache, host)
     assert list(cache.iterdir()) == []
     assert not list(host.glob("*.build.*"))
 
 
 def test_without_compilers_the_reason_says_how_to_get_them() -> None:
     with pytest.raises(EnvironmentFailure, match=r"no C\+\+ compiler here: install one"):
-        recipe.make(Half.CPU, Toolchain(cxx="", nvcc=""))
+        libraries.make(Half.CPU, Toolchain(cxx="", nvcc=""))
     with pytest.raises(EnvironmentFailure, match="no nvcc here: install the CUDA toolkit"):
-        recipe.make(Half.CUDA, Toolchain(cxx=recipe.find_toolchain().cxx, nvcc=""))
+        libraries.make(Half.CUDA, Toolchain(cxx=libraries.find_toolchain().cxx, nvcc=""))
 
 
 @pytest.fixture
@@ -311,13 +313,13 @@ def test_a_host_without_compilers_takes_what_another_one_made(
 ) -> None:
     """In a separate process, because a library can be loaded only once."""
     bare_host.mkdir(mode=0o700)
-    whole = build.library(made, CACHE, build.host_folder())
-    shutil.copy(whole, bare_host / f"{recipe.stem(Half.CPU)}-0000.so")
-    newer = bare_host / f"{recipe.stem(Half.CPU)}-1111.so"
+    whole = libraries.library(made, CACHE, libraries.host_folder())
+    shutil.copy(whole, bare_host / f"{libraries.stem(Half.CPU)}-0000.so")
+    newer = bare_host / f"{libraries.stem(Half.CPU)}-1111.so"
     newer.write_text("made for another C library, say")
     os.utime(newer, (time.time() + 60, time.time() + 60))
     (bare_host / "slurmrl_cpu-of-other-sources-0000.so").touch()
-    assert build.ready_made(Half.CPU, bare_host)[0] == newer
+    assert libraries.ready_made(Half.CPU, bare_host)[0] == newer
     program = tmp_path / "add_up.py"
     program.write_text(ADD_UP)
     done = subprocess.run(
@@ -371,7 +373,7 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
     compiler change.
     """
     common = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *SANITIZE]
-    command = [recipe.find_toolchain().cxx, *common, *flags, *sources, "-o", "{}/program"]
+    command = [libraries.find_toolchain().cxx, *common, *flags, *sources, "-o", "{}/program"]
     versions = " ".join(made.versions)
     built = subprocess.run(
         [ROOT / "scripts" / "cached", "sanitized", "--of", ".", "--with", versions, "--", *command],
@@ -435,7 +437,7 @@ def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("slurmrl-*.whl")
     shutil.unpack_archive(wheel, installed, "zip")
     carried = {path.name for path in (installed / "slurmrl" / "cuda").rglob("*") if path.is_file()}
-    assert carried == {Path(name).name for half in Half for name in recipe.inputs(half)}
+    assert carried == {Path(name).name for half in Half for name in libraries.inputs(half)}
     done = subprocess.run(
         [sys.executable, "-P", "-m", "slurmrl.tensors.ops.native", "cpu", "cuda"],
         capture_output=True,
@@ -444,8 +446,8 @@ def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(installed)},
         timeout=600,
     )
-    found = recipe.find_toolchain()
-    wanted = [f"{half}: {CACHE / recipe.make(half, found).key}.so" for half in Half]
+    found = libraries.find_toolchain()
+    wanted = [f"{half}: {CACHE / libraries.make(half, found).key}.so" for half in Half]
     assert done.stdout.splitlines() == wanted, done.stderr
 
 
@@ -458,8 +460,8 @@ def test_build_is_announced_in_the_log_with_the_command_that_does_it_before(
         return library
 
     with caplog.at_level(logging.INFO, logger="slurmrl"):
-        build.library(made, cache, host, run=compile_at_once)
-        build.library(made, cache, host, run=compile_at_once)
+        libraries.library(made, cache, host, run=compile_at_once)
+        libraries.library(made, cache, host, run=compile_at_once)
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("compiling the operators of slurmrl into")
     assert "python -m slurmrl.tensors.ops.native" in first
@@ -483,14 +485,14 @@ def test_rank_shows_that_it_compiles_or_waits_for_a_compilation(
         path.write_bytes(b"built")
         return path
 
-    token = build.building.set(partial(activity.aside, COMPILING))
+    token = libraries.building.set(partial(activity.aside, COMPILING))
     try:
         with pytest.raises(EnvironmentFailure):
-            build.library(made, cache, host, run=compile_there)
+            libraries.library(made, cache, host, run=compile_there)
         assert activity.current()[0] == before
-        build.library(made, cache, host, run=compile_there)
+        libraries.library(made, cache, host, run=compile_there)
     finally:
-        build.building.reset(token)
+        libraries.building.reset(token)
     assert shown == [COMPILING, COMPILING]
     assert activity.current()[0] == before
     progress = RankProgress(rank=0, call="actor_gen", step=3, phase=COMPILING, since_s=70.0)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.tensors.ops.paged_attention import paged_attention
-from slurmrl.tensors.ops.paged_kernels import reference
+from slurmrl.tensors.ops.paged_kernels import paged_attention, reference
 
 PAGE, PAGES, ROWS, LONGEST = 4, 90, 9, 40
 

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.tensors.ops import paged_kernels
-from slurmrl.tensors.ops.paged_attention import paged_attention, reads_in_place, write_cells
-from slurmrl.tensors.ops.paged_kernels import Sizes, example, reference
+from slurmrl.tensors.ops.paged_kernels import (
+    Sizes,
+    example,
+    paged_attention,
+    reference,
+    write_cells,
+)
 
 SIZES = Sizes(torch.device("cpu"), torch.bfloat16, 4, 2, 8, 16)
 BOUNDS: dict[str, Any] = {"page": 16, "longest": 200, "scale": 0.3, "window": None}
@@ -71,7 +76,7 @@ def test_attention_that_is_wrong_or_fails_is_not_used(
     for _ in range(2):
         found = paged_attention(*inputs, **BOUNDS, chunk=3)
         assert torch.equal(found, reference(*inputs, *BOUNDS.values()))
-        assert not reads_in_place(inputs[1], 4, 16)
+        assert not paged_kernels.attends(inputs[1], 4, 16)
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("Attention over pages copies the key-value cache, which is slower")
     assert "4 query and 2 key heads of 8" in message
@@ -93,13 +98,13 @@ def test_attention_that_is_right_is_tried_once_for_each_kind(
     inputs, tried = example(SIZES, 200, 3), 4
     for _ in range(3):
         paged_attention(*inputs, **BOUNDS)
-    assert reads_in_place(inputs[1], 4, 16)
+    assert paged_kernels.attends(inputs[1], 4, 16)
     assert len(calls) == tried + 3
-    assert reads_in_place(inputs[1], 8, 16)
+    assert paged_kernels.attends(inputs[1], 8, 16)
     assert calls[tried + 3 :] == [8] * tried
     monkeypatch.setenv("SLURMRL_OPS", "torch")
     paged_attention(*inputs, **BOUNDS)
-    assert not reads_in_place(inputs[1], 4, 16)
+    assert not paged_kernels.attends(inputs[1], 4, 16)
     assert len(calls) == 2 * tried + 3
     assert not caplog.records
 

@@ -19,7 +19,7 @@ from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import model_runner as runner_module
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.tensors.ops import paged_kernels
-from slurmrl.tensors.ops.paged_attention import paged_attention, write_cells
+from slurmrl.tensors.ops.paged_kernels import paged_attention, write_cells
 from tests.support.generated import GenerationOutput, generate
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.models.conftest import BASE, ODD, random_decoder
@@ -126,7 +126,7 @@ def test_attention_equals_float64(
         x.to(dtype) if x.is_floating_point() else x
         for x in case(lengths, rows, heads, kv_heads, size)
     )
-    paged_kernels.attends(torch.device("cpu"), dtype, heads, kv_heads, size, PAGE)
+    paged_kernels.attends(torch.empty(0, kv_heads, size, dtype=dtype), heads, PAGE)
     monkeypatch.setattr(paged_kernels, "_multiprocessors", lambda device: processors)
     launched.clear()
     options: dict[str, Any] = {"page": PAGE, "longest": 300, "scale": 0.3, "window": window}
@@ -194,7 +194,7 @@ def test_completions_are_those_of_torch(
     found: list[GenerationOutput] = []
     # A GPU has no compiled operators for a whole layer, or for its heads.
     monkeypatch.setattr(inference, "_whole", lambda layer: None)
-    monkeypatch.setattr("slurmrl.tensors.ops.paged_attention.for_floats", lambda like: None)
+    monkeypatch.setattr("slurmrl.tensors.ops.paged_kernels.for_floats", lambda like: None)
     for choice, make in (("torch", False), ("native", graphs)):
         recorded = RecordedGraphs() if make else None
         monkeypatch.setattr(runner_module, "capture_for", lambda decoder, made=recorded: made)

@@ -18,7 +18,7 @@ from slurmrl.tensors.ops.elementwise import (
     rms_norm,
     rotate,
 )
-from slurmrl.tensors.ops.paged_attention import attend_heads
+from slurmrl.tensors.ops.paged_kernels import attend_heads
 
 SIZES = (1, 15, 16, 17, 130)
 """Elements of a row: below, at and beside the 16 that are computed together."""

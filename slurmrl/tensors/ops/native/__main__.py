@@ -9,8 +9,8 @@ import argparse
 import sys
 
 from slurmrl.errors import SlurmrlError
-from slurmrl.tensors.ops.native import build, recipe
-from slurmrl.tensors.ops.native.recipe import Half
+from slurmrl.tensors.ops.native import libraries
+from slurmrl.tensors.ops.native.libraries import Half
 
 
 def main() -> int:
@@ -22,12 +22,12 @@ def main() -> int:
         metavar="{cpu,cuda}",
         help="cpu needs a C++ compiler, cuda nvcc as well (default: both)",
     )
-    tools = recipe.find_toolchain()
+    tools = libraries.find_toolchain()
     status = 0
     for half in parser.parse_args().half or list(Half):
         try:
-            path = build.library(
-                recipe.make(half, tools), build.cache_folder(), build.host_folder()
+            path = libraries.library(
+                libraries.make(half, tools), libraries.cache_folder(), libraries.host_folder()
             )
         except SlurmrlError as error:
             print(f"build-ops: {half}: {error}", file=sys.stderr)

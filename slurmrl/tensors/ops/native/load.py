@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.tensors.ops.native import build, recipe
-from slurmrl.tensors.ops.native.recipe import Half
+from slurmrl.tensors.ops.native import libraries
+from slurmrl.tensors.ops.native.libraries import Half
 
 SMALL_ELEMENTS = 2**18
 """Below this size torch takes under 10 ms on a CPU, with the same bits: not worth a build."""
@@ -70,12 +70,12 @@ def load(half: Half) -> Any:
     A host whose compilers are missing or fail uses a cached library that another host built from
     the same sources. Raises EnvironmentFailure if there is none.
     """
-    folder = build.cache_folder()
+    folder = libraries.cache_folder()
     try:
-        wanted = recipe.make(half, recipe.find_toolchain())
-        paths = [build.library(wanted, folder, build.host_folder())]
+        wanted = libraries.make(half, libraries.find_toolchain())
+        paths = [libraries.library(wanted, folder, libraries.host_folder())]
     except EnvironmentFailure:
-        paths = build.ready_made(half, folder)
+        paths = libraries.ready_made(half, folder)
         if not paths:
             raise
     reasons = []
