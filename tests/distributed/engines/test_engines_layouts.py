@@ -291,18 +291,6 @@ def test_a_rank_loads_its_own_boxes_in_blocks(
         assert peak < own_bytes // 2, "the layout's text, two blocks, and no half of the embedding"
 
 
-def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path) -> None:
-    setup = setup_of(C2T2, MODELS["qwen3"], sequence=True, optimizer={"betas": (0.9, 0.95)})
-    folders = [tmp_path / name for name in ("straight", "first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    whole = ranks(4, f"{CASES}:train", setup, range(3), save=folders[0])
-    begun = ranks(4, f"{CASES}:train", setup, range(1), save=folders[1])
-    rest = ranks(4, f"{CASES}:train", setup, range(1, 3), load=folders[1], save=folders[2])
-    assert whole[0][0] == begun[0][0] + rest[0][0]
-    assert [files for _, files in whole] == [files for _, files in rest]
-
-
 def test_the_first_rank_of_those_with_the_same_samples_speaks(ranks: RankPool) -> None:
     results = ranks(4, f"{HERE}:shared", Setup(sizes=D2T2, split=SPLITS[2]))
     assert results[0] == results[1]

@@ -122,38 +122,6 @@ def test_the_next_segment_is_followed_at_once(tmp_path: Path) -> None:
     assert segment_path(tmp_path / "a", 5).exists()
 
 
-@pytest.mark.usefixtures("shared")
-def test_without_news_polls_become_rare(tmp_path: Path) -> None:
-    writer, clock = LogWriter(tmp_path / "a"), Clock()
-    follower = follow(tmp_path / "a", clock=clock)
-    assert follower.fileno() == -1
-    pauses = []
-    for _ in range(200):
-        assert follower.read_due() == []
-        pauses.append(follower.pause_s())
-        clock.now += pauses[-1]
-    assert pauses[0] <= FIRST_POLL_S
-    assert 0.75 * LONGEST_S <= pauses[-1] <= LONGEST_S
-    assert all(pause <= 0.15 * sum(pauses[:number]) for number, pause in enumerate(pauses[40:], 40))
-    writer.append({"n": 0})
-    assert follower.read_due() == [{"n": 0}]
-    assert follower.pause_s() <= FIRST_POLL_S
-    assert follower.read_due() == []
-
-
-@pytest.mark.usefixtures("shared")
-def test_polls_are_quick_again_when_news_is_expected(tmp_path: Path) -> None:
-    clock = Clock()
-    follower = follow(tmp_path / "a", clock=clock)
-    for _ in range(200):
-        follower.read_due()
-        clock.now += follower.pause_s()
-    follower.read_due()
-    assert follower.pause_s() > 0.7 * LONGEST_S
-    follower.expect_news()
-    assert follower.pause_s() <= FIRST_POLL_S
-
-
 class Failing(SystemCalls):
     broken: Path | None = None
 

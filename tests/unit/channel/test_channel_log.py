@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -229,26 +227,3 @@ def test_making_a_log_again_with_its_nonce(tmp_path: Path) -> None:
 def test_messages_cannot_look_like_the_logs_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="log"):
         LogWriter(tmp_path / "log").append({"$log": {"next": 1}})
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from slurmrl.run.channel.message_log import LogWriter
-writer = LogWriter(Path(sys.argv[1]))
-for number in range(int(sys.argv[2])):
-    writer.append({"n": 2 * number, "long": "x" * (number % 5000)}, {"n": 2 * number + 1})
-"""
-
-
-def test_a_reader_follows_a_writer_in_another_process(tmp_path: Path) -> None:
-    count = 2000
-    command = [sys.executable, "-c", WRITER, str(tmp_path / "log"), str(count)]
-    process = subprocess.Popen(command)
-    reader = LogReader(tmp_path / "log")
-    seen: list[int] = []
-    while process.poll() is None:
-        seen += [message["n"] for message in reader.read()]
-    seen += [message["n"] for message in reader.read()]
-    assert process.returncode == 0
-    assert seen == list(range(2 * count))

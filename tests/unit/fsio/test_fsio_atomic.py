@@ -3,8 +3,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
@@ -296,45 +294,6 @@ def test_sync_file(tmp_path: Path) -> None:
     calls = Sequence()
     atomic.sync_file(tmp_path / "a", calls=calls)
     assert calls.done == ["fsync file"]
-
-
-RACE = """
-import os, sys
-from pathlib import Path
-from slurmrl.fsio import atomic
-directory, racers, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-go_read, go_write = os.pipe()
-for racer in range(racers):
-    if os.fork() == 0:
-        os.close(go_write)
-        os.read(go_read, 1)
-        won = []
-        for number in range(rounds):
-            data = f"{racer} {number}".encode()
-            if atomic.exclusive_create(directory / f"slot-{number}", data, durable=False):
-                won.append(str(number))
-        (directory.parent / f"won-{racer}").write_text(" ".join(won))
-        os._exit(0)
-os.close(go_write)
-statuses = [os.wait()[1] for _ in range(racers)]
-sys.exit(any(statuses))
-"""
-
-
-def test_of_many_processes_exactly_one_wins_each_slot(tmp_path: Path) -> None:
-    racers, rounds = 8, 100
-    slots = tmp_path / "slots"
-    slots.mkdir()
-    command = [sys.executable, "-c", RACE, str(slots), str(racers), str(rounds)]
-    subprocess.run(command, check=True, timeout=120)
-    claims = {
-        f"slot-{number}": f"{racer} {number}"
-        for racer in range(racers)
-        for number in (tmp_path / f"won-{racer}").read_text().split()
-    }
-    wins = sum(len((tmp_path / f"won-{racer}").read_text().split()) for racer in range(racers))
-    assert wins == rounds
-    assert claims == {name: (slots / name).read_text() for name in os.listdir(slots)}
 
 
 class Counting(SystemCalls):

@@ -45,14 +45,6 @@ def test_add_and_get(store: NameStore) -> None:
         store.get("b")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(123, "123"), (None, "None"), ("", ""), ("价\n", "价\n")]
-)
-def test_values_are_stored_as_strings(store: NameStore, value: object, text: str) -> None:
-    store.add("a", value)
-    assert store.get("a") == text
-
-
 def test_exclusive_add(store: NameStore) -> None:
     store.add("a", "1")
     with pytest.raises(NameExistsError, match="'a'"):
@@ -262,51 +254,3 @@ def test_a_dead_owners_key_can_be_added_again(connect: Connect) -> None:
     owners.dead.add("a.0.1")
     connect(owner="a.0.2", alive=owners.alive).add("key", "3")
     assert connect().get("key") == "3"
-
-
-def test_of_concurrent_heirs_one_wins(connect: Connect) -> None:
-    owners = Owners()
-    owners.dead.add("a.0.0")
-    dead = connect(owner="a.0.0")
-    for number in range(5):
-        dead.add(f"key {number}", "dead")
-
-    def add(number: int) -> int:
-        store = connect(owner=f"b.{number}.0", alive=owners.alive)
-        try:
-            store.add(f"key {number % 5}", str(number))
-        except NameExistsError:
-            return 0
-        return 1
-
-    with ThreadPoolExecutor(16) as pool:
-        assert sum(pool.map(add, range(80))) == 5
-
-
-def test_of_concurrent_adds_one_wins(store: NameStore) -> None:
-    def add(number: int) -> int:
-        try:
-            store.add(f"key {number % 5}", str(number))
-        except NameExistsError:
-            return 0
-        return 1
-
-    with ThreadPoolExecutor(16) as pool:
-        assert sum(pool.map(add, range(100))) == 5
-    assert len(store.find_subtree("")) == 5
-
-
-def test_concurrent_adds_and_deletes_do_not_disturb_each_other(store: NameStore) -> None:
-    def cycle(number: int) -> None:
-        for step in range(10):
-            key = f"{number}/{step}"
-            store.add(key, key)
-            assert store.get(key) == key
-            store.add(key, "again", replace=True)
-            assert store.get_subtree(str(number)) == ["again"]
-            store.delete(key)
-            assert store.find_subtree(str(number)) == []
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(cycle, range(8)))
-    assert store.find_subtree("") == []

@@ -19,7 +19,7 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.plan.model import Plan
-from slurmrl.run import events, keys
+from slurmrl.run import keys
 from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin, end
@@ -165,34 +165,6 @@ def test_after_a_failure_the_next_one_is_served(host: Host) -> None:
     said = LogReader(host.paths.agent_log(2, "trainer", 0)).read()
     assert [message["type"] for message in said] == ["hello", "failed"]
     assert said[1]["reason"] == "rank 1 died"
-
-
-def test_events_tell_the_story(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host with GPUs also tells which ones its workers have."""
-
-    def with_gpus(incarnation: Incarnation) -> None:
-        host.group = host.group.model_copy(update={"gpus_per_worker": 1})
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
-
-    live(host, both(begins(), fails(DIED)), both(with_gpus, begins()))
-    told = [
-        {key: value for key, value in event.items() if key not in ("time", "writer", "host")}
-        for event in events.read_all(host.paths)
-        if event["writer"] == "agent.trainer.0.0"
-    ]
-    assert told == [
-        {"kind": "start", "job": host.identity.job, "round": 0},
-        {"kind": "join", "incarnation": 1},
-        {
-            "kind": "failure",
-            "incarnation": 1,
-            "cause": "died",
-            "reason": "rank 1 died",
-            "rank": 1,
-        },
-        {"kind": "join", "incarnation": 2, "gpus": ["5"]},
-        {"kind": "end", "code": OK},
-    ]
 
 
 def test_the_end_of_others_is_no_failure_of_ours(host: Host) -> None:

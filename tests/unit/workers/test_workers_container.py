@@ -59,10 +59,6 @@ def test_the_container_comes_first_and_what_must_get_through_is_named(container:
     assert not any("secret" in word for word in words)
 
 
-def test_its_python_is_the_submitters_unless_another_is_named() -> None:
-    assert interpreter(Slurm(container="enroot start image"), {})[-1] == sys.executable
-
-
 @pytest.mark.parametrize("container", ["apptainer exec 'image.sif", "", "a\nb"])
 def test_what_is_no_command_is_refused(container: str) -> None:
     with pytest.raises(ValidationError, match="container"):

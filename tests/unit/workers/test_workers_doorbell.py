@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from slurmrl.fsio import objects
 from slurmrl.fsio.calls import is_local
 from slurmrl.run.channel import bell
-from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
-from slurmrl.run.channel.follower import Follower
+from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.agent.agent_host import Host
@@ -23,41 +21,6 @@ def incarnation(run: RunPaths) -> Iterator[Incarnation]:
     host = Host(run, 1, "trainer")
     yield Incarnation(host, 0)
     host.children.close()
-
-
-def test_the_masters_log_is_read_when_it_rings_and_not_for_anything_else(
-    incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither what its children send nor a forged ring has an agent look at the log."""
-    monkeypatch.setattr("slurmrl.run.channel.follower.is_local", lambda directory: False)
-    monkeypatch.setattr("slurmrl.run.channel.follower.FIRST_POLL_S", 600.0)
-    ours, masters, stranger = (Bell("127.0.0.1") for _ in range(3))
-    reader = LogReader(run.master_log(1))
-    log = Follower([reader], run.control, longest_poll_s=600.0, bell=ours)
-    log.listen_for(masters.address.source, 0)
-    incarnation.host.children.wake_on(log)
-    assert log.read_due() == []
-    turns: list[str] = []
-    arrivals = [
-        ("nothing", lambda: None),
-        ("from elsewhere", lambda: stranger.ring([ours.address])),
-        ("forged", lambda: masters.ring([replace(ours.address, token="00" * TOKEN_BYTES)])),
-        ("a ring", lambda: masters.ring([ours.address])),
-    ]
-    turn = incarnation.turn
-
-    def arriving(timeout_s: float) -> None:
-        what, send = arrivals[len(turns)]
-        turns.append(what)
-        send()
-        turn(0.0)
-
-    monkeypatch.setattr(incarnation, "turn", arriving)
-    incarnation._turn_until_news(log, may_stop=False)
-    assert turns == [what for what, _ in arrivals]
-    incarnation.host.children.sleep_on(log)
-    for one in (ours, masters, stranger):
-        one.close()
 
 
 def test_each_incarnation_has_a_bell_of_its_own(

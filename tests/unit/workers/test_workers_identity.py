@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 
-import pytest
-
-from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.run import keys
 from slurmrl.run.reports import Identity
@@ -86,24 +82,6 @@ def test_stale_listing_only_costs_tries() -> None:
     store = StaleListing()
     found = [claim(store, "trainer", elastic=False, environ=SLURM).attempt for _ in range(4)]
     assert found == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("starts", [8])
-def test_starts_at_once_get_different_attempts(tmp_path: Path, starts: int) -> None:
-    barrier = threading.Barrier(starts)
-    taken: list[int] = []
-
-    def start() -> None:
-        store: NameStore = FileNameStore(tmp_path)
-        barrier.wait(timeout=30)
-        taken.append(claim(store, "trainer", elastic=False, environ=SLURM).attempt)
-
-    threads = [threading.Thread(target=start) for _ in range(starts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert sorted(taken) == list(range(starts))
 
 
 def test_the_world_of_an_agent() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.display.terminal import signal_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.run.channel.pipe import Connection
@@ -162,14 +161,6 @@ def test_parent_that_is_gone_already(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == ""
-
-
-def test_names_of_signals() -> None:
-    assert signal_name(signal.SIGKILL) == "SIGKILL"
-    assert signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
-    assert child_process.ending("x", -(signal.SIGRTMIN + 3)) == (
-        f"x was ended by signal {signal.SIGRTMIN + 3}"
-    )
 
 
 def test_children_are_ended_together_and_none_is_waited_for_too_long(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,8 +31,6 @@ from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.run import demand, keys
 from slurmrl.run.channel import message_log
-from slurmrl.run.channel.bell import TOKEN_BYTES, Bell
-from slurmrl.run.channel.follower import SPARE_LOOKS
 from slurmrl.run.events import EventWriter, read_all
 from slurmrl.run.history.state import Lineage
 from slurmrl.run.lease import Lease
@@ -51,11 +47,9 @@ from slurmrl.workers.rollout_messages import (
     Abort,
     Confirm,
     GenerateItems,
-    Hears,
     Leave,
     RequestedItem,
     RolloutCounts,
-    RolloutResult,
     Unreadable,
 )
 from tests.support.scripted_task import ScriptedTask
@@ -470,61 +464,6 @@ def test_the_first_task_with_new_weights_leaves_others_their_share(
     assert [len(task.open) for task in tasks] == [3, 3, 0], "the last one took too long"
 
 
-def test_rings_announce_results_requests_and_weights(
-    beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hardly any time passes: without a ring nothing would be read.
-
-    Only the task's own rings count, and rings without news cause few reads.
-    """
-    reads: list[str] = []
-
-    def counted(attempt: RolloutAttempt) -> Iterator[RolloutResult]:
-        reads.append(attempt.name)
-        return read(attempt)
-
-    read = RolloutAttempt.read
-    monkeypatch.setattr(RolloutAttempt, "read", counted)
-    with (
-        closing(Bell("127.0.0.1")) as masters,
-        closing(Bell("127.0.0.1")) as own,
-        closing(Bell("127.0.0.1")) as stranger,
-    ):
-        bed = beds(bells=TaskBells(masters))
-        task = bed.begin(0)
-        assert task.masters_bell == masters.address
-        task.say(Hears(bell=own.address))
-        bed.look()
-        assert not own.hear().sources, "there is nothing to tell"
-
-        def look() -> int:
-            reads.clear()
-            bed.now += 1e-6
-            bed.tasks.look((), 0)
-            return len(reads)
-
-        look()
-        task.hold("0.1")
-        stranger.ring([masters.address])
-        own.ring([replace(masters.address, token="00" * TOKEN_BYTES)])
-        assert not look()
-        own.ring([masters.address])
-        assert look() == 1
-        assert own.hear().sources == {masters.address.source}, "it was asked for items"
-        task.hear(1)
-        task.finish(*task.open)
-        own.ring([masters.address])
-        assert look() == 1
-        assert bed.train() == [0, 1]
-        bed.tasks.tell_weights()
-        assert own.hear().sources == {masters.address.source}
-        in_vain = 0
-        for _ in range(100):
-            own.ring([masters.address])
-            in_vain += look()
-        assert in_vain == SPARE_LOOKS
-
-
 def test_a_task_without_usable_weights_gets_nothing(beds: Callable[..., Bed]) -> None:
     bed = beds()
     bed.tasks.take(1, 2)
@@ -707,36 +646,6 @@ def test_an_attempt_is_over_although_the_one_after_it_has_left(beds: Callable[..
     bed.restart()
     bed.look()
     assert bed.tasks.view().tasks == ()
-
-
-def test_masters_tell_each_state_of_an_attempt_once(
-    beds: Callable[..., Bed], paths: RunPaths
-) -> None:
-    """A new one reads again what attempts have said since the commit, and sees who has gone."""
-    bed = beds()
-    bed.begin(6, "0.1")
-    bed.write_commit()
-    bed.begin(7, "0.1").leave()
-    bed.begin(8, "0.1")
-    bed.look("rollout/8")
-    told = bed.told()
-    assert [(task, state) for task, state, _ in told] == [
-        ("rollout/6", "joined"), ("rollout/7", "joined"), ("rollout/7", "left"),
-        ("rollout/8", "joined"), ("rollout/8", "lost"),
-    ]  # fmt: skip
-    with paths.event_file("master.1").open("a") as file:
-        file.write('{"time": 1, "kind": "rollout_task", "task": [], "attempt": {}}\n"rollout_task')
-    for _ in range(2):
-        bed.restart()
-        bed.look()
-        assert "rollout/8" in bed.tasks.agents, "its agent renews its lease, as far as is known"
-        bed.look("rollout/8")
-        assert [one for one in bed.told() if one[1]] == told
-    bed.write_commit()
-    bed.begin(8, "0.1").leave()
-    bed.restart()
-    bed.look()
-    assert [one[1] for one in bed.told() if one[1]][len(told) :] == ["joined", "left"]
 
 
 def test_a_task_that_leaves_gives_back_all_that_it_was_asked_for(beds: Callable[..., Bed]) -> None:

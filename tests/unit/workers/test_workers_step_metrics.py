@@ -24,20 +24,9 @@ def test_sums_and_counts_of_all_ranks(calls: Callable[..., CallPlan]) -> None:
     assert publish.mean_stats(calls("reward_inf"), answers) == {"reward": 0.75}
 
 
-def test_training_stats_are_global_already(calls: Callable[..., CallPlan]) -> None:
-    call = calls("actor_train", method=Method.TRAIN_STEP)
-    answers = {0: answer(loss=(2.0, 1)), 1: answer(loss=(2.0, 1), other=(1.0, 1))}
-    assert publish.mean_stats(call, answers) == {"loss": 2.0}
-
-
 def test_empty_ranks_and_counts_of_zero(calls: Callable[..., CallPlan]) -> None:
     answers = {0: answer(reward=(0.0, 0), length=(6.0, 2)), 1: answer()}
     assert publish.mean_stats(calls("gen"), answers) == {"length": 3.0}
-
-
-def test_only_the_ranks_of_the_call_count(calls: Callable[..., CallPlan]) -> None:
-    answers = {0: answer(a=(1.0, 1)), 1: answer(a=(5.0, 1)), 2: answer(a=(100.0, 1))}
-    assert publish.mean_stats(calls("gen"), answers) == {"a": 3.0}
 
 
 def test_step(calls: Callable[..., CallPlan]) -> None:

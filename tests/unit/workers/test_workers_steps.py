@@ -14,7 +14,6 @@ import pytest
 
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import StoredGroup
-from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Method, Refill
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.run.history.state import Lineage
@@ -279,12 +278,3 @@ def test_a_filter_that_drops_all_uses_no_more_than_its_rounds_have(
         progress.advance(runner.train(step).metrics)
         assert sum(map(len, ranks.batches(candidates=True))) <= 40 * step
     assert rollouts.ledger.expected(4, ADMISSION) == 40
-
-
-def test_a_short_batch_may_be_an_error(run: Callable[..., Any]) -> None:
-    runner, _, ranks = run(lambda item, step: "same", rounds=2, complete=True)
-    with pytest.raises(
-        UsageError, match=r"left step 1 only 0 of 4 items after 2 rounds \(8 same\)"
-    ):
-        runner.train(1)
-    assert ranks.batches(candidates=False) == []

@@ -19,7 +19,6 @@ from slurmrl.engines.base import Engine
 from slurmrl.engines.versions import OwnedTensors
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.fsio.failures import explain
 from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.checkpoint.tensors import NUMPY_DTYPES, TensorEntry
 from slurmrl.tensors.layout import TensorSpec
@@ -32,7 +31,6 @@ from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Saved, WriteVersion
 from slurmrl.workers.worker.saver import VersionPart, VersionWriting
 from tests.unit.weights.runs import SHAPES, Bits, changed, random_bits
-from tests.unit.workers.test_workers_committer import Killed, kill_at
 
 RANKS = 2
 
@@ -146,21 +144,11 @@ def test_every_few_versions_one_is_whole(trial: Trial) -> None:
     assert all(0 < one.stall_s <= one.seconds for one in outcomes)
 
 
-def test_all_versions_may_be_whole(trial: Trial) -> None:
-    publisher = trial.publisher(whole_every=1)
-    assert [publish(publisher, step).base for step in range(3)] == [None] * 3
-
-
 def test_old_versions_go_when_enough_whole_ones_are_newer(trial: Trial) -> None:
     publisher = trial.publisher(whole_every=2, keep_whole=2)
     for step in range(5):
         publish(publisher, step)
     assert trial.on_disk == trial.check() == ["2.1", "3.1", "4.1"]
-
-
-def test_steps_in_between_have_no_version(trial: Trial) -> None:
-    publisher = trial.publisher(every_steps=3)
-    assert [step for step in range(8) if publisher.is_due(step)] == [0, 3, 6]
 
 
 def test_nothing_is_published_before_all_ranks_have_written(trial: Trial) -> None:
@@ -212,14 +200,6 @@ def test_no_difference_builds_on_what_cannot_be_read(trial: Trial) -> None:
     publisher.distrust({VersionId(2, 1)})
     assert publisher.is_lacking
     assert [publish(publisher, step).base for step in (3, 4)] == [None, VersionId(3, 1)]
-
-
-def test_late_words_about_old_versions_make_no_whole_one(trial: Trial) -> None:
-    publisher = trial.publisher(whole_every=2)
-    for step in range(1, 4):
-        publish(publisher, step)
-    publisher.distrust({VersionId(1, 1), VersionId(2, 1)})
-    assert publish(publisher, 4).base == VersionId(3, 1)
 
 
 @pytest.mark.parametrize("what", ["failed", "removed"])
@@ -311,37 +291,6 @@ def test_a_new_incarnation_removes_what_no_longer_counts(trial: Trial) -> None:
     assert trial.check() == ["0.1", "1.1", "2.1", "2.2", "3.2"]
 
 
-def test_killed_at_any_operation(tmp_path: Path) -> None:
-    """What was published before stays until a newer whole version is there.
-
-    The next incarnation removes what is not published, and publishes.
-    """
-
-    def prepared(name: str) -> tuple[Trial, VersionPublisher]:
-        trial = Trial(tmp_path / name)
-        publisher = trial.publisher(whole_every=2, keep_whole=1)
-        publish(publisher, 1)
-        publish(publisher, 2)
-        return trial, publisher
-
-    trial, publisher = prepared("count")
-    with kill_at(10_000) as done:
-        publish(publisher, 3)
-    assert trial.on_disk == ["3.1"]
-    newest = []
-    for number in range(len(done)):
-        trial, publisher = prepared(str(number))
-        with kill_at(number), pytest.raises(Killed):
-            publish(publisher, 3)
-        newest.append(trial.check()[-1])
-        remove_leftovers(trial.folder, Lineage({2: None, 1: 3}), 2)
-        assert trial.check() == trial.on_disk
-        publish(trial.publisher(2, keep_whole=1), 3)
-        assert trial.check() == trial.on_disk == ["3.2"]
-    assert newest == sorted(newest)
-    assert set(newest) == {"2.1", "3.1"}
-
-
 class Parts:
     """A rank's tensors, which change with each version."""
 
@@ -374,22 +323,3 @@ def test_a_rank_writes_in_a_thread_what_has_changed(tmp_path: Path) -> None:
     assert sizes[1] < sizes[0] == sizes[2]
     with pytest.raises(AssertionError, match="another base"):
         write(writing, "5.1", "4.1", FakeEngine())
-
-
-def test_a_rank_without_weights_only_says_so(tmp_path: Path) -> None:
-    writing = VersionWriting(tmp_path, 3, None)
-    assert write(writing, "1.1", None, None) == [Saved(rank=3, seq=7)]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_is_reported_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise explain(OSError(errno.ENOSPC, "full"), "write", tmp_path)
-
-    writing = VersionWriting(tmp_path, 0, cast(OwnedTensors, Parts()))
-    monkeypatch.setattr("slurmrl.tensors.weights.writer.pwrite_all", refuse)
-    (said,) = write(writing, "1.1", None, FakeEngine())
-    assert "ENOSPC" in said.error
-    assert list((tmp_path / "1.1").iterdir()) == []
