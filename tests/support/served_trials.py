@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from tests.support.rollout_trials import site_in
-from tests.support.servers import UsersServer, check_served
-from tests.support.trials import processes, sft_config, wait_until
+from tests.support.trials import sft_config
 
 
 def grpo(rollout: dict[str, Any], *, batch_size: int = 4, **changes: Any) -> dict[str, Any]:
@@ -25,39 +19,3 @@ def grpo(rollout: dict[str, Any], *, batch_size: int = 4, **changes: Any) -> dic
     config["actor"]["optimizer"] = {"lr": 1e-2}
     config["dataset"] = {**config["dataset"], "type": "prompt", "max_prompt_tokens": 16}
     return config
-
-
-def run_through_kills(
-    tmp_path: Path,
-    server: UsersServer,
-    backend: str,
-    model: Mapping[str, Any],
-    *,
-    steps: int,
-) -> None:
-    """Run a trial whose server and a worker are killed and started again; check that it ends as it
-    should and leaves nothing.
-    """
-    site = site_in(tmp_path, {}, pause_s=0.0)
-    rollout = {
-        "backend": backend,
-        "servers": [f"unix:{server.socket}"],
-        "max_new_tokens": 8,
-    }
-    config = grpo(rollout, batch_size=8, total_steps=steps)
-    config["actor"]["architecture"] = model
-    path = site.write("grpo.yaml", config)
-    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
-    run = site.paths("grpo/1").run
-    site.wait_for_step("grpo/1", 2, timeout_s=400.0)
-    server.kill()
-    server.start()
-    reached = site.metrics("grpo/1")[-1]["step"]
-    site.wait_for_step("grpo/1", reached + 3, timeout_s=400.0)
-    os.kill(next(iter(processes(run)["worker"])), signal.SIGKILL)
-    status = site.wait_for_end("grpo/1", timeout_s=500.0)
-    assert status["state"] == "COMPLETED"
-    assert status["incarnation"] == 2, "the server's end disturbed nobody, the worker's all"
-    check_served(site.metrics("grpo/1"), steps)
-    assert not any((run / "weights").iterdir())
-    wait_until("the end of all processes", lambda: not any(processes(run).values()))

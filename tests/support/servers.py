@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +15,6 @@ from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.process import WARDEN
 from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind
 from slurmrl.rollouts.generation.server_supervisor import Patience, Serving
-from tests.support.stand_ins import listens
-from tests.support.trials import wait_until
 
 
 @dataclass(frozen=True)
@@ -43,41 +37,6 @@ def servers(run: Path) -> list[ServerOfARun]:
         if "server.sock" in names and WARDEN.name not in names and run in output.parents:
             found.append(ServerOfARun(int(entry.name), names["server.sock"]))
     return sorted(found, key=lambda server: server.pid)
-
-
-class UsersServer:
-    """In a process group of its own, as its user would have started it."""
-
-    def __init__(
-        self, socket: Path, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> None:
-        self.socket, self.log = socket, log
-        self._command, self._environment = command, {**os.environ, **environment}
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.socket.unlink(missing_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        wait_until("the server", lambda: listens(str(self.socket)), timeout_s=300.0)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-
-def save_config(folder: Path, architecture: Mapping[str, object]) -> None:
-    """The ``config.json`` of a model without weights, in float32."""
-    folder.mkdir()
-    config = {**architecture, "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "float32"}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 async def load_once(speaker: Dialect, version: WeightVersion) -> None:

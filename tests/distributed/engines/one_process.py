@@ -69,13 +69,6 @@ def assert_as_one_process(
     assert_gradients(folder, found)
 
 
-def assert_routed(decoder: Decoder) -> None:
-    """Check that rounding changes no token's expert; the decoder is in float64 then."""
-    with margins(decoder.double()) as routed, torch.no_grad():
-        outputs_of(decoder, batch())
-    assert min(routed) > MARGIN
-
-
 def assert_gradients(checkpoint: Path, expected: dict[str, Tensor], bound: float = 2e-6) -> None:
     """The first moments after one step are the gradients."""
     saved = RoleCheckpoint(checkpoint, "actor")

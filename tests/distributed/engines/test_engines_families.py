@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.config import ModelConfig
@@ -17,7 +16,6 @@ from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.distributed.engines.exported import train_and_export
 from tests.distributed.engines.one_process import (
@@ -63,15 +61,6 @@ def plain_decoder(architecture: dict[str, Any]) -> Decoder:
         for name, p in decoder.named_parameters():
             p.copy_(init_tensor(name, tuple(p.shape), config, seed=7))
     return decoder
-
-
-def plain_loss(decoder: Decoder) -> Tensor:
-    """The loss of the whole batch in one process."""
-    sample = batch()
-    ids, cu = sample.tensor("input_ids"), sample.cu_seqlens("input_ids")
-    logp, entropy = decoder.logprobs(decoder(ids, cu, max(cases.LENGTHS)), ids, cu, 1.0)
-    total, _ = cases.loss({"logp": logp, "entropy": entropy}, sample)
-    return total / cases.denominator(sample)
 
 
 @pytest.mark.parametrize("units", UNITS)
