@@ -6,7 +6,7 @@ S sequences in the batch, V vocabulary, K most tokens of a support.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,8 @@ async def _at_once() -> None:
 class HFRollout(RolloutEngine):
     """Serves all waiting requests together, then those that were submitted during the round.
 
-    All requests of a round have the same sampling options, except for ``max_new_tokens`` and a
-    ``min_new_tokens`` that is cut to it.
+    A round samples with the same options, except for ``max_new_tokens`` and a ``min_new_tokens``
+    that is cut to it. Requests with other options get rounds of their own (`split_rounds`).
     """
 
     def __init__(
@@ -54,12 +54,17 @@ class HFRollout(RolloutEngine):
         version: str,
         prefill_tokens: int,
         *,
+        rows: int | None = None,
         support: bool = True,
         settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """``support``, ``settled``: see `ServingOptions`. Each round first awaits ``settled``."""
+        """``rows``: most completions of a round; None for no limit.
+
+        ``support``, ``settled``: see `ServingOptions`. Waiting requests are computed after
+        ``settled`` returns.
+        """
         self._model, self._version, self._prefill_tokens = model, version, prefill_tokens
-        self._support = support
+        self._rows, self._support = rows, support
         self._settled = settled or _at_once
         self._waiting: dict[str, tuple[GenerationRequest, Answer]] = {}
         self._running = asyncio.Event()
@@ -134,10 +139,13 @@ class HFRollout(RolloutEngine):
             await self._running.wait()
             ready = [pair for pair in self._waiting.values() if not pair[1].done()]
             ready.sort(key=lambda pair: (pair[0].priority, pair[0].request_id))
-            answers = self._round([request for request, _ in ready])
+            answers: dict[str, list[Completion]] = {each.request_id: [] for each, _ in ready}
+            for requests in split_rounds([request for request, _ in ready], self._rows):
+                for request, made in zip(requests, self._round(requests), strict=True):
+                    answers[request.request_id] += made
             self._waiting.clear()
-            for (_, future), answer in zip(ready, answers, strict=True):
-                future.set_result(answer)
+            for request, future in ready:
+                future.set_result(tuple(answers[request.request_id]))
 
     def _check(self, task: asyncio.Task[None]) -> None:
         """Fail the waiting requests if a round has failed."""
@@ -159,8 +167,6 @@ class HFRollout(RolloutEngine):
 
     def _round(self, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
         """Sample all completions of requests. A prompt of several requests is read once."""
-        if not requests:
-            return []
         batch = _Batch(requests, self._device, support=self._support)
         made = iter(batch.run(self._model, self._prefill_tokens, self._version))
         return [tuple(next(made) for _ in request.keys) for request in requests]
@@ -168,6 +174,65 @@ class HFRollout(RolloutEngine):
     @property
     def _device(self) -> torch.device:
         return next(self._model.inner.parameters()).device
+
+
+def split_rounds(
+    requests: Sequence[GenerationRequest], rows: int | None
+) -> list[list[GenerationRequest]]:
+    """Return the requests of each round, which have common options and at most ``rows`` keys.
+
+    A request with more keys is divided.
+    """
+    alike: dict[object, list[GenerationRequest]] = {}
+    for request in requests:
+        options = replace(request.options, max_new_tokens=1, min_new_tokens=0)
+        alike.setdefault((options, request.seed, request.step), []).append(request)
+    rounds: list[list[GenerationRequest]] = []
+    for group in alike.values():
+        for part in _by_minimum(group):
+            rounds += _by_rows(part, rows)
+    return rounds
+
+
+def _by_minimum(requests: Sequence[GenerationRequest]) -> Collection[list[GenerationRequest]]:
+    """Divide requests by ``min_new_tokens``, so that each part has a common minimum.
+
+    A request whose minimum is also its maximum has the same tokens with any larger minimum.
+    """
+    options = [request.options for request in requests]
+    minimums = {
+        each.min_new_tokens for each in options if each.min_new_tokens < each.max_new_tokens
+    }
+    parts: dict[int | None, list[GenerationRequest]] = {}
+    for request, each in zip(requests, options, strict=True):
+        least = each.min_new_tokens
+        if least == each.max_new_tokens:
+            larger = [minimum for minimum in minimums if minimum >= least]
+            parts.setdefault(min(larger, default=None), []).append(request)
+        else:
+            parts.setdefault(least, []).append(request)
+    return parts.values()
+
+
+def _by_rows(
+    requests: Sequence[GenerationRequest], rows: int | None
+) -> Iterator[list[GenerationRequest]]:
+    """Yield the requests in parts of at most ``rows`` keys, without a limit in one."""
+    if rows is None:
+        yield list(requests)
+        return
+    part: list[GenerationRequest] = []
+    free = rows
+    for request in requests:
+        keys = request.keys
+        while keys:
+            part.append(replace(request, keys=keys[:free]))
+            keys, free = keys[free:], free - len(part[-1].keys)
+            if not free:
+                yield part
+                part, free = [], rows
+    if part:
+        yield part
 
 
 def _common(requests: Sequence[GenerationRequest]) -> GenerationOptions:
@@ -182,8 +247,7 @@ def _common(requests: Sequence[GenerationRequest]) -> GenerationOptions:
     settings = zip(widest, requests, strict=True)
     kinds = {(options, request.seed, request.step) for options, request in settings}
     cut = all(each.min_new_tokens == min(least, each.max_new_tokens) for each in every)
-    if len(kinds) > 1 or not cut:
-        raise UsageError("the requests of one round differ in sampling options, seed or step")
+    assert cut, "`split_rounds` puts other minimums into other rounds"
     ((options, _, _),) = kinds
     return options
 

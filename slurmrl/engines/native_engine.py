@@ -62,6 +62,7 @@ class GatheredGeneration(GenerateEngine):
                     model,
                     version,
                     self._max_tokens,
+                    rows=options.rows if options.turns else None,
                     support=options.support,
                     settled=options.settled,
                 )

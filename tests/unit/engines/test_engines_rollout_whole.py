@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingOptions
+from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
@@ -199,15 +200,49 @@ def test_requests_of_a_round_have_their_own_limits() -> None:
         with model.serving("1.0", ServingOptions()) as served:
             return [made for (made,) in asyncio.run(run())]
 
-    together = asked(*requests)
     alone = [made for request in requests for made in asked(request)]
+    together = asked(*requests)
     assert [(each.tokens, each.finish) for each in together] == [
         (each.tokens, each.finish) for each in alone
     ]
     assert {each.finish for each in together} == {"stop", "length"}
-    other = replace(requests[1], options=GenerationOptions(max_new_tokens=9, min_new_tokens=3))
-    with pytest.raises(UsageError, match="differ in sampling options"):
-        asked(requests[1], replace(other, request_id="other"))
+
+
+@pytest.mark.parametrize("rows", [2, 256])
+def test_requests_with_different_options_are_sampled_in_separate_rounds(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """A request with more keys than rows is divided, and its completions keep their order."""
+    model, batch = engine(implementation="hf"), sample("prompt_ids")
+    stops = tuple(range(3, 20))
+    options = [
+        GenerationOptions(max_new_tokens=most, min_new_tokens=least, stop_token_ids=stops)
+        for most, least in ((9, 4), (9, 3), (5, 5), (2, 2))
+    ]
+    options.append(replace(options[0], temperature=0.5))
+    one, *_ = requests_of(batch, options[:1] * batch.bs, range(batch.bs))
+    requests = [
+        replace(one, request_id=str(number), options=each, keys=(3, 1, 2))
+        for number, each in enumerate(options)
+    ]
+    sizes: list[int] = []
+    compute = HFRollout._round
+
+    def counted(self: HFRollout, requests: Sequence[GenerationRequest]) -> Any:
+        sizes.append(sum(len(request.keys) for request in requests))
+        return compute(self, requests)
+
+    async def run(served: RolloutEngine, *requests: GenerationRequest) -> list[list[Any]]:
+        answers = await asyncio.gather(*map(served.submit, requests))
+        return [[(each.tokens, each.finish) for each in answer] for answer in answers]
+
+    with model.serving("1.0", ServingOptions(rows=rows)) as served:
+        assert served is not None
+        alone = [asyncio.run(run(served, each))[0] for each in requests]
+        monkeypatch.setattr(HFRollout, "_round", counted)
+        assert asyncio.run(run(served, *requests)) == alone
+    assert sum(sizes) == 3 * len(requests)
+    assert sorted(sizes) == ([1, 1, 1, 2, 2, 2, 2, 2, 2] if rows == 2 else [3, 3, 3, 6])
 
 
 @pytest.mark.parametrize(
