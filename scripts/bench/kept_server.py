@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.models.config import ModelConfig
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_kinds import SOCKET, PlacedServer, ServerKind

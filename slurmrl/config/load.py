@@ -22,7 +22,7 @@ from ruamel.yaml.nodes import Node, ScalarNode
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from slurmrl import log
-from slurmrl.config.hub import reference as hub
+from slurmrl.config import hub
 from slurmrl.config.problems import drop_removed, keys, problems_from, section_at
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config, Profile

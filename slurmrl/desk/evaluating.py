@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from slurmrl.algorithms.offline_schema import MEASURED
-from slurmrl.config.hub.reference import PREFIX as HUB_PREFIX
+from slurmrl.config.hub import PREFIX as HUB_PREFIX
 from slurmrl.config.load import Derive, load
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import WHOLE, evaluation_key

@@ -8,7 +8,7 @@ import re
 from hashlib import blake2b
 from typing import Any, Final, Literal, NamedTuple
 
-from slurmrl.config.template import Template
+from slurmrl.config.schema.data import Template
 from slurmrl.errors import UsageError
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
 from slurmrl.rollouts.tools.toolbox import ToolResult, Tools

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurmrl.backoff import READ_S, retry
 from slurmrl.config.schema import Rollout
-from slurmrl.config.servers import Address, read_keys
+from slurmrl.config.schema.rollout import Address, read_keys
 from slurmrl.plan.estimates.shape import least_context
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.server_supervisor import Patience, Running, Serving

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import read_values

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.config.template import DOUBLING, Template
+from slurmrl.config.schema.data import DOUBLING, Template
 from slurmrl.data.encoder import RowTokens
 from slurmrl.data.messages import is_messages, kind_of, wrong_text
 from slurmrl.errors import Problem

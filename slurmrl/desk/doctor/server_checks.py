@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Config
-from slurmrl.config.servers import Address, ServerKeys, read_keys
+from slurmrl.config.schema.rollout import Address, ServerKeys, read_keys
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok, warning
 from slurmrl.errors import AllocationError, SlurmrlError, UsageError
 from slurmrl.models.config import ModelConfig

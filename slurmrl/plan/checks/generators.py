@@ -23,7 +23,7 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema import evaluation_key
 from slurmrl.config.schema.cluster import SlurmOfTasks
-from slurmrl.config.servers import read_keys
+from slurmrl.config.schema.rollout import read_keys
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.checks import fit

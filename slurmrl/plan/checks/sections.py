@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Dataset, Reward, evaluation_key
-from slurmrl.config.schema.config import FOLLOWERS
+from slurmrl.config.schema.config import FOLLOWERS, StopWhen
 from slurmrl.config.schema.model import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.source import KeyPath, dotted

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl import log
-from slurmrl.config.hub import contents
-from slurmrl.config.hub.cache import HubCache
-from slurmrl.config.hub.reference import PREFIX, HubKind, HubReference, of_folder, parse
+from slurmrl.config import hub
+from slurmrl.config.hub import PREFIX, HubCache, HubKind, HubReference, of_folder, parse
 from slurmrl.config.schema import Config, Dataset, Model, role_key
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.env import user_name
@@ -169,7 +168,7 @@ class HubResolver:
         Fetch the commit again if its folder has lost files; if that fails, return None and add a
         problem.
         """
-        damage = contents.damage(Path(folder))
+        damage = hub.damage(Path(folder))
         if not damage:
             return folder
         problem = f"{folder} {damage}"

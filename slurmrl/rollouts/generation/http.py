@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 
 from slurmrl.backoff import Backoff
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import MissingDependencyError, RefusedError, RunFailedError
 
 try:

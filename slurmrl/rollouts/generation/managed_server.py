@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from slurmrl import log
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import (
     ABORTED,

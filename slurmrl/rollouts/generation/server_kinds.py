@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
-from slurmrl.config.servers import Address, ServerKeys
+from slurmrl.config.schema.rollout import Address, ServerKeys
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.rollouts.generation.process import ServerProcess, ServerProgram
 from slurmrl.run.events import EventWriter

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from slurmrl.algorithms.scalars import ScalarController
-from slurmrl.config.conditions import Frequency, StopWhen
 from slurmrl.config.schema import WHOLE, Config
+from slurmrl.config.schema.config import Frequency, StopWhen
 from slurmrl.data.ledger import Ledger, LedgerRecord
 from slurmrl.data.order import ItemOrder, order_of
 from slurmrl.data.prepared import read_manifest

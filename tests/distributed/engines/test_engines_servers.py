@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.config.schema.model import Model
-from slurmrl.config.servers import Address, ServerKeys
+from slurmrl.config.schema.rollout import Address, ServerKeys
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.server_engine import ServerEngine

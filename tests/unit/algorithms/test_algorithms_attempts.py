@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from slurmrl.algorithms.estimates import majorities, pass_at_k, vote_of, wilson
 from slurmrl.algorithms.rule_reward import score_records
-from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Dataset, Evaluation
+from slurmrl.config.schema.config import StopWhen
 
 
 def evaluation(**settings: Any) -> Evaluation:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.config.conditions import Frequency, StopWhen
+from slurmrl.config.schema.config import Frequency, StopWhen
 from slurmrl.errors import UsageError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.config.servers import ServerKeys, read_keys
+from slurmrl.config.schema.rollout import ServerKeys, read_keys
 from slurmrl.errors import UnreadableInputError, UsageError
 
 

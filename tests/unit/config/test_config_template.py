@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.config.template import Template
+from slurmrl.config.schema.data import Template
 from slurmrl.errors import UsageError
 
 

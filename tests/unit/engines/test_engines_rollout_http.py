@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.http import HttpClient
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion

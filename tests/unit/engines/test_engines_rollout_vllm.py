@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, WeightVersion

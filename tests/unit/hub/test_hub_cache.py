@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.config.hub import contents
-from slurmrl.config.hub.cache import HubCache
-from slurmrl.config.hub.reference import HubKind, is_plain, of_folder, parse
+from slurmrl.config.hub import (
+    HubCache,
+    HubKind,
+    damage,
+    is_plain,
+    list_file,
+    of_folder,
+    parse,
+)
 from slurmrl.data.records import read_records
 from slurmrl.errors import UnreachableHubError, UsageError
 from tests.support.hub import Hub
@@ -107,8 +113,8 @@ def test_what_is_wrong_with_a_repository_is_explained(
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     folder = cache.fetch(parse("hf://org/gated", HubKind.MODEL))
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-    contents = [path.read_bytes() for path in cache.folder.rglob("*") if path.is_file()]
-    assert not any(TOKEN.encode() in content for content in contents)
+    hub = [path.read_bytes() for path in cache.folder.rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in content for content in hub)
     folder = cache.fetch(parse("hf://org/sums", HubKind.DATASET, "easy"))
     assert read_records(folder, "id").rows == tuple(ROWS)
 
@@ -153,8 +159,8 @@ def test_what_has_lost_files_is_fetched_again_as_it_was(
         case "the end of a file":
             os.truncate(arrow, arrow.stat().st_size - 1)
         case "the list":
-            contents.list_file(folder).unlink()
-    assert contents.damage(folder)
+            list_file(folder).unlink()
+    assert damage(folder)
     reference = of_folder(folder, cache.folder)
     assert reference == parse(f"hf://org/sums@{commit}", HubKind.DATASET)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -164,7 +170,7 @@ def test_what_has_lost_files_is_fetched_again_as_it_was(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     assert cache.fetch(reference) == folder
     assert {path: path.read_bytes() for path in folder.rglob("*.arrow")} == before
-    assert contents.damage(folder) == ""
+    assert damage(folder) == ""
     left = sorted(path.name for path in folder.parent.iterdir())
     assert left == [commit, f"{commit}.json", "revisions"]
 

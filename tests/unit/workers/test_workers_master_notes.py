@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.config.conditions import StopWhen
+from slurmrl.config.schema.config import StopWhen
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.master import Master

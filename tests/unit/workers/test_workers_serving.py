@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slurmrl.config.schema import Rollout
-from slurmrl.config.servers import Address
+from slurmrl.config.schema.rollout import Address
 from slurmrl.models.config import ModelConfig
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.http import HttpClient

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl import child
-from slurmrl.config.hub import contents
-from slurmrl.config.hub.reference import HubKind, HubReference
+from slurmrl.config.hub import HubKind, HubReference, damage, record
 from slurmrl.errors import EnvironmentFailure, MissingDependencyError, UsageError
 from slurmrl.fsio import atomic
 
@@ -66,7 +65,7 @@ class RepositoryFetcher:
         )
         commit = str(info.sha)
         target = self._home / commit
-        if not contents.damage(target):
+        if not damage(target):
             return commit
         made = self._home / f"{commit}.{os.getpid()}"
         try:
@@ -83,14 +82,14 @@ class RepositoryFetcher:
 
         Runs that read those that it still had keep them open.
         """
-        contents.record(made, target)
+        record(made, target)
         old = made.with_name(f"{made.name}.old")
         with suppress(FileNotFoundError):
             os.rename(target, old)
         try:
             os.rename(made, target)
         except OSError:
-            if contents.damage(target):  # unless another process has made it
+            if damage(target):  # unless another process has made it
                 raise
         shutil.rmtree(old, ignore_errors=True)
 
