@@ -123,7 +123,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
     from slurmrl.desk import trial_code
     from slurmrl.scheduler.job_environment import of_snapshot
 
-    code = paths.snapshot(trial_code.current_snapshot(paths))
+    code = trial_code.current_code(paths)
     if trial_code.is_this_code(code):
         return
     click.echo(f"using the slurmrl of the trial, {code}; --update-code uses this one", err=True)

@@ -137,7 +137,9 @@ def evaluate(
     return carry_out(proposals, check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)
 
 
-def look_over(proposal: Proposal, timeout_s: float | None, compared: set[str]) -> Sequence[Finding]:
+def report_checks(
+    proposal: Proposal, timeout_s: float | None, compared: set[str]
+) -> Sequence[Finding]:
     """Check what the run will read and print the findings.
 
     None checks only what takes no time. ``compared``: see `slurmrl.desk.trial_checks.check_trial`.
@@ -174,7 +176,7 @@ def carry_out(
     from slurmrl.desk.submitting import rehearse
 
     compared: set[str] = set()  # the trials of several suites have one checkpoint
-    checked = [look_over(proposal, check_s, compared) for proposal in proposals]
+    checked = [report_checks(proposal, check_s, compared) for proposal in proposals]
     code = 0
     for proposal, findings in zip(proposals, checked, strict=True):
         if dry_run:

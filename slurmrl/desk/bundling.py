@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution, distributions
 from pathlib import Path, PurePosixPath
@@ -108,12 +108,10 @@ def make_bundle(
             folder = Path(made) / "wheels"
             found = gather_wheels(folder, python=python, torch=torch, extras=extras)
         manifest = pack(contents, found, file.absolute())
-    return Made(file, len(manifest.files), (*contents.notes, *_note(extras)))
-
-
-def _note(extras: Sequence[str]) -> Iterator[str]:
+    notes = list(contents.notes)
     if extras:
-        yield f"on the cluster, install slurmrl[{','.join(extras)}] in place of slurmrl"
+        notes.append(f"on the cluster, install slurmrl[{','.join(extras)}] in place of slurmrl")
+    return Made(file, len(manifest.files), tuple(notes))
 
 
 def _elsewhere(source: Source) -> dict[KeyPath, str]:

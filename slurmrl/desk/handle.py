@@ -95,9 +95,7 @@ class Trial:
 
         Raises ConfigError, and UsageError for a trial that lives or runs another slurmrl.
         """
-        if not trial_code.is_this_code(
-            self._paths.snapshot(trial_code.current_snapshot(self._paths))
-        ):
+        if not trial_code.is_this_code(trial_code.current_code(self._paths)):
             raise UsageError(
                 f"{self.name} runs another slurmrl than this one, which must write what it reads: "
                 f"slurmrl resume {self.name} does"

@@ -117,10 +117,10 @@ class Proposal:
         """
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
-            kept_defaults = self.paths.snapshot(trial_code.current_snapshot(self.paths))
-            if not trial_code.is_this_code(kept_defaults):
+            current = trial_code.current_code(self.paths)
+            if not trial_code.is_this_code(current):
                 return []
-            code = Code(kept_defaults)
+            code = Code(current)
         if timeout_s is None:
             return places(self.settings)
         return check_trial(
@@ -163,7 +163,7 @@ def propose(
     other = _needs_other_code(run_paths(settings), settings.config)
     name = settings.algorithm.name
     if is_own(name) and is_prepared(run_paths(settings)) and not other:
-        code = run_paths(settings).snapshot(trial_code.current_snapshot(run_paths(settings)))
+        code = trial_code.current_code(run_paths(settings))
         settings = read([*overrides, *added, f"algorithm.name={name}"], folders=[code])
     own = _own_code(settings, settings.folders)
     settings = described(settings, Code(paths=own.paths), begun_configuration(settings))
@@ -189,8 +189,8 @@ def propose_resume(
     before = load_resolved(paths.config)
     overrides = follow_actor(before, overrides)
     root = paths.run.parents[2]
-    kept_defaults = paths.snapshot(trial_code.current_snapshot(paths))
-    folders = [*recorded_folders(kept_defaults), Path.cwd()] if update_code else [kept_defaults]
+    current = trial_code.current_code(paths)
+    folders = [*recorded_folders(current), Path.cwd()] if update_code else [current]
     settings = load_settings(
         paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
     )

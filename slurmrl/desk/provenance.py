@@ -90,7 +90,8 @@ class ProvenanceWriter:
             "packages": installed_packages(),
         }
         copying.copy(self.config_file, folder / SUBMITTED_CONFIG)
-        _write(folder / RECORD_FILE, (json.dumps(values, indent=1) + "\n").encode())
+        record = (json.dumps(values, indent=1) + "\n").encode()
+        write_new(folder / RECORD_FILE, record, True, REAL)
 
     def _repositories(self, folder: Path) -> Iterator[tuple[str, Any]]:
         """Yield the repositories of the working directory and this package; write their diffs."""
@@ -105,7 +106,7 @@ class ProvenanceWriter:
             else:
                 seen[repository.root] = name
                 if repository.diff:
-                    _write(folder / f"{name}.diff", repository.diff)
+                    write_new(folder / f"{name}.diff", repository.diff, True, REAL)
                 repository.notes += self._copy_untracked(folder, repository)
                 yield name, repository.to_json()
 
@@ -145,10 +146,6 @@ def _slurm_version() -> str | None:
         return SlurmClient(timeout_s=SLURM_TIMEOUT_S).version()
     except SchedulerError:
         return None
-
-
-def _write(path: Path, data: bytes) -> None:
-    write_new(path, data, True, REAL)
 
 
 @dataclass

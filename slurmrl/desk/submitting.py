@@ -27,6 +27,7 @@ from slurmrl.config.schema import Config
 from slurmrl.desk import trial_code
 from slurmrl.desk.proposal import (
     Proposal,
+    begun_configuration,
     check_owner,
     free_name,
     is_prepared,
@@ -194,13 +195,10 @@ def refusal(settings: Settings) -> str:
     Empty if it can, if there is no such trial, or if it began with another slurmrl, whose defaults
     may differ.
     """
-    paths = run_paths(settings)
-    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
+    if begun_configuration(settings) is None:
         return ""
     before, changed = _changes(settings)
-    if not changed or not trial_code.is_this_code(
-        paths.snapshot(trial_code.current_snapshot(paths))
-    ):
+    if not changed or not trial_code.is_this_code(trial_code.current_code(run_paths(settings))):
         return ""
     return _other_configuration(before, settings, changed)
 
@@ -251,7 +249,7 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 def _check_code(proposal: Proposal) -> None:
     """The jobs read our files with the trial's own code, which must therefore equal ours."""
-    code = proposal.paths.snapshot(trial_code.current_snapshot(proposal.paths))
+    code = trial_code.current_code(proposal.paths)
     if not proposal.update_code and not trial_code.is_this_code(code):
         name = proposal.trial
         raise UsageError(
@@ -347,8 +345,8 @@ def confirm_submission(paths: RunPaths, jobs: Jobs) -> None:
     An older slurmrl may have made it, or this process seemed dead. Our jobs would also exit by
     themselves.
     """
-    newest_submitted = newest_submission(paths)
-    if newest_submitted is not None and newest_submitted.number > jobs.number:
+    newest = newest_submission(paths)
+    if newest is not None and newest.number > jobs.number:
         jobs.scheduler.cancel(jobs.ids)
         raise UsageError(_lost(paths, "; the jobs of this command were cancelled"))
 

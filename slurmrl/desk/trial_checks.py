@@ -63,6 +63,37 @@ OF_CLIENT: Final = "aiohttp"
 TRANSFORMER_ENGINE: Final = "transformer_engine"
 
 
+class Weight(StrEnum):
+    FAILED = "failed"
+    """The run would fail."""
+    WARNING = "warning"
+    """The run might fail, or this was not checked."""
+    NOTE = "note"
+
+
+@dataclass(frozen=True)
+class Finding:
+    subject: str
+    """``data``, ``reward``, ``tokenizer``, ``weights``, ``disk space``, …"""
+    weight: Weight
+    message: str
+    key: str = ""
+    """Dotted key of the setting, or of the line that ``where`` names."""
+    where: str = ""
+    """File and line; empty for a setting in the configuration."""
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.where, self.key, self.message)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Finding:
+        return Finding(**{**values, "weight": Weight(values["weight"])})
+
+
 @dataclass(frozen=True)
 class Code:
     """The code that the run can import: an existing snapshot, or the paths of a future one."""
@@ -274,37 +305,6 @@ def _understood(
     return [*findings, Finding(subject, Weight.FAILED, text)], subjects
 
 
-class Weight(StrEnum):
-    FAILED = "failed"
-    """The run would fail."""
-    WARNING = "warning"
-    """The run might fail, or this was not checked."""
-    NOTE = "note"
-
-
-@dataclass(frozen=True)
-class Finding:
-    subject: str
-    """``data``, ``reward``, ``tokenizer``, ``weights``, ``disk space``, …"""
-    weight: Weight
-    message: str
-    key: str = ""
-    """Dotted key of the setting, or of the line that ``where`` names."""
-    where: str = ""
-    """File and line; empty for a setting in the configuration."""
-
-    @property
-    def problem(self) -> Problem:
-        return Problem(self.where, self.key, self.message)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Finding:
-        return Finding(**{**values, "weight": Weight(values["weight"])})
-
-
 def disk_space(settings: Settings) -> list[Finding]:
     """Check the disk space. Raises OSError for a file system that does not answer."""
     config = settings.config
@@ -314,7 +314,7 @@ def disk_space(settings: Settings) -> list[Finding]:
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     there = _checkpoints(paths)
     copies = max(config.checkpoint.keep_last + 1 - there, 1)
-    data = data_bytes(settings) if not _holds(paths.data) else 0
+    data = data_bytes(settings) if not (paths.data.is_dir() and any(paths.data.iterdir())) else 0
     versions = version_bytes(settings)
     needed = copies * checkpoint + export + versions + data
     folder = next(path for path in (paths.run, *paths.run.parents) if path.exists())
@@ -373,11 +373,6 @@ def data_bytes(settings: Settings) -> int:
             files = path.rglob("*") if path.is_dir() else [path]
             total += sum(file.stat().st_size for file in files)
     return total * PREPARED_BYTES_PER_BYTE
-
-
-def _holds(folder: Path) -> bool:
-    """Whether a folder is there and not empty."""
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def _parameters(settings: Settings, role: str, head: Head) -> int:

@@ -96,6 +96,11 @@ def current_snapshot(paths: RunPaths) -> int:
     return 1
 
 
+def current_code(paths: RunPaths) -> Path:
+    """Return the folder of the snapshot that the newest submission runs."""
+    return paths.snapshot(current_snapshot(paths))
+
+
 def next_snapshot(paths: RunPaths) -> int:
     """Return the number of the next snapshot."""
     return max(_numbers(paths)) + 1

@@ -52,10 +52,10 @@ def failed(name: str, measured: str, advice: str, **values: float) -> Check:
     return Check(name, State.FAILED, measured, advice, values=values)
 
 
-def guarded(name: str, advice: str, look: Callable[[], Check | list[Check]]) -> list[Check]:
-    """The checks that ``look`` returns; its error becomes a failed check called ``name``."""
+def guarded(name: str, advice: str, measure: Callable[[], Check | list[Check]]) -> list[Check]:
+    """Return the checks that ``measure`` makes; its error is a failed check called ``name``."""
     try:
-        result = look()
+        result = measure()
     except (SlurmrlError, OSError) as error:
         return [failed(name, str(error), advice)]
     return result if isinstance(result, list) else [result]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from slurmrl.config import profiles
@@ -70,20 +71,28 @@ def examine(what: Examination, say: Say) -> list[Check]:
     kind = choose(requested, asks_slurm=(config or cluster).asks_slurm)
     hosts = resources.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
-    checks += _trial(settings, plan, kind, what.check_timeout_s)
-    checks += server_checks.check_environment(config, sleeps=_servers_sleep(plan)) if config else []
+    limit_s = what.check_timeout_s
+    if settings is not None and plan is not None and not settings.missing and limit_s is not None:
+        checks += guarded("trial", "", partial(check_trial_files, settings, plan, limit_s, kind))
+    if config is not None:
+        offloaded = plan.offloaded if plan and plan.trainers.gpus_per_worker > 0 else ()
+        checks += server_checks.check_environment(config, sleeps=ROLLOUTS in offloaded)
     running_servers = server_checks.running_settings(config) if config else None
     if running_servers is not None and not what.job:
         checks += server_checks.check_running(running_servers, elsewhere=kind != "local")
     checks += [
         *check_scheduler(requested, kind, settings, plan, hosts),
-        *check_machine(),
+        *machine.process_limits(),
+        machine.python(),
+        *machine.packages(gpus=False),
+        machine.optional_packages(),
+        machine.operators(),
     ]
     narrow = bfloat16_models(config, plan, plan.groups) if config and plan else []
     checks += machine.processor(narrow)
     root = Path(config.root) if config else what.root or what.fallback
 
-    def look_at_root() -> list[Check]:
+    def check_runs() -> list[Check]:
         with scratch(root) as paths:
             beside = check_root(paths.run)
             if not what.job:
@@ -97,20 +106,8 @@ def examine(what: Examination, say: Say) -> list[Check]:
             )
             return [*_here(beside), *job.run()]
 
-    more = guarded("root", ROOT_ADVICE, look_at_root)
+    more = guarded("root", ROOT_ADVICE, check_runs)
     return _here([*checks, *more, *machine.same_everywhere(checks, more)])
-
-
-def _servers_sleep(plan: Plan | None) -> bool:
-    return plan is not None and plan.trainers.gpus_per_worker > 0 and ROLLOUTS in plan.offloaded
-
-
-def _trial(
-    settings: Settings | None, plan: Plan | None, kind: str, timeout_s: float | None
-) -> list[Check]:
-    if settings is None or plan is None or settings.missing or timeout_s is None:
-        return []
-    return guarded("trial", "", lambda: check_trial_files(settings, plan, timeout_s, kind))
 
 
 def _here(checks: list[Check]) -> list[Check]:
@@ -173,7 +170,7 @@ def check_site_profile() -> tuple[Cluster, list[Check]]:
 def check_trial_files(
     settings: Settings, plan: Plan, timeout_s: float, scheduler: str = "local"
 ) -> list[Check]:
-    """What ``submit`` looks at before it queues the trial of a configuration."""
+    """Check what ``submit`` checks before it queues the trial of a configuration."""
     found = trial_code.find_own_code(settings)
     code = Code(paths=found.paths)
     settings = described(settings, code, begun_configuration(settings))
@@ -216,17 +213,6 @@ def check_scheduler(
     lacking = resources.lacking(plan, settings.config, hosts)
     checks += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
     return checks if lacking else [*checks, ok("hosts", "the cluster has what the layout needs")]
-
-
-def check_machine() -> list[Check]:
-    """Checks that do not depend on the directory of the runs."""
-    return [
-        *machine.process_limits(),
-        machine.python(),
-        *machine.packages(gpus=False),
-        machine.optional_packages(),
-        machine.operators(),
-    ]
 
 
 def check_root(folder: Path) -> list[Check]:

@@ -86,8 +86,8 @@ def check_host(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     if request["servers"] is not None and task == 0:  # that of the first rank, which asks them
         checks += server_checks.check_running(request["servers"])
     if settings.container is not None:  # at the end: the others do not wait for its start
-        look_inside = partial(check_container, folder, task, settings)
-        checks += guarded("container", DIRECTORY_ADVICE, look_inside)
+        inside = partial(check_container, folder, task, settings)
+        checks += guarded("container", DIRECTORY_ADVICE, inside)
     name = env.NODE_NAME.get() or socket.gethostname()
     return [check.at(name) for check in checks]
 

@@ -108,7 +108,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     events = event_files.read_all(paths)
     planned = _document(paths.estimates, PLANNED)
     timeline = _document(paths.timeline, TIMELINE)
-    code = paths.snapshot(trial_code.current_snapshot(paths))
+    code = trial_code.current_code(paths)
     return TrialReport(
         name=f"{paths.experiment}/{paths.trial}",
         status=status,
