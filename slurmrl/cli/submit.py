@@ -13,7 +13,6 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.options import again, common, examples, submitting
-from slurmrl.desk.trials import root_folder
 from slurmrl.display.terminal import table
 
 if TYPE_CHECKING:
@@ -56,10 +55,7 @@ def submit(
     its configuration is the same.
     """
     from slurmrl.desk.proposal import propose
-    from slurmrl.desk.unpacking import is_bundle, unpack
 
-    if is_bundle(config):
-        config = unpack(config, root_folder(root))
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
     check_s = None if no_check else check_timeout
     return carry_out([proposal], check_s=check_s, dry_run=dry_run, wait=wait, as_json=as_json)

@@ -11,7 +11,6 @@ from slurmrl.desk import trial_code, trial_jobs, trials
 from slurmrl.desk.proposal import Proposal, propose, propose_resume
 from slurmrl.desk.submitting import submit as start
 from slurmrl.desk.trial_checks import refuse
-from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.errors import UsageError, WaitTimeoutError
 from slurmrl.run import evaluated
 from slurmrl.run.paths import RunPaths
@@ -116,8 +115,6 @@ def submit(
     check: bool,
 ) -> Trial:
     """See `slurmrl.submit`."""
-    if is_bundle(config):
-        config = unpack(config, trials.root_folder(root))
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
     _start(proposal, check=check)
     return Trial(proposal.paths)

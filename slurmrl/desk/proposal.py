@@ -26,6 +26,7 @@ from slurmrl.desk import slurm_check, trial_code, trials
 from slurmrl.desk.inspection import described
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
 from slurmrl.desk.trial_checks import Code, Finding, check_trial, places
+from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic, documents, ownership
@@ -148,12 +149,14 @@ def propose(
     new: bool = False,
     derive: Derive | None = None,
 ) -> Proposal:
-    """Check a configuration file and plan its trial.
+    """Check a configuration file, or one in a bundle, and plan its trial.
 
     ``new`` gives it a free name; ``derive`` makes another configuration of the file's.
 
     Raises ConfigError with all problems.
     """
+    if is_bundle(config):
+        config = unpack(config, trials.root_folder(root))
     chosen = trials.chosen_root(root)
     read = partial(load_settings, config, root=chosen, scheduler=scheduler, derive=derive)
     settings = read(overrides)
