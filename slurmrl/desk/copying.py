@@ -219,8 +219,8 @@ def _packed(contents: Mapping[str, bytes]) -> bytes:
 def _bytecode(name: str, source: bytes) -> bytes:
     """Compile a module.
 
-    Its name in tracebacks is that of no file, so that they show its own source and not that of the
-    package that was copied.
+    Its name in tracebacks names no file, so that they show its own source and not the source of
+    the package that was copied.
     """
     code = compile(source, f"{FOLDER.name}/{ARCHIVE}/{name}", "exec", dont_inherit=True)
     return MAGIC_NUMBER + UNCHECKED + source_hash(source) + marshal.dumps(code)

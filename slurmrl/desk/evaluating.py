@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint as a trial of its own: what `slurmrl eval` submits."""
+"""The evaluation of a checkpoint as a separate trial: what `slurmrl eval` submits."""
 
 from __future__ import annotations
 

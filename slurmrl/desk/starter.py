@@ -21,7 +21,7 @@ from slurmrl.registry import near
 REWARD: Final = "reward.txt"
 PLAIN: Final = re.compile(r"[\w.][\w.+-]*(?: [\w.+-]+)*")
 RULE: Final = "its name may have letters, digits, '.', '_', '-', '+' and single spaces"
-"""The configuration names the files beside it without quotes."""
+"""The configuration names the files next to it without quotes."""
 EXAMPLES: Final = package.FOLDER / "examples"
 FETCHED: Final = ("data",)
 """What the user of a checkout has put there."""

@@ -42,7 +42,7 @@ from slurmrl.watch.snapshot import submission_numbers
 
 PACKAGE = "slurmrl"
 MOST_COPIES = 3
-"""Attempts to copy code that changes meanwhile."""
+"""Attempts to copy code that changes during the copy."""
 PAUSE_S = 1.0
 """Seconds between them."""
 Record = Callable[[Path], None]
@@ -290,7 +290,7 @@ def _locate(name: str, folders: Sequence[Path]) -> Path | None:
     """Return the file or folder of a top-level module; None for a built-in or missing one."""
     spec = PathFinder.find_spec(name, [*map(str, folders), *sys.path])
     try:
-        spec = spec or find_spec(name)  # packages that an import hook of their own provides
+        spec = spec or find_spec(name)  # packages that an import hook provides
     except ValueError:
         return None
     if spec is None:

@@ -180,7 +180,7 @@ def check_removable(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> N
 
 
 def remove(paths: RunPaths) -> None:
-    """Remove the directory of a trial, and that of its experiment if it is empty then.
+    """Remove the directory of a trial, and its experiment's directory if it is empty then.
 
     The trial vanishes from all lists at once; the rest of a removal that is killed is removed by
     the next one in its experiment. Raise EnvironmentFailure if the file system refuses.

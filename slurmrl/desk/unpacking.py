@@ -31,7 +31,7 @@ from slurmrl.fsio.shapes import COUNT, SIZE
 logger = log.get(__name__)
 
 BUNDLES: Final = ".bundles"
-"""Folder of unpacked bundles, beside those of experiments (whose names do not begin with a dot)."""
+"""Folder of unpacked bundles, next to the experiments (whose names do not begin with a dot)."""
 DIGEST_CHARACTERS: Final = 16
 CHUNK_BYTES: Final = 4 << 20
 HEADER_BYTES: Final = 512

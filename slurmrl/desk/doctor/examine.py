@@ -1,4 +1,4 @@
-"""All checks of ``slurmrl doctor``, and those of the machine from which jobs are submitted."""
+"""All checks of ``slurmrl doctor``, and the checks of the machine that submits jobs."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ class _Listener(socketserver.ThreadingTCPServer):
 
 
 class Server:
-    """Answers requests that carry the token, in threads of its own."""
+    """Answers requests that carry the token, in separate threads."""
 
     def __init__(self, folder: Path, token: str, address: str) -> None:
         self.has_connected = threading.Event()
