@@ -3,22 +3,36 @@
 Children ignore the signals that Slurm sends to whole steps (their agent handles those). When the
 parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe. What they
 print and the file does not take is dropped.
+
+They send pulses over their pipe. A process sends none while it is stopped or something holds its
+interpreter lock. One that waits for other ranks does send them; the master's deadline covers those.
+
+On request a process writes its stacks, even if it hangs. SIGQUIT makes it write the Python stacks
+of its threads into memory that it shares with its agent. The interpreter's fault handler does that
+inside the signal handler, so it works while the interpreter lock is held or a collective never
+ends. Only a process that is stopped or blocked in the kernel cannot answer. The pulse thread then
+adds what needs Python (torch's flight recorder) and the last line, as soon as it runs.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import fcntl
 import io
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, Generic, TypeVar
 
 from typing_extensions import Buffer
 
@@ -26,7 +40,7 @@ from slurmrl import log
 from slurmrl.display.terminal import signal_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.workers import stacks
+from slurmrl.workers.messages import FROM_WORKER, Pulse
 
 logger = log.get(__name__)
 
@@ -90,7 +104,7 @@ class Child:
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], stacks_fd: int | None = None
     ) -> None:
-        """``stacks_fd``: where it writes its stacks on request (see `workers.stacks`)."""
+        """``stacks_fd``: where it writes its stacks on request (see `workers.child_process`)."""
         self.name = name
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
@@ -201,7 +215,7 @@ def spawn(
 
     def before_exec() -> None:
         ignore_signals()
-        signal.signal(stacks.SIGNAL, signal.SIG_IGN)  # until it installs its handler
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until it installs its handler
         die_with(parent)
 
     try:
@@ -235,8 +249,8 @@ def spawn_with_pipe(
     The child gets the other end of the pipe as ``--pipe-fd``.
     """
     ours, theirs = Connection.pair()
-    stacks_fd = stacks.new_file()
-    given = [PIPE_FD_OPTION, str(theirs.fileno()), stacks.OPTION, str(stacks_fd)]
+    stacks_fd = new_stacks_file()
+    given = [PIPE_FD_OPTION, str(theirs.fileno()), STACKS_OPTION, str(stacks_fd)]
     try:
         child = spawn(
             name,
@@ -295,3 +309,145 @@ def _forgiving(descriptor: int, *, line_buffering: bool) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         io.BufferedWriter(raw), encoding="utf-8", errors="replace", line_buffering=line_buffering
     )
+
+
+STACKS_SIGNAL = signal.SIGQUIT
+STACKS_OPTION = "--stacks-fd"
+LAST_LINE = "(end)\n"
+
+
+def new_stacks_file() -> int:
+    """Return the descriptor of a file in memory to which several processes can append."""
+    descriptor = os.memfd_create("stacks")
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
+    return descriptor
+
+
+def write_stacks_on_signal(descriptor: int) -> None:
+    """Make this process, and those forked from it, answer the signal. Main thread only.
+
+    The fault handler passes the signal on to Python's own handler, which only wakes
+    `stacks_wakeup`.
+    """
+    signal.signal(STACKS_SIGNAL, _ignore)
+    signal.siginterrupt(STACKS_SIGNAL, False)
+    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=True)
+
+
+def stacks_wakeup() -> int:
+    """Return a descriptor that is readable after each signal, also in a blocked main thread."""
+    ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    return ours
+
+
+def finish_stacks(descriptor: int, text: str) -> None:
+    """Append what only a running interpreter can provide, and the last line."""
+    os.write(descriptor, (text + LAST_LINE).encode())
+
+
+def take_stacks(descriptor: int, most_bytes: int) -> tuple[str, bool]:
+    """Return what a process has written since `clear_stacks`, and whether that is complete.
+
+    Text beyond ``most_bytes`` is cut.
+    """
+    data = os.pread(descriptor, most_bytes, 0)
+    size = os.fstat(descriptor).st_size
+    text = data.decode(errors="replace")
+    if size > most_bytes:
+        return f"{text}\n({size - most_bytes} more bytes omitted)\n", True
+    return text.removesuffix(LAST_LINE), text.endswith(LAST_LINE)
+
+
+def own_stacks(most_bytes: int) -> str:
+    """Return the stacks of this process, with the calling thread in this function."""
+    descriptor = new_stacks_file()
+    try:
+        faulthandler.dump_traceback(descriptor, all_threads=True)
+        return take_stacks(descriptor, most_bytes)[0]
+    finally:
+        os.close(descriptor)
+
+
+def clear_stacks(descriptor: int) -> None:
+    os.ftruncate(descriptor, 0)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the fault handler has written the stacks."""
+
+
+K = TypeVar("K", bound=Hashable)
+
+CHUNK_BYTES = 4096
+PULSES_PER_SILENCE = 4
+GAPS_PER_SILENCE = 4
+"""The time between two checks counts as at most this fraction of the silence limit: a watcher that
+did not run itself could not hear anything."""
+
+
+def pulse_interval_s(heartbeat_s: float, silence_s: float) -> float:
+    """Return the interval between two pulses: several must be missing before silence counts."""
+    return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """A second task of the pulse thread: call ``run`` whenever ``wakeup`` is readable."""
+
+    wakeup: int
+    run: Callable[[], None]
+
+
+def start_pulse(
+    pipe: Connection,
+    every_s: float,
+    describe: Callable[[], Pulse] = Pulse,
+    errand: Errand | None = None,
+) -> None:
+    """Send a pulse at once and then every ``every_s`` seconds, from a thread.
+
+    The thread ends with the process or the pipe. It sends no pulse while earlier messages are
+    unread: those are signs of life too.
+    """
+
+    def beat() -> None:
+        while not pipe.closed:
+            if pipe.flush():
+                pipe.send(FROM_WORKER.to_json(describe()))
+            if errand is None:
+                time.sleep(every_s)
+            elif select.select([errand.wakeup], [], [], every_s)[0]:
+                os.read(errand.wakeup, CHUNK_BYTES)
+                errand.run()
+
+    threading.Thread(target=beat, name="pulse", daemon=True).start()
+
+
+class SilenceWatch(Generic[K]):
+    """Tracks how long each of several processes has been silent.
+
+    The time before its first sign of life does not count.
+    """
+
+    def __init__(self, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._silence_s = silence_s
+        self._clock = clock
+        self._looked_at = clock()
+        self._ages: dict[K, float] = {}
+
+    def heard(self, key: K) -> None:
+        self._ages[key] = 0.0
+
+    def forget(self, key: K) -> None:
+        self._ages.pop(key, None)
+
+    def silent(self) -> list[K]:
+        """Return the keys of those that have been silent for too long."""
+        now = self._clock()
+        passed_s = min(now - self._looked_at, self._silence_s / GAPS_PER_SILENCE)
+        self._looked_at = now
+        for key in self._ages:
+            self._ages[key] += passed_s
+        return [key for key, age_s in self._ages.items() if age_s >= self._silence_s]

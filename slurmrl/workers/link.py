@@ -5,8 +5,8 @@ turns of links as recorded in the name store (see `supervisor.baton`). It also e
 batch process was lost with its host.
 
 Slurm ends such a job, except one with spares (``--no-kill``). Its remaining processes end that one:
-the agents that see the first agent's lease expire (`workers.agent.agent_leases`), and the watchers
-(`workers.supervisor.watcher`), which run even if no agent does.
+the agents that see the first agent's lease expire (`workers.agent.loss_detection`), and the
+watchers (`workers.supervisor.watcher`), which run even if no agent does.
 """
 
 from __future__ import annotations

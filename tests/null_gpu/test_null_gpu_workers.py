@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slurmrl.errors import UnusableGpuError
 from slurmrl.tensors.parallel import device
-from slurmrl.workers.worker.pending_collectives import Collectives
+from slurmrl.workers.distributed import Collectives
 from tests.null_gpu import cases
 
 

@@ -27,8 +27,8 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Cause, Failure
 from slurmrl.watch import published
 from slurmrl.workers.agent.agent_host import Host
-from slurmrl.workers.agent.agent_leases import leave_without
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
+from slurmrl.workers.agent.loss_detection import leave_without
 from slurmrl.workers.agent.rollout_task import RolloutTask
 from slurmrl.workers.failure import publish_loss
 from slurmrl.workers.link import end_as_failed

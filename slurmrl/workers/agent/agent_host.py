@@ -51,9 +51,8 @@ from slurmrl.run.reports import MASTER, Failure, Identity, Warned
 from slurmrl.tensors.parallel import gpu
 from slurmrl.watch import log_files
 from slurmrl.workers.agent import fork_environment
-from slurmrl.workers.agent.agent_leases import Leader, LeaseGuard
 from slurmrl.workers.agent.children import Children
-from slurmrl.workers.agent.symptoms import OomKills
+from slurmrl.workers.agent.loss_detection import Leader, LeaseGuard, OomKills
 from slurmrl.workers.failure import failure_of
 from slurmrl.workers.polling import LOOK_S, PollIntervals, Presence
 

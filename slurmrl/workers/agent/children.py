@@ -19,7 +19,7 @@ from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import RankProgress
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity, RankId
-from slurmrl.workers import child_process, pulse, stacks
+from slurmrl.workers import child_process
 from slurmrl.workers.agent import fork_environment
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,
@@ -80,8 +80,8 @@ class Slot:
     def __init__(self, rank: RankId, host: str) -> None:
         self.rank = rank.rank
         self.name = f"{rank} on {host}"
-        self.stacks_fd = stacks.new_file()
-        """Where its workers write their stacks on request (see `workers.stacks`)."""
+        self.stacks_fd = child_process.new_stacks_file()
+        """Where its workers write their stacks on request (see `workers.child_process`)."""
         self.pipe: Connection | None = None
         """To the worker."""
         self.running = False
@@ -142,8 +142,10 @@ class Children:
         self._master_pipe: Connection | None = None
         self._cluster = cluster
         self._defaults = defaults or {}
-        self._pulse_s = pulse.interval_s(cluster.heartbeat_s, cluster.silence_s)
-        self._watch: pulse.Watch[int | None] = pulse.Watch(cluster.silence_s)
+        self._pulse_s = child_process.pulse_interval_s(cluster.heartbeat_s, cluster.silence_s)
+        self._watch: child_process.SilenceWatch[int | None] = child_process.SilenceWatch(
+            cluster.silence_s
+        )
         self._doing: dict[int, tuple[RankProgress, float]] = {}
         """What each rank was doing, and when it reported that."""
         self._selector = selectors.DefaultSelector()
@@ -355,7 +357,7 @@ class Children:
     def ask_stacks(self, rank: int | None) -> None:
         """Have a process write its stacks to `stacks_fd`."""
         if rank is None:
-            signal.pidfd_send_signal(self._child(None).pidfd, stacks.SIGNAL)
+            signal.pidfd_send_signal(self._child(None).pidfd, child_process.STACKS_SIGNAL)
         elif self._line is not None and self._slot(rank).running:
             self._line.send(TO_FORK_SERVER.to_json(WriteStacks(rank=rank)))
 

@@ -36,7 +36,7 @@ from slurmrl.run.endings import HANGS
 from slurmrl.run.history.state import TrialState
 from slurmrl.run.reports import MASTER, Cause, Failure
 from slurmrl.workers.agent.agent_host import Host
-from slurmrl.workers.agent.symptoms import Symptoms
+from slurmrl.workers.agent.loss_detection import Symptoms
 from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import COLLECT_S, publish, publish_hang
 from slurmrl.workers.messages import (

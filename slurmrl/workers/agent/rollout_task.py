@@ -22,9 +22,8 @@ from slurmrl.run.demand import Orphaned
 from slurmrl.run.reports import Cause, Failure, Warned
 from slurmrl.watch.snapshot import newest_submission
 from slurmrl.workers.agent.agent_host import Host
-from slurmrl.workers.agent.agent_leases import TrainersLease
 from slurmrl.workers.agent.children import News
-from slurmrl.workers.agent.symptoms import Symptoms
+from slurmrl.workers.agent.loss_detection import Symptoms, TrainersLease
 from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import failed, publish_attempt
 from slurmrl.workers.messages import Ready, Retire, Serve, StartRollout

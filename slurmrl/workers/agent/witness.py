@@ -20,11 +20,10 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.run import hang
 from slurmrl.run.hang import RankProgress
-from slurmrl.workers import stacks
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.children import Children
+from slurmrl.workers.child_process import clear_stacks, own_stacks, take_stacks
 from slurmrl.workers.messages import Stacked
-from slurmrl.workers.stacks import own as own_stacks
 
 logger = log.get(__name__)
 
@@ -77,7 +76,7 @@ def collect(
     ``pause`` waits.
     """
     for rank in ranks:
-        stacks.clear(children.stacks_fd(rank))
+        clear_stacks(children.stacks_fd(rank))
         children.ask_stacks(rank)
     began = time.monotonic()
     wrote_at: dict[int | None, float] = {}
@@ -85,7 +84,7 @@ def collect(
     while waiting and (passed_s := time.monotonic() - began) < ANSWER_S:
         pause(PAUSE_S)
         for rank in tuple(waiting):
-            text, complete = stacks.take(children.stacks_fd(rank), MOST_BYTES)
+            text, complete = take_stacks(children.stacks_fd(rank), MOST_BYTES)
             if text:
                 wrote_at.setdefault(rank, passed_s)
             if complete or passed_s - wrote_at.get(rank, passed_s) > RUNNING_S:
@@ -97,8 +96,8 @@ def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[Stacks
     deadline = time.monotonic() + PY_SPY_S
     for rank in ranks:
         name = children.name(rank)
-        text, complete = stacks.take(children.stacks_fd(rank), MOST_BYTES)
-        stacks.clear(children.stacks_fd(rank))
+        text, complete = take_stacks(children.stacks_fd(rank), MOST_BYTES)
+        clear_stacks(children.stacks_fd(rank))
         if complete:
             yield StacksAnswer(rank, name, text, True)
             continue

@@ -12,8 +12,18 @@ from pathlib import Path
 from slurmrl import env, log
 from slurmrl.fsio import umask
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.workers import child_process, pulse, stacks
-from slurmrl.workers.child_process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing
+from slurmrl.workers.child_process import (
+    PIPE_FD_OPTION,
+    PULSE_OPTION,
+    STACKS_OPTION,
+    Errand,
+    allow_tracing,
+    drop_failed_output,
+    finish_stacks,
+    stacks_wakeup,
+    start_pulse,
+    write_stacks_on_signal,
+)
 from slurmrl.workers.master.serve import serve
 
 
@@ -24,15 +34,15 @@ def main() -> int:
     parser.add_argument("--job", required=True, help="the job that this incarnation runs in")
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="between signs of life")
-    parser.add_argument(stacks.OPTION, type=int, required=True)
+    parser.add_argument(STACKS_OPTION, type=int, required=True)
     options = parser.parse_args()
-    stacks.answer(options.stacks_fd)
+    write_stacks_on_signal(options.stacks_fd)
     allow_tracing()
     umask.make_private()
-    child_process.drop_failed_output()
+    drop_failed_output()
     log.configure("master")
-    errand = pulse.Errand(stacks.wakeup(), lambda: stacks.finish(options.stacks_fd, ""))
-    pulse.start(Connection.from_fd(options.pipe_fd), options.pulse_s, errand=errand)
+    errand = Errand(stacks_wakeup(), lambda: finish_stacks(options.stacks_fd, ""))
+    start_pulse(Connection.from_fd(options.pipe_fd), options.pulse_s, errand=errand)
     return serve(options.run, options.submission, options.job, env.LINK.get())
 
 

@@ -154,7 +154,7 @@ def agent_command(
     if options.launcher == "direct":
         return agent
     # A lost agent ends the step; a lost host does not: if it is this one, the other agents see to
-    # the job (workers/agent/agent_leases.py).
+    # the job (workers/agent/loss_detection.py).
     srun = [*SRUN, "--kill-on-bad-exit=1", "--no-kill"]
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]

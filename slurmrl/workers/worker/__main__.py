@@ -17,12 +17,18 @@ from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.reports import RankId, group_of
 from slurmrl.tensors.ops.native import libraries
-from slurmrl.workers import child_process, pulse, stacks
 from slurmrl.workers.child_process import (
     PIPE_FD_OPTION,
     PULSE_OPTION,
+    STACKS_OPTION,
+    Errand,
     allow_tracing,
+    drop_failed_output,
+    finish_stacks,
     ignore_signals,
+    stacks_wakeup,
+    start_pulse,
+    write_stacks_on_signal,
 )
 from slurmrl.workers.messages import FROM_FORK_SERVER, ImportFailed, Pulse
 
@@ -36,11 +42,11 @@ def main() -> int:
     parser.add_argument("--world", required=True, help="see slurmrl.run.reports")
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="seconds between pulses")
-    parser.add_argument(stacks.OPTION, type=int, required=True)
+    parser.add_argument(STACKS_OPTION, type=int, required=True)
     options = parser.parse_args()
-    stacks.answer(options.stacks_fd)
+    write_stacks_on_signal(options.stacks_fd)
     umask.make_private()
-    child_process.drop_failed_output()
+    drop_failed_output()
     log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)
     gc.disable()  # a tenth of the time of the imports
@@ -48,9 +54,9 @@ def main() -> int:
         import numpy.random
 
         from slurmrl.tensors.parallel.groups import Activity
+        from slurmrl.workers.distributed import Collectives
         from slurmrl.workers.worker import fork_server
         from slurmrl.workers.worker.orders import serve
-        from slurmrl.workers.worker.pending_collectives import Collectives
 
         fork_server.preload(options.run, group_of(options.world))
     except ImportError as error:
@@ -88,10 +94,10 @@ def main() -> int:
         return Pulse(doing=progress)
 
     def tell_more() -> None:
-        stacks.finish(options.stacks_fd, collectives.recorded())
+        finish_stacks(options.stacks_fd, collectives.recorded())
 
-    errand = pulse.Errand(stacks.wakeup(), tell_more)
-    pulse.start(forked.pipe, options.pulse_s, describe, errand)
+    errand = Errand(stacks_wakeup(), tell_more)
+    start_pulse(forked.pipe, options.pulse_s, describe, errand)
     return serve(options.run, who, forked.pipe, activity)
 
 

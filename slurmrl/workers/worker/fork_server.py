@@ -26,7 +26,7 @@ from slurmrl.rollouts.generation.warden import Leftovers
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
-from slurmrl.workers import child_process, stacks
+from slurmrl.workers import child_process
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
@@ -86,8 +86,8 @@ def serve(agent: Connection, stacks_fd: int) -> Forked | None:
     Return in each worker, and in the fork server with None once the agent is gone. Running workers
     die with the fork server.
 
-    ``stacks_fd``: where this process writes its stacks (see `stacks.answer`); in a worker it
-    becomes the rank's own file.
+    ``stacks_fd``: where this process writes its stacks (see `write_stacks_on_signal`); in a
+    worker it becomes the rank's own file.
     """
     child_process.name_process("fork server")
     child_process.adopt_orphans()
@@ -162,7 +162,9 @@ class _ForkServer:
             remove_unused()  # it may take seconds
 
     def _signal(self, worker: _Worker, request: Kill | WriteStacks) -> None:
-        os.kill(worker.pid, signal.SIGKILL if isinstance(request, Kill) else stacks.SIGNAL)
+        os.kill(
+            worker.pid, signal.SIGKILL if isinstance(request, Kill) else child_process.STACKS_SIGNAL
+        )
 
     def _fork(self, request: Fork) -> Forked | None:
         """Fork a worker. Return its rank and pipe in the worker, and None in this process."""

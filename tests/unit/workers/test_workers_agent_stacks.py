@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.workers.agent import witness
-from slurmrl.workers.stacks import own
+from slurmrl.workers.child_process import own_stacks
 from tests.support.trials import wait_until
 
 HEAD = """\
@@ -130,7 +130,7 @@ def test_the_agent_shows_the_stacks_of_its_own_threads() -> None:
     thread = threading.Thread(target=beats_a_lease)
     thread.start()
     try:
-        text = own(1 << 16)
+        text = own_stacks(1 << 16)
     finally:
         ended.set()
         thread.join()

@@ -17,7 +17,7 @@ from slurmrl.run.reports import Failure, Identity
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.states import QueueRow
-from slurmrl.workers.agent.agent_leases import GRACE_S, WATCHERS, Leader, leave_without
+from slurmrl.workers.agent.loss_detection import GRACE_S, WATCHERS, Leader, leave_without
 
 TTL_S = 20.0
 

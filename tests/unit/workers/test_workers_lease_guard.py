@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, StaleIncarnationError
-from slurmrl.workers.agent.agent_leases import LeaseGuard
+from slurmrl.workers.agent.loss_detection import LeaseGuard
 
 BEAT_S, CHECK_S, TTL_S = 2.0, 6.0, 60.0
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.workers.agent.symptoms import OomKills
+from slurmrl.workers.agent.loss_detection import OomKills
 
 V2 = "0::/system.slice/slurmstepd.scope/job_41/step_0/user/task_0\n"
 V1 = "5:devices:/slurm\n4:cpuacct,memory:/slurm/uid_0/job_41/step_0\n1:name=systemd:/\n"

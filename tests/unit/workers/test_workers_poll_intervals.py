@@ -15,7 +15,7 @@ from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.lease import Lease, LeaseObserver
-from slurmrl.workers.agent.agent_leases import LeaseGuard
+from slurmrl.workers.agent.loss_detection import LeaseGuard
 from slurmrl.workers.polling import PollIntervals
 
 WARM_UP_S = 600.0

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.workers import pulse
-from slurmrl.workers.pulse import Watch
+from slurmrl.workers import child_process
+from slurmrl.workers.child_process import SilenceWatch
 
 SILENCE_S = 60.0
 
@@ -26,13 +26,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def watch(clock: Clock) -> Watch[int]:
-    found: Watch[int] = Watch(SILENCE_S, clock)
+def watch(clock: Clock) -> SilenceWatch[int]:
+    found: SilenceWatch[int] = SilenceWatch(SILENCE_S, clock)
     found.heard(3)
     return found
 
 
-def pass_time(watch: Watch[int], clock: Clock, seconds: float, step_s: float = 1.0) -> list[int]:
+def pass_time(
+    watch: SilenceWatch[int], clock: Clock, seconds: float, step_s: float = 1.0
+) -> list[int]:
     silent = watch.silent()
     end = clock.now + seconds
     while clock.now < end:
@@ -41,18 +43,18 @@ def pass_time(watch: Watch[int], clock: Clock, seconds: float, step_s: float = 1
     return silent
 
 
-def test_silence_is_noticed_after_its_time(watch: Watch[int], clock: Clock) -> None:
+def test_silence_is_noticed_after_its_time(watch: SilenceWatch[int], clock: Clock) -> None:
     assert pass_time(watch, clock, SILENCE_S - 1) == []
     assert pass_time(watch, clock, 1) == [3]
 
 
-def test_a_sign_of_life_begins_anew(watch: Watch[int], clock: Clock) -> None:
+def test_a_sign_of_life_begins_anew(watch: SilenceWatch[int], clock: Clock) -> None:
     for _ in range(100):
         assert pass_time(watch, clock, SILENCE_S / 2) == []
         watch.heard(3)
 
 
-def test_one_that_was_never_heard_is_not_watched(watch: Watch[int], clock: Clock) -> None:
+def test_one_that_was_never_heard_is_not_watched(watch: SilenceWatch[int], clock: Clock) -> None:
     """Imports may take long; the master bounds the time of a start."""
     watch.forget(3)
     assert pass_time(watch, clock, 3600) == []
@@ -61,7 +63,7 @@ def test_one_that_was_never_heard_is_not_watched(watch: Watch[int], clock: Clock
 
 
 def test_time_in_which_the_listener_did_not_run_does_not_count(
-    watch: Watch[int], clock: Clock
+    watch: SilenceWatch[int], clock: Clock
 ) -> None:
     """The watcher was stopped for an hour, and so were the others: they get time for a pulse."""
     clock.now += 3600
@@ -77,12 +79,12 @@ def test_time_in_which_the_listener_did_not_run_does_not_count(
 def test_several_pulses_fit_into_a_silence(
     heartbeat_s: float, silence_s: float, expected: float
 ) -> None:
-    assert pulse.interval_s(heartbeat_s, silence_s) == expected
+    assert child_process.pulse_interval_s(heartbeat_s, silence_s) == expected
 
 
 def test_pulses_come_while_messages_do() -> None:
     ours, theirs = Connection.pair()
-    pulse.start(theirs, 0.01)
+    child_process.start_pulse(theirs, 0.01)
     for _ in range(3):
         assert ours.receive(60) == {"type": "pulse"}
     theirs.send({"type": "other"})
@@ -96,7 +98,7 @@ def test_pulses_come_while_messages_do() -> None:
 def test_a_pipe_without_a_reader_is_not_filled_up() -> None:
     ours, theirs = Connection.pair()
     theirs.send({"type": "large", "text": "x" * 5_000_000})
-    pulse.start(theirs, 0.001)
+    child_process.start_pulse(theirs, 0.001)
     first = ours.receive(60)
     assert first is not None
     assert first["type"] == "large"

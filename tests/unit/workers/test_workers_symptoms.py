@@ -12,7 +12,7 @@ from slurmrl.errors import RunFailedError
 from slurmrl.run.endings import failure_words
 from slurmrl.run.reports import Failure
 from slurmrl.workers.agent.children import Ended, News
-from slurmrl.workers.agent.symptoms import ECHO_GRACE_S, Symptoms
+from slurmrl.workers.agent.loss_detection import ECHO_GRACE_S, Symptoms
 
 KILLED = -int(signal.SIGKILL)
 
