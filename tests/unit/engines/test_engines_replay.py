@@ -83,8 +83,7 @@ def check(decoder: Any, prompt: tuple[int, ...], made: Completion) -> None:
         assert abs(float(logq[token]) - made.logprobs[place]) < 1e-5
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_requests_get_the_tokens_that_each_one_was_drawn_from(late: bool) -> None:
+def test_requests_get_the_tokens_that_each_one_was_drawn_from() -> None:
     """With rows that are preempted, and requests beside them that ask for no support, or a larger
     one.
     """
@@ -93,7 +92,7 @@ def test_requests_get_the_tokens_that_each_one_was_drawn_from(late: bool) -> Non
     wider = GenerationOptions(max_new_tokens=9, top_k=20, support=True)
     asked = [request(i, text, OPTIONS, i, 50 + i) for i, text in enumerate(texts)]
     mixed = [request("plain", texts[0], others, 7), request("wider", texts[1], wider, 8)]
-    found, _ = served(decoder, [*asked, *mixed], TIGHT, late=late)
+    found, _ = served(decoder, [*asked, *mixed], TIGHT)
     for place, made in enumerate(found[:-2]):
         check(decoder, texts[place // 2], made)
     plain, wide = found[-2:]
@@ -256,15 +255,14 @@ def choices(decoder: Any, tokens: list[int]) -> Tensor:
     return torch.cat(rows, -1)
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("limits", [Limits(), TIGHT])
-def test_requests_get_the_experts_that_read_each_token(limits: Limits, late: bool) -> None:
+def test_requests_get_the_experts_that_read_each_token(limits: Limits) -> None:
     """Of prompts too, which the completions of a request share, and of rows that are preempted."""
     decoder, texts = decoder_of("mixtral-windows"), prompts(6)
     options = GenerationOptions(max_new_tokens=14, stop_token_ids=(3,), experts=True)
     asked = [request(i, text, options, 2 * i, 2 * i + 1) for i, text in enumerate(texts)]
     plain = replace(options, experts=False)
-    found, _ = served(decoder, [*asked, request("p", texts[0], plain, 9)], limits, late=late)
+    found, _ = served(decoder, [*asked, request("p", texts[0], plain, 9)], limits)
     assert found.pop().experts is None
     for place, made in enumerate(found):
         tokens = [*texts[place // 2], *made.tokens]
@@ -273,12 +271,11 @@ def test_requests_get_the_experts_that_read_each_token(limits: Limits, late: boo
         assert (made.experts[-1] == -1).all()
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_experts_are_recorded_from_the_first_request_on_that_asks_for_them(late: bool) -> None:
+def test_experts_are_recorded_from_the_first_request_on_that_asks_for_them() -> None:
     """What other requests have left in the cache is read again, and their draws stay the same."""
     decoder, text = decoder_of("mixtral-windows"), tuple(range(4, 24))
     plain = GenerationOptions(max_new_tokens=12)
-    batch = ContinuousBatch(decoder, Limits(page_tokens=4), context=None, late=late)
+    batch = ContinuousBatch(decoder, Limits(page_tokens=4), context=None)
     before = batch.add(request("before", text, plain, 1))
     for _ in range(4):
         batch.step()
