@@ -149,6 +149,7 @@ def _fullest(report: Mapping[str, Any]) -> str:
         fullest += f" (with all weights trained {binary_size(memory['without_adapters_bytes'])})"
     if not report["gpus"]:
         longest = memory["longest_row"]
+        fullest += f", {binary_size(memory['process_bytes'])} of it for Python and torch"
         why = f", with the rows of the data: at most {longest} tokens in a sequence"
         return fullest + (why if longest else "")
     fullest += f" and a margin of {binary_size(memory['margin_bytes'])}"

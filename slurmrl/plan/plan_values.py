@@ -71,7 +71,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "process_groups": [asdict(group) for group in groups],
         "process_group_counts": dict(Counter(use for group in groups for use in group.uses)),
         "memory": {
-            **_fullest(sized, placed.get(ROLLOUTS)),
+            **_fullest(sized, plan, placed.get(ROLLOUTS)),
             "longest_row": None if sized.config is settings.config else _longest(sized),
         },
         "warnings": [*_warnings(plan), *warnings],
@@ -90,7 +90,7 @@ def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
     lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
     return {
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
-        "memory": _fullest(sized, placed.get(ROLLOUTS)),
+        "memory": _fullest(sized, plan, placed.get(ROLLOUTS)),
         "tokens": None if lengths is None else lengths.sequences * lengths.longest,
         "calls": {
             call["name"]: {name: call[name] for name in ("flops", "seconds")} for call in calls
@@ -238,16 +238,18 @@ def _episode(settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def _fullest(settings: Settings, rollout: Placement | None) -> dict[str, Any]:
+def _fullest(settings: Settings, plan: Plan, rollout: Placement | None) -> dict[str, Any]:
     gpus = trainers_gpus(settings)
     server = gpus.server_bytes() if gpus.has_servers else _server_in_task(settings, rollout)
     fullest = gpus.fullest()
     full = _without_adapters(settings)
+    process = 0 if _uses_gpus(plan) else hardware.PROCESS
     return {
         "fullest_gpu": fullest.rank,
         "models": list(fullest.models),
-        "bytes": fullest.size if fullest.models else None,
-        "without_adapters_bytes": fullest_gpu(full).size if full else None,
+        "bytes": fullest.size + process if fullest.models else None,
+        "process_bytes": process,
+        "without_adapters_bytes": fullest_gpu(full).size + process if full else None,
         "margin_bytes": fullest.margin if fullest.models else None,
         "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
         "server_bytes": server,

@@ -13,6 +13,9 @@ from typing import Final
 from slurmrl.config.schema import Cluster
 
 GIB: Final = 2**30
+PROCESS: Final = 640 * 2**20
+"""Resident memory of a worker without GPUs, in addition to its tensors: Python, torch, the
+tokenizer, and memory that the allocator does not return."""
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

@@ -14,6 +14,7 @@ from slurmrl.data import records
 from slurmrl.data.records import MARKS, TEMPLATE_TOKENS, longest_row
 from slurmrl.display import blocks
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.estimates.hardware import PROCESS
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import figures, report
 from slurmrl.plan.settings import Settings, load_settings
@@ -66,6 +67,7 @@ def test_memory_of_cpus_counts_the_rows_of_the_data(tmp_path: Path) -> None:
     assert found["memory"]["longest_row"] == row
     assert kept_bytes(tokens) * 0.9 < memory["activations_bytes"] < kept_bytes(tokens) * 1.2
     assert memory["activations_bytes"] < kept_bytes(16384) / 30
+    assert found["memory"]["bytes"] == memory["together_bytes"] + PROCESS
     planned = make_plan(settings, scheduler="local")
     assert figures(settings, planned)["memory"]["bytes"] == found["memory"]["bytes"]
     shown = blocks.as_text(document(found))
