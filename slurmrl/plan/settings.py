@@ -20,7 +20,7 @@ from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import check, check_submission, completions
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.checks.sections import unused_roles
+from slurmrl.plan.checks.sections import unused_roles, unused_tools
 from slurmrl.plan.own_algorithm import (
     FORMS,
     KIND,
@@ -161,7 +161,7 @@ def _checked(
             config = _with_algorithm(config, algorithm)
             notes += completions.notes(config, algorithm)
             draft = Draft(config, algorithm, source)
-            problems += [] if resumed else unused_roles(draft)
+            problems += [] if resumed else [*unused_roles(draft), *unused_tools(draft)]
             problems += _new([*problems, *missing], check(draft))
             missing += _new([*problems, *missing], check_submission(draft))
     if not planning:

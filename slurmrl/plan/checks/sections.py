@@ -11,6 +11,7 @@ from slurmrl.config.schema import Dataset, Reward, evaluation_key
 from slurmrl.config.schema.config import FOLLOWERS, StopWhen
 from slurmrl.config.schema.model import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
+from slurmrl.config.schema.rollout import VERIFIERS
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
 from slurmrl.plan.checks.draft import Draft
@@ -130,6 +131,14 @@ def suite_rewards(draft: Draft) -> Iterator[Problem]:
                 "that it could judge"
             )
             yield draft.refuse(key, reason)
+
+
+def unused_tools(draft: Draft) -> Iterator[Problem]:
+    """Tools of an episode that has its own tools."""
+    episode = draft.config.rollout.episode
+    if episode.name == VERIFIERS and episode.tools:
+        reason = f" with name: {VERIFIERS}, whose environments have their own tools; remove it"
+        yield draft.refuse(("rollout", "episode", "tools"), reason)
 
 
 def unused_roles(draft: Draft) -> Iterator[Problem]:
