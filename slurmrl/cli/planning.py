@@ -128,7 +128,7 @@ def _is_allocation(target: str) -> bool:
 
 def _allocation(target: str) -> Shown:
     from slurmrl.plan.plan_document import allocation_document
-    from slurmrl.plan.resolve.spellings import explain
+    from slurmrl.plan.resolve.inherited_settings import explain
 
     made = explain(target)
     return Shown(made, allocation_document(made))

@@ -30,7 +30,7 @@ from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates.shape import longest, shape_of
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.own_algorithm import is_own
-from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
+from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
 from slurmrl.plan.settings import Settings, load_resolved_settings
 from slurmrl.registry import describe, import_own, resolve
 from slurmrl.rewards.reward import MODEL_SCORES

@@ -12,11 +12,11 @@ from slurmrl.config.schema import WHOLE, Config
 from slurmrl.plan import placement, resources
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
-from slurmrl.plan.estimates.host import slot_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
+from slurmrl.plan.estimates.worker_memory import slot_bytes
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
-from slurmrl.plan.resolve.inherit import gpus_per_worker
+from slurmrl.plan.resolve.inherited_settings import gpus_per_worker
 from slurmrl.plan.settings import Settings
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.parse import HostRow

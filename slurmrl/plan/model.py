@@ -16,7 +16,7 @@ from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import MOST_COUNT
 from slurmrl.plan.dataflow import Head, Method
-from slurmrl.plan.estimates.hardware import memory_of
+from slurmrl.plan.estimates.call_costs import memory_of
 from slurmrl.run.reports import TRAINERS
 
 

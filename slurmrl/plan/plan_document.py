@@ -8,10 +8,10 @@ from typing import Any, Final
 
 from slurmrl.config.problems import show
 from slurmrl.display.blocks import Block, Document, Grid, GridRow, Legend, Lines, Table
-from slurmrl.plan.estimates.hardware import binary_size
+from slurmrl.plan.estimates.call_costs import binary_size
 from slurmrl.plan.estimates.memory import EXPERTS, PASSING, STANDING
 from slurmrl.plan.plan_values import lines
-from slurmrl.plan.resolve.spellings import USUAL_GPUS_PER_HOST
+from slurmrl.plan.resolve.inherited_settings import USUAL_GPUS_PER_HOST
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
 

@@ -23,9 +23,7 @@ from slurmrl.config.source import dotted
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.dataflow import Call
-from slurmrl.plan.estimates import costs, hardware
-from slurmrl.plan.estimates.gpus import fullest_gpu, share_in_task, trainers_gpus
-from slurmrl.plan.estimates.host import server_experts_bytes, worker_bytes
+from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.shape import (
     ModelShape,
@@ -34,6 +32,13 @@ from slurmrl.plan.estimates.shape import (
     parameters,
     shape_of,
     trained_shard,
+)
+from slurmrl.plan.estimates.worker_memory import (
+    fullest_gpu,
+    server_experts_bytes,
+    share_in_task,
+    trainers_gpus,
+    worker_bytes,
 )
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
@@ -46,7 +51,7 @@ from slurmrl.tensors.parallel.topology import ProcessTopology
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a plan; ``warnings`` are added to its own."""
     sized = _sized(settings, plan)
-    memories = costs.memories(sized)
+    memories = call_costs.memories(sized)
     placed = placements(
         settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
     )
@@ -205,7 +210,7 @@ def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list
     by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
     calls = []
     for call in plan.calls:
-        cost = costs.cost(settings, by_name[call.name], placed)
+        cost = call_costs.cost(settings, by_name[call.name], placed)
         calls.append(
             {
                 "name": call.name,
@@ -243,7 +248,7 @@ def _fullest(settings: Settings, plan: Plan, rollout: Placement | None) -> dict[
     server = gpus.server_bytes() if gpus.has_servers else _server_in_task(settings, rollout)
     fullest = gpus.fullest()
     full = _without_adapters(settings)
-    process = 0 if _uses_gpus(plan) else hardware.PROCESS
+    process = 0 if _uses_gpus(plan) else call_costs.PROCESS
     return {
         "fullest_gpu": fullest.rank,
         "models": list(fullest.models),
@@ -251,7 +256,7 @@ def _fullest(settings: Settings, plan: Plan, rollout: Placement | None) -> dict[
         "process_bytes": process,
         "without_adapters_bytes": fullest_gpu(full).size + process if full else None,
         "margin_bytes": fullest.margin if fullest.models else None,
-        "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
+        "gpu_bytes": call_costs.memory_bytes(settings.config.cluster),
         "server_bytes": server,
         "server_sleeps": gpus.has_servers and gpus.server_sleeps,
     }
@@ -259,7 +264,7 @@ def _fullest(settings: Settings, plan: Plan, rollout: Placement | None) -> dict[
 
 def _server_in_task(settings: Settings, rollout: Placement | None) -> int | None:
     """Bytes of each GPU for the server of a rollout task; None without one, or on unknown GPUs."""
-    limit = hardware.memory_bytes(settings.config.cluster)
+    limit = call_costs.memory_bytes(settings.config.cluster)
     if rollout is None or rollout.group == TRAINERS or limit is None:
         return None
     if not BACKENDS[rollout.allocation.backend].serves:

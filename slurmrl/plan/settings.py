@@ -33,9 +33,9 @@ from slurmrl.plan.own_algorithm import (
     violations,
     wrong_class,
 )
-from slurmrl.plan.resolve import hub_references, inherit, spellings
+from slurmrl.plan.resolve import hub_references, inherited_settings
 from slurmrl.plan.resolve.hub_references import HubResolver
-from slurmrl.plan.resolve.inherit import complete
+from slurmrl.plan.resolve.inherited_settings import complete
 from slurmrl.plan.resolve.trial_references import TrialResolver
 from slurmrl.registry import import_own, near
 from slurmrl.run.paths import RunPaths
@@ -143,7 +143,7 @@ def _checked(
     missing: list[Problem] = []
     if config is not None:
         config = _with_root(config, root)
-        config, more, notes = spellings.apply(config, source)
+        config, more, notes = inherited_settings.apply(config, source)
         problems += more
         trials = TrialResolver(config, source, frozen=_frozen(config, algorithm), planning=planning)
         config, missing = trials.resolved(), trials.problems
@@ -154,7 +154,7 @@ def _checked(
         missing += more
         if algorithm is not None:
             kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
-            config = inherit.with_precision(config, kind)
+            config = inherited_settings.with_precision(config, kind)
             config, more = complete(config, algorithm, source)
             problems += more
             algorithm = algorithm.completed(config)

@@ -18,11 +18,16 @@ from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import ENGINES
-from slurmrl.plan.estimates import hardware
-from slurmrl.plan.estimates.costs import Checked, memories
-from slurmrl.plan.estimates.gpus import Fullest, fullest_gpu, least, share_in_task, trainers_gpus
-from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates import call_costs
+from slurmrl.plan.estimates.call_costs import GIB, Checked, memories
 from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
+from slurmrl.plan.estimates.worker_memory import (
+    Fullest,
+    fullest_gpu,
+    least,
+    share_in_task,
+    trainers_gpus,
+)
 from slurmrl.plan.placement import ROLLOUTS, placements
 
 
@@ -284,7 +289,7 @@ class _Variant:
 
 def memory(draft: Draft) -> Iterator[Problem]:
     """The estimate for the fullest GPU, with a margin, fits into its memory."""
-    limit = hardware.memory_bytes(draft.config.cluster)
+    limit = call_costs.memory_bytes(draft.config.cluster)
     if limit is None or draft.config.cluster.gpus_per_worker == 0:
         return
     fullest = fullest_gpu(draft)

@@ -18,7 +18,7 @@ from slurmrl.plan.engine_rules import able, known_backends, rules_of
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.metrics import generates
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
-from slurmrl.plan.resolve import spellings
+from slurmrl.plan.resolve import inherited_settings
 from slurmrl.run.reports import TRAINERS
 
 
@@ -222,7 +222,7 @@ def architectures(draft: Draft) -> Iterator[Problem]:
         lengths = lengths_of(draft.config, draft.algorithm, shape)
         steps = minibatches if role in draft.trained else 0
         for misfit in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
-            if role == ROLLOUTS and misfit.axis not in spellings.FIELDS:
+            if role == ROLLOUTS and misfit.axis not in inherited_settings.FIELDS:
                 continue
             yield draft.problem(_key(draft, role, misfit.axis), _refusal(misfit, place))
 
@@ -250,9 +250,9 @@ def _key(draft: Draft, role: str, axis: str) -> KeyPath:
     if axis == "length":
         prompts = draft.config.dataset.kind == "prompt"
         return ("rollout", "max_new_tokens") if prompts else ("dataset", "max_tokens")
-    field = spellings.FIELDS.get(axis, axis)
+    field = inherited_settings.FIELDS.get(axis, axis)
     if role != ROLLOUTS and draft.writes(role, "model", field):
         return (role, "model", field)
-    if role != ROLLOUTS and axis not in (*spellings.FIELDS, "dp"):
+    if role != ROLLOUTS and axis not in (*inherited_settings.FIELDS, "dp"):
         return (role, "model", field)
     return (role, "backend")

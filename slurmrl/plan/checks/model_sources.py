@@ -16,7 +16,7 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import ENGINES, able
 from slurmrl.plan.estimates.shape import bounded_parts, longest
 from slurmrl.plan.placement import REFERENCE, ROLLOUTS, uses_base
-from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
+from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
 from slurmrl.registry import resolve
 
 ADAPTER: Final = "adapter_config.json"

@@ -31,7 +31,7 @@ from torch import Tensor
 from slurmrl import package
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
-from slurmrl.plan.estimates.gpus import computing
+from slurmrl.plan.estimates.worker_memory import computing
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.generation.dialect import CONTROL_S, Draw, HttpDialect
 from slurmrl.rollouts.generation.fitness import check_sglang, field_of, retracts

@@ -30,7 +30,7 @@ from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan import precision
 from slurmrl.plan.checks import fit
-from slurmrl.plan.estimates.gpus import own_share, share_in_task
+from slurmrl.plan.estimates.worker_memory import own_share, share_in_task
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings

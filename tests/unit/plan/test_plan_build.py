@@ -8,7 +8,7 @@ import pytest
 
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
-from slurmrl.plan.resolve import inherit
+from slurmrl.plan.resolve import inherited_settings
 from slurmrl.plan.settings import Settings
 
 Load = Callable[..., Settings]
@@ -96,7 +96,7 @@ def test_gpus_are_planned_where_they_are_to_be_expected(
     path = tmp_path / "nvidia0"
     if device:
         path.touch()
-    monkeypatch.setattr(inherit, "FIRST_GPU", path)
+    monkeypatch.setattr(inherited_settings, "FIRST_GPU", path)
     plan = make_plan(load_ppo(override), scheduler=scheduler)
     assert plan.groups[0].gpus_per_worker == gpus
 

@@ -17,8 +17,8 @@ from slurmrl.models import config as decoder_flops
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.dataflow import Method
-from slurmrl.plan.estimates import costs, gpus, hardware, memory
-from slurmrl.plan.estimates.costs import call_flops
+from slurmrl.plan.estimates import call_costs, memory, worker_memory
+from slurmrl.plan.estimates.call_costs import call_flops
 from slurmrl.plan.estimates.memory import (
     MemoryDemand,
     estimate,
@@ -317,13 +317,13 @@ def test_generation_needs_a_micro_batch_of_prompts_or_the_logits_of_one_token_ea
 )
 def test_memory_of_a_gpu(kind: str | None, memory: str | None, size: int | None) -> None:
     cluster = Cluster(gpu_memory=memory, slurm=Slurm(gpu_type=kind))
-    assert hardware.memory_bytes(cluster) == size
+    assert call_costs.memory_bytes(cluster) == size
 
 
 def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> None:
     settings = plan_ppo()
-    found = costs.memories(settings)
-    fullest = gpus.fullest_gpu(settings)
+    found = call_costs.memories(settings)
+    fullest = worker_memory.fullest_gpu(settings)
     passing = max(max(one.computing, one.kv_cache) for one in found.values())
     assert fullest.size == sum(one.standing for one in found.values()) + passing
     gradients = sum(one.gradients for one in found.values())
@@ -338,7 +338,7 @@ def test_seconds_are_reported_for_a_known_gpu(plan_ppo: Load) -> None:
         settings = plan_ppo(f"cluster.slurm.gpu_type={kind}")
         placed = placements(settings.config, ["actor", "critic", "ref"])
         for call in settings.algorithm.calls(settings.config):
-            cost = costs.cost(settings, call, placed)
+            cost = call_costs.cost(settings, call, placed)
             if call.role is None:
                 assert cost is None
                 continue
@@ -360,7 +360,7 @@ def test_checkpointing_makes_training_alone_take_longer(
         )
         placed = placements(settings.config, ["actor", "critic", "ref"])
         found = {
-            call.name: costs.cost(settings, call, placed)
+            call.name: call_costs.cost(settings, call, placed)
             for call in settings.algorithm.calls(settings.config)
         }
         seconds[setting] = {name: cost.seconds or 0 for name, cost in found.items() if cost}

@@ -13,11 +13,14 @@ from slurmrl.display import blocks
 from slurmrl.models.experts import Replayed
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.estimates.costs import memories
-from slurmrl.plan.estimates.gpus import trainers_gpus
-from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.host import server_experts_bytes, task_bytes, worker_bytes
+from slurmrl.plan.estimates.call_costs import GIB, memories
 from slurmrl.plan.estimates.memory import estimate, replayed
+from slurmrl.plan.estimates.worker_memory import (
+    server_experts_bytes,
+    task_bytes,
+    trainers_gpus,
+    worker_bytes,
+)
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings

@@ -20,8 +20,7 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.estimates.costs import memories
-from slurmrl.plan.estimates.host import WORKER, task_bytes, worker_bytes
+from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.estimates.memory import BYTES
 from slurmrl.plan.estimates.shape import (
     adapted_parameters,
@@ -29,6 +28,7 @@ from slurmrl.plan.estimates.shape import (
     parameters,
     read,
 )
+from slurmrl.plan.estimates.worker_memory import WORKER, task_bytes, worker_bytes
 from slurmrl.plan.model import Plan
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report

@@ -10,7 +10,7 @@ from slurmrl.config.allocation.parser import parse_gpus
 from slurmrl.errors import ConfigError
 from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.estimates.costs import memories
+from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.model import Plan, Reallocation
 from slurmrl.plan.placement import place, workers_per_host
 from slurmrl.plan.plan_values import process_groups, rows, split_over_hosts

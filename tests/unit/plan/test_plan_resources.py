@@ -10,10 +10,10 @@ import pytest
 
 from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.estimates.host import WORKER, worker_bytes
+from slurmrl.plan.estimates.worker_memory import WORKER, worker_bytes
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.plan_values import report
-from slurmrl.plan.resolve import inherit
+from slurmrl.plan.resolve import inherited_settings
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
@@ -56,7 +56,7 @@ def test_the_default_precision_is_bfloat16_on_gpus_and_float32_on_cpus(
     path = tmp_path / "nvidia0"
     if device:
         path.touch()
-    monkeypatch.setattr(inherit, "FIRST_GPU", path)
+    monkeypatch.setattr(inherited_settings, "FIRST_GPU", path)
     config = plan_ppo(override, f"cluster.scheduler={scheduler}").config
     assert config.critic is not None
     assert config.ref is not None

@@ -14,7 +14,7 @@ from slurmrl.data import records
 from slurmrl.data.records import MARKS, TEMPLATE_TOKENS, longest_row
 from slurmrl.display import blocks
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.estimates.hardware import PROCESS
+from slurmrl.plan.estimates.call_costs import PROCESS
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import figures, report
 from slurmrl.plan.settings import Settings, load_settings

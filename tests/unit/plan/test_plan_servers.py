@@ -11,10 +11,17 @@ import pytest
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.fit import refusal
-from slurmrl.plan.estimates.gpus import computing, least, own_share, share_of_server, trainers_gpus
-from slurmrl.plan.estimates.hardware import GIB, margin
-from slurmrl.plan.estimates.host import WORKER, worker_bytes
+from slurmrl.plan.estimates.call_costs import GIB, margin
 from slurmrl.plan.estimates.shape import least_context
+from slurmrl.plan.estimates.worker_memory import (
+    WORKER,
+    computing,
+    least,
+    own_share,
+    share_of_server,
+    trainers_gpus,
+    worker_bytes,
+)
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.precision import generating
 from slurmrl.plan.settings import Settings

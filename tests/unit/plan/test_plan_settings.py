@@ -17,7 +17,7 @@ from slurmrl.errors import AllocationError, ConfigError, Problem
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.dataflow import Call, Method, RoleUse
 from slurmrl.plan.plan_values import in_force
-from slurmrl.plan.resolve import spellings
+from slurmrl.plan.resolve import inherited_settings
 from slurmrl.plan.settings import Settings, load_run_settings, load_settings
 from slurmrl.registry import Registry
 from slurmrl.run.paths import RunPaths
@@ -218,7 +218,7 @@ def test_loading_settings_imports_no_torch(folder: Path) -> None:
 def test_of_two_grammars_the_one_that_reads_further_explains_an_allocation_mode() -> None:
     """Whatever words the string itself holds."""
     with pytest.raises(AllocationError) as caught:
-        spellings.read("fsdp:d2z at character 99", HostShape(1, 8))
+        inherited_settings.read("fsdp:d2z at character 99", HostShape(1, 8))
     assert caught.value.position == 7
     assert caught.value.reason == "expected a dimension of fsdp: d, t, c"
 
