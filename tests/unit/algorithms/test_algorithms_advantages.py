@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.algorithms.base import CallContext
@@ -17,7 +16,6 @@ from slurmrl.algorithms.policy.advantages import (
     estimate,
     find_responses,
     moments,
-    shape_scores,
     whiten,
 )
 from slurmrl.algorithms.policy.schema import PolicyGradient
@@ -63,43 +61,7 @@ def estimates_of(
     return estimate(sample, context, lambda x: x)
 
 
-def one_by_one(
-    sample: SequenceSample, ppo: PolicyGradient, kl_coef: float
-) -> tuple[list[float], list[float]]:
-    """Advantages and returns of all response tokens, sequence by sequence, step by step."""
-    advantages: list[float] = []
-    returns: list[float] = []
-    for item in (sample.take([index]) for index in range(sample.bs)):
-        key = {name: item.tensor(name).tolist() for name in item.keys}
-        response = [t for t, is_prompt in enumerate(key["prompt_mask"]) if not is_prompt]
-        carry, rows = 0.0, []
-        for t in reversed(response):
-            last = t == response[-1]
-            reward = -kl_coef * (key["logprobs"][t] - key["ref_logprobs"][t])
-            reward += key["rewards"][0] if last else 0.0
-            following = key["values"][t] if not (last and key["finished"][0]) else 0.0
-            delta = reward + ppo.discount * following - key["values"][t - 1]
-            carry = delta + ppo.discount * ppo.gae_lambda * carry
-            rows.append((carry, carry + key["values"][t - 1]))
-        advantages += [a for a, _ in reversed(rows)]
-        returns += [r for _, r in reversed(rows)]
-    return advantages, returns
-
-
 shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=6)
-
-
-@settings(deadline=None)
-@given(shapes, st.floats(0, 1), st.floats(0, 1), st.floats(0, 2), st.integers(0, 99))
-def test_estimates_are_those_of_single_sequences(
-    rows: list[tuple[int, int]], discount: float, lam: float, kl_coef: float, seed: int
-) -> None:
-    ppo = PolicyGradient(batch_size=8, discount=discount, gae_lambda=lam, reward_clip=None)
-    sample = batch(rows, seed)
-    estimates = estimates_of(sample, ppo, kl_coef)
-    advantages, returns = one_by_one(sample, ppo, kl_coef)
-    torch.testing.assert_close(estimates.advantages, torch.tensor(advantages, dtype=torch.float64))
-    torch.testing.assert_close(estimates.returns, torch.tensor(returns, dtype=torch.float64))
 
 
 def test_states_stand_before_their_tokens() -> None:
@@ -117,25 +79,6 @@ def test_an_empty_batch_has_no_estimates() -> None:
     estimates = estimates_of(sample, PolicyGradient(batch_size=8), 0.1)
     assert estimates.advantages.shape == (0,)
     assert moments(estimates.advantages, lambda x: x) == (0.0, 0.0)
-
-
-def test_scores_are_shifted_scaled_clipped_in_this_order() -> None:
-    ppo = PolicyGradient(batch_size=8, reward_bias=1.0, reward_scaling=2.0, reward_clip=3.0)
-    scores = shape_scores(
-        torch.tensor([2.0, 9.0, -9.0]), torch.tensor([True] * 3), torch.ones(3), ppo, 8
-    )
-    assert scores.tolist() == [2.0, 3.0, -3.0]
-
-
-@pytest.mark.parametrize(("mask", "wanted"), [(False, [1.0, 1.0]), (True, [1.0, 0.0])])
-def test_unfinished_completions_keep_their_score_unless_masked(
-    mask: bool, wanted: list[float]
-) -> None:
-    ppo = PolicyGradient(batch_size=8, mask_no_eos_with_zero=mask)
-    assert (
-        shape_scores(torch.ones(2), torch.tensor([True, False]), torch.ones(2), ppo, 8).tolist()
-        == wanted
-    )
 
 
 def moments_on_ranks(parts: list[torch.Tensor]) -> list[tuple[float, float]]:

@@ -19,10 +19,6 @@ from slurmrl.config.schema import EpisodeSettings, Logging, Reward
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import RewardError
-from slurmrl.models.paged import cell_bytes
-from slurmrl.rollouts.generation.native import batch as batch_module
-from slurmrl.rollouts.generation.native.batch_schedule import PagePool, Step
-from slurmrl.rollouts.generation.native.model_runner import ModelRunner, SampledStep
 
 MakeWorld = Callable[..., Any]
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
@@ -102,48 +98,6 @@ def test_log_probabilities_are_those_of_the_whole_sequence(make_world: MakeWorld
     assert means["context_length"] == messages / 12
     assert means["response_length"] == int((~read).sum()) / 12
     assert (means["turns"], means["prompt_length"], means["episode_failed"]) == (3.0, 3.0, 0.0)
-
-
-def test_episodes_keep_within_their_cache(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With ``cache_gib`` the engine's pages are limited; completions are the same."""
-    world, limits = make_world(), []
-    pool = batch_module.PagePool
-
-    def counted(page: int, limit: int | None, **options: bool) -> PagePool:
-        limits.append(limit)
-        return pool(page, limit, **options)
-
-    monkeypatch.setattr(batch_module, "PagePool", counted)
-    free, _ = generated(world, context_of(world, SEVERAL, n=2), ["a", "bb", "ccc"])
-    with world.actor._shards.gathered() as decoder:
-        size = (8 * 16 + 1) * cell_bytes(decoder) / 2**30
-    few, _ = generated(
-        world, context_of(world, {**SEVERAL, "cache_gib": size}, n=2), ["a", "bb", "ccc"]
-    )
-    assert limits == [None, 8]
-    assert torch.equal(free.tensor("input_ids"), few.tensor("input_ids"))
-
-
-def test_as_many_sequences_are_extended_as_episodes_advance(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One token of each by one call of the model, however many they are."""
-    world, draws = make_world(), []
-    run = batch_module.ModelRunner.run
-
-    def counted(self: ModelRunner, step: Step, version: str) -> SampledStep | None:
-        draws.append(sum(chunk.samples for chunk in step.chunks) + len(step.forks))
-        return run(self, step, version)
-
-    monkeypatch.setattr(batch_module.ModelRunner, "run", counted)
-    ids = [str(number) for number in range(300)]
-    generated(world, context_of(world, {"name": f"{OWN}:once", "concurrency": 300}), ids)
-    assert max(draws) == 300
-    draws.clear()
-    generated(world, context_of(world, {"name": f"{OWN}:once", "concurrency": 30}), ids)
-    assert max(draws) == 30
 
 
 def test_an_episode_does_not_depend_on_the_others(make_world: MakeWorld) -> None:

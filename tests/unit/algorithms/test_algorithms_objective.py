@@ -1,4 +1,7 @@
-"""The actor's objective against float64 loops over single tokens, and its gradients."""
+"""Gradients of single tokens, KL estimators, and limits of the losses.
+
+Whole steps are compared with loops over tokens in test_algorithms_whole_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.policy.objective import PolicyTargets, kl_estimate, policy_loss
+from slurmrl.algorithms.policy.objective import PolicyTargets, kl_estimate, policy_loss, value_loss
 from slurmrl.algorithms.policy.sections import Objective
-from slurmrl.algorithms.policy.updates import LOSS_WEIGHTS, item_shares, token_weights
 from slurmrl.algorithms.sequences import Sequences
-from slurmrl.data.sample import SequenceSample
+from slurmrl.algorithms.sft import cross_entropy
 
 LENGTHS = [5, 2, 4, 1, 3]
 MASK = torch.tensor([0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1, 1]).bool()
 """Responses of 4, 1, 2 and 2 tokens, and a sequence without a response."""
-SEQUENCE = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
-RATIOS = ("token", "sequence", "sequence_token")
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "clip": {},
     "clip-higher": {"clip_ratio": 0.1, "clip_ratio_high": 2.0},
@@ -35,7 +35,7 @@ def noise(seed: int) -> Tensor:
     return torch.randn(len(MASK), generator=generator, dtype=torch.float64)
 
 
-LOGP, OLD, ENTROPY, REF, CORRECTIONS = (noise(seed) for seed in range(5))
+LOGP, OLD = noise(0), noise(1)
 ADVANTAGES = noise(11)
 
 
@@ -44,99 +44,11 @@ def sequences() -> Sequences:
     return Sequences.of(cuts, torch.device("cpu"))
 
 
-def own(sequence: int) -> list[int]:
-    """The response tokens of a sequence."""
-    return [t for t in range(len(MASK)) if SEQUENCE[t] == sequence and MASK[t]]
-
-
-def ratio_of(logp: list[float], t: int, level: str) -> float:
-    tokens = [t] if level == "token" else own(SEQUENCE[t])
-    return math.exp(sum(logp[u] - float(OLD[u]) for u in tokens) / len(tokens))
-
-
-def token_loss(settings: Objective, ratio: float, logp: float, advantage: float) -> float:
-    """The definitions of the papers, as functions of the ratio and the log-probability."""
-    low, high = 1 - settings.clip_ratio, 1 + (settings.clip_ratio_high or settings.clip_ratio)
-    bounded = min(max(ratio, low), high)
-    if settings.objective == "unclipped":
-        return -ratio * advantage
-    if settings.objective == "cispo":
-        return -bounded * advantage * logp
-    if settings.objective == "sapo":
-        tau = settings.sapo_tau_positive if advantage > 0 else settings.sapo_tau_negative
-        return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
-    gain = min(ratio * advantage, bounded * advantage)
-    if settings.dual_clip is not None and advantage < 0:
-        gain = max(gain, settings.dual_clip * advantage)
-    return -gain
-
-
 def targets(**changes: Any) -> PolicyTargets:
     return PolicyTargets(
         **{"old_logp": OLD, "advantages": ADVANTAGES, "mask": MASK}
         | {"sequences": sequences(), **changes}
     )
-
-
-def loop(settings: Objective, at: Tensor, frozen: Tensor | None = None) -> float:
-    """The sum over tokens.
-
-    ``frozen`` is what the ratio is computed from where no gradient flows through it.
-    """
-    total = 0.0
-    for t in MASK.nonzero().flatten().tolist():
-        moving = at.tolist()
-        ratio = ratio_of(moving, t, settings.ratio)
-        if settings.ratio == "sequence_token" and frozen is not None:
-            mean = ratio_of(frozen.tolist(), t, "sequence")
-            ratio = mean * math.exp(moving[t] - float(frozen[t]))
-        if settings.objective == "cispo" and frozen is not None:
-            ratio = ratio_of(frozen.tolist(), t, settings.ratio)
-        total += token_loss(settings, ratio, moving[t], float(ADVANTAGES[t]))
-    return total
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_surrogate_and_its_gradient_are_those_of_its_definition(name: str, ratio: str) -> None:
-    """Each objective, at each level of the ratio, is the sum of its paper's loss over tokens, and
-    its gradient that of finite differences with the detached parts held.
-    """
-    settings = Objective(**OBJECTIVES[name], ratio=ratio)
-    logp = LOGP.clone().requires_grad_()
-    loss, _ = policy_loss(logp, ENTROPY, targets(), settings)
-    assert float(loss.detach()) == pytest.approx(loop(settings, LOGP), abs=1e-12)
-    loss.backward()
-    assert logp.grad is not None
-    step = 1e-6
-    for t in range(len(MASK)):
-        moves = torch.zeros_like(LOGP)
-        moves[t] = step
-        around = [loop(settings, LOGP + side * moves, LOGP) for side in (1, -1)]
-        assert float(logp.grad[t]) == pytest.approx((around[0] - around[1]) / (2 * step), abs=1e-7)
-
-
-def test_each_objective_and_option_changes_the_gradient() -> None:
-    gradients = set()
-    choices = [*OBJECTIVES.values(), {"ratio": "sequence"}, {"ratio": "sequence_token"}]
-    for options in choices:
-        logp = LOGP.clone().requires_grad_()
-        policy_loss(logp, ENTROPY, targets(), Objective(**options))[0].backward()
-        assert logp.grad is not None
-        gradients.add(tuple(round(value, 9) for value in logp.grad.tolist()))
-    assert len(gradients) == len(choices)
-
-
-def test_equal_advantages_give_both_sequence_ratios_one_gradient() -> None:
-    """GSPO and GSPO-token agree where a response has one advantage (section 4.3 of the paper)."""
-    advantages = torch.tensor([(-1.0) ** number * (1 + number) for number in SEQUENCE]).double()
-    gradients = []
-    for ratio in ("sequence", "sequence_token"):
-        logp = LOGP.clone().requires_grad_()
-        settings = Objective(ratio=ratio, clip_ratio=0.5)
-        policy_loss(logp, ENTROPY, targets(advantages=advantages), settings)[0].backward()
-        gradients.append(logp.grad)
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize(
@@ -174,42 +86,6 @@ def test_the_gradient_of_one_token(
     loss.backward()
     assert logp.grad is not None
     assert float(logp.grad) == pytest.approx(slope)
-
-
-def test_statistics_are_sums_over_tokens_that_count() -> None:
-    kept = MASK & (torch.arange(len(MASK)) != 3)
-    corrections = torch.where(torch.arange(len(MASK)) == 9, 0.0, CORRECTIONS.abs())
-    corrections = torch.where(MASK, corrections, 0.0)
-    weights = noise(7).abs()
-    settings = Objective(entropy_coef=0.5)
-    loss, stats = policy_loss(
-        LOGP,
-        ENTROPY,
-        targets(kept=kept, corrections=corrections, weights=weights, ref_logp=REF),
-        settings,
-        kl_coef=0.3,
-    )
-    expected = dict.fromkeys(stats, 0.0)
-    for t in MASK.nonzero().flatten().tolist():
-        ratio, weight = math.exp(float(LOGP[t] - OLD[t])), float(weights[t])
-        gain = float(ADVANTAGES[t])
-        value = token_loss(settings, ratio, float(LOGP[t]), gain) * float(corrections[t])
-        x = float(LOGP[t] - REF[t])
-        expected["actor_loss"] += value * weight * bool(kept[t])
-        expected["kl_loss"] += (math.exp(-x) - 1 + x) * weight
-        expected["entropy"] += float(ENTROPY[t])
-        expected["importance_ratio"] += ratio
-        expected["clip_fraction"] += ratio > 1.2 if gain > 0 else ratio < 0.8
-        expected["approx_kl"] += ratio - 1 - math.log(ratio)
-        expected["approx_kl_k1"] -= math.log(ratio)
-        expected["correction_weight"] += float(corrections[t])
-        expected["correction_masked"] += float(corrections[t]) == 0
-        expected["m2_masked"] += not kept[t]
-    entropies = sum(float(ENTROPY[t] * weights[t]) for t in MASK.nonzero().flatten().tolist())
-    whole = expected["actor_loss"] - 0.5 * entropies + 0.3 * expected["kl_loss"]
-    assert float(loss) == pytest.approx(whole)
-    expected["actor/loss"] = whole
-    assert {name: float(value) for name, value in stats.items()} == pytest.approx(expected)
 
 
 def test_nothing_to_learn_from_is_a_loss_of_zero() -> None:
@@ -253,45 +129,6 @@ def test_kl_estimators_and_their_gradients_in_the_mean() -> None:
     assert float(half) == 0.5
 
 
-AGGREGATED = {
-    "tokens": sum(float(LOGP[t]) for t in MASK.nonzero().flatten()) / 9,
-    "sequences": sum(sum(float(LOGP[t]) for t in own(s)) / len(own(s)) for s in range(5) if own(s))
-    / 4,
-    "constant": sum(float(LOGP[t]) for t in MASK.nonzero().flatten()) / 10 / 4,
-}
-"""Means of LOGP over tokens; over responses of means; over responses of sums by 10."""
-
-
-@pytest.mark.parametrize("groups", [[1, 1, 1, 1, 1], [2, 1, 2], [5]])
-@pytest.mark.parametrize("aggregation", AGGREGATED)
-def test_an_aggregation_does_not_depend_on_how_a_batch_is_cut(
-    aggregation: str, groups: list[int]
-) -> None:
-    """Weighted sums and denominators of items add up to the definition, whether each sequence is an
-    item of its own or several form a group, and whichever part an item is in.
-    """
-    rows, start = [], 0
-    for count in groups:
-        rows.append(LENGTHS[start : start + count])
-        start += count
-    ids = tuple(map(str, range(len(rows))))
-    data = {"mask": MASK, "logp": LOGP}
-    sample = SequenceSample(ids, dict.fromkeys(data, rows), data=dict(data))
-    total = torch.zeros(3, dtype=torch.float64)
-    for index in reversed(range(len(rows))):
-        part = sample.take([index])
-        mask, logp = part.tensor("mask"), part.tensor("logp")
-        cut = Sequences.of(part.cu_seqlens("mask"), torch.device("cpu"))
-        weights = token_weights(mask, cut, aggregation, 10)
-        losses = torch.where(mask, logp, 0.0)
-        loss = losses.sum() if weights is None else (losses * weights.double()).sum()
-        part.lengths[LOSS_WEIGHTS], part.data[LOSS_WEIGHTS] = part.lengths["mask"], weights
-        shares = item_shares(part, "mask", aggregation)
-        total += torch.stack([loss, *shares.sum(0)])
-    assert float(total[0] / total[1]) == pytest.approx(AGGREGATED[aggregation], rel=1e-6)
-    assert float(total[2]) == float(MASK.sum())
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -308,3 +145,18 @@ def test_settings_that_the_objective_does_not_use_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Objective(**options)
+
+
+def test_rounding_is_not_counted_as_clipping() -> None:
+    old, new, returns = torch.rand(3, 500, generator=torch.Generator().manual_seed(1)) - 0.5
+    old, new = 0.19 * old, 0.19 * new
+    assert (old + (new - old) != new).any()
+    everything = torch.ones(500, dtype=torch.bool)
+    _, stats = value_loss(new, old, returns, everything, value_clip=0.2)
+    assert stats["value_clip_fraction"] == 0
+
+
+def test_cross_entropy_counts_answers_only() -> None:
+    logp = torch.tensor([0.0, -1.0, -2.0])
+    loss = cross_entropy(logp, torch.tensor([False, True, True]))
+    assert float(loss) == 3.0

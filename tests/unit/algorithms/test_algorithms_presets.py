@@ -100,11 +100,6 @@ def test_every_preset_can_be_chosen_and_is_documented() -> None:
     assert set(PRESETS) == set(re.findall(r"^\| `(\w+)` \|.*arXiv", section, re.M))
 
 
-def test_the_presets_of_ppo_are_the_defaults() -> None:
-    named = PolicyGradient.model_validate({"batch_size": 8, "name": "ppo"})
-    assert named == PolicyGradient(batch_size=8)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_resolved_settings_read_back_are_the_same(name: str) -> None:
     """A run directory's configuration has every value, so a later preset cannot change a trial."""

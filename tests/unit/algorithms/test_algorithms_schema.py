@@ -13,11 +13,10 @@ from slurmrl.algorithms.distill_schema import Distill
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.sections import KL
 from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
-from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.algorithms.sft_schema import SFT
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model
-from slurmrl.plan.dataflow import DATASET_KEYS, Graph, Method
+from slurmrl.plan.dataflow import DATASET_KEYS, Graph
 from slurmrl.registry import resolve
 
 
@@ -60,40 +59,6 @@ def test_calls_form_a_graph_and_name_real_interfaces(algorithm: AlgorithmSchema)
             assert call.role is None or call.role in roles
 
 
-@pytest.mark.parametrize("choice", [None, True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_old_logprobs_are_recomputed_in_bfloat16_or_as_set(choice: bool | None, dtype: str) -> None:
-    """With the call, training reads its log-probabilities and none of generation's."""
-    settings = config().model_copy(update={"actor": Model.model_validate({"dtype": dtype})})
-    calls = {
-        call.name: call
-        for call in PolicyGradient(batch_size=8, recompute_logprobs=choice).calls(settings)
-    }
-    recomputes = dtype == "bfloat16" if choice is None else choice
-    assert ("actor_inf" in calls) == recomputes
-    for name in ("actor_train", "critic_train"):
-        assert ("old_logprobs" in calls[name].inputs) == recomputes
-        assert ("logprobs" in calls[name].inputs) != recomputes
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
-def test_controllers_are_real(algorithm: AlgorithmSchema) -> None:
-    assert isinstance(resolve(algorithm.controller())(algorithm), ScalarController)
-
-
-def test_optimizer_steps() -> None:
-    assert PolicyGradient(batch_size=8, n_minibatches=4, n_epochs=2).optimizer_steps == 8
-    assert SFT(batch_size=8).optimizer_steps == 1
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"batch_size": 0}, {"discount": 1.1}, {"clip_ratio": 0.0}, {"kl": {"kind": "none"}}]
-)
-def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        PolicyGradient.model_validate({"batch_size": 8, **wrong})
-
-
 @pytest.mark.parametrize(
     ("options", "roles"),
     [
@@ -116,16 +81,6 @@ def test_only_models_that_the_settings_need_are_in_the_graph(
     assert ("values" in calls["actor_train"].inputs) == ("critic" in roles)
     assert ("ref_logprobs" in calls["actor_train"].inputs) == ("ref" in roles)
     assert ("kl" in calls["actor_train"].metrics) == ("ref" in roles)
-
-
-def test_a_greedy_baseline_generates_twice() -> None:
-    """The actor's training reads the rewards of sampled and of greedy completions."""
-    calls = {
-        call.name: call for call in PolicyGradient(batch_size=8, advantage="greedy").calls(config())
-    }
-    generations = [name for name, call in calls.items() if call.method is Method.GENERATE]
-    assert generations == ["actor_gen", "greedy_gen"]
-    assert {"rewards", "greedy_rewards"} <= set(calls["actor_train"].inputs)
 
 
 @pytest.mark.parametrize(

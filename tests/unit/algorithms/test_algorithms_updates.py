@@ -12,8 +12,6 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.policy.actor import RecomputeInterface
-from slurmrl.algorithms.policy.objective import mismatch_metrics, mismatch_sums
 from slurmrl.algorithms.policy.sections import Updates
 from slurmrl.algorithms.policy.updates import LOSS_WEIGHTS, run_updates
 from slurmrl.data.sample import SequenceSample
@@ -131,21 +129,6 @@ def test_contiguous_minibatches_are_the_same_in_each_epoch() -> None:
     assert names(seen) == [first, second, first, second]
 
 
-@pytest.mark.parametrize(
-    ("aggregation", "denominators"), [("tokens", [2.0, 6.0]), ("sequences", [3.0, 4.0])]
-)
-def test_denominators_are_tokens_that_count_or_sequences_with_responses(
-    aggregation: str, denominators: list[float]
-) -> None:
-    """Losses are divided by the denominators, other statistics by the numbers of tokens that
-    count.
-    """
-    seen, means = updates([0, 1, 2, 3], n_minibatches=4, aggregation=aggregation)
-    assert [denominator for _, denominator in seen] == denominators
-    assert means["actor/loss"] == means["actor_loss"] == 12.0 / sum(denominators)
-    assert means["entropy"] == 2.0
-
-
 def test_a_batch_without_a_token_that_counts_makes_no_update(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -154,25 +137,6 @@ def test_a_batch_without_a_token_that_counts_makes_no_update(
     assert (seen, means) == ([], {"updates": 0.0, "skipped": 0.0})
     assert "step 1 makes no update of the actor" in caplog.text
     assert "mask_truncated" in caplog.text
-
-
-def stopping(world: Any) -> dict[str, float]:
-    """An update on completions that the actor finds less likely now."""
-    sample = world.rollout(step=1)
-    sample.data["logprobs"] = sample.tensor("logprobs") + 0.5
-    stats: dict[str, float] = world.train_actor(sample, 1, kl_coef=0.0)
-    return stats
-
-
-def test_updates_stop_where_the_kl_to_the_old_policy_is_too_large(make_world: MakeWorld) -> None:
-    """k3 of a log-ratio of -0.5 is exp(-0.5) - 1 + 0.5 = 0.1065."""
-    limits = {"n_minibatches": 1, "early_stop_importance_ratio": None}
-    for limit, stopped in [(None, False), (0.11, False), (0.1, True)]:
-        world = make_world(early_stop_kl=limit, **limits)
-        stats = stopping(world)
-        assert stats["approx_kl"] == pytest.approx(0.1065, abs=1e-3)
-        assert stats["actor_updates"] == (0.0 if stopped else 1.0)
-        assert stats.get("early_stop", 0.0) == float(stopped)
 
 
 def weights(world: Any) -> list[torch.Tensor]:
@@ -198,75 +162,6 @@ def test_the_actor_waits_while_the_critic_warms_up(make_world: MakeWorld) -> Non
     assert not all(map(torch.equal, before, weights(world)))
 
 
-def test_the_first_minibatch_compares_training_with_generation(make_world: MakeWorld) -> None:
-    """Before any update, by its own forward pass; later minibatches, of another policy, do not
-    count. The largest ratio is that of all micro-batches.
-    """
-    world = make_world(n_minibatches=2, n_epochs=2)
-    world.actor._max_tokens = 40
-    sample = world.rollout(step=1)
-    logp = world.actor.forward(sample.only(["input_ids"]))["logp"]
-    noise = torch.randn(len(logp), generator=torch.Generator().manual_seed(1))
-    sample.data["logprobs"] = sample.tensor("logprobs") + 0.1 * noise
-    half = sample.cu_seqlens("input_ids")[24]
-    mask = ~sample.tensor("prompt_mask")[:half]
-    sums = mismatch_sums(logp[:half], sample.tensor("logprobs")[:half], mask)
-    expected = mismatch_metrics({n: float(v) for n, v in sums.items()}, float(mask.sum()))
-    stats = world.train_actor(sample, 1, kl_coef=0.0)
-    found = {name: value for name, value in stats.items() if name.startswith("mismatch/")}
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert expected["mismatch/ratio_max"] > 1.2
-    assert 0.98 < expected["mismatch/effective_sample_size"] < 0.995
-
-
-def test_recomputation_compares_training_with_generation(make_world: MakeWorld) -> None:
-    world = make_world()
-    sample = world.rollout(step=1)
-    sample.data["logprobs"] = sample.tensor("logprobs") - 0.25
-    result = RecomputeInterface().inference(world.actor, sample, world.context(1, sample.ids))
-    found = {name: total / count for name, (total, count) in result.stats.items()}
-    assert found["mismatch/kl_k1"] == pytest.approx(-0.25, abs=1e-4)
-    assert found["mismatch/ratio_max"] == pytest.approx(1.284, abs=1e-3)
-    assert found["mismatch/effective_sample_size"] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_corrections_weigh_the_updates_of_recomputed_policies(make_world: MakeWorld) -> None:
-    """Where generation gave every token a 2.7 times higher probability, the mask of small weights
-    leaves no gradient, and the truncation halves it less.
-    """
-    made = {}
-    for kind, bounds in [
-        ("none", {}),
-        ("weight", {}),
-        ("truncate", {"correction_lower": 0.5}),
-        ("mask", {"correction_lower": 0.5}),
-    ]:
-        world = make_world(n_minibatches=1, correction=kind, **bounds)
-        sample = world.rollout(step=1)
-        sample.data["old_logprobs"] = sample.tensor("logprobs").clone()
-        sample.data["logprobs"] = sample.tensor("logprobs") + 1.0
-        sample.lengths["old_logprobs"] = sample.lengths["logprobs"]
-        made[kind] = world.train_actor(sample, 1, kl_coef=0.0)
-    assert "correction_weight" not in made["none"]
-    assert [made[kind]["correction_weight"] for kind in ("weight", "truncate", "mask")] == (
-        pytest.approx([0.3679, 0.5, 0.0], abs=1e-3)
-    )
-    assert made["mask"]["correction_masked"] == 1.0
-    norms = {kind: stats["actor_grad_norm"] for kind, stats in made.items()}
-    assert norms["weight"] == pytest.approx(0.3679 * norms["none"], rel=1e-3)
-    assert norms["truncate"] == pytest.approx(0.5 * norms["none"], rel=1e-3)
-    assert norms["mask"] == 0.0
-
-
-def test_second_moments_are_those_of_the_weights_before_each_update(make_world: MakeWorld) -> None:
-    """The first update of a step is on-policy and drops nothing; the later ones have moved."""
-    first = make_world(n_minibatches=1, m2_threshold=1e-4, objective="unclipped")
-    assert first.train_actor(first.rollout(1), 1, kl_coef=0.0)["m2_masked"] == 0.0
-    later = make_world(n_minibatches=4, n_epochs=2, m2_threshold=1e-4, objective="unclipped")
-    dropped = later.train_actor(later.rollout(1), 1, kl_coef=0.0)["m2_masked"]
-    assert 0.0 < dropped < 0.6
-
-
 def test_all_options_together_make_the_host_wait_no_more_often(make_world: MakeWorld) -> None:
     """Sequence ratios, weights and corrections make a micro-batch wait for nothing on a GPU."""
     world = make_world(
@@ -285,29 +180,3 @@ def test_all_options_together_make_the_host_wait_no_more_often(make_world: MakeW
             world.train_actor(sample, 1, kl_coef=0.1)
         counts.append(len(waits))
     assert counts[0] == counts[1] > 0
-
-
-def test_settings_of_the_losses_reach_the_updates(make_world: MakeWorld) -> None:
-    """The constant is by default the longest completion, here 6 tokens: of 48 completions, the sum
-    over tokens is divided by 6 times 48.
-    """
-    norms = {}
-    for name, options in {
-        "tokens": {},
-        "sequences": {"aggregation": "sequences"},
-        "constant": {"aggregation": "constant"},
-        "constant 3": {"aggregation": "constant", "aggregation_length": 3},
-        "entropy": {"entropy_coef": 1.0},
-        "huber": {"value_huber_delta": 0.01},
-    }.items():
-        world = make_world(n_minibatches=1, value_clip=None, **options)
-        sample = world.rollout(step=1)
-        actor = world.train_actor(sample, 1, kl_coef=0.0)["actor_grad_norm"]
-        norms[name] = (actor, world.train_critic(sample, 1, kl_coef=0.0)["critic_grad_norm"])
-    actors = {norm for name, (norm, _) in norms.items() if name != "huber"}
-    assert len(actors) == 5
-    assert norms["constant 3"][0] == pytest.approx(2.0 * norms["constant"][0], rel=1e-4)
-    tokens = float((~sample.tensor("prompt_mask")).sum())
-    whole = norms["tokens"][0] * tokens
-    assert norms["constant"][0] * 6 * 48 == pytest.approx(whole, rel=1e-4)
-    assert 0.0 < norms["huber"][1] < 0.2 * norms["tokens"][1]

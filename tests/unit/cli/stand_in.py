@@ -1,5 +1,5 @@
 """What a link executes in tests in place of the supervisor: it trains nothing, but writes and
-obeys what a real master does. ``stand_in.py RUN_DIR STEPS train|fail|held|stubborn``: ``held``
+obeys what a real master does. ``stand_in.py RUN_DIR STEPS train|fail|held``: ``held``
 trains its second step once there is a file ``go`` in RUN_DIR.
 """
 
@@ -41,7 +41,7 @@ def main(run: str, total: str, mode: str) -> int:
     if mode == "fail":
         writer.append(Kind.FAILED, {"reason": "ValueError: planted", "traceback": "Traceback …"})
         return 1
-    while step < int(total) and (not warned or mode == "stubborn"):
+    while step < int(total) and not warned:
         lease.beat()
         time.sleep(0.1)
         if mode == "held" and step == 1 and not (paths.run / "go").exists():

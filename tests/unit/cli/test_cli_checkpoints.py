@@ -358,16 +358,6 @@ def test_a_run_exports_once_io_errors_have_passed(
     assert export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder.is_dir()
 
 
-def test_a_run_exports_a_reward_model_as_one(trial: Trial) -> None:
-    """The actor of `reward_model` has a value head, which the plan says."""
-    trial.commit(4)
-    as_reward_model(trial, "input_ids", "prompt_mask")
-    commit = fold(History(trial.paths.history).read()).commits[-1]
-    folder = export_actor(trial.paths, load_resolved(trial.paths.config), commit).folder
-    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    assert name.endswith("ForSequenceClassification")
-
-
 @pytest.mark.parametrize(
     "interface",
     [REWARD_MODEL_INTERFACE, "slurmrl.algorithms.reward_model.interface:RewardModelInterface"],

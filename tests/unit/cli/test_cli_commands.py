@@ -88,13 +88,6 @@ def test_the_root_option_comes_first(
     assert [one["trial"] for one in printed(capsys)] == ["there/1"]
 
 
-def test_status_without_trials(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status"]) == 0
-    assert capsys.readouterr().out == f"no trials in {root} yet\n"
-    assert main(["status", "--json"]) == 0
-    assert printed(capsys) == []
-
-
 def test_status_of_an_unknown_trial(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FakeRun(root)
     assert main(["status", "add/2"]) == 2
@@ -324,12 +317,6 @@ def test_logs_have_a_prefix_where_there_are_several(
     assert capsys.readouterr().out == "trainer/0 | a\ntrainer/0 | b\ntrainer/1 | c\n"
     assert main(["logs", "add/1", "--group", "trainer", "--task", "1"]) == 0
     assert capsys.readouterr().out == "c\n"
-
-
-def test_no_logs_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = FakeRun(root)
-    assert main(["logs", "add/1"]) == 0
-    assert capsys.readouterr().err == f"no logs in {run.paths.logs} yet\n"
 
 
 def test_following_prints_what_is_added_once_and_ends_with_the_trial(

@@ -100,14 +100,6 @@ def test_processes_that_stay_are_not_waited_for_without_end(
     assert scene.follow()["state"] == "COMPLETED"
 
 
-def test_ctrl_c_once_stops_at_a_step(scene: Scene) -> None:
-    scene.happenings = [scene.ctrl_c, lambda: scene.stop()]
-    status = scene.follow()
-    assert scene.scheduler.done == ["interrupt"]
-    assert (status["state"], exit_code(status)) == ("INTERRUPTED", 130)
-    assert scene.view.notes == ["stopping at the next step and committing; Ctrl-C again kills"]
-
-
 def test_ctrl_c_twice_kills(scene: Scene) -> None:
     scene.happenings = [scene.ctrl_c, scene.ctrl_c, lambda: scene.stop(JobState.FAILED)]
     assert exit_code(scene.follow()) == 130

@@ -157,24 +157,6 @@ def test_ctrl_c_stops_at_a_step_and_resume_continues(desk: Desk) -> None:
     assert [line["step"] for line in read(desk.paths.metrics)] == list(range(1, step + 3))
 
 
-def test_ctrl_c_twice_kills(desk: Desk) -> None:
-    arguments = ("submit", str(desk.config), "--scheduler", "local")
-    process = desk.start(*arguments, steps=100_000, mode="stubborn")
-    wait(lambda: len(read(desk.paths.metrics)) >= 2)
-    process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    while "stopping at the next step" not in (line := process.stdout.readline()):
-        assert line, "it ended"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 130
-    assert "add/1 INTERRUPTED" in out
-    assert desk.kinds() == [Kind.BEGIN]
-    jobs = newest_jobs(desk.paths)
-    assert jobs is not None
-    assert jobs.active() == []
-
-
 def test_a_detached_run_is_seen_refused_and_cancelled(desk: Desk) -> None:
     code, _, err = desk.submit("--detach", steps=100_000)
     assert (code, err) == (0, "")

@@ -45,10 +45,6 @@ print("\\n", code, [name for name in {tuple(names)!r} if name in sys.modules], f
     return result
 
 
-def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
-    assert modules_after(["--help"], tmp_path) == []
-
-
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_a_commands_help_imports_nothing_heavy(tmp_path: Path, command: str) -> None:
     assert modules_after([command, "--help"], tmp_path) == []
@@ -97,16 +93,6 @@ def test_removed_command_names_its_replacement(
 ) -> None:
     assert main([name, "add/1"]) == 2
     assert f"the command '{name}' was removed: {replacement}" in capsys.readouterr().err
-
-
-def test_the_summary_of_a_command_says_what_its_own_help_says(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name, entry in COMMANDS.items():
-        command = module.cli.get_command(click.Context(module.cli), name)
-        assert command is not None
-        assert command.name == name
-        assert entry.help.endswith(".")
 
 
 def parsed(words: list[str], path: str, command: click.Command, parent: click.Context) -> str:

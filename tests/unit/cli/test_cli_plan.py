@@ -110,49 +110,6 @@ def test_wrong_usage_is_2(
     assert message in err
 
 
-def test_a_configuration_is_planned_as_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = str(write_config(tmp_path))
-    vocabulary = "actor.model.make_vocab_size_divisible_by=1"
-    overrides = ("actor.backend=megatron:t2", vocabulary)
-    code, out, _ = run(capsys, "plan", config, *overrides, "--scheduler", "slurm")
-    assert code == 0
-    assert (
-        "actor  megatron:t2, trained, bfloat16 (default on GPUs), sequence parallel, in trainer"
-        in out
-    )
-    assert "0     actor  t0     t1" in out
-    assert "process groups: global 1, model actor 1, actor tp 1" in out
-
-
-@pytest.mark.parametrize(("gpus", "device"), [("0", "worker"), ("1", "GPU")])
-def test_only_a_plan_with_gpus_names_a_gpu_and_its_margin(
-    gpus: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = str(write_config(tmp_path))
-    code, out, _ = run(
-        capsys, "plan", config, f"cluster.gpus_per_worker={gpus}", "--scheduler", "slurm"
-    )
-    assert code == 0
-    assert f"fullest {device}: 0 with actor" in out
-    assert ("and a margin of" in out) == (device == "GPU")
-
-
-def test_a_configuration_is_planned_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = str(write_config(tmp_path))
-    overrides = ("actor.backend=fsdp:d4", "cluster.gpus_per_worker=1")
-    code, out, _ = run(capsys, "plan", config, *overrides, "--scheduler", "slurm", "--json")
-    found = json.loads(out)
-    assert (code, found["gpus"], found["missing"]) == (0, 4, [])
-    assert found["groups"][0]["array"] == "0-7%1"
-    assert [row["dp"] for row in found["models"]["actor"]["ranks"]] == [0, 1, 2, 3]
-    assert found["models"]["actor"]["memory"]["weights_bytes"] > 0
-    assert found["calls"][0]["flops"] > 0
-
-
 ARCHITECTURE = {
     "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
@@ -199,14 +156,6 @@ def test_moves_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "received, 1.0000 times the lower bound of" in out
 
 
-def test_a_move_after_a_call_is_shown_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = moved(capsys, tmp_path, "ref.ema=0.1", "ref.backend=fsdp:d2")
-    assert code == 2  # no tokenizer
-    assert "move actor -> ref, after actor_train:" in out
-
-
 def test_only_the_busiest_of_many_ranks_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,20 +178,6 @@ def test_moves_of_a_model_of_transformers_are_refused(
     code, out, err = moved(capsys, tmp_path, *overrides)
     assert (code, out) == (2, "")
     assert "it is a model of transformers" in err
-
-
-def test_a_wrong_configuration_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(write_config(tmp_path))
-    code, _, err = run(capsys, "plan", config, "actor.backend=megatron:t4")
-    assert code == 2
-    assert "does not divide num_attention_heads 2" in err
-
-
-def test_an_older_mode_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(write_config(tmp_path))
-    code, out, _ = run(capsys, "plan", config, "allocation_mode=d2m1p1")
-    assert code == 0
-    assert "allocation_mode is deprecated; write instead: actor.backend: fsdp:d2" in out
 
 
 def test_pictures_are_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

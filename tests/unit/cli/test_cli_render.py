@@ -75,25 +75,6 @@ def test_rollout_tasks() -> None:
     assert "not trained" not in text
 
 
-def test_one_trial() -> None:
-    assert status_text.one(status()).splitlines() == [
-        "add/1  RUNNING  step 12/60",
-        "  2 s a step, about 96 s left",
-        "  reward 0.4123  tokens_per_s 1,234",
-        "  commit       step 10, 3.3 min ago",
-        "  job          41_1, 20 min left, 6 links behind it",
-        "  useful time  93%; the rest: queue, start-up, 2 lost steps",
-        "  directory    /runs/me/add/1",
-        "",
-        "TASK       JOB   HOST  STATE    ATTEMPT  HEARTBEAT",
-        "trainer/0  41_1  n0    RUNNING  1        0 s ago",
-        "",
-        "#  JOB   HOSTS  STEPS  COMMIT  LOST  TOOK     HOW IT ENDED",
-        "1  41_0  n0,n1  1-12   10      2     3.3 min  rank 3 on n1 died: SIGKILL",
-        "2  41_1  n0,n1  11-12  -       -     3.3 min  running",
-    ]
-
-
 def test_nothing_is_wider_than_the_terminal() -> None:
     words = "jobs of higher priority are ahead of it; " * 3
     waits = pending("Priority", words, incarnations=[incarnation(1, how=words)])
@@ -137,13 +118,6 @@ def test_all_findings_are_shown() -> None:
 )
 def test_long_host_lists_are_cut(hosts: list[str], text: str) -> None:
     assert text in status_text.one(status(incarnations=[incarnation(1, hosts=hosts)]))
-
-
-def test_a_failed_trial_says_why() -> None:
-    failed = status(state="FAILED", reason="rank 1: NaN\nmore", traceback="Trace\n  x\n")
-    text = status_text.one(failed)
-    assert "Trace\n  x\n\nFix the cause, then: slurmrl resume add/1 (add --update-code if" in text
-    assert status_text.note(status(state="FAILED", reason="rank 1: NaN\nmore")) == "rank 1: NaN"
 
 
 def test_a_waiting_trial_says_what_for() -> None:

@@ -138,15 +138,6 @@ def test_a_reward_gets_what_it_asks_for(config: Path, capfd: pytest.CaptureFixtu
         assert "[0, 1, 0, 1]" in err or "[1] [['12', '345']] ['2@0'] 1 False" in err, err
 
 
-def test_given_texts_are_judged(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = tried(capfd, str(config), "--rows", "2", "--completion", "0", "--completion", "2")
-    assert [(one["line"], one["completion"], one["score"]) for one in found["items"]] == [
-        *((1, "0", 2.0), (1, "2", 0.0)),
-        *((2, "0", 0.0), (2, "2", 2.0)),
-    ]
-    assert found["mean"] == 1.0
-
-
 def test_completions_of_a_file_find_their_rows(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,12 +151,6 @@ def test_completions_of_a_file_find_their_rows(
     code, _, err = run(capfd, str(config), "--completions", str(samples))
     assert code == 2
     assert "samples.jsonl:2: completion: must be a text" in err
-
-
-def test_math_is_tried_like_any_other(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = tried(capfd, str(config), "reward.name=math", "--completion", r"\boxed{\frac{0}{3}}")
-    assert [one["score"] for one in found["items"]] == [1.0]
-    assert found["stats"] == {"reward_unjudged": 0.0}
 
 
 def test_completion_of_file_has_no_answer_if_truncated(

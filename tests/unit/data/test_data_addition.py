@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from slurmrl.data.tokenizer import load_tokenizer
-
 FOLDER = Path(__file__).parents[3] / "examples" / "addition"
 
 
@@ -54,47 +52,6 @@ def test_no_held_out_sum_is_trained_on_in_either_order() -> None:
     assert set(train) | set(held_out) == every
 
 
-def test_answers_are_sums_written_backwards() -> None:
-    for row in read("train.jsonl") + read("heldout.jsonl"):
-        a, b = row["prompt"].rstrip("=").split("+")
-        assert int(row["answer"][::-1]) == int(a) + int(b)
-
-
-def test_every_text_is_one_token_a_symbol() -> None:
-    tokenizer = load_tokenizer(FOLDER / "tokenizer")
-    assert len(tokenizer) == 16
-    for row in read("heldout.jsonl"):
-        text = row["prompt"] + row["answer"]
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert len(ids) == len(text)
-        assert tokenizer.decode(ids) == text
-
-
-def test_pairs_tell_right_answers_from_wrong_ones() -> None:
-    made, held_out = read("pairs.jsonl"), read("heldout_pairs.jsonl")
-    sampled = read("sampled_pairs.jsonl")
-    train = {row["id"] for row in read("train.jsonl")}
-    assert {row["id"] for row in made + sampled} < train
-    assert [row["id"] for row in held_out] == [row["id"] for row in read("heldout.jsonl")]
-    for row in made + held_out + sampled:
-        a, b = row["prompt"].rstrip("=").split("+")
-        assert int(row["chosen"][::-1]) == int(a) + int(b)
-        assert row["rejected"] != row["chosen"]
-    for row in made + held_out:
-        assert len(row["rejected"]) == len(row["chosen"])
-
-
-def test_labels_are_those_of_the_sampled_pairs() -> None:
-    labelled = [
-        (row["prompt"], row["answer"], row["label"]) for row in read("sampled_labels.jsonl")
-    ]
-    assert labelled == [
-        (row["prompt"], row[key], key == "chosen")
-        for row in read("sampled_pairs.jsonl")
-        for key in ("chosen", "rejected")
-    ]
-
-
 def test_judged_answers_become_pairs_and_labels(tmp_path: Path) -> None:
     """A prompt with answers of one kind only has no pair; truncated and unjudged answers are left
     out, and results without rewards are refused.
@@ -125,14 +82,3 @@ def test_judged_answers_become_pairs_and_labels(tmp_path: Path) -> None:
     results.write_text(json.dumps(rows[1]))
     with pytest.raises(SystemExit, match="b has no reward"):
         judged.write(results, pairs, labels)
-
-
-def test_conversations_go_on_with_their_sums() -> None:
-    for name in ("chat.jsonl", "heldout_chat.jsonl"):
-        for line in (FOLDER / name).read_text().splitlines():
-            question, answer, more, final = (
-                message["content"] for message in json.loads(line)["messages"]
-            )
-            a, b = question.rstrip("=").split("+")
-            assert int(answer[::-1]) == int(a) + int(b)
-            assert int(final[::-1]) == int(a) + int(b) + int(more.strip("+="))

@@ -70,21 +70,6 @@ def test_answers_end_with_the_end_of_text_token(tmp_path: Path) -> None:
     assert sample.tensor("prompt_mask").tolist() == [True] * 4 + [False] * 2
 
 
-def test_other_keys_and_templates(tmp_path: Path) -> None:
-    path = rows(tmp_path, {"question": "1+2", "solution": "3"})
-    config = Dataset(
-        type="prompt_answer",
-        path=path,
-        prompt_key="question",
-        answer_key="solution",
-        prompt_template="{prompt}=",
-        answer_template="{answer}{answer}",
-    )
-    sample = make(config, characters(tmp_path)).sample([(0, 0)])
-    assert sample.ids == ("1@0",)
-    assert sample.tensor("input_ids").tolist() == [4, 13, 5, 14, 6, 6, 1]
-
-
 @pytest.mark.parametrize(
     ("kind", "limits", "size"),
     [
@@ -196,19 +181,6 @@ def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> Non
         make(config, tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"), [("\n", "the file holds no rows"), ("[1]\n", "must be a JSON object")]
-)
-def test_a_file_without_a_row_says_nothing_about_keys(
-    tmp_path: Path, text: str, problem: str
-) -> None:
-    (tmp_path / "rows.jsonl").write_text(text)
-    config = Dataset(type="prompt_answer", path=str(tmp_path / "rows.jsonl"))
-    with pytest.raises(ConfigError) as caught:
-        make(config, characters(tmp_path))
-    assert [each.message for each in caught.value.problems] == [problem]
-
-
 def test_an_id_key_that_no_row_has_is_no_choice_of_line_numbers(tmp_path: Path) -> None:
     """A misspelt key would lose the ids without a word."""
     path = rows(tmp_path, {"prompt": "1+2=", "meta": {"uid": "a"}})
@@ -247,15 +219,6 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: .* makes no token of this prompt"):
         make(config, tokenizer).sample([(0, 1)])
-
-
-def test_the_fingerprint_follows_settings(tmp_path: Path) -> None:
-    tokenizer = characters(tmp_path)
-    path = rows(tmp_path, SUM)
-    plain = make(Dataset(type="prompt", path=path), tokenizer).fingerprint
-    assert make(Dataset(type="prompt", path=path, shuffle=False), tokenizer).fingerprint == plain
-    other = Dataset(type="prompt", path=path, prompt_template="{prompt}=")
-    assert make(other, tokenizer).fingerprint != plain
 
 
 def test_the_begin_token_comes_where_the_tokenizer_puts_it_and_only_once(tmp_path: Path) -> None:

@@ -302,8 +302,6 @@ class Account(RuleBasedStateMachine):
 
 Account.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestAccount = Account.TestCase
-
-
 # -- admission ------------------------------------------------------------------------------------
 
 
@@ -378,27 +376,6 @@ def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, shar
     assert ledger.dropped.keys() == {"dull"}
 
 
-def test_a_restart_causes_no_burst() -> None:
-    """Whatever was trained before the commit, under another batch size as well."""
-    record = LedgerRecord(settled=1000, next=1000)
-    ledger = SampleLedger(2, Lineage({2: None}), record)
-    for batch_size in (4, 10, 64):
-        admission = Admission(max_staleness=1, batch_size=batch_size, max_leased=1000)
-        assert ledger.room(admission, version=100, step=100) == 2 * batch_size
-
-
-def test_a_dropped_item_makes_room() -> None:
-    admission = Admission(max_staleness=0, batch_size=2, max_leased=9)
-    ledger = SampleLedger(1, ALL_STEPS)
-    lease = ledger.lease(2, "task", "0.1")
-    for item in lease.items:
-        ledger.finish(lease.lease, sample(item, "0.1"))
-    assert ledger.room(admission, version=3, step=3) == 0
-    assert ledger.take_finished(2, 4, 0) == ()
-    assert ledger.dropped == {STALE: 2}
-    assert ledger.room(admission, version=3, step=3) == 2
-
-
 # -- what a commit holds --------------------------------------------------------------------------
 
 
@@ -412,19 +389,6 @@ def test_a_commit_holds_what_is_open_only() -> None:
         ledger.train([one.item for one in ledger.take_finished(4, step, 0)], step)
         sizes.add(len(committed(ledger)) - 2 * len(str(4 * step)))
     assert len(sizes) == 1
-
-
-def test_a_sample_with_any_token_of_weights_that_led_nowhere_is_made_again() -> None:
-    """Its oldest and newest tokens may be of others."""
-    before = SampleLedger(1, ALL_STEPS)
-    lease = before.lease(3, "task", "0.1")
-    before.finish(lease.lease, sample(0, "3.1", "5.1"))
-    before.finish(lease.lease, sample(1, "3.1", "4.1"))
-    ledger = SampleLedger(2, Lineage({1: 4, 2: None}), before.record())
-    assert not ledger.finish(lease.lease, sample(2, "4.1", "5.1", "5.2"))
-    assert ledger.refused == {ROLLED_BACK: 2}
-    assert [one.item for one in ledger.take_finished(1, 5, 4)] == [1]
-    assert ledger.lease(2, "task", "0.1").items == (0, 2)
 
 
 def test_a_trial_changes_between_ways_of_rollout_at_any_commit() -> None:

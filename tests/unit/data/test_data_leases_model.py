@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from slurmrl.data import leases
 from slurmrl.data.leases import SampleLedger
 from slurmrl.data.ledger import LedgerRecord, StoredGroup
-from slurmrl.errors import CorruptFileError, SlotTakenError, StaleIncarnationError
+from slurmrl.errors import SlotTakenError, StaleIncarnationError
 from slurmrl.fsio import objects
 from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import IncarnationWriter, Lineage, begin
@@ -310,51 +309,6 @@ def explore(actions: int, max_staleness: int = 1) -> int:
     return len(seen)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_remembered() -> Iterator[None]:
-    """Of the ledger as it is, by a test that changes it."""
-    yield
-    for function in (lease, deliver, lose, take, train, check, read):
-        function.cache_clear()
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_no_item_is_trained_twice_or_lost(max_staleness: int) -> None:
     assert explore(5, max_staleness) > 10_000
-
-
-# -- the model finds deliberate faults ------------------------------------------------------------
-
-
-def test_a_lost_holder_that_keeps_its_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(self: SampleLedger, holder: str) -> None:
-        for held in self._leases.values():
-            self._queued_again.update(held.items if held.holder == holder else ())
-
-    monkeypatch.setattr(SampleLedger, "lose", lose)
-    with pytest.raises((AssertionError, CorruptFileError), match="other items"):
-        explore(3)
-
-
-def test_a_result_that_counts_under_any_lease_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SampleLedger, "_release", lambda self, lease, item: True)
-    with pytest.raises((AssertionError, CorruptFileError), match="twice"):
-        explore(3)
-
-
-def test_a_sample_of_what_was_rolled_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lineage, "has", lambda self, step, incarnation: True)
-    with pytest.raises(AssertionError, match="of what was rolled back"):
-        explore(4)
-
-
-def test_a_stale_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "oldest_step", lambda sample: 10)
-    with pytest.raises(AssertionError, match="a stale sample"):
-        explore(5, max_staleness=0)
-
-
-def test_a_commit_that_is_not_fenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(IncarnationWriter, "_permitted", lambda self, state: self.incarnation)
-    with pytest.raises(CorruptFileError, match="wrong incarnation"):
-        explore(2)

@@ -235,24 +235,6 @@ def test_the_manifest_of_another_version_does_not_count(site: Site) -> None:
     assert site.prepare(2).name.endswith(".2")
 
 
-def test_a_row_is_read_without_the_others(site: Site) -> None:
-    """Reading one item takes one look at the index and one at the rows, of just its bytes."""
-    reads: list[int] = []
-
-    class Counted(SystemCalls):
-        def pread(self, descriptor: int, count: int, offset: int) -> bytes:
-            reads.append(count)
-            return os.pread(descriptor, count, offset)
-
-    with closing(PreparedRows(site.prepare(), calls=Counted())) as rows:
-        rows.read(7)
-        line = json.dumps(ROWS[7])
-        runs = 3 * 4
-        assert reads == [128, 2 * len("7+7=") + runs + len("r7") + len(line)]
-        assert rows.describe(8) == ("r8", [len("8+8=")])
-        assert reads[2:] == [128, runs + len("r8")]
-
-
 def test_large_vocabularies_have_larger_tokens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     small = json.loads((site.prepare(1) / prepared.MANIFEST).read_text())
     monkeypatch.setattr(preparation, "SMALL_VOCABULARY", 100)

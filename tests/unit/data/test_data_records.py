@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.data.records import RecordReader, listed, read_records
-from slurmrl.data.source_files import fingerprint_of, state_of
+from slurmrl.data.records import listed, read_records
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
 
 
@@ -59,36 +58,11 @@ def test_lines_that_python_cannot_nest_are_named(tmp_path: Path) -> None:
         read_records(write(tmp_path, "[" * 200_000 + "\n"), "id")
 
 
-def test_of_a_large_file_the_first_whole_lines_are_read(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"x": 1}\n{"x": 2}\n{"x": 3}\n')
-    for size, rows, whole in ((20, 2, False), (27, 3, True)):
-        found = read_records(path, "id", most_bytes=size)
-        assert (len(found.rows), found.whole) == (rows, whole)
-
-
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rows"):
         read_records(write(tmp_path, "\n"), "id")
     with pytest.raises(EnvironmentFailure, match="cannot read dataset"):
         read_records(tmp_path / "absent.jsonl", "id")
-
-
-def test_the_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
-    path = write(tmp_path, '{"x": 1}\n\n {"x": 2}')
-    reader = RecordReader(path, "id")
-    assert [(record.number, record.raw) for record in reader] == [
-        (1, b'{"x": 1}'),
-        (3, b'{"x": 2}'),
-    ]
-    assert reader.source.fingerprint() == fingerprint_of([path], lambda share: None)
-    write(tmp_path, '{"x": 1}\n')
-    assert reader.source.fingerprint() != fingerprint_of([path], lambda share: None)
-
-
-def test_a_file_that_changed_a_moment_ago_has_no_state_yet(tmp_path: Path) -> None:
-    """The next change could leave its size and times as they are."""
-    path = write(tmp_path, '{"x": 1}\n')
-    assert state_of([path]) == ""
 
 
 def test_problems_are_those_of_the_first_lines(tmp_path: Path) -> None:

@@ -30,24 +30,10 @@ def steps(path: Path) -> list[int]:
     return [line["step"] for line in metrics.read(path)]
 
 
-def test_lines_are_json_and_private(path: Path) -> None:
-    write(path, 0, 1)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 0, "reward": 0.0},
-        {"step": 1, "reward": 0.125},
-    ]
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_json_has_no_nan(path: Path, value: float) -> None:
     metrics.MetricsWriter(path).write({"step": 1, "loss": value})
     assert json.loads(path.read_text()) == {"step": 1, "loss": None}
-
-
-def test_sync_before_the_first_line(path: Path) -> None:
-    metrics.MetricsWriter(path).sync()
-    assert not path.exists()
 
 
 def test_a_torn_line_was_not_written_yet(path: Path) -> None:
@@ -118,32 +104,6 @@ def test_cut_drops_later_steps_and_the_torn_end(path: Path, last: int, kept: lis
     metrics.cut(path, last)
     assert steps(path) == kept
     assert not path.read_bytes() or path.read_bytes().endswith(b"}\n")
-
-
-def test_cut_keeps_the_bytes_of_what_stays(path: Path) -> None:
-    writer = metrics.MetricsWriter(path)
-    writer.write({"step": 1, "loss": 0.1 + 0.2, "tokens": 2**53 + 1})
-    before = path.read_bytes()
-    writer.write({"step": 2})
-    metrics.cut(path, 1)
-    assert path.read_bytes() == before
-
-
-def test_cut_reads_from_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = metrics.encode({"step": 5, "reward": 0.1234567})
-    with path.open("wb") as file:
-        file.write(line * 200_000)
-        file.write(metrics.encode({"step": 6}) * 3)
-    read = []
-    parse = metrics.documents.parse
-    monkeypatch.setattr(metrics.documents, "parse", lambda *a: read.append(1) or parse(*a))
-    before = path.read_bytes()
-    metrics.cut(path, 5)
-    assert path.read_bytes() == before[: len(line) * 200_000]
-    assert len(read) < 50_000
-    read.clear()
-    metrics.cut(path, -1)
-    assert (path.read_bytes(), read) == (b"", [])
 
 
 def test_cut_drops_what_an_older_master_wrote_between(path: Path) -> None:

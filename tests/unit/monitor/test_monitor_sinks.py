@@ -273,18 +273,6 @@ def ended(feeder: Feeder) -> None:
     assert not feeder.is_behind
 
 
-def test_a_sink_gets_committed_steps_only_and_a_new_one_all_of_them(tmp_path: Path) -> None:
-    fed = Fed(tmp_path, range(7))
-    feeder = fed.feeder()
-    feeder.committed(4)
-    wait_until("the steps", lambda: not feeder.is_behind)
-    assert fed.steps == [0, 1, 2, 3, 4]
-    ended(feeder)
-    assert fed.opened[0].closed.is_set()
-    ended(fed.feeder(committed=6))
-    assert fed.steps == list(range(7))
-
-
 def test_a_sink_of_a_trial_that_fell_back_is_opened_before_the_steps_that_come_again(
     tmp_path: Path,
 ) -> None:

@@ -74,30 +74,6 @@ def test_how_much_is_read_does_not_grow_with_the_life_of_a_trial(
     assert len(opened) < 80
 
 
-@pytest.mark.parametrize(
-    ("commit", "last", "lines"),
-    [
-        (100, {}, 20),
-        (90, {}, 20),
-        (70, {}, 100),  # lost or uncommitted steps began before those
-        (100, {"actor_skipped": 2.0, "actor_updates": 2.0}, 100),
-    ],
-)
-def test_the_detailed_status_reads_as_few_metrics_as_it_needs(
-    tmp_path: Path, commit: int, last: dict[str, float], lines: int
-) -> None:
-    run = FakeRun(tmp_path)
-    run.submission()
-    run.begin(job="1.0.0", link=0)
-    run.commit(commit)
-    run.metrics(*({"step": step, "time/total": 1.0, **last} for step in range(1, 101)))
-    found = read(run.paths, STORY)
-    assert [line["step"] for line in found.lines] == list(range(101 - lines, 101))
-    assert len(read(run.paths).lines) == 20
-    skipped = assemble(found, [])["skipped"]
-    assert skipped == ({"steps": 100, "model": "actor"} if last else None)
-
-
 def test_looking_changes_nothing(tmp_path: Path) -> None:
     run = live(tmp_path, 3)
     before = {path: path.stat().st_mtime_ns for path in run.paths.run.rglob("*")}

@@ -36,15 +36,6 @@ def test_the_plan_of_ppo_says_which_call_runs_where(load_ppo: Load) -> None:
     assert [call.name for call in plan.evaluation_calls] == ["actor_gen", "reward_inf"]
 
 
-def test_without_an_evaluation_there_are_no_calls_for_it(load_ppo: Load) -> None:
-    assert make_plan(load_ppo("evaluation="), scheduler="local").evaluation_calls == ()
-
-
-def test_a_plan_survives_json(load_ppo: Load) -> None:
-    plan = make_plan(load_ppo(), scheduler="slurm")
-    assert Plan.from_json(plan.to_json()) == plan
-
-
 @pytest.mark.parametrize(
     ("scheduler", "workers", "overrides", "hosts", "per_host"),
     [
@@ -110,11 +101,6 @@ def test_processors_follow_the_threads_unless_given(load_ppo: Load) -> None:
     assert group.mem_per_worker is None
     group = make_plan(load_ppo(on_cpus, "cluster.cpus_per_worker=5"), scheduler="slurm").groups[0]
     assert (group.threads_per_worker, group.cpus_per_worker) == (1, 5)
-
-
-def test_an_unknown_group_raises(load_ppo: Load) -> None:
-    with pytest.raises(KeyError, match="rollout"):
-        make_plan(load_ppo(), scheduler="local").group("rollout")
 
 
 @pytest.mark.parametrize(

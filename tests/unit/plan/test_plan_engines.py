@@ -6,10 +6,8 @@ import pytest
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Model
-from slurmrl.errors import AllocationError
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.fit import Misfit
-from slurmrl.plan.engine_rules import rules_of
 from slurmrl.plan.estimates.shape import Lengths, read
 from tests.unit.plan.conftest import EXPERTS, Load
 
@@ -26,25 +24,6 @@ SHAPE = read(
         "moe_intermediate_size": 12,
     }
 )
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "archon"])
-@pytest.mark.parametrize("layout", ["d4", "t2", "c2", "d2t2c2"])
-def test_the_native_engine_splits_d_t_and_c(backend: str, layout: str) -> None:
-    assert rules_of(parse(f"{backend}:{layout}")).dimensions == "dtc"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("archon:d2p2", r"does not split 'p' \(megatron does\); allowed: d, t, c"),
-        ("archon:d2e2", r"does not split 'e' \(megatron does\); allowed: d, t, c"),
-        ("fsdp:(attn:d2|ffn:t2)", "experts have the layout of the rest"),
-    ],
-)
-def test_what_it_does_not_split_is_refused(text: str, message: str) -> None:
-    with pytest.raises(AllocationError, match=message):
-        rules_of(parse(text))
 
 
 @pytest.mark.parametrize("layout", ["fsdp:d2t2", "megatron:d2p2e2"])

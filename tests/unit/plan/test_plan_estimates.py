@@ -178,40 +178,6 @@ def test_what_the_optimizer_keeps_counts(options: dict[str, Any], kept: int) -> 
         assert found.optimizer / count == pytest.approx(each / 8, rel=1e-6)
 
 
-def test_splitting_a_model_shrinks_each_part() -> None:
-    whole = estimate(job(LLAMA_8B, "megatron:d1"))
-    for axis in ("t8", "p4", "t2p2"):
-        part = estimate(job(LLAMA_8B, f"megatron:{axis}"))
-        assert part.weights < whole.weights
-        assert part.optimizer < whole.optimizer
-    sliced = estimate(job(LLAMA_8B, "megatron:t8"))
-    assert sliced.weights == pytest.approx(whole.weights / 8, rel=0.01)
-    assert sliced.activations < whole.activations
-    assert estimate(job(LLAMA_8B, "megatron:c4")).activations < whole.activations
-
-
-def test_experts_shrink_with_their_own_sizes() -> None:
-    whole = estimate(job(QWEN3_30B_A3B, "megatron:d8"))
-    spread = estimate(job(QWEN3_30B_A3B, "megatron:d8e8"))
-    count = parameters(shape_of(QWEN3_30B_A3B), parse("fsdp:d1"), "lm")
-    saved = count.experts * (1 - 1 / 8) * 2
-    assert whole.weights - spread.weights == pytest.approx(saved, rel=1e-6)
-
-
-def test_recomputed_activations_are_one_tensor_a_layer() -> None:
-    plain = estimate(job(LLAMA_8B, "fsdp:d8"))
-    model = Model(dtype="bfloat16", max_tokens_per_microbatch=4096, gradient_checkpointing=True)
-    again = estimate(job(LLAMA_8B, "fsdp:d8", model=model))
-    kept = 32 * 4096 * 4096 * 2
-    assert again.activations < plain.activations / 3
-    assert again.activations > kept
-    some = model.model_copy(update={"gradient_checkpointing": "selective"})
-    between = estimate(job(LLAMA_8B, "fsdp:d8", model=some)).activations
-    assert again.activations < between < plain.activations
-    off = model.model_copy(update={"gradient_checkpointing": "off"})
-    assert estimate(job(LLAMA_8B, "fsdp:d8", model=off)) == plain
-
-
 @pytest.mark.parametrize(
     ("architecture", "mode", "tokens", "measured_gib"),
     [
@@ -258,12 +224,6 @@ def test_gradients_count_beside_activations_where_an_update_has_several_micro_ba
     assert added.together - alone.together == added.gradients
     split = estimate(job(LLAMA_8B, "fsdp:d8", model=model, lengths=several, minibatches=2))
     assert split == alone
-
-
-def test_a_model_that_is_not_trained_has_weights_only() -> None:
-    found = estimate(job(LLAMA_8B, "fsdp:d8", trained=False))
-    assert (found.gradients, found.optimizer) == (0, 0)
-    assert found.weights == pytest.approx(8.03e9 * 2 / 8, rel=1e-3)
 
 
 def test_keys_and_values_of_a_token() -> None:

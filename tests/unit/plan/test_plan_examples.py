@@ -10,7 +10,6 @@ import pytest
 from slurmrl.config.load import dump, load
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.env import user_name
-from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.paths import RunPaths
 
@@ -47,16 +46,6 @@ def export_of(example: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-@pytest.mark.parametrize("scheduler", ["local", "slurm"])
-def test_an_example_can_be_planned(example: Path, scheduler: str, tmp_path: Path) -> None:
-    export_of(example, tmp_path)
-    settings = load_settings(example, overrides(example, tmp_path), root=tmp_path)
-    plan = make_plan(settings, scheduler=scheduler)
-    assert plan.trainers.world_size == 2
-    assert plan.calls[-1].method == ("record" if settings.algorithm.one_pass else "train_step")
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_a_resumed_trial_is_accepted_again(example: Path, tmp_path: Path) -> None:
     """Its own configuration states every default, which no check may take for the user's choice."""
     export_of(example, tmp_path)
@@ -64,7 +53,3 @@ def test_a_resumed_trial_is_accepted_again(example: Path, tmp_path: Path) -> Non
     resolved = tmp_path / "config.yaml"
     resolved.write_text(dump(settings.config))
     assert load_settings(resolved, root=tmp_path).config == settings.config
-
-
-def test_the_main_examples_are_there() -> None:
-    assert {"sft", "ppo"} <= {path.stem for path in EXAMPLES}

@@ -48,12 +48,6 @@ def test_a_reward_model_scores_completions_before_they_are_judged(load: Load) ->
         assert judge.role is None
 
 
-def test_one_part_of_a_reward_may_be_the_model(load: Load) -> None:
-    parts = "reward={parts: {right: {name: exact_match}, rm: {name: model, weight: 0.5}}}"
-    plan = make_plan(load(parts, "reward_model.path=judge"), scheduler="local")
-    assert "reward_model" in plan.models
-
-
 @pytest.mark.parametrize(
     ("key", "reason", "overrides"),
     [

@@ -96,10 +96,6 @@ def test_a_reference_that_differs_has_a_model_of_its_own(
     assert not any(call.base for call in plan.calls)
 
 
-def test_without_adapters_every_role_has_a_model(load: Load) -> None:
-    assert "ref" in planned(load("critic.lora={}")).models
-
-
 def test_estimates_count_frozen_weights_and_trained_adapters(load: Load) -> None:
     """The plan says how much less the fullest GPU needs; checkpoints hold the adapters alone."""
     plain, adapted = load(), load(LORA, "critic.lora={rank: 4}")

@@ -75,10 +75,6 @@ def test_a_critic_with_weights_of_its_own_keeps_them(load_ppo: Load, folder: Pat
     assert config.critic.path == str(folder / "other")
 
 
-def test_the_root_given_to_the_command_comes_first(load_ppo: Load, folder: Path) -> None:
-    assert load_ppo("root=/elsewhere").config.root == str(folder / "runs")
-
-
 def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -> None:
     settings = load_ppo("algorithm.clip_ratio=0.3", "critic.optimizer.lr=3e-4")
     paths = RunPaths(folder / "run")
@@ -221,22 +217,6 @@ def test_of_two_grammars_the_one_that_reads_further_explains_an_allocation_mode(
         inherited_settings.read("fsdp:d2z at character 99", HostShape(1, 8))
     assert caught.value.position == 7
     assert caught.value.reason == "expected a dimension of fsdp: d, t, c"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "completions"),
-    [
-        ([], 1),
-        (["algorithm.name=grpo"], 8),
-        (["algorithm.name=grpo", "rollout.n=3"], 3),
-        (["algorithm.name=reinforce_pp"], 1),
-    ],
-)
-def test_a_preset_chooses_the_number_of_completions(
-    load_ppo: Load, overrides: list[str], completions: int
-) -> None:
-    """Where completions of a prompt are compared; ``rollout.n`` takes precedence."""
-    assert load_ppo(*overrides).config.rollout.n == completions
 
 
 def test_a_greedy_rollout_has_nothing_to_compare(load_ppo: Load) -> None:

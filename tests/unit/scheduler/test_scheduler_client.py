@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
 from slurmrl.scheduler import choose, extensions, job_environment, make, states
-from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -221,12 +219,6 @@ def test_cancel_names_ranges_of_elements() -> None:
     assert client.cancelled == ["41_[2-5,7]", "41_[3-5,7]"]
 
 
-def test_nothing_to_cancel_asks_for_nothing() -> None:
-    client = ScriptedClient([row((0,), "COMPLETED")])
-    SlurmScheduler(client).cancel({"trainer": ("41",)})
-    assert client.cancelled == []
-
-
 def test_a_submission_whose_answer_was_lost_is_found_by_name(tmp_path: Path) -> None:
     request = request_of(tmp_path, "pass")
     lost = "sbatch failed (1): Socket timed out on send/recv operation"
@@ -243,15 +235,6 @@ def test_a_refused_submission_is_not_searched_for(tmp_path: Path) -> None:
     there = row((0, 1), "PENDING", request.job_name("trainer"))
     with pytest.raises(SchedulerError, match="invalid qos"):
         SlurmScheduler(ScriptedClient([there], submit_error="invalid qos")).submit(request)
-
-
-def test_this_process_has_an_identity() -> None:
-    from slurmrl.scheduler.processes import ProcessId
-
-    me = ProcessId.of(os.getpid())
-    assert me is not None
-    assert me.alive()
-    assert not ProcessId(me.pid, me.start_ticks + 1).alive()
 
 
 ASSOCIATIONS = """\
@@ -334,15 +317,6 @@ def test_an_element_that_ran_is_known_better_than_the_array_it_was_cancelled_wit
     )
     found = SlurmScheduler(client).query({"trainer": ("41",)})
     assert [(task.element, task.hosts) for task in found] == [(0, ("n0",)), (1, ()), (2, ())]
-
-
-def test_without_accounting_it_is_asked_once() -> None:
-    client = ScriptedClient([])
-    scheduler = SlurmScheduler(client)
-    for _ in range(2):
-        (task,) = scheduler.query({"trainer": ("41",)})
-        assert task.state is JobState.UNKNOWN
-    assert len(client.asked) == 1
 
 
 def test_no_accounting_is_no_error(commands: Path) -> None:

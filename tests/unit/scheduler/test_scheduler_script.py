@@ -182,17 +182,6 @@ def test_gpus(how: str, kind: str | None, expected: dict[str, str]) -> None:
     assert {key: value for key, value in table.items() if "g" in key[:1]} == expected
 
 
-def test_no_gpus_no_directive() -> None:
-    table = batch_script.directives(request(), dataclasses.replace(GROUP, gpus_per_worker=0))
-    assert not {"gres", "gpus-per-node"} & set(table)
-
-
-def test_an_elastic_group_is_an_array_of_single_hosts() -> None:
-    elastic = dataclasses.replace(GROUP, elastic=True, hosts=4, links=9)
-    table = batch_script.directives(request(), elastic)
-    assert (table["array"], table["nodes"]) == ("0-8%4", "1")
-
-
 @pytest.mark.parametrize("key", batch_script.PASSED)
 @pytest.mark.parametrize("value", ["a\n#SBATCH --wrap=x", "back\\slash", "nul\0"])
 def test_values_that_no_directive_can_hold_are_refused(key: str, value: str) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.errors import SchedulerError
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin, end
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import chain, elastic
+from slurmrl.scheduler import chain
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import (
     Link,
@@ -124,27 +123,6 @@ def test_what_is_no_chain_gets_no_links(
     commit(run, 1)
     assert add(link(run, 2), scheduler) is TopUp.NO_CHAIN
     assert continues(link(run, 2)) is Continue(mode)
-
-
-@pytest.mark.usefixtures("_everywhere")
-def test_each_link_looks_after_elastic_groups_in_its_own_name(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names: list[str] = []
-
-    class Group:
-        def __init__(self, *_: object, by: str, sleep: object) -> None:
-            names.append(by)
-
-        def keep(self, wanted: int) -> elastic.Change:
-            return elastic.Change()
-
-    monkeypatch.setattr(chain, "ElasticGroup", Group)
-    for index in (0, 1):
-        looks = Upkeep(link(run, index), {"rollout": 3}, pytest.fail)
-        looks.start()
-        looks.stop()
-    assert names == ["41_0", "41_1"]
 
 
 def test_the_end_cancels_every_array_after_this_link(
@@ -265,24 +243,3 @@ def test_sbatch_that_is_refused_is_tried_a_few_times_and_when_the_link_ends(
     slurm.refuse = ""
     assert continue_after(link(run, 2)).endswith("follows, 3 left")
     assert slurm.jobs["42"][1] == [3, 4, 5], "numbers that were refused are used again"
-
-
-@pytest.mark.usefixtures("_everywhere")
-def test_an_elastic_group_is_looked_after_while_the_link_runs(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A controller that does not answer for a while changes nothing."""
-    kept: list[int] = []
-
-    def keep(self: elastic.ElasticGroup, wanted: int) -> elastic.Change:
-        kept.append(wanted)
-        if len(kept) == 1:
-            raise SchedulerError("squeue did not answer")
-        return elastic.Change(submit=1)
-
-    monkeypatch.setattr(elastic.ElasticGroup, "keep", keep)
-    looks = Upkeep(link(run, 0), {"rollout": 3}, pytest.fail)
-    looks.start()
-    wait_until("the third look", lambda: len(kept) > 2)
-    looks.stop()
-    assert set(kept) == {3}
