@@ -42,7 +42,7 @@ except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueErr
           f"({file}). --update-code takes the present one", file=sys.stderr)
     sys.exit(3)
 """
-"""Runs the slurmrl of a trial. Its files may be damaged, and no code of theirs can say so."""
+"""Runs the slurmrl of a trial, and reports damage to its files, which cannot report it."""
 
 
 @click.command(

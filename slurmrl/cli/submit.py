@@ -101,7 +101,7 @@ def evaluate(
     new: bool,
     root: str | None,
 ) -> int:
-    """Evaluate a checkpoint of CONFIG's model in a trial of its own, also while that trains.
+    """Evaluate a checkpoint of CONFIG's model in a separate trial; training may continue.
 
     CONFIG is the configuration that trains the model, whose `evaluation` section is used, on all
     rows of its dataset, or one of algorithm evaluate. Overrides are those of algorithm evaluate:

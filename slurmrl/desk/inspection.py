@@ -151,7 +151,7 @@ class Judged:
     completion: str
     answer: str
     score: float | None
-    """None: the reward could not judge it."""
+    """None: the reward could not score it."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class DataRow:
 
 @dataclass(frozen=True)
 class Item:
-    """One completion to judge, for a row of the data."""
+    """One completion to score, for a row of the data."""
 
     row: DataRow
     completion: str
