@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import exp
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.policy.advantages import Estimates, estimate
 from slurmrl.algorithms.policy.presets import PRESETS
 from slurmrl.algorithms.policy.schema import PolicyGradient
@@ -19,6 +24,10 @@ from slurmrl.data.sample import SequenceSample
 MakeWorld = Callable[..., Any]
 WRITTEN, READ = True, False
 LIMIT = 16
+
+pieces = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3)
+"""(tokens read, tokens written) of each turn; the first ones read are the prompt."""
+groups = st.lists(st.lists(pieces, min_size=2, max_size=2), min_size=1, max_size=3)
 
 
 def layout(turns: Sequence[tuple[int, int]]) -> list[bool]:
@@ -81,6 +90,73 @@ def sequences(sample: SequenceSample) -> list[dict[str, list[Any]]]:
     ]
 
 
+@settings(deadline=None)
+@given(groups, st.floats(0.5, 1), st.floats(0, 1), st.integers(0, 99), st.booleans())
+def test_advantages_step_from_turn_to_turn(
+    rows: list[list[list[tuple[int, int]]]], discount: float, lam: float, seed: int, masks: bool
+) -> None:
+    """Each token that the policy wrote is one step, whose next state is the one before the next
+    token that it writes. A turn's reward comes with its last token, scaled like the score, and the
+    sum of a completion's rewards is its score.
+    """
+    kl_coef, scale = 0.3, 2.0
+    ppo = PolicyGradient(
+        batch_size=8,
+        discount=discount,
+        gae_lambda=lam,
+        reward_scaling=scale,
+        reward_bias=0.25,
+        reward_clip=1.5,
+        mask_no_eos_with_zero=masks,
+    )
+    sample = batch(rows, seed)
+    found = estimates_of(sample, ppo, kl_coef)
+    advantages: list[float] = []
+    for one in sequences(sample):
+        own = [t for t, is_read in enumerate(one["prompt_mask"]) if not is_read]
+        finished = one["finished"][0]
+        score = min(max((one["rewards"][0] - 0.25) * scale, -1.5), 1.5)
+        counts = finished or not masks
+        score = score if counts else 0.0
+        rewards = [one["turn_rewards"][t] * scale if counts else 0.0 for t in own]
+        rewards[-1] += score - sum(rewards)
+        assert sum(rewards) == pytest.approx(score)
+        penalties = [kl_coef * (one["logprobs"][t] - one["ref_logprobs"][t]) for t in own]
+        after = [one["values"][t - 1] for t in own[1:]]
+        after.append(0.0 if finished else one["values"][len(one["values"]) - 1])
+        carry, reverse = 0.0, []
+        for k in reversed(range(len(own))):
+            delta = rewards[k] - penalties[k] + discount * after[k] - one["values"][own[k] - 1]
+            carry = delta + discount * lam * carry
+            reverse.append(carry)
+        advantages += reversed(reverse)
+    wanted = torch.tensor(advantages, dtype=torch.float64)
+    torch.testing.assert_close(found.advantages, wanted)
+
+
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+def test_failed_episodes_are_compared_with_none(advantage: str) -> None:
+    """A completion without a token of the policy moves no baseline and no deviation."""
+    rows = [[[(2, 2), (1, 3)]] * 3, [[(2, 1)]] * 3]
+    options = {"advantage": advantage, "advantage_std": "batch", "kl": {"coef": 0.0}}
+    ppo = PolicyGradient(batch_size=2, reward_clip=None, **options)
+    sample = batch(rows, 1, failed=[1])
+    rewards = sample.tensor("rewards")
+    rewards[1] = 1e6
+    found = estimates_of(sample, ppo).advantages
+    values = rewards.tolist()
+    answered = [[values[0], values[2]], values[3:]]
+    together = [value for group in answered for value in group]
+    deviation = float(torch.tensor(together).double().std()) + ppo.std_epsilon
+    wanted = []
+    for group, lengths in zip(answered, [[5, 5], [1, 1, 1]], strict=True):
+        for place, (value, length) in enumerate(zip(group, lengths, strict=True)):
+            others = group[:place] + group[place + 1 :]
+            base = {"group": group, "leave_one_out": others, "batch": together}[advantage]
+            wanted += [(value - sum(base) / len(base)) / deviation] * length
+    assert found.tolist() == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
 def test_more_groups_than_completions_that_did_not_fail(advantage: str) -> None:
     """The only completion of the last prompt is compared with itself alone."""
@@ -139,6 +215,62 @@ def test_what_the_policy_has_read_is_not_trained_on(name: str, make_world: MakeW
         results.append(stats)
     assert results[0] == pytest.approx(results[1], rel=1e-6)
     assert results[0]["completions"] == 16.0
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("aggregation", ["tokens", "sequences", "constant"])
+def test_the_loss_of_turns_token_by_token(
+    ratio: str, aggregation: str, make_world: MakeWorld
+) -> None:
+    """The loss, the KL and the numbers that are reported, from loops over the policy's tokens."""
+    world = make_world(name="grpo", n_minibatches=1, ratio=ratio, aggregation=aggregation)
+    sample = floats(batch(ROWS, 5))
+    estimates = world.estimate(sample)
+    logp = world.actor.forward(sample.only(["input_ids"]))["logp"]
+    sample.data["logprobs"] = logp + 0.1 * sample.tensor("logprobs")
+    stats = world.train_actor(sample, 1, kl_coef=0.04)
+    advantages = iter(estimates.advantages.tolist())
+    cuts = sample.cu_seqlens("input_ids").tolist()
+    losses, kls, differences = [], [], []
+    for start, stop in pairwise(cuts):
+        own = [t for t in range(start, stop) if not sample.tensor("prompt_mask")[t]]
+        gaps = [float(logp[t] - sample.tensor("logprobs")[t]) for t in own]
+        level = [sum(gaps) / len(gaps)] * len(gaps) if ratio == "sequence" else gaps
+        gains = [next(advantages) for _ in own]
+        losses.append(
+            [
+                -min(exp(x) * a, min(max(exp(x), 0.8), 1.2) * a)
+                for x, a in zip(level, gains, strict=True)
+            ]
+        )
+        apart = [float(logp[t] - sample.tensor("ref_logprobs")[t]) for t in own]
+        kls.append([exp(-x) - 1 + x for x in apart])
+        differences += gaps
+
+    def aggregated(rows: list[list[float]]) -> float:
+        match aggregation:
+            case "tokens":
+                return sum(map(sum, rows)) / sum(map(len, rows))
+            case "sequences":
+                return sum(sum(row) / len(row) for row in rows) / len(rows)
+        return sum(map(sum, rows)) / world.settings.config.rollout.max_new_tokens / len(rows)
+
+    assert stats["actor_loss"] == pytest.approx(aggregated(losses), rel=1e-4, abs=1e-6)
+    assert stats["kl_loss"] == pytest.approx(aggregated(kls), rel=1e-4)
+    count = len(differences)
+    assert stats["mismatch/kl_k1"] == pytest.approx(-sum(differences) / count, rel=1e-3, abs=1e-6)
+    assert stats["approx_kl_k1"] == pytest.approx(-sum(differences) / count, rel=1e-3, abs=1e-6)
+
+
+def test_recomputed_log_probabilities_are_compared_on_own_tokens(make_world: MakeWorld) -> None:
+    world = make_world()
+    sample = floats(batch(ROWS, 7))
+    plain, other = (
+        RecomputeInterface().inference(world.actor, each, world.context(1, each.ids)).stats
+        for each in (sample, poisoned(sample))
+    )
+    for name, (mean, count) in plain.items():
+        assert other[name] == pytest.approx((mean, count))
 
 
 def test_a_long_completion_is_one_of_which_the_policy_wrote_much() -> None:

@@ -5,12 +5,47 @@ does with them.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.sections import Value
-from slurmrl.algorithms.scalars import PolicyScalars, ReturnMoments
+from slurmrl.algorithms.scalars import EPS, PolicyScalars, ReturnMoments
+
+MakeWorld = Callable[..., Any]
+BATCHES = [[1.0, 2.0, 6.0], [-3.0], [0.5, 0.5], [4.0, 8.0]]
+
+
+def moments_of(batch: list[float]) -> tuple[float, float]:
+    return sum(batch) / len(batch), sum(x**2 for x in batch) / len(batch)
+
+
+def test_exponential_moments_are_weighted_means_over_batches() -> None:
+    """The batch before k others weighs 0.9^k, and the weights add up to 1 from the first on."""
+    found = ReturnMoments()
+    for count, batch in enumerate(BATCHES, start=1):
+        found = found.exponential(*moments_of(batch), decay=0.9)
+        weights = [0.9 ** (count - 1 - place) for place in range(count)]
+        means, squares = zip(*map(moments_of, BATCHES[:count]), strict=True)
+        mean, square = (
+            sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+            for values in (means, squares)
+        )
+        assert found.mean == pytest.approx(mean)
+        assert found.std == pytest.approx((square - mean**2 + EPS) ** 0.5)
+
+
+def test_moving_moments_are_those_of_all_returns() -> None:
+    found = ReturnMoments()
+    for batch in BATCHES:
+        found = found.moving(*moments_of(batch), len(batch))
+    returns = torch.tensor([x for batch in BATCHES for x in batch], dtype=torch.float64)
+    assert found.mean == pytest.approx(float(returns.mean()))
+    assert found.std == pytest.approx(float((returns.var(correction=0) + EPS).sqrt()))
 
 
 def test_normalisation_can_be_undone_and_is_none_before_the_first_returns() -> None:
@@ -44,6 +79,63 @@ def test_the_moments_are_part_of_the_committed_state() -> None:
     assert successor.values() == whole.values()
     assert successor.values()["value_norm_mean"] == 1 / 3
     assert "value_norm_mean" not in PolicyScalars(settings("none")).state()
+
+
+def take_rewards(world: Any, step: int, scalars: dict[str, float]) -> Any:
+    """A rollout of finished completions with large rewards, and the values that ``scalars``
+    give.
+    """
+    sample = world.rollout(step)
+    sample.data["finished"] = torch.ones_like(sample.tensor("finished"))
+    sample.data["rewards"] = 100.0 + 20.0 * sample.tensor("rewards")
+    context = world.context(step, sample.ids, kl_coef=0.0, **scalars)
+    output = CriticInterface().inference(world.critic, sample, context).sample
+    assert output is not None
+    sample.update_(output)
+    return sample, context
+
+
+OPTIONS = {"reward_clip": None, "n_minibatches": 1, "value_clip": 0.2, "value_norm": "moving"}
+
+
+def test_the_critic_predicts_normalised_returns(make_world: MakeWorld) -> None:
+    """Its outputs are scaled back for the advantages.
+
+    Its loss compares the outputs with returns normalised by moments that include them, and old
+    outputs with new ones in the same units.
+    """
+    world = make_world(**{**OPTIONS, "value_norm": "none"})
+    before = ReturnMoments().moving(90.0, 90.0**2 + 25.0, 10.0)
+    plain, _ = take_rewards(world, 1, {})
+    raw = plain.tensor("values")
+    world = make_world(**OPTIONS)
+    sample, context = take_rewards(world, 1, before.scalars())
+    torch.testing.assert_close(sample.tensor("values"), raw * before.std + 90.0)
+    estimates = world.estimate(sample)
+    returns, own = estimates.returns.double(), raw[estimates.responses.tokens - 1].double()
+    after = before.moving(float(returns.mean()), float(returns.square().mean()), len(returns))
+    result = CriticInterface().train_step(world.critic, sample, context)
+    stats = {name: total / count for name, (total, count) in result.stats.items()}
+    assert {name: stats[name] for name in after.scalars()} == pytest.approx(after.scalars())
+    expected = 0.5 * ((own - (returns - after.mean) / after.std) ** 2).mean()
+    assert stats["value_loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert stats["value_clip_fraction"] == 0.0
+
+
+def test_a_critic_with_normalised_returns_learns_large_ones_sooner(make_world: MakeWorld) -> None:
+    errors = {}
+    for kind in ("none", "exponential"):
+        world = make_world(**{**OPTIONS, "value_norm": kind, "value_clip": None})
+        scalars: dict[str, float] = ReturnMoments().scalars()
+        for _ in range(8):
+            sample, context = take_rewards(world, 1, scalars)
+            result = CriticInterface().train_step(world.critic, sample, context)
+            found = {name: total for name, (total, _) in result.stats.items()}
+            scalars = {name: found.get(name, value) for name, value in scalars.items()}
+        sample, _ = take_rewards(world, 1, scalars)
+        estimates = world.estimate(sample)
+        errors[kind] = float((estimates.returns - estimates.old_values).square().mean().sqrt())
+    assert errors["exponential"] < 10.0 < errors["none"]
 
 
 def test_the_decay_belongs_to_exponential_moments() -> None:
