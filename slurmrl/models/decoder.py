@@ -138,7 +138,7 @@ class Decoder(PackedModel):
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         elif not config.tie_embeddings:
             self.lm_head = VocabProjection(config.hidden_size, config.vocab_size, split)
-        self._gpt2_scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
+        self._embedding_scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
         self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
         self.balance = self._balance()
         self._replayed: Replayed | None = None
@@ -247,10 +247,10 @@ class Decoder(PackedModel):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The input of the layers [T, h] from embeddings of tokens [T, h] at positions [T]."""
-        if self._gpt2_scale is None:
+        if self._embedding_scale is None:
             return tokens
         # The scale is rounded to the model's dtype, as in transformers.
-        return tokens * torch.tensor(self._gpt2_scale, dtype=tokens.dtype, device="cpu").item()
+        return tokens * torch.tensor(self._embedding_scale, dtype=tokens.dtype, device="cpu").item()
 
     @property
     def token_embedding(self) -> nn.Embedding:
