@@ -7,7 +7,7 @@ import shlex
 from math import inf
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slurmrl.config.profiles import ROOT_RULE, is_root
 from slurmrl.config.schema.base import (
@@ -30,13 +30,9 @@ _MEMORY: Final = re.compile(r"[1-9]\d*[KMGT]?")
 
 
 def _check_time(text: str) -> str:
-    if not _TIME.fullmatch(text):
+    if text and not _TIME.fullmatch(text):
         raise ValueError("must be MINUTES, [HH:]MM:SS, D-HH[:MM[:SS]] or UNLIMITED")
     return text
-
-
-def _check_time_or_none(text: str) -> str:
-    return text and _check_time(text)
 
 
 def _check_memory(text: str) -> str:
@@ -79,33 +75,62 @@ def time_limit_s(text: str) -> float:
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
-TimeLimit = Annotated[Word, AfterValidator(_check_time)]
-TimeLimitOrNone = Annotated[Line, AfterValidator(_check_time_or_none)]
+TimeLimit = Annotated[Line, AfterValidator(_check_time)]
 Memory = Annotated[Word, AfterValidator(_check_memory)]
 Command = Annotated[Word, AfterValidator(_check_command)]
 
 
-class Slurm(Section):
-    """Options of the Slurm jobs. An option that is left out takes the cluster's default."""
+class JobOptions(Section):
+    """Options of the jobs of tasks.
 
-    partition: Word | None = None
-    """Partition, or several separated by commas."""
-    account: Word | None = None
+    One that is left out is that of `cluster.slurm`; an empty text (`reservation: ""`) takes the
+    cluster's default instead.
+    """
+
+    partition: Line | None = None
+    """Partition, or several separated by commas. The partition of tasks may be preemptible: a
+    preempted task returns its unfinished work, and Slurm queues its job again."""
+    account: Line | None = None
     """Account to charge."""
-    qos: Word | None = None
+    qos: Line | None = None
     """Quality of service."""
     time: TimeLimit | None = None
-    """Time limit of one link as Slurm writes it: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
-    constraint: Word | None = None
+    """Time limit of one job as Slurm writes it: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
+    constraint: Line | None = None
     """Features that hosts must have."""
-    nodelist: Word | None = None
+    nodelist: Line | None = None
     """Hosts that must be part of the job."""
-    exclude: Word | None = None
+    exclude: Line | None = None
     """Hosts that must not be part of the job."""
-    reservation: Word | None = None
+    reservation: Line | None = None
     """Reservation to run in."""
-    licenses: Word | None = None
+    licenses: Line | None = None
     """Licences that the job uses."""
+    links: Annotated[int, Field(gt=0, le=1000)] | None = None
+    """Number of successive jobs for each task."""
+    signal_lead_s: PositiveInt | None = None
+    """Seconds before the time limit at which Slurm signals a task to finish what it can."""
+    extra_lines: Sequence[Line] | None = None
+    """Additional `#SBATCH` lines, instead of those of `cluster.slurm`."""
+    setup: Sequence[Line] | None = None
+    """Shell lines at the top of the batch script, instead of those of `cluster.slurm`."""
+    gpu_directive: Literal["gres", "gpus-per-node", "none"] | None = None
+    """How GPUs are requested: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
+    gpu_type: Line | None = None
+    """GPU type in that request: `a100`."""
+
+    def over(self, trainers: Slurm) -> Slurm:
+        """All options of the array. Raises ValueError for options that exclude each other."""
+        given = self.model_dump(exclude_none=True)
+        return Slurm.model_validate({**trainers.model_dump(), **given})
+
+
+class Slurm(JobOptions):
+    """Options of the Slurm jobs.
+
+    An option that is left out, or is an empty text, takes the cluster's default.
+    """
+
     links: Annotated[int, Field(gt=0, le=1000)] = 8
     """Length of the chain: the number of elements in the job array, which run one after the other.
     When they run out, a trial that has committed submits as many again if sbatch works on compute
@@ -133,8 +158,11 @@ class Slurm(Section):
     path of the Python that submits."""
     gpu_directive: Literal["gres", "gpus-per-node", "none"] = "gres"
     """How GPUs are requested: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
-    gpu_type: Word | None = None
-    """GPU type in that request: `a100`."""
+
+    @field_validator("*")
+    @classmethod
+    def _default_of_cluster(cls, value: object) -> object:
+        return None if isinstance(value, str) and not value.strip() else value
 
     @model_validator(mode="after")
     def _warned_in_time(self) -> Slurm:
@@ -144,55 +172,6 @@ class Slurm(Section):
                 f"{self.time}: the run would be signalled to stop as soon as it starts"
             )
         return self
-
-
-class SlurmOfTasks(Section):
-    """Options of the jobs of tasks.
-
-    One that is left out is that of `cluster.slurm`; an empty text (`reservation: ""`) takes the
-    cluster's default instead.
-    """
-
-    partition: Line | None = None
-    """Partition, or several separated by commas. It may be preemptible: a task that is preempted
-    gives back what it has not finished, and its job is queued again."""
-    account: Line | None = None
-    """Account to charge."""
-    qos: Line | None = None
-    """Quality of service."""
-    time: TimeLimitOrNone | None = None
-    """Time limit of one task as Slurm writes it."""
-    constraint: Line | None = None
-    """Features that a task's host must have."""
-    nodelist: Line | None = None
-    """Hosts on which tasks run."""
-    exclude: Line | None = None
-    """Hosts on which no task runs."""
-    reservation: Line | None = None
-    """Reservation to run in."""
-    licenses: Line | None = None
-    """Licences that a task uses."""
-    links: Annotated[int, Field(gt=0, le=1000)] | None = None
-    """Number of successive jobs for each task."""
-    signal_lead_s: PositiveInt | None = None
-    """Seconds before the time limit at which Slurm signals a task to finish what it can."""
-    extra_lines: Sequence[Line] | None = None
-    """Additional `#SBATCH` lines, instead of those of `cluster.slurm`."""
-    setup: Sequence[Line] | None = None
-    """Shell lines at the top of the batch script, instead of those of `cluster.slurm`."""
-    gpu_directive: Literal["gres", "gpus-per-node", "none"] | None = None
-    """How GPUs are requested."""
-    gpu_type: Line | None = None
-    """GPU type in that request."""
-
-    def over(self, trainers: Slurm) -> Slurm:
-        """All options of the array. Raises ValueError for options that exclude each other."""
-        given = {
-            name: None if value == "" else value
-            for name, value in self.model_dump().items()
-            if value is not None
-        }
-        return Slurm.model_validate({**trainers.model_dump(), **given})
 
 
 class Cluster(Section):

@@ -14,7 +14,7 @@ from slurmrl.config.schema.base import (
     Section,
     Word,
 )
-from slurmrl.config.schema.cluster import SlurmOfTasks
+from slurmrl.config.schema.cluster import JobOptions
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.reward import PART_NAME, Reward
 from slurmrl.config.schema.rollout import SAME_COMPLETIONS, subset_sizes
@@ -87,7 +87,7 @@ class EvaluationTasks(Section):
     backend: Line = ""
     """Layout of the model there, for example `fsdp:d1`, in which its engine also generates.
     Default: that of the actor, and `rollout.backend` generates as in training."""
-    slurm: SlurmOfTasks = SlurmOfTasks()
+    slurm: JobOptions = JobOptions()
 
 
 class Evaluation(Section):

@@ -27,7 +27,7 @@ from slurmrl.config.schema.base import (
     Text,
     Word,
 )
-from slurmrl.config.schema.cluster import SlurmOfTasks
+from slurmrl.config.schema.cluster import JobOptions
 from slurmrl.config.schema.reward import PartName
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
@@ -321,7 +321,7 @@ class Rollout(Section):
     """Generate in tasks of their own, without the trainers: `{}`, or with settings. `backend` is
     the engine, and the layout of a task times their number. Default: the trainers generate."""
 
-    slurm: SlurmOfTasks = SlurmOfTasks()
+    slurm: JobOptions = JobOptions()
 
     episode: EpisodeSettings = EpisodeSettings()
 

@@ -22,7 +22,7 @@ from slurmrl.config.allocation import Allocation, parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema import evaluation_key
-from slurmrl.config.schema.cluster import SlurmOfTasks
+from slurmrl.config.schema.cluster import JobOptions
 from slurmrl.config.schema.rollout import read_keys
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem, UsageError
@@ -117,7 +117,7 @@ def _inside(draft: Draft) -> Iterator[Problem]:
         yield draft.refuse((ROLLOUTS, "slurm"), reason)
 
 
-def _wrong_slurm(draft: Draft, own: SlurmOfTasks, where: KeyPath) -> Iterator[Problem]:
+def _wrong_slurm(draft: Draft, own: JobOptions, where: KeyPath) -> Iterator[Problem]:
     """Each option is allowed by itself; together with those of the trainers they may not be."""
     try:
         own.over(draft.config.cluster.slurm)

@@ -182,7 +182,7 @@ def test_recorded_path_keeps_its_dollar_sign(
         ('cluster.slurm.account="a\\nb"', "one line"),
         ('cluster.slurm.extra_lines=["--x", "a\\nrm"]', "one line"),
         ('cluster.slurm.setup="module load x"', "must be a list"),
-        ("cluster.slurm.partition=' '", "must not be empty"),
+        ("cluster.interface=' '", "must not be empty"),
         ("experiment=a/b", "starts with a letter or a digit"),
         ("experiment=..", "starts with a letter or a digit"),
         ("experiment=a..b", "has no '..'"),

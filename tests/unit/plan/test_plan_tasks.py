@@ -113,13 +113,15 @@ def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
     resolved configuration is read again. The hosts are those of its own partition.
     """
     settings = plan_ppo(
-        "cluster={gpus_per_worker: 1, slurm: {partition: main, qos: high, account: us, links: 3}}",
+        "cluster={gpus_per_worker: 1, slurm: {partition: main, qos: high, account: us, links: 3, "
+        'nodelist: ""}}',
         "rollout.tasks={max: 2}",
         'rollout.slurm={partition: preemptible, qos: "", time: 30, gpu_type: a40, links: 5}',
     )
     slurm = slurm_of(settings.config, "rollout")
     assert (slurm.partition, slurm.qos, slurm.account) == ("preemptible", None, "us")
     assert slurm_of(settings.config, "trainer") == settings.config.cluster.slurm
+    assert settings.config.cluster.slurm.nodelist is None
     assert slurm_of(Config.model_validate(settings.config.model_dump()), "rollout") == slurm
     rows = {"trainer": [HostRow("n0", "idle", 8, 64)] * 9, "rollout": [HostRow("n9", "idle", 1, 4)]}
     trainers, rollout = (plan := make_plan(settings, scheduler="slurm", hosts=rows)).groups
