@@ -23,7 +23,7 @@ from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.folder_checks import other_projection, small_not_finite
-from slurmrl.models.model_tensors import Header, PinnedTensors, mismatches, read_headers, unused
+from slurmrl.models.model_tensors import PinnedTensors, mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
 from slurmrl.plan.dataflow import Call
@@ -39,6 +39,7 @@ from slurmrl.rollouts.episodes import make_episode, message_role
 from slurmrl.rollouts.policy import Dialogue
 from slurmrl.rollouts.tools.toolbox import ToolSchemas, make_tools
 from slurmrl.tensors.checkpoint.manifest import is_pinned
+from slurmrl.tensors.layout import TensorSpec
 
 MOST_BYTES: Final = 64 * 2**20
 """Bytes of a data file that are checked, from its start."""
@@ -360,7 +361,7 @@ class InputChecks:
 
 
 def _wrong_weights(
-    folder: Path, headers: Mapping[str, Header], config: ModelConfig, head: Head
+    folder: Path, headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head
 ) -> list[str]:
     """Return why the built-in decoder cannot start from a folder's weights."""
     if misfits := mismatches(headers, config, head):

@@ -21,12 +21,12 @@ from slurmrl.config.schema.model import Model
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import shown, summand
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.hf import Weights, as_array, open_tensors, read_values
+from slurmrl.models.hf import Weights, as_array, as_tensor, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, blocks
+from slurmrl.tensors.layout import Box, Index, TensorSpec, blocks
 from slurmrl.tensors.transfer.execute import BITS, BLOCK
 
 CPU = "rng/cpu"
@@ -63,8 +63,7 @@ def initial_weights(
     made whole; the last ``keep`` of them are cached for further boxes.
     """
     if source is not None:
-        with open_tensors(source) as files:
-            yield Weights(files, config, head).read_finite
+        yield Weights(source, config, head).read_finite
         return
     shapes = parameter_shapes(config, head)
 
@@ -133,13 +132,7 @@ def fill_saved(target: Tensor, checkpoint: RoleCheckpoint, name: str, box: Box) 
     """
     dtype = checkpoint.layout.tensors[name].dtype
     for block, values in checkpoint.blocks(name, box):
-        target[block.inside(box)].copy_(_to_torch(values, dtype))
-
-
-def _to_torch(values: Array, dtype: str) -> Tensor:
-    if dtype == "bfloat16":
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
+        target[block.inside(box)].copy_(as_tensor(values, dtype))
 
 
 class Fingerprint:

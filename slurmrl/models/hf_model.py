@@ -29,11 +29,13 @@ from slurmrl.fsio import inputs
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head
 from slurmrl.models.folder_checks import not_finite
-from slurmrl.models.hf import is_finite, open_tensors
+from slurmrl.models.hf import as_tensor, is_finite
 from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.tensors.checkpoint.manifest import is_pinned
+from slurmrl.tensors.layout import Box
 from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
 from slurmrl.tensors.ops.products import wide_linear
@@ -195,8 +197,11 @@ def _loaded(
     if not is_pinned(source):
         loaded: tuple[Any, dict[str, Any]] = task.from_pretrained(source, **options)
         return loaded
-    with open_tensors(source) as tensors:
-        state = {name: tensors.read(name) for name in tensors.names()}
+    tensors = open_folder(source)
+    state = {
+        name: as_tensor(tensors.read(name, Box.whole(spec.shape)), spec.dtype)
+        for name, spec in tensors.specs().items()
+    }
     with torch.device("meta"):
         kind: Any = type(task.from_config(settings, dtype=dtype))
     made, report = kind.from_pretrained(None, state_dict=state, **options)
@@ -212,8 +217,8 @@ def _require_finite(model: PreTrainedModel, source: Path) -> None:
     for name, values in model.state_dict().items():
         if is_finite(values) or (name not in parameters and not values.isnan().any()):
             continue
-        with open_tensors(source) as files:
-            names = [name] if name in files else files.names()  # some are renamed or stacked
+        known = open_folder(source).specs()
+        names = [name] if name in known else sorted(known)  # some are renamed or stacked
         raise UsageError(
             not_finite(source, names)
             or f"{source}: '{name}' is not finite in {values.dtype}, although its file is"

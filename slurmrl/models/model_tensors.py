@@ -7,12 +7,10 @@ and weights with their adapters merged.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from slurmrl.config.schema.model import Lora
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
@@ -44,7 +42,7 @@ from slurmrl.tensors.layout import Array, Box, TensorSpec, blocks
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
-FLOATS: Final = ("F64", "F32", "BF16", "F16")
+FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 """The dtypes from which weights are read. Others are quantised, which no engine trains."""
 HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 """Name suffixes of tensors that may be ignored: heads that the role does not use, and constants
@@ -53,15 +51,6 @@ LFS_POINTER: Final = b"version https://git-lfs"
 SHOWN: Final = 5
 BLOCK = 2**16
 """Elements of which bits are weighed at a time, in the cache of a processor's core."""
-
-
-@dataclass(frozen=True)
-class Header:
-    """One tensor of a file."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """In safetensors' spelling: ``BF16``."""
 
 
 def weight_files(folder: Path) -> dict[str, set[str]]:
@@ -87,26 +76,26 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
     return files
 
 
-def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
+def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
     """The tensors of a model folder by name, and what is wrong with its files."""
-    if is_pinned(folder):
-        return _pinned_headers(folder)
     try:
+        if is_pinned(folder):
+            return PinnedTensors(folder).specs(), []
         files = weight_files(folder)
-    except UsageError as error:
+    except (UsageError, CheckpointError, CorruptFileError) as error:
         return {}, [str(error)]
-    headers: dict[str, Header] = {}
+    headers: dict[str, TensorSpec] = {}
     problems = []
     for file, names in files.items():
         try:
-            held = _held(folder / file)
+            held = _opened_file(folder / file).specs
         except FileNotFoundError:
             problems.append(f"{folder / file} is missing, but {INDEX_FILE} names it")
             continue
         except UsageError as error:
             problems.append(str(error))
             continue
-        except (OSError, SafetensorError) as error:
+        except (OSError, CorruptFileError) as error:
             problems.append(f"{folder / file} is damaged or truncated: {error}")
             continue
         if absent := sorted(names - held.keys()):
@@ -115,15 +104,7 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
     return headers, problems
 
 
-def _pinned_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
-    try:
-        specs = PinnedTensors(folder).specs()
-    except (UsageError, CheckpointError, CorruptFileError) as error:
-        return {}, [str(error)]
-    return {name: Header(spec.shape, CODES[spec.dtype]) for name, spec in specs.items()}, []
-
-
-def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
+def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -> list[str]:
     """How the weights differ from those of the architecture, as messages."""
     missing, other, quantised = [], [], []
     for name, shape in implied_shapes(config, head).items():
@@ -134,16 +115,15 @@ def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -
         elif header.shape != shape:
             other.append(f"{name} {list(header.shape)} instead of {list(shape)}")
         elif header.dtype not in FLOATS:
-            quantised.append(f"{name} ({header.dtype})")
+            quantised.append(f"{name} ({CODES.get(header.dtype, header.dtype)})")
     messages = []
     if missing:
         messages.append(f"the files lack {_some(missing)}, which config.json implies")
     if other:
         messages.append(f"shapes differ from those that config.json implies: {_some(other)}")
     if quantised:
-        messages.append(
-            f"{_some(quantised)}: quantised weights are not supported, only {', '.join(FLOATS)}"
-        )
+        floats = ", ".join(CODES[dtype] for dtype in FLOATS)
+        messages.append(f"{_some(quantised)}: quantised weights are not supported, only {floats}")
     return messages
 
 
@@ -152,7 +132,7 @@ def stored_name(name: str, names: Container[str]) -> str | None:
     return next((n for n in (name, name.partition(".")[2]) if n in names), None)
 
 
-def unused(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
+def unused(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -> list[str]:
     """Tensors of the files that the architecture does not use."""
     shapes = implied_shapes(config, head)
     known = {*shapes, *(name.partition(".")[2] for name in shapes)}
@@ -169,25 +149,20 @@ def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]
     return {name: tuple(tensor.spec.shape) for name, tensor in tensors.items()}
 
 
-def _held(path: Path) -> dict[str, Header]:
-    """Return the headers of the tensors in a file.
+def _opened_file(path: Path) -> TensorFile:
+    """Open a file of weights.
 
     Raises:
     - FileNotFoundError or OSError;
-    - SafetensorError, for example for a truncated file;
+    - CorruptFileError, for example for a truncated file;
     - UsageError for a file that does not hold weights.
     """
-    headers = {}
     with inputs.opened(path) as opened:
         if opened.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UsageError(
                 f"{path} is a pointer of Git LFS, not the file: run git lfs pull in its folder"
             )
-    with safe_open(path, framework="np") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            view = file.get_slice(name)
-            headers[name] = Header(tuple(view.get_shape()), str(view.get_dtype()))
-    return headers
+    return TensorFile(path)
 
 
 def _some(names: list[str]) -> str:
@@ -196,12 +171,16 @@ def _some(names: list[str]) -> str:
 
 
 class FolderTensors(Protocol):
+    """The tensors of a model folder."""
+
+    folder: Path
+
     def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors by their names in the files."""
         ...
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        """A box of a tensor; bfloat16 as its bits (uint16)."""
         ...
 
     def file(self, name: str) -> Path:
@@ -223,9 +202,15 @@ class SafetensorsFolder:
     """The tensors of a folder with one safetensors file, or with several and an index."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._files: dict[str, TensorFile] = {}
         for file, listed in weight_files(folder).items():
-            opened = TensorFile(folder / file)
+            try:
+                opened = _opened_file(folder / file)
+            except OSError as error:
+                raise inputs.unreadable(error, folder / file) from error
+            if absent := sorted(listed - opened.specs.keys()):
+                raise CorruptFileError(f"{opened.path} lacks {_some(absent)}")
             self._files |= dict.fromkeys(listed or opened.specs, opened)
 
     def specs(self) -> Mapping[str, TensorSpec]:
@@ -233,9 +218,8 @@ class SafetensorsFolder:
 
     def read(self, name: str, box: Box) -> Array:
         file = self._files[name]
-        values = file.flat(name).reshape(file.specs[name].shape)[box.slices].copy()
-        file.release()
-        return np.asarray(values, order="C")
+        file.release()  # memory of earlier reads
+        return np.asarray(file.flat(name).reshape(file.specs[name].shape)[box.slices])
 
     def file(self, name: str) -> Path:
         return self._files[name].path
@@ -249,6 +233,7 @@ class PinnedTensors:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         origin = read_origin(folder)
         values = inputs.read_json(folder / "config.json")
         self._dtype = origin.dtype
@@ -306,6 +291,48 @@ def _opened(
     return merged, storage_of(config)
 
 
+class FolderParameters:
+    """The parameters of a model folder, by the decoder's names."""
+
+    def __init__(self, folder: Path, config: ModelConfig, head: Head) -> None:
+        """Raises UsageError if the files do not match the config (`mismatches`).
+
+        The value head may be missing.
+        """
+        self.folder = folder
+        self._tensors = open_folder(folder)
+        self._specs = self._tensors.specs()
+        if problems := mismatches(self._specs, config, head):
+            raise UsageError(f"{folder}: {'; '.join(problems)}")
+        self._shapes = parameter_shapes(config, head)
+        self._storage = storage_of(config)
+
+    def stored(self, name: str) -> list[str]:
+        """Names of the tensors that store a parameter; none for a value head that is missing."""
+        parts = self._storage(name, self._shapes[name])
+        found = (stored_name(part.tensor, self._specs) for part in parts)
+        return [each for each in found if each is not None]
+
+    def dtype(self, name: str) -> str:
+        """The type in which a parameter is stored."""
+        return self._specs[self.stored(name)[0]].dtype
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a parameter, in its stored type; bfloat16 as its bits (uint16)."""
+        parts, stored = self._storage(name, self._shapes[name]), self.stored(name)
+        if parts[0].row is None:
+            return self._part(parts[0], stored[0], box)
+        values = np.empty(box.size, NUMPY_DTYPES[self.dtype(name)])
+        for index in range(box.size[0]):
+            row = box.start[0] + index
+            values[index] = self._part(parts[row], stored[row], box)
+        return values
+
+    def _part(self, part: TensorSlice, stored: str, box: Box) -> Array:
+        values = self._tensors.read(stored, part.box(box))
+        return values.T if part.transposed else values
+
+
 class TrainedTensors(Protocol):
     """What is trained, of a checkpoint or of a weight version."""
 
@@ -328,18 +355,11 @@ class MergedCheckpoint:
         self, trained: TrainedTensors, folder: Path, config: ModelConfig, head: Head, lora: Lora
     ) -> None:
         inputs.check_folder(folder)
-        self._folder = folder
-        headers, problems = read_headers(folder)
-        problems = problems or mismatches(headers, config, head)
-        if problems:
-            raise UsageError(f"{folder}: {'; '.join(problems)}")
+        self._frozen = FolderParameters(folder, config, head)
         self._trained, self._scale = trained, lora.scale
         self._trained_specs = dict(trained.weights())
         self._shapes = parameter_shapes(config, head)
-        self._storage = storage_of(config)
         self._adapted = {name for name, _ in adapted_weights(config, lora)}
-        self._frozen = open_folder(folder)
-        self._frozen_specs = self._frozen.specs()
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
         """Names and specs of all parameters, in the model's order."""
@@ -349,7 +369,7 @@ class MergedCheckpoint:
         """A box of a parameter, merged, in float32. Raises CheckpointError, UsageError."""
         if name in self._trained_specs:
             return self._trained.read(name, box)
-        values = self._base(name, box)
+        values = self._wide(name, box)
         if name not in self._adapted:
             return values
         rows, columns = zip(box.start, box.size, strict=True)
@@ -368,8 +388,9 @@ class MergedCheckpoint:
         found = self._fingerprint(dtype)
         if found != fingerprint:
             raise UsageError(
-                f"{self._folder} holds other weights than when the adapters were trained: their "
-                f"fingerprint is {found} now and was {fingerprint}. Put the folder back as it was"
+                f"{self._frozen.folder} holds other weights than when the adapters were trained: "
+                f"their fingerprint is {found} now and was {fingerprint}. Put the folder back as "
+                "it was"
             )
 
     def _fingerprint(self, dtype: str) -> str:
@@ -378,22 +399,12 @@ class MergedCheckpoint:
             if name in self._trained_specs:
                 continue
             for box in blocks(Box.whole(shape), BLOCK):
-                values = narrowed(self._base(name, box), dtype).reshape(-1)
+                values = narrowed(self._wide(name, box), dtype).reshape(-1)
                 bits = values.view(f"i{values.itemsize}")
                 total += int(summand(name, shape, box, bits, np.arange))
         return shown(total)
 
-    def _base(self, name: str, box: Box) -> Array:
+    def _wide(self, name: str, box: Box) -> Array:
         """A box of a parameter of the folder, in float32."""
-        parts = self._storage(name, self._shapes[name])
-        if parts[0].row is None:
-            return self._part(parts[0], box)
-        rows = parts[box.start[0] : box.stop[0]]
-        return np.stack([self._part(part, box) for part in rows])
-
-    def _part(self, part: TensorSlice, box: Box) -> Array:
-        stored = stored_name(part.tensor, self._frozen_specs)
-        assert stored is not None, "the files were compared with the architecture"
-        values = self._frozen.read(stored, part.box(box))
-        wide = np.ascontiguousarray(widened(values, self._frozen_specs[stored].dtype))
-        return np.ascontiguousarray(wide.T) if part.transposed else wide
+        values = widened(self._frozen.read(name, box), self._frozen.dtype(name))
+        return np.ascontiguousarray(values)

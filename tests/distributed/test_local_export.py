@@ -11,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.decoder import Decoder
-from slurmrl.models.hf import TensorSource
+from slurmrl.models.hf import from_hf
+from slurmrl.models.model_tensors import open_folder
 from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.support.generated import generate
 from tests.support.trials import ARCHITECTURE, Site, ppo_config, sft_config
@@ -45,15 +44,6 @@ def export(site: Site) -> Path:
     return Path(site.status("sft/1")["export"])
 
 
-def own_decoder(folder: Path) -> Decoder:
-    source = TensorSource(folder)
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    decoder = Decoder(config, "lm")
-    weights = {name: source.read(name) for name, _ in decoder.named_parameters()}
-    decoder.load_state_dict(weights)
-    return decoder
-
-
 def theirs(model: Any, ids: torch.Tensor) -> tuple[list[int], bool]:
     """Greedy continuation by transformers' forward, and whether all its margins are clear."""
     clear = True
@@ -77,7 +67,7 @@ def test_same_greedy_answers(export: Path) -> None:
     prompts = [torch.tensor(tokenizer(text).input_ids) for text in PROMPTS]
     sizes = [0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()]
     output = generate(
-        own_decoder(export),
+        from_hf(export),
         torch.cat(prompts),
         torch.tensor(sizes, dtype=torch.int32),
         GenerationOptions(
@@ -107,8 +97,7 @@ def test_types_and_stop_tokens_go_from_trial_to_trial(site: Site, export: Path) 
     for folder in (export, Path(site.status("ppo/1")["export"])):
         assert json.loads((folder / "generation_config.json").read_text()) == GENERATION
         assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-        with TensorSource(folder) as files:
-            assert {files.read(name).dtype for name in files.names()} == {torch.bfloat16}
+        assert {spec.dtype for spec in open_folder(folder).specs().values()} == {"bfloat16"}
         sizes = [(one / "model.safetensors").stat().st_size for one in (source, folder)]
         assert abs(sizes[0] - sizes[1]) < 100  # of the header
     logs = site.paths("ppo/1").logs.rglob("*")
@@ -130,5 +119,5 @@ def test_the_command_writes_the_same_and_earlier_ones(
     for file in export.iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
     site.slurmrl("export", "sft/1", "--step", "6", "--out", str(tmp_path / "earlier"))
-    earlier, last = (own_decoder(one).state_dict() for one in (tmp_path / "earlier", folder))
+    earlier, last = (from_hf(one).state_dict() for one in (tmp_path / "earlier", folder))
     assert any(not torch.equal(earlier[name], last[name]) for name in last)

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from slurmrl import log
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.hf import Tensors, open_tensors, read_values
+from slurmrl.models.hf import as_tensor, read_values
+from slurmrl.models.model_tensors import FolderTensors, open_folder
 from slurmrl.rollouts.generation.base import WeightVersion
+from slurmrl.tensors.layout import Box
 
 logger = log.get(__name__)
 
@@ -81,17 +83,21 @@ Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
 
 
 def parameter(
-    files: Tensors, config: Mapping[str, Any], name: str, part: TensorPart
+    files: FolderTensors, config: Mapping[str, Any], name: str, part: TensorPart
 ) -> Tensor | None:
     """A server's parameter; None for one that is not known."""
     module, _, kind = name.rpartition(".")
     path, _, module = module.rpartition(".")
     sources = [f"{path}.{each}.{kind}" for each in JOINED.get(module, ())] or [name]
-    if any(source not in files for source in sources):
+    specs = files.specs()
+    if any(source not in specs for source in sources):
         return None
     if name.endswith(NORM) and config["model_type"] in ADDS_ONE:
         return None
-    tensors = [files.read(source) for source in sources]
+    tensors = [
+        as_tensor(files.read(source, Box.whole(specs[source].shape)), specs[source].dtype)
+        for source in sources
+    ]
     if name.endswith(VOCABULARY):
         tensors = [_filled_up(tensors[0])]
     elif name.endswith(TRANSPOSED):
@@ -276,15 +282,15 @@ class WeightChecks:
     ) -> None:
         """Add what is missing to the expected checksums, unless nobody waits for them any more."""
         config = read_values(folder)
-        with open_tensors(folder) as files:
-            for each in held:
-                for name in each.checksums:
-                    key = each.part, name
-                    if ended.is_set():
-                        return
-                    if key not in expected:
-                        tensor = parameter(files, config, name, each.part)
-                        expected[key] = None if tensor is None else self._of(tensor, digest)
+        files = open_folder(folder)
+        for each in held:
+            for name in each.checksums:
+                key = each.part, name
+                if ended.is_set():
+                    return
+                if key not in expected:
+                    tensor = parameter(files, config, name, each.part)
+                    expected[key] = None if tensor is None else self._of(tensor, digest)
 
     def _of(self, tensor: Tensor, digest: Digest) -> str | None:
         try:

@@ -139,7 +139,7 @@ class TensorFile:
     def _mapped(self) -> mmap.mmap:
         try:
             with os.fdopen(REAL.open(self.path, os.O_RDONLY), "rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except FileNotFoundError as error:
             if not any(map(is_absent, (self.path, self.path.parent))):
                 raise explain(error, "read", self.path) from error
@@ -157,21 +157,34 @@ class TensorFile:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._data = 8 + length
         self.specs: dict[str, TensorSpec] = {}
+        """Types that this program does not read keep safetensors' spelling, such as ``I8``."""
         self.begins: dict[str, int] = {}
         """The first byte of each tensor, from the end of the header."""
+        last = 0
         for name, entry in header.items():
-            spec = TensorSpec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            spec = TensorSpec(tuple(entry["shape"]), DTYPES.get(entry["dtype"], entry["dtype"]))
             begin, end = entry["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)):
                 raise ValueError(f"tensor '{name}' is described by {shown(entry)}")
-            if end - begin != spec.bytes or self._data + end > self._size:
+            size = spec.bytes if spec.dtype in ITEM_BYTES else end - begin
+            if end - begin != size or self._data + end > self._size:
                 raise ValueError(f"tensor '{name}' has bytes {begin} to {end}")
             self.specs[name] = spec
             self.begins[name] = begin
+            last = max(last, end)
+        if self._data + last != self._size:
+            raise ValueError(f"{self._data + last} of its {self._size} bytes are described")
 
     def flat(self, name: str) -> Array:
-        """A tensor's elements as a flat read-only array; KeyError for an unknown name."""
+        """A tensor's elements as a flat array; KeyError for an unknown name.
+
+        The array is a view of the mapped file. Writing to it does not change the file.
+
+        Raises CorruptFileError for a type that this program does not read.
+        """
         spec = self.specs[name]
+        if spec.dtype not in NUMPY_DTYPES:
+            raise CorruptFileError(f"{self.path}: tensor '{name}' has the type {spec.dtype}")
         if self._map.closed:
             self._map = self._mapped()
             if len(self._map) != self._size:

@@ -70,7 +70,7 @@ from slurmrl.tensors.checkpoint.export import (
     write_json,
 )
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
-from slurmrl.tensors.checkpoint.tensors import DTYPES, Storage, TensorEntry, file_entries
+from slurmrl.tensors.checkpoint.tensors import Storage, TensorEntry, file_entries
 from slurmrl.tensors.layout import Box
 from slurmrl.workers.master.progress import STATE
 
@@ -495,5 +495,4 @@ def _source_dtypes(folder: Path) -> Mapping[str, str]:
     """The types of the tensors in a model folder's files; quantised ones are left out."""
     inputs.check_folder(folder)
     headers, _ = read_headers(folder)
-    dtypes = {name: DTYPES.get(header.dtype, "") for name, header in headers.items()}
-    return {name: dtype for name, dtype in dtypes.items() if dtype in FLOATS}
+    return {name: spec.dtype for name, spec in headers.items() if spec.dtype in FLOATS}

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name, trained_shapes
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, open_tensors
+from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, as_tensor
 from slurmrl.models.model_tensors import INDEX_FILE
 from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.base import WeightVersion
@@ -245,18 +244,17 @@ class MergingHost:
         atomic.make_private_directory(self._folder, calls=self._calls)
         shapes = parameter_shapes(self._config, "lm")
         fingerprint = Fingerprint(shapes, self._device)
-        with open_tensors(self._source) as files:
-            weights = Weights(files, self._config, "lm")
+        weights = Weights(self._source, self._config, "lm")
 
-            def read(name: str, box: Box) -> Array:
-                values = weights.read(name, box).to(getattr(torch, self._dtype))
-                fingerprint.add(name, box, values)
-                return as_array(values)
+        def read(name: str, box: Box) -> Array:
+            values = weights.read(name, box).to(getattr(torch, self._dtype))
+            fingerprint.add(name, box, values)
+            return as_array(values)
 
-            specs = [(name, TensorSpec(shape, self._dtype)) for name, shape in shapes.items()]
-            entries = file_entries(specs, read, storage_of(self._config))
-            self._write(SHARED, (one for one in entries if one.name not in self._adapted))
-            self._write(ADAPTED, (one for one in entries if one.name in self._adapted))
+        specs = [(name, TensorSpec(shape, self._dtype)) for name, shape in shapes.items()]
+        entries = file_entries(specs, read, storage_of(self._config))
+        self._write(SHARED, (one for one in entries if one.name not in self._adapted))
+        self._write(ADAPTED, (one for one in entries if one.name in self._adapted))
         return str(fingerprint)
 
     def _write(self, name: str, entries: Iterable[TensorEntry]) -> None:
@@ -265,5 +263,4 @@ class MergingHost:
 
 def _tensor(file: TensorFile, name: str) -> Tensor:
     spec = file.specs[name]
-    bits = torch.from_numpy(file.flat(name).view(np.uint8).copy())  # (torch wants no read-only one)
-    return bits.view(getattr(torch, spec.dtype)).view(spec.shape)
+    return as_tensor(file.flat(name), spec.dtype).view(spec.shape)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.hf import open_tensors
+from slurmrl.models.model_tensors import open_folder
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.rollouts.generation.sglang import on_gpu
 from slurmrl.rollouts.generation.weight_checks import (
@@ -68,40 +68,40 @@ def test_parameters_are_joined_split_and_filled_up_as_servers_do(tmp_path: Path,
     padded = torch.cat([made["model.embed_tokens.weight"], torch.zeros(128 - VOCABULARY, 8)])
     folder = version(tmp_path).folder
     assert folder is not None
-    with open_tensors(folder) as files:
+    files = open_folder(folder)
 
-        def held(name: str, rank: int) -> Tensor | None:
-            return parameter(files, CONFIG, name, TensorPart(rank, of))
+    def held(name: str, rank: int) -> Tensor | None:
+        return parameter(files, CONFIG, name, TensorPart(rank, of))
 
-        for rank in range(of):
-            query, key, value = (
-                tensor.chunk(min(of, heads))[rank * min(of, heads) // of]
-                for tensor, heads in zip(attention, (8, 2, 2), strict=True)
-            )
-            gate_up = [made[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-            expected = {
-                f"{LAYER}.self_attn.qkv_proj.weight": torch.cat([query, key, value]),
-                f"{LAYER}.mlp.gate_up_proj.weight": torch.cat(
-                    [each.chunk(of)[rank] for each in gate_up]
-                ),
-                "model.embed_tokens.weight": padded.chunk(of)[rank],
-                f"{LAYER}.input_layernorm.weight": made[f"{LAYER}.input_layernorm.weight"],
-            }
-            for name in ("self_attn.o_proj", "mlp.down_proj"):
-                columns = made[f"{LAYER}.{name}.weight"].chunk(of, dim=1)
-                expected[f"{LAYER}.{name}.weight"] = columns[rank]
-            for name, tensor in expected.items():
-                assert torch.equal(held(name, rank), tensor), name
-            assert len(held(f"{LAYER}.self_attn.qkv_proj.bias", rank)) == len(
-                torch.cat([query, key, value])
-            )
-        assert held(f"{LAYER}.mlp.experts.w13_weight", 0) is None
-        gemma = {**CONFIG, "model_type": "gemma"}
-        assert parameter(files, gemma, f"{LAYER}.input_layernorm.weight", TensorPart()) is None
-        transposed = held(f"{LAYER}.mlp.c_fc.weight", 0)
-        assert (transposed is None) == (of > 1)
-        if transposed is not None:
-            assert torch.equal(transposed, made[f"{LAYER}.mlp.c_fc.weight"].T)
+    for rank in range(of):
+        query, key, value = (
+            tensor.chunk(min(of, heads))[rank * min(of, heads) // of]
+            for tensor, heads in zip(attention, (8, 2, 2), strict=True)
+        )
+        gate_up = [made[f"{LAYER}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        expected = {
+            f"{LAYER}.self_attn.qkv_proj.weight": torch.cat([query, key, value]),
+            f"{LAYER}.mlp.gate_up_proj.weight": torch.cat(
+                [each.chunk(of)[rank] for each in gate_up]
+            ),
+            "model.embed_tokens.weight": padded.chunk(of)[rank],
+            f"{LAYER}.input_layernorm.weight": made[f"{LAYER}.input_layernorm.weight"],
+        }
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            columns = made[f"{LAYER}.{name}.weight"].chunk(of, dim=1)
+            expected[f"{LAYER}.{name}.weight"] = columns[rank]
+        for name, tensor in expected.items():
+            assert torch.equal(held(name, rank), tensor), name
+        assert len(held(f"{LAYER}.self_attn.qkv_proj.bias", rank)) == len(
+            torch.cat([query, key, value])
+        )
+    assert held(f"{LAYER}.mlp.experts.w13_weight", 0) is None
+    gemma = {**CONFIG, "model_type": "gemma"}
+    assert parameter(files, gemma, f"{LAYER}.input_layernorm.weight", TensorPart()) is None
+    transposed = held(f"{LAYER}.mlp.c_fc.weight", 0)
+    assert (transposed is None) == (of > 1)
+    if transposed is not None:
+        assert torch.equal(transposed, made[f"{LAYER}.mlp.c_fc.weight"].T)
 
 
 @pytest.mark.parametrize(

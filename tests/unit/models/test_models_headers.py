@@ -10,7 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.folder_checks import other_projection
+from slurmrl.models.folder_checks import other_projection, small_not_finite
+from slurmrl.models.hf import Weights
 from slurmrl.models.model_tensors import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -19,6 +20,7 @@ from slurmrl.models.model_tensors import (
     read_headers,
     unused,
 )
+from slurmrl.tensors.layout import Box
 
 VALUES = {
     "model_type": "llama",
@@ -77,6 +79,14 @@ def test_quantised_weights_and_unused_tensors_are_named(tmp_path: Path) -> None:
         in mismatches(headers, config(), "lm")[0]
     )
     assert unused(headers, config(num_hidden_layers=1), "lm")[0].startswith("model.layers.1.")
+
+
+def test_unused_tensors_may_have_any_type(tmp_path: Path) -> None:
+    masks = {"model.layers.0.attn.bias": np.ones((8, 8), np.bool_), "scales": np.ones(3, np.int8)}
+    save(tmp_path, config(), **masks)
+    assert small_not_finite(tmp_path, config(), "lm") is None
+    weights = Weights(tmp_path, config(), "lm")
+    assert not weights.read(KEY, Box.whole((8, 8))).any()
 
 
 def test_files_that_are_missing_cut_off_or_hold_less_are_named(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from slurmrl.config.schema import Lora
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.hf import PinnedSource, TensorSource, from_hf
+from slurmrl.models.hf import from_hf
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.model_tensors import mismatches, read_headers
+from slurmrl.models.model_tensors import mismatches, open_folder, read_headers
 from slurmrl.models.shapes import parameter_shapes
+from slurmrl.tensors.layout import Box
 from slurmrl.workers.master.exporting import export_step, pin_actor
 from tests.support.committed import CommittedTrial, Weights
 from tests.unit.models.conftest import BASE, ODD
@@ -37,19 +38,15 @@ def compare(trial: CommittedTrial, step: int) -> tuple[Path, Path]:
     exported = export_step(trial.paths, "actor", step, None, dtype="float32").folder
     assert read_headers(pinned) == read_headers(exported)
     generator = np.random.default_rng(2)
-    found = PinnedSource(pinned)
-    with TensorSource(exported) as expected:
-        assert found.names() == expected.names()
-        for name in expected.names():
-            whole = expected.read(name)
-            torch.testing.assert_close(found.read(name), whole, rtol=1e-6, atol=1e-6)
-            start = tuple(int(generator.integers(0, size)) for size in whole.shape)
-            ends = zip(start, whole.shape, strict=True)
-            size = tuple(int(generator.integers(1, stop - a + 1)) for a, stop in ends)
-            box = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-            part = found.read(name, start, size)
-            torch.testing.assert_close(part, whole[box], rtol=1e-6, atol=1e-6)
-            assert name in found
+    found, expected = open_folder(pinned), open_folder(exported)
+    for name, spec in expected.specs().items():
+        start = tuple(int(generator.integers(0, size)) for size in spec.shape)
+        ends = zip(start, spec.shape, strict=True)
+        size = tuple(int(generator.integers(1, stop - a + 1)) for a, stop in ends)
+        for box in (Box.whole(spec.shape), Box(start, size)):
+            np.testing.assert_allclose(
+                found.read(name, box), expected.read(name, box), rtol=1e-6, atol=1e-6
+            )
     return pinned, exported
 
 

@@ -28,12 +28,14 @@ from slurmrl.data.tokenizer import load_tokenizer, train_bpe
 from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.fsio.calls import REAL
-from slurmrl.models.hf import TensorSource, read_values
+from slurmrl.models.hf import read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
+from slurmrl.models.model_tensors import open_folder
 from slurmrl.plan.model_files import config_values, generation_values
 from slurmrl.run.reports import RankId
 from slurmrl.tensors.checkpoint.export import TokenizerFiles
+from slurmrl.tensors.layout import Box
 from slurmrl.workers.failure import failure_of
 from slurmrl.workers.master.exporting import _source_dtypes
 from slurmrl.workers.worker import orders as serve_module
@@ -82,7 +84,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "config.json": read_values,
     "config.json without torch": lambda folder: config_values(model(folder)),
     "generation_config.json": lambda folder: generation_values(model(folder)),
-    "weights": lambda folder: TensorSource(folder).read("w"),
+    "weights": lambda folder: open_folder(folder).read("w", Box.whole((2, 2))),
     "weights by transformers": hf_model,
     "types of weights": _source_dtypes,
     "dataset": lambda folder: read_records(folder / "rows.jsonl", "id"),

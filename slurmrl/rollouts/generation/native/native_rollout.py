@@ -13,7 +13,7 @@ import torch
 
 from slurmrl.errors import CorruptFileError, RunFailedError, UsageError
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.hf import TensorSource, Weights
+from slurmrl.models.hf import Weights
 from slurmrl.models.inference import join_matrices
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
@@ -307,8 +307,7 @@ def read_weights(decoder: Decoder, folder: Path) -> None:
     split = TensorSplit(config, tensor.size)
     shapes = parameter_shapes(config, decoder.head)
     boxes = {name: split.box(name, shape, tensor.rank) for name, shape in shapes.items()}
-    with TensorSource(folder) as files:
-        weights = Weights(files, config, decoder.head)
-        for name, parameter in decoder.named_parameters():
-            if boxes[name].count:
-                parameter.copy_(weights.read(name, boxes[name]))
+    weights = Weights(folder, config, decoder.head)
+    for name, parameter in decoder.named_parameters():
+        if boxes[name].count:
+            parameter.copy_(weights.read(name, boxes[name]))
