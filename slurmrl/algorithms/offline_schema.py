@@ -22,7 +22,7 @@ from slurmrl.plan.dataflow import Call, Method, Record, RoleUse, Summary
 from slurmrl.registry import resolve
 
 INTERFACES: Final = "slurmrl.algorithms.offline"
-SUMMARIES: Final = "slurmrl.algorithms.estimates"
+SUMMARIES: Final = "slurmrl.algorithms.summaries"
 """Resolved by name: the login node needs neither."""
 
 Measure = Literal["completions", "preferences", "likelihood"]

@@ -31,8 +31,8 @@ from slurmrl.algorithms.pairs import (
 )
 from slurmrl.algorithms.preference_schema import SCORE_METRICS, RewardModel
 from slurmrl.algorithms.sequences import TOKENS, last_values, per_sequence
+from slurmrl.data.conversations import ASSISTANT
 from slurmrl.data.encoder import Encoder, expanded
-from slurmrl.data.messages import ASSISTANT
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.model_files import scored_at_turn_end
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.estimates import attempt_rates, vote_of
 from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.algorithms.summaries import attempt_rates, vote_of
 from slurmrl.algorithms.token_notes import kept, token_texts
 from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
@@ -23,7 +23,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Record
 from slurmrl.plan.metrics import JUDGED, UNSCORED
-from slurmrl.rewards.reward import Extras, of_completion
+from slurmrl.rewards.checked_reward import Extras, of_completion
 from slurmrl.rewards.scores import JudgedCompletions, added, check_sum
 from slurmrl.rewards.weighted import Row, WeightedReward, make_reward, part_stats
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.messages import (
+from slurmrl.data.conversations import (
     ASSISTANT,
     Message,
     as_context,

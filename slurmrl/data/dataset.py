@@ -19,8 +19,8 @@ from slurmrl.data.prepared import PreparedRow, PreparedRows
 from slurmrl.data.rows import reference
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.types import row_type
-from slurmrl.data.types.base import RowType
 from slurmrl.data.types.prompt import Prompts
+from slurmrl.data.types.row_type import RowType
 from slurmrl.registry import resolve
 
 Item = tuple[int, int]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import ChatTemplate, MarkedText
-from slurmrl.data.messages import Message
+from slurmrl.data.conversations import Message
 from slurmrl.data.tokenizer import end_id, text_ids, without_ends
 from slurmrl.errors import ChatTemplateError
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.messages import wrong_text
+from slurmrl.data.conversations import wrong_text
 from slurmrl.data.sources import open_source
 from slurmrl.data.types import row_type
-from slurmrl.data.types.base import (
+from slurmrl.data.types.row_type import (
     ABSENT,
     Requirement,
     RowField,

@@ -33,7 +33,7 @@ from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
 from slurmrl.plan.settings import Settings, load_resolved_settings
 from slurmrl.registry import describe, import_own, resolve
-from slurmrl.rewards.reward import MODEL_SCORES
+from slurmrl.rewards.checked_reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.episodes import make_episode, message_role
 from slurmrl.rollouts.policy import Dialogue

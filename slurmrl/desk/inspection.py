@@ -19,8 +19,8 @@ from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import reference
 from slurmrl.data.types import own_convert, row_type
-from slurmrl.data.types.base import has
 from slurmrl.data.types.prompt import Prompts
+from slurmrl.data.types.row_type import has
 from slurmrl.desk import trial_code
 from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, Code, ask_inspector, job_variables
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError

@@ -31,13 +31,13 @@ from slurmrl.data.preparation import TokenReader
 from slurmrl.data.records import NumberedRow, id_of
 from slurmrl.data.rows import ROWS, Remarks
 from slurmrl.data.tokenizer import end_id, load_tokenizer
-from slurmrl.data.types.base import Row
+from slurmrl.data.types.row_type import Row
 from slurmrl.desk.input_checks import datasets, inputs
 from slurmrl.desk.inspection import FoundRows, Item, Selection, find_items, undescribed
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.registry import describe
-from slurmrl.rewards.reward import MODEL_SCORES
+from slurmrl.rewards.checked_reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.tools.toolbox import ToolSchemas
 

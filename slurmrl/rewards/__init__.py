@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmrl.registry import Registry, import_own
-from slurmrl.rewards.reward import CheckedReward
+from slurmrl.rewards.checked_reward import CheckedReward
 
 REWARDS = Registry(
     "reward",

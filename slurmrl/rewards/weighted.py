@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 from slurmrl import log
 from slurmrl.config.schema import Reward, RewardPart, RewardPool
 from slurmrl.config.schema.reward import ALONE
-from slurmrl.data.types.base import ABSENT, value_at
+from slurmrl.data.types.row_type import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
+from slurmrl.rewards.checked_reward import NO_EXTRAS, Extras, Stats, of_completion
 from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
-from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
 from slurmrl.rewards.scores import JudgedCompletions, added, check_sum, shortened
 
 MODULE = "slurmrl.rewards.reward_process"

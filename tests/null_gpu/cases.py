@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slurmrl.algorithms.policy.hyperparameters import Objective
 from slurmrl.algorithms.policy.objective import PolicyTargets, policy_loss
-from slurmrl.algorithms.policy.sections import Objective
 from slurmrl.algorithms.sequences import Sequences
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample

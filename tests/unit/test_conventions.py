@@ -32,7 +32,7 @@ MOST_FLOORS = 10
 MOST_LINES = 103_000
 TORCH_FREE = (
     "algorithms.base",
-    "algorithms.estimates",
+    "algorithms.summaries",
     "data",
     "data.meta",
     "data.order",
@@ -72,7 +72,7 @@ TORCH_FREE = (
     "algorithms.schema",
     "algorithms.*_schema",
     "algorithms.policy.schema",
-    "algorithms.policy.sections",
+    "algorithms.policy.hyperparameters",
     "algorithms.policy.presets",
     "algorithms.scalars",
     "workers",

@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.policy.objective import kl_estimate
-from slurmrl.algorithms.policy.schema import GREEDY, OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
-from slurmrl.algorithms.policy.sections import (
+from slurmrl.algorithms.policy.hyperparameters import (
     OF_COMPLETIONS,
     OF_GROUPS,
     TRUNCATED,
@@ -34,6 +32,8 @@ from slurmrl.algorithms.policy.sections import (
     ZERO_VARIANCE,
     Filters,
 )
+from slurmrl.algorithms.policy.objective import kl_estimate
+from slurmrl.algorithms.policy.schema import GREEDY, OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.tensors.ops.arguments import upload

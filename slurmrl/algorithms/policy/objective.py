@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.policy.sections import Correction, Objective
+from slurmrl.algorithms.policy.hyperparameters import Correction, Objective
 from slurmrl.algorithms.sequences import Sequences
 
 KLEstimator = Literal["k1", "k2", "k3"]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from slurmrl.algorithms.policy.sections import KL, Advantages, Objective
+from slurmrl.algorithms.policy.hyperparameters import KL, Advantages, Objective
 from slurmrl.config.schema.base import Section
 
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
 
-from slurmrl.algorithms.policy.presets import CHOICES, PRESETS, settings_of, with_defaults
-from slurmrl.algorithms.policy.sections import (
+from slurmrl.algorithms.policy.hyperparameters import (
     OF_COMPLETIONS,
     OF_GROUPS,
     Advantages,
@@ -22,6 +21,7 @@ from slurmrl.algorithms.policy.sections import (
     filter_call,
     refuse_unused,
 )
+from slurmrl.algorithms.policy.presets import CHOICES, PRESETS, settings_of, with_defaults
 from slurmrl.algorithms.schema import (
     TURN_REWARDS,
     AlgorithmSchema,

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from slurmrl import log
 from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.policy.hyperparameters import Updates
 from slurmrl.algorithms.policy.objective import mismatch_metrics
-from slurmrl.algorithms.policy.sections import Updates
 from slurmrl.algorithms.sequences import Sequences
 from slurmrl.data.order import even_sizes
 from slurmrl.data.sample import SequenceSample

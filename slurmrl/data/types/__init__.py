@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.types.base import Row, RowType
+from slurmrl.data.types.row_type import Row, RowType
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.registry import Registry, import_own

@@ -15,8 +15,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.encoder import RowTokens, TokenSequence
-from slurmrl.data.messages import (
+from slurmrl.data.conversations import (
     Message,
     begins_with_prompt,
     common_prompt,
@@ -24,8 +23,16 @@ from slurmrl.data.messages import (
     text_of,
     wrong_answer,
 )
-from slurmrl.data.types.base import ABSENT, Requirement, Row, RowField, value_at, wrong_full_text
+from slurmrl.data.encoder import RowTokens, TokenSequence
 from slurmrl.data.types.prompt import WHOLE, PromptAnswers, wrong_chat
+from slurmrl.data.types.row_type import (
+    ABSENT,
+    Requirement,
+    Row,
+    RowField,
+    value_at,
+    wrong_full_text,
+)
 from slurmrl.errors import Problem
 
 if TYPE_CHECKING:

@@ -11,10 +11,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from slurmrl.data import messages
+from slurmrl.data import conversations
+from slurmrl.data.conversations import ASSISTANT, Message, as_context
 from slurmrl.data.encoder import RowTokens, TokenSequence
-from slurmrl.data.messages import ASSISTANT, Message, as_context
-from slurmrl.data.types.base import Requirement, Row, RowField, RowType, value_at, wrong_full_text
+from slurmrl.data.types.row_type import (
+    Requirement,
+    Row,
+    RowField,
+    RowType,
+    value_at,
+    wrong_full_text,
+)
 
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder
@@ -52,7 +59,7 @@ class Prompts(RowType):
         """The prompt without the chat template: for a list of messages, the last one."""
         value = value_at(row, self.config.prompt_key)
         if self.config.is_chat and isinstance(value, list):
-            return messages.text_of(value[-1])
+            return conversations.text_of(value[-1])
         return self.filled("prompt_template", row)
 
 
@@ -60,7 +67,7 @@ def conversational(kind: RowType, field: RowField) -> RowField:
     """A prompt or an answer may be a list of messages where a chat template is applied."""
     if field.name not in WHOLE or not kind.config.is_chat:
         return field
-    wrong = {"prompt": messages.wrong_prompt, "answer": wrong_turns}[field.name]
+    wrong = {"prompt": conversations.wrong_prompt, "answer": wrong_turns}[field.name]
     return replace(field, wrong=partial(wrong_chat, kind, field.name, wrong))
 
 
@@ -68,7 +75,7 @@ def tools_field(kind: RowType) -> list[RowField]:
     if not kind.config.is_chat:
         return []
     key = kind.config.tools_key
-    return [RowField(key, "tools_key", messages.wrong_tools, Requirement.ANY)]
+    return [RowField(key, "tools_key", conversations.wrong_tools, Requirement.ANY)]
 
 
 def prompts(kind: RowType, rows: Sequence[Row], encoder: Encoder) -> list[list[int] | str]:
@@ -108,9 +115,9 @@ def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], v
 
 def wrong_turns(value: Any) -> str:
     """Why messages are not the answer to a prompt."""
-    if reason := messages.wrong_answer(value):
+    if reason := conversations.wrong_answer(value):
         return reason
-    if messages.begins_with_prompt(value):
+    if conversations.begins_with_prompt(value):
         role = value[0]["role"]
         return f"must begin with a message of the assistant, but begins with '{role}'"
     return ""
@@ -123,7 +130,7 @@ class Conversations(RowType):
 
     def fields(self) -> list[RowField]:
         key = self.config.messages_key
-        field = RowField(key, "messages_key", messages.wrong_conversation)
+        field = RowField(key, "messages_key", conversations.wrong_conversation)
         return [field, *tools_field(self)]
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from slurmrl.algorithms.estimates import summarize
+from slurmrl.algorithms.summaries import summarize
 from slurmrl.config.schema import WHOLE
 from slurmrl.errors import EnvironmentFailure, RewardError, UsageError
 from slurmrl.fsio.atomic import (

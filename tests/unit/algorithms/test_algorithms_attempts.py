@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from slurmrl.algorithms.estimates import majorities, pass_at_k, vote_of, wilson
 from slurmrl.algorithms.rule_reward import score_records
+from slurmrl.algorithms.summaries import majorities, pass_at_k, vote_of, wilson
 from slurmrl.config.schema import Dataset, Evaluation
 from slurmrl.config.schema.config import StopWhen
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.advantages import Estimates, estimate, overlong_penalty
+from slurmrl.algorithms.policy.hyperparameters import OF_COMPLETIONS
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.sections import OF_COMPLETIONS
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
 from tests.support.tabular_engine import RankThreads

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from slurmrl.algorithms.policy.hyperparameters import Correction
 from slurmrl.algorithms.policy.objective import (
     correction_weights,
     mismatch_metrics,
     mismatch_sums,
     second_moment_mask,
 )
-from slurmrl.algorithms.policy.sections import Correction
 from slurmrl.algorithms.sequences import Sequences
 
 LENGTHS = [4, 3, 1, 2]

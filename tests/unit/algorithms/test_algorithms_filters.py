@@ -11,8 +11,8 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.advantages import FilterInterface, reason
+from slurmrl.algorithms.policy.hyperparameters import Filters
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.sections import Filters
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.dataflow import Refill

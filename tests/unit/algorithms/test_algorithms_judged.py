@@ -12,7 +12,6 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.dpo import DPOInterface, dpo_loss
-from slurmrl.algorithms.estimates import summarize
 from slurmrl.algorithms.kto import (
     KTOInterface,
     answer_losses,
@@ -25,6 +24,7 @@ from slurmrl.algorithms.pairs import tied
 from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.reward_model import RewardModelInterface, score_loss
 from slurmrl.algorithms.sequences import ReferenceInterface, nth_sequences
+from slurmrl.algorithms.summaries import summarize
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from slurmrl.algorithms.policy.hyperparameters import KL
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.sections import KL
 from slurmrl.algorithms.scalars import NoScalars, PolicyScalars, adaptation
 
 

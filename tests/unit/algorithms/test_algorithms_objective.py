@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from slurmrl.algorithms.policy.hyperparameters import Objective
 from slurmrl.algorithms.policy.objective import PolicyTargets, kl_estimate, policy_loss, value_loss
-from slurmrl.algorithms.policy.sections import Objective
 from slurmrl.algorithms.sequences import Sequences
 from slurmrl.algorithms.sft import cross_entropy
 

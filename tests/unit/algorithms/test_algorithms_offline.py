@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.estimates import (
+from slurmrl.algorithms.offline import (
+    CompletionRecords,
+    LikelihoodRecords,
+    PairRecords,
+)
+from slurmrl.algorithms.summaries import (
     mean,
     of_completions,
     of_likelihood,
@@ -21,11 +26,6 @@ from slurmrl.algorithms.estimates import (
     rate,
     ratio,
     summarize,
-)
-from slurmrl.algorithms.offline import (
-    CompletionRecords,
-    LikelihoodRecords,
-    PairRecords,
 )
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import ConfigError, UsageError

@@ -10,7 +10,7 @@ import torch
 
 from slurmrl.algorithms.policy import baselines
 from slurmrl.algorithms.policy.actor import ActorInterface
-from slurmrl.algorithms.policy.sections import KL
+from slurmrl.algorithms.policy.hyperparameters import KL
 from slurmrl.data.sample import SequenceSample
 from tests.support.host_waits import host_waits
 

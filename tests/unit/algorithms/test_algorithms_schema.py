@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.distill_schema import Distill
+from slurmrl.algorithms.policy.hyperparameters import KL
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.sections import KL
 from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.algorithms.sft_schema import SFT

@@ -7,9 +7,9 @@ from math import nan
 import pytest
 import torch
 
-from slurmrl.algorithms.estimates import of_completions, summarize
 from slurmrl.algorithms.policy.advantages import find_responses, only_scored, trained_completions
 from slurmrl.algorithms.rule_reward import score_records
+from slurmrl.algorithms.summaries import of_completions, summarize
 from slurmrl.config.schema import Dataset, Evaluation
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.dataflow import Measure

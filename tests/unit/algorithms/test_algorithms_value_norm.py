@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from slurmrl.algorithms.policy.baselines import CriticInterface
+from slurmrl.algorithms.policy.hyperparameters import Value
 from slurmrl.algorithms.policy.schema import PolicyGradient
-from slurmrl.algorithms.policy.sections import Value
 from slurmrl.algorithms.scalars import EPS, PolicyScalars, ReturnMoments
 
 MakeWorld = Callable[..., Any]

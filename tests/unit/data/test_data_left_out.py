@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from slurmrl.data.messages import Message, left_out
+from slurmrl.data.conversations import Message, left_out
 
 CONTENT = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 WHOLE = (

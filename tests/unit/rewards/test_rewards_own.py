@@ -10,7 +10,7 @@ import pytest
 from slurmrl.errors import RewardError, UsageError
 from slurmrl.registry import describe, import_own
 from slurmrl.rewards import make
-from slurmrl.rewards.reward import CheckedReward
+from slurmrl.rewards.checked_reward import CheckedReward
 from tests.support.users_rewards import Looks
 
 MODULE = "tests.support.users_rewards"

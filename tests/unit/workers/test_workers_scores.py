@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.algorithms.estimates import Z_95, wilson
+from slurmrl.algorithms.summaries import Z_95, wilson
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, StaleIncarnationError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.plan.settings import Settings

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.schema.data import DOUBLING, Template
+from slurmrl.data.conversations import is_messages, kind_of, wrong_text
 from slurmrl.data.encoder import RowTokens
-from slurmrl.data.messages import is_messages, kind_of, wrong_text
 from slurmrl.errors import Problem
 from slurmrl.registry import near
 
