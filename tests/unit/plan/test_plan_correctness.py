@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.errors import ConfigError
 from slurmrl.plan.metrics import known_metrics
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import Load
@@ -72,46 +71,6 @@ def test_other_scores_have_no_rates_unless_the_configuration_says_what_is_correc
 
 def test_one_completion_needs_no_note(load_ppo: Load) -> None:
     assert load_ppo("reward.name=own:length").notes == ()
-
-
-@pytest.mark.parametrize(
-    ("key", "words", "overrides"),
-    [
-        (
-            "evaluation.vote_pattern",
-            "not allowed without evaluation.pass_score",
-            [SEVERAL, "evaluation.vote_pattern='#.*'"],
-        ),
-        (
-            "stop_when",
-            "it needs evaluation.pass_score",
-            [SEVERAL, "stop_when=eval/pass@2 >= 0.5"],
-        ),
-        ("stop_when", "it needs evaluation.n above 1", ["stop_when=eval/pass@2 >= 0.5"]),
-        (
-            "stop_when",
-            "no step records 'eval/pass@3'",
-            [SEVERAL, "evaluation.pass_score=1.0", "stop_when=eval/pass@3 >= 0.5"],
-        ),
-        (
-            "algorithm.vote_pattern",
-            "not allowed without algorithm.pass_score",
-            [
-                "algorithm={name: evaluate, batch_size: 8, vote_pattern: '#.*'}",
-                *("evaluation=null", "total_steps=null"),
-            ],
-        ),
-    ],
-)
-def test_what_needs_rates_is_refused_without_them(
-    load_ppo: Load, key: str, words: str, overrides: list[str]
-) -> None:
-    """Also with a reward of one's own, whose further metrics are not known in advance."""
-    with pytest.raises(ConfigError) as caught:
-        load_ppo("reward.name=own:length", *overrides)
-    [problem] = caught.value.problems
-    assert problem.key == key
-    assert words in problem.message
 
 
 def test_an_evaluation_of_a_whole_dataset_has_the_same_default(load_ppo: Load) -> None:

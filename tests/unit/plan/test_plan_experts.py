@@ -112,3 +112,11 @@ def test_a_plan_shows_both(plan_ppo: Load) -> None:
     plain = plan_ppo(architecture=EXPERTS)
     lines = blocks.as_text(document(report(plain, make_plan(plain, scheduler="slurm"))))
     assert ("EXPERTS" in lines, "recorded experts" in lines) == (False, False)
+
+
+@pytest.mark.parametrize("layout", ["fsdp:d2t2", "megatron:d2p2e2"])
+def test_engines_that_train_replay_experts(layout: str, plan_ppo: Load) -> None:
+    layouts = (f"actor.backend={layout}", "rollout.backend=native:d4")
+    found = plan_ppo("rollout.replay_experts=true", *layouts, architecture=EXPERTS)
+    calls = {call.name: call for call in found.algorithm.calls(found.config)}
+    assert "experts" in calls["actor_train"].inputs

@@ -36,7 +36,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin
 from slurmrl.run.paths import RunPaths
-from tests.unit.plan.conftest import EXPERTS, LARGE
+from tests.unit.plan.conftest import LARGE
 
 Load = Callable[..., Settings]
 GPT2 = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
@@ -169,41 +169,6 @@ def test_the_planned_layout_has_the_role_s_dtype(load: Load) -> None:
     model = planned(settings).models["actor"]
     layout = planned_layout(model, settings.config.actor, ModelConfig.from_hf(LARGE))
     assert {spec.dtype for spec in layout.tensors.values()} == {"bfloat16"}
-
-
-@pytest.mark.parametrize(
-    ("key", "message", "overrides", "architecture"),
-    [
-        ("actor.lora", "megatron does not train adapters", ["actor.backend=megatron:d2"], LARGE),
-        ("actor.lora", "implementation hf does not", ["actor.implementation=hf"], LARGE),
-        (
-            "actor.lora",
-            "would stay random",
-            ["actor.path=", f"actor.architecture={json.dumps(LARGE)}"],
-            LARGE,
-        ),
-        ("ref.lora", "ref is not trained", ["ref.lora={}"], LARGE),
-        ("ref.offload", "set actor.offload", ["ref.offload=true"], LARGE),
-        ("actor.lora", "includes the experts", [], EXPERTS),
-        ("actor.lora", "one matrix", [], GPT2),
-        ("actor.lora.targets", "'qkv' is not allowed", ["actor.lora.targets=[qkv]"], LARGE),
-        ("actor.lora.targets", "a name twice", ["actor.lora.targets=[q_proj, q_proj]"], LARGE),
-        ("actor.lora.dropout", "less than 1", ["actor.lora.dropout=1.0"], LARGE),
-        (
-            "checkpoint.export_form",
-            "without actor.lora",
-            ["actor.lora=", "checkpoint.export_form=adapter"],
-            LARGE,
-        ),
-    ],
-)
-def test_what_cannot_have_adapters_is_refused(
-    load: Load, key: str, message: str, overrides: list[str], architecture: dict[str, Any]
-) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(LORA, *overrides, architecture=architecture)
-    found = {problem.key: problem.message for problem in refused.value.problems}
-    assert message in found[key]
 
 
 def committed(folder: Path, *steps: int) -> RunPaths:

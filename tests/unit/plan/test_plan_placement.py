@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from slurmrl.config.allocation.parser import parse_gpus
-from slurmrl.errors import ConfigError
 from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.call_costs import memories
@@ -141,15 +140,6 @@ def test_weights_of_running_servers_are_gathered_on_the_first_gpus(plan_ppo: Loa
         assert [group.name for group in plan.groups] == ["trainer"]
         assert plan.models["rollout"].ranks == ranks
         assert memories(settings)["rollout"].kv_cache == 0
-
-
-def test_a_server_has_gpus_of_one_host(plan_ppo: Load) -> None:
-    """With 2 GPUs on a host, t2 fits on GPUs 0 and 1, not on 1 and 2."""
-    fixed = ("actor.backend=fsdp:d4", "rollout.backend=sglang:t2", "rollout.python=/bin/sh")
-    hosts = "cluster.workers_per_host=2"
-    assert plan_ppo(*fixed, "rollout.gpus=0-1", hosts).config.rollout.gpus == "0-1"
-    with pytest.raises(ConfigError, match=r"rollout.gpus: .sglang:t2. .*GPUs 1-2, .*2 GPUs each"):
-        plan_ppo(*fixed, "rollout.gpus=1-2", hosts)
 
 
 def test_servers_on_the_trainers_gpus_are_part_of_their_job(plan_ppo: Load) -> None:

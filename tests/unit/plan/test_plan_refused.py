@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,59 +12,70 @@ import pytest
 
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import EXPERTS, LARGE, memory_problems
+from tests.unit.plan.conftest import ARCHITECTURE, EXPERTS, LARGE
 
 Load = Callable[..., Settings]
-MIXTRAL = {**LARGE, "model_type": "mixtral", "num_local_experts": 4}
+ROWS = (Path(__file__).parent / "refused.txt").read_text().splitlines()
+ARCHITECTURES = {
+    "llama": LARGE,
+    "small": ARCHITECTURE,
+    "qwen3_moe": EXPERTS,
+    "mixtral": {**LARGE, "model_type": "mixtral", "num_local_experts": 4},
+    "gpt2": {"model_type": "gpt2", "vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2},
+}
 BACKEND, MEGATRON = "actor.backend", "actor.backend=megatron:"
 
 
-ROWS = (Path(__file__).parent / "refused.txt").read_text().splitlines()
-SECTIONS = {"[llama]": LARGE, "[qwen3_moe]": EXPERTS, "[mixtral]": MIXTRAL, "[submitted]": None}
-
-
-class Refused(NamedTuple):
+class Row(NamedTuple):
     key: str
+    """Key of the only problem, ``accepted`` or ``planned``."""
     message: str
     overrides: list[str]
-    architecture: dict[str, object] | None
+    plans: bool
+    """Whether the configuration is planned, and not submitted."""
+    architecture: dict[str, object]
 
 
-def refused() -> Iterator[Refused]:
+def table() -> Iterator[Row]:
     """Read ``refused.txt``."""
-    architecture: dict[str, object] | None = None
+    plans, architecture = False, ARCHITECTURE
     for row in ROWS:
-        if row in SECTIONS:
-            architecture = SECTIONS[row]
+        if row.startswith("["):
+            kind, _, name = row.strip("[]").partition(" ")
+            plans, architecture = kind == "plan", ARCHITECTURES[name]
         elif row and not row.startswith("#"):
-            key, message, overrides = row.split(" | ")
-            yield Refused(key, message, overrides.split(" ; "), architecture)
-
-
-CASES = list(refused())
+            key, message, overrides = (part.strip() for part in row.split("|", 2))
+            yield Row(key, message, overrides.split(" ; "), plans, architecture)
 
 
 def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
-    """Return those that prevent a plan, else those of memory, which prevent only a submission."""
+    """Return the problems that prevent a plan, else those that prevent only a submission."""
     try:
-        settings = load(*overrides, **options)
+        return list(load(*overrides, **options).missing)
     except ConfigError as error:
         return list(error.problems)
-    return memory_problems(settings)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case.overrides))
+@pytest.mark.parametrize("row", list(table()), ids=lambda row: " ".join(row.overrides))
 def test_wrong_configuration_gives_one_message_at_its_key(
-    plan_ppo: Load, load_ppo: Load, case: Refused
+    plan_ppo: Load, load_ppo: Load, folder: Path, monkeypatch: pytest.MonkeyPatch, row: Row
 ) -> None:
-    if case.architecture is None:
-        found = problems(load_ppo, *case.overrides)
+    monkeypatch.chdir(folder)
+    if row.plans and row.key == "planned":
+        assert plan_ppo(*row.overrides, architecture=row.architecture).config
+        return
+    if row.plans:
+        found = problems(plan_ppo, *row.overrides, architecture=row.architecture)
     else:
-        found = problems(plan_ppo, *case.overrides, architecture=case.architecture)
+        (folder / "model" / "config.json").write_text(json.dumps(row.architecture))
+        found = problems(load_ppo, *row.overrides)
+    if row.key == "accepted":
+        assert found == []
+        return
     assert len(found) == 1, found
     [problem] = found
-    assert problem.key == case.key
-    assert case.message in problem.message
+    assert problem.key == row.key
+    assert row.message in problem.message
     assert problem.where == "command line" or re.search(r"ppo\.yaml:\d+$", problem.where)
 
 
@@ -86,35 +98,6 @@ def test_all_errors_are_reported_at_once(plan_ppo: Load) -> None:
     told = " ".join(problem.message for problem in found)
     assert "num_attention_heads" in told
     assert "num_hidden_layers" in told
-
-
-RIGHT = {
-    "settings of the optimizer": "actor.optimizer={name: sgd, momentum: 0.9}",
-    "heads, kv heads, vocabulary": f"{MEGATRON}t4",
-    "kv heads are copied": "actor.backend=fsdp:t8",
-    "tokens are filled up": "actor.backend=fsdp:t2c4",
-    "layers": f"{MEGATRON}p6",
-    "context": f"{MEGATRON}c4",
-    "batch": "actor.backend=fsdp:d16",
-    "all": f"{MEGATRON}d2t2p2c2",
-    "one copy in a host": "rollout.backend=vllm:d3t4p2",
-}
-
-
-@pytest.mark.parametrize("kind", RIGHT)
-def test_what_fits_is_accepted(plan_ppo: Load, kind: str) -> None:
-    assert plan_ppo(RIGHT[kind]).config.experiment == "addition"
-
-
-@pytest.mark.parametrize("dims", ["d4e4", "(attn:d4t2|ffn:t4e2)", "(attn:d2p2|ffn:e2)"])
-def test_experts_that_fit_are_accepted(plan_ppo: Load, dims: str) -> None:
-    settings = plan_ppo(f"{MEGATRON}{dims}", architecture=EXPERTS)
-    assert settings.missing
-
-
-def test_virtual_stages_that_fit_are_accepted(plan_ppo: Load) -> None:
-    field = "actor.model.virtual_pipeline_model_parallel_size"
-    assert plan_ppo(f"{MEGATRON}p4", f"{field}=3").missing
 
 
 @pytest.mark.parametrize("implementation", ["hf", "builtin"])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.fit import refusal
 from slurmrl.plan.estimates.call_costs import GIB, margin
@@ -27,7 +25,7 @@ from slurmrl.plan.precision import generating
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
-from tests.unit.plan.conftest import EXPERTS, memory_problems
+from tests.unit.plan.conftest import memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
 Load = Callable[..., Settings]
@@ -182,51 +180,6 @@ def test_the_share_becomes_the_engines_own_fractions() -> None:
     assert SglangServer.memory_flags(share, 10 * GIB, GPU)[1] == "0.9800"
 
 
-@pytest.mark.parametrize(
-    ("backend", "arguments", "messages"),
-    [
-        ("sglang", "[--api-key=s]", ["'--api-key=s' is not allowed: all users of the host"]),
-        ("sglang", "[--port, '7']", ["'--port' is not allowed: slurmrl chooses where"]),
-        (
-            "sglang",  # argparse knows a flag by its beginning
-            "[--tp, '2', --enable-custom-logit]",
-            ["'--tp' is not allowed: rollout.backend says", "requests carry"],
-        ),
-        ("sglang", "[--config, f.yaml]", ["'--config' is not allowed: its file could set what"]),
-        ("vllm", "[--config=f.yaml, --context-length=9]", ["write its settings there as"]),
-        ("vllm", "[--load_format, auto]", ["'--load_format' is not allowed: the server has the"]),
-        ("vllm", "[-tp, '2']", ["'-tp' is not allowed: rollout.backend says over how many GPUs"]),
-        ("vllm", "[--logprobs-mode=raw_logprobs]", ["distribution drawn from"]),
-        ("vllm", "[--uds, /tmp/s]", ["'--uds' is not allowed: slurmrl chooses where"]),
-        ("vllm", "[--max-num-seqs, '8', --dtype, float16, --model-impl=vllm]", []),
-        ("sglang", "[--speculative-algorithm, EAGLE]", []),
-        ("sglang", "[--enable-deterministic-inference, --mem-fraction-static=0.5]", []),
-    ],
-)
-def test_arguments_that_make_another_server_are_refused(
-    plan_ppo: Load, backend: str, arguments: str, messages: list[str]
-) -> None:
-    settings = load(
-        plan_ppo,
-        *(f"rollout.backend={backend}:d16", "rollout.gpus=16-31"),
-        f"rollout.server_args={arguments}",
-    )
-    found = [each.message for each in settings.missing if each.key == "rollout.server_args"]
-    assert len(found) == len(messages), found
-    assert all(message in text for message, text in zip(messages, found, strict=True))
-
-
-@pytest.mark.parametrize("stale_cache", [True, False])
-def test_a_server_that_is_not_paused_in_place_is_refused_with_a_stale_cache(
-    plan_ppo: Load, stale_cache: bool
-) -> None:
-    tasks = f"rollout.tasks.stale_cache={str(stale_cache).lower()}"
-    settings = load(plan_ppo, *IN_TASKS, tasks, "rollout.server_args=[--enable-pdmux]")
-    found = [each.message for each in settings.missing if each.key == "rollout.server_args"]
-    assert len(found) == stale_cache
-    assert all("the server would draw while it reads weights" in message for message in found)
-
-
 BESIDE = ("rollout.backend=sglang:d2", "rollout.gpus=0-1", "rollout.python=/bin/sh")
 IN_TASKS = ("rollout.backend=sglang:d2", "rollout.tasks={}", "rollout.python=/bin/sh")
 RUNNING = ("rollout.backend=sglang", "rollout.servers=[http://host:30000]")
@@ -258,83 +211,6 @@ def test_servers_must_take_what_they_generate(
     config = load_ppo("rollout.max_new_tokens=100", *overrides).config
     for assumed in (False, True):
         assert least_context(config, assumed=assumed) == context
-
-
-HELD_OUT = "dataset: {type: prompt, path: held_out.jsonl}"
-SUITES = (
-    *("evaluation.dataset=null", "evaluation.temperature=1e-7"),
-    f"evaluation.suites={{a: {{{HELD_OUT}}}, b: {{greedy: true, {HELD_OUT}}}}}",
-    f"evaluation.suites.c={{temperature: 0.5, {HELD_OUT}}}",
-)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key"),
-    [
-        ((*RUNNING, "evaluation.temperature=1e-7"), "evaluation.temperature"),
-        ((*BESIDE, *SUITES), "evaluation.suites.a.temperature"),
-        ((*RUNNING, "evaluation.temperature=1e-6"), None),
-        ((*RUNNING, "evaluation.temperature=1e-7", "evaluation.greedy=true"), None),
-        ((*IN_TASKS, *SUITES), None),
-        ((*RUNNING, *SUITES, *OWN_TRIALS), None),
-        ((*BESIDE, *SUITES, *OWN_TRIALS), "evaluation.suites.a.temperature"),
-        (("evaluation.temperature=1e-7",), None),
-    ],
-)
-def test_temperatures_at_which_servers_do_not_draw_are_refused_of_evaluations_too(
-    load_ppo: Load,
-    overrides: tuple[str, ...],
-    key: str | None,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Unless these are greedy, or others generate for them."""
-    monkeypatch.chdir(folder)
-    if key is None:
-        load_ppo(*overrides)
-        return
-    with pytest.raises(ConfigError) as caught:
-        load_ppo(*overrides)
-    (problem,) = caught.value.problems
-    assert problem.key == key
-    assert "1e-07 is not allowed with sglang" in problem.message
-
-
-def missing(plan_ppo: Load, *overrides: str, **architecture: object) -> list[tuple[str, str]]:
-    settings = plan_ppo(*BESIDE, *overrides, architecture={**EXPERTS, **architecture})
-    found = [(each.key, each.message) for each in settings.missing]
-    return [each for each in found if each[0].startswith("rollout.")]
-
-
-@pytest.mark.parametrize("argument", ["--speculative-algorithm=EAGLE", "--enable-hier"])
-def test_arguments_with_which_experts_are_those_of_other_tokens_are_refused(
-    plan_ppo: Load, argument: str
-) -> None:
-    arguments = f"rollout.server_args=['{argument}']"
-    assert missing(plan_ppo, arguments) == []
-    ((key, message),) = missing(plan_ppo, arguments, "rollout.replay_experts=true")
-    assert key == "rollout.server_args"
-    assert message.startswith(f"'{argument}' is not allowed: with rollout.replay_experts")
-
-
-def test_dense_layers_that_a_server_would_give_experts_are_refused(plan_ppo: Load) -> None:
-    assert missing(plan_ppo) == []
-    ((key, message),) = missing(plan_ppo, decoder_sparse_step=2)
-    assert key == "rollout.backend"
-    assert "sglang is not allowed with this actor, of which 6 of 12 layers are dense" in message
-    assert missing(plan_ppo, "rollout.backend=vllm:d2", decoder_sparse_step=2) == []
-
-
-def test_a_copy_of_the_embedding_that_vllm_would_not_replace_is_refused(plan_ppo: Load) -> None:
-    """On CPUs it packs a tied vocabulary projection once."""
-    on_cpus = "cluster.gpus_per_worker=0"
-    tied = {"tie_word_embeddings": True}
-    ((key, message),) = missing(plan_ppo, "rollout.backend=vllm:d2", on_cpus, **tied)
-    assert key == "rollout.backend"
-    assert "vllm is not allowed on CPUs with this actor" in message
-    for others in (("rollout.backend=vllm:d2",), ("rollout.backend=sglang:d2", on_cpus)):
-        assert missing(plan_ppo, *others, **tied) == []
-    assert missing(plan_ppo, "rollout.backend=vllm:d2", on_cpus, tie_word_embeddings=False) == []
 
 
 @pytest.mark.parametrize(

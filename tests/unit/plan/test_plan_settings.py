@@ -244,8 +244,3 @@ def test_folder_of_runs_is_refused_for_a_colon(folder: Path) -> None:
     (folder / "ppo.yaml").write_text(PPO)
     with pytest.raises(ConfigError, match="separates the entries of PYTHONPATH"):
         load_settings(folder / "ppo.yaml", root=folder / "a:b" / "runs")
-
-
-def test_root_of_unknown_user_is_one_problem(load_ppo: Load) -> None:
-    (problem,) = problems(load_ppo, "root=~no-such-user/runs")
-    assert "there is no user 'no-such-user'" in str(problem)

@@ -98,8 +98,6 @@ def test_stop_tokens_are_those_of_all_files(
 @pytest.mark.parametrize(
     ("file", "overrides", "key", "message"),
     [
-        ({}, ["rollout.stop_token_ids=[3,16]"], "rollout.stop_token_ids", "ids 0 to 15"),
-        ({}, ["rollout.stop_token_ids=[-1]"], "rollout.stop_token_ids.0", "at least 0"),
         ({"eos_token_id": "</s>"}, [], "actor.path", "eos_token_id is '</s>', must be a token id"),
         ([], [], "actor.path", "generation_config.json does not hold a JSON object"),
     ],
