@@ -30,6 +30,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.own_algorithm import importable
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.exporting import pin_actor
@@ -53,6 +54,12 @@ def look(folder: Path, settings: Settings, timeout_s: float = 300.0) -> list[Fin
     code = trial_code.find_own_code(settings, [folder])
     plan = make_plan(settings, scheduler="local")
     return check_trial(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
+
+
+def inputs(settings: Settings) -> list[Finding]:
+    """What the inspector finds, asked in this process: the code is not the user's."""
+    replies = input_checks.InputChecks(settings).run()
+    return [Finding.from_json(reply) for reply in replies if "begins" not in reply]
 
 
 def told(findings: list[Finding]) -> list[tuple[str, str]]:
@@ -98,14 +105,14 @@ def test_a_webhook_that_no_job_would_know_is_a_warning(
 ) -> None:
     """Jobs do not get it from the shell that submits."""
     monkeypatch.setenv("HOOK", "https://hooks.org/x")
-    (found,) = look(tmp_path, settings_of(tmp_path, "notify.webhook=HOOK"))
+    (found,) = trial_checks.places(settings_of(tmp_path, "notify.webhook=HOOK"))
     assert (found.weight, found.key) == (Weight.WARNING, "notify.webhook")
     assert "cluster.variables_file does not set HOOK" in found.message
     file = tmp_path / "tokens"
     file.touch(mode=0o600)
     file.write_text("HOOK=https://hooks.org/x\n")
     named = ["notify.webhook=HOOK", f"cluster.variables_file={file}"]
-    assert look(tmp_path, settings_of(tmp_path, *named)) == []
+    assert trial_checks.places(settings_of(tmp_path, *named)) == []
 
 
 def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
@@ -186,28 +193,23 @@ def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
     assert not (tmp_path / "__pycache__").exists()
 
 
-@pytest.mark.parametrize(
-    ("episode", "message"),
-    [
-        ("{name: 'mine:Good', options: {wrong: 1}}", "wrong"),
-        ("{name: 'mine:missing'}", "mine has no 'missing'"),
-        (
-            "{name: multi_turn, environment: {name: guess_number, options: {low: 9, high: 1}}}",
-            "low 9",
-        ),
-        ("{name: 'mine:Good', tools: {t: {name: 'nowhere:t'}}}", "no module 'nowhere'"),
-    ],
-)
-def test_an_episode_that_the_run_could_not_make_is_reported(
-    tmp_path: Path, episode: str, message: str
-) -> None:
+def test_an_episode_that_the_run_could_not_make_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class Good:\n    async def __call__(self, policy, item, tools): ...\n"
     )
-    assert look(tmp_path, settings_of(tmp_path, "rollout.episode={name: 'mine:Good'}")) == []
-    (found,) = look(tmp_path, settings_of(tmp_path, f"rollout.episode={episode}"))
-    assert (found.subject, found.weight) == ("episode", Weight.FAILED)
-    assert message in found.message
+    low = "environment: {name: guess_number, options: {low: 9, high: 1}}"
+    with importable([tmp_path]):
+        for episode, message in (
+            ("{name: 'mine:Good'}", None),
+            ("{name: 'mine:Good', options: {wrong: 1}}", "wrong"),
+            ("{name: 'mine:missing'}", "mine has no 'missing'"),
+            (f"{{name: multi_turn, {low}}}", "low 9"),
+            ("{name: 'mine:Good', tools: {t: {name: 'nowhere:t'}}}", "no module 'nowhere'"),
+        ):
+            found = inputs(settings_of(tmp_path, f"rollout.episode={episode}"))
+            assert told(found) == ([("episode", "failed")] if message else [])
+            assert (message or "") in "".join(one.message for one in found)
+    del sys.modules["mine"]
 
 
 def test_a_chat_template_without_a_place_for_results_is_reported(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_a_chat_template_without_a_place_for_results_is_reported(tmp_path: Path)
         f"rollout.episode={{name: multi_turn, {tools}}}",
         f"dataset.chat_template={template}",
     )
-    found, unended = look(tmp_path, settings)
+    found, unended = inputs(settings)
     assert found.subject == "episode"
     assert "leaves out a message with one of the roles tool" in found.message
     assert (unended.weight, unended.key) == (Weight.WARNING, "dataset.chat_template")
@@ -263,12 +265,11 @@ def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: 
     held = write_rows(tmp_path / "held.jsonl", {"prompt": "1+1=", "answer": "2"})
     evaluation = f"evaluation={{dataset: {{type: prompt, path: {held}}}}}"
     overrides = (evaluation, f"reward_model.path={judge}")
-    found = look(tmp_path, settings_of(tmp_path, *overrides, "reward={name: model}"))
+    found = inputs(settings_of(tmp_path, *overrides, "reward={name: model}"))
     messages = {one.subject: one for one in found if one.key == "reward_model.path"}
     assert "has no score.weight: every score would be 0" in messages["weights"].message
     assert "another tokenizer" in messages["tokenizer"].message
     assert messages["tokenizer"].weight is messages["weights"].weight is Weight.FAILED
-    assert not [one for one in look(tmp_path, settings) if one.key == "reward_model.path"]
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     evaluate = (
         "algorithm={name: evaluate, measure: preferences, batch_size: 4}",
@@ -277,7 +278,7 @@ def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: 
         "actor.architecture=null",
         f"actor.path={judge}",
     )
-    found = look(tmp_path, settings_of(tmp_path, *evaluate))
+    found = inputs(settings_of(tmp_path, *evaluate))
     (silent,) = (one for one in found if one.weight is not Weight.NOTE)
     assert (silent.key, silent.weight) == ("actor.path", Weight.FAILED)
     assert "has no score.weight: every score would be 0" in silent.message
@@ -295,19 +296,20 @@ time.sleep(600)
     settings = settings_of(
         tmp_path, "reward={name: 'mine:Good'}", "dataset.prompt_template='{prmpt}'"
     )
-    found = look(tmp_path, settings, timeout_s=40.0)
+    for timeout_s in (5.0, 20.0, 80.0):  # this machine may be busy
+        found = look(tmp_path, settings, timeout_s=timeout_s)
+        if (tmp_path / "pid").exists():
+            break
     assert told(found) == [("data", "failed"), ("reward", "warning")]
-    assert "making the reward took longer than 40 s" in found[1].message
+    assert f"making the reward took longer than {timeout_s:g} s" in found[1].message
     sleeper = int((tmp_path / "pid").read_text())
     wait_until("the end of its process", lambda: not alive(sleeper))
 
 
-@pytest.mark.parametrize("pool", ["null", "{}"])
-def test_an_import_that_only_the_job_s_container_may_have_is_a_warning(
-    tmp_path: Path, pool: str
-) -> None:
+def test_an_import_that_only_the_job_s_container_may_have_is_a_warning(tmp_path: Path) -> None:
+    """Also where a process of the pool imports it."""
     (tmp_path / "mine.py").write_text("import only_in_the_image\n")
-    reward = f"reward={{name: 'mine:Good', pool: {pool}}}"
+    reward = "reward={name: 'mine:Good', pool: {}}"
     settings = settings_of(tmp_path, reward, "cluster.slurm.container=run --image x")
     assert told(look(tmp_path, settings)) == [("reward", "warning")]
 
@@ -316,7 +318,7 @@ def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "1+2=", "answer": "3"}] * 3 + [{"prompt": "11+22=", "answer": "33"}]
     write_rows(tmp_path / "rows.jsonl", *rows)
     path = f"dataset.path={tmp_path / 'rows.jsonl'}"
-    (found,) = look(tmp_path, settings_of(tmp_path, path, "dataset.max_prompt_tokens=4"))
+    (found,) = inputs(settings_of(tmp_path, path, "dataset.max_prompt_tokens=4"))
     assert (found.weight, found.message[:41]) == (
         Weight.NOTE,
         "1 of 4 lines (25.0%) are longer than max_",
@@ -336,7 +338,7 @@ def test_lines_beyond_the_positions_of_the_model_are_refused(tmp_path: Path) -> 
         f"evaluation={{dataset: {{type: prompt, path: {path}}}}}",
         *("reward={name: exact_match}", "rollout.max_new_tokens=1"),
     )
-    refused = [one for one in look(tmp_path, settings) if one.weight is Weight.FAILED]
+    refused = [one for one in inputs(settings) if one.weight is Weight.FAILED]
     assert [(one.key, one.message.partition(",")[0]) for one in refused] == [
         ("dataset.max_tokens", f"2 of 3 lines (66.7%) of {path} have more than 10 tokens"),
         (
@@ -349,7 +351,7 @@ def test_lines_beyond_the_positions_of_the_model_are_refused(tmp_path: Path) -> 
         "actor.architecture.max_position_embeddings=10",
         f"dataset={{type: prompt_answer, path: {path}, max_tokens: 10}}",
     )
-    assert told(look(tmp_path, bounded)) == [("data", "warning")]
+    assert told(inputs(bounded)) == [("data", "warning")]
 
 
 def test_the_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
@@ -358,13 +360,13 @@ def test_the_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "1+2=", "answer": "3"}] * 4 + [{"prompt": "11+22=", "answer": "33"}]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
     short = f"dataset={{type: prompt_answer, path: {path}, max_tokens: 8}}"
-    found = look(tmp_path, settings_of(tmp_path, passes, "total_steps=9", short))
+    found = inputs(settings_of(tmp_path, passes, "total_steps=9", short))
     assert [one.message for one in found if one.subject == "steps"] == [
         "one pass over 4 rows, 2 in a step: 2 steps (total_steps 9 is a limit)"
     ]
     sources = f"{{a: {{path: {path}}}, b: {{path: {path}}}}}"
     both = f"dataset={{type: prompt_answer, sources: {sources}}}"
-    found = look(tmp_path, settings_of(tmp_path, passes, "total_steps=null", both))
+    found = inputs(settings_of(tmp_path, passes, "total_steps=null", both))
     assert [one.message for one in found if one.subject == "steps"] == [
         "one pass over 10 rows, 2 in a step: 5 steps"
     ]
@@ -374,7 +376,7 @@ def test_a_built_in_reward_needs_answers(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "held.jsonl", {"prompt": "1"})
     evaluation = f"evaluation={{dataset: {{type: prompt, path: {rows}}}}}"
     settings = settings_of(tmp_path, evaluation, "reward={name: exact_match}")
-    (found,) = look(tmp_path, settings)
+    (found,) = inputs(settings)
     assert found.key == "evaluation.dataset.answer_key"
     assert "no answers under 'answer'" in found.message
 
@@ -386,10 +388,9 @@ def test_of_a_large_file_the_top_is_checked(
     settings = settings_of(tmp_path)
     rows = [{"id": str(n), "prompt": "1+2=", "answer": "3"} for n in range(100)]
     write_rows(Path(settings.config.dataset.path), *rows)
-    replies = input_checks.InputChecks(settings).run()
-    (found,) = [reply for reply in replies if "begins" not in reply]
-    assert (found["subject"], found["weight"], found["key"]) == ("data", "warning", "dataset.path")
-    assert "were checked" in found["message"]
+    (found,) = inputs(settings)
+    assert (found.subject, found.weight, found.key) == ("data", Weight.WARNING, "dataset.path")
+    assert "were checked" in found.message
 
 
 def test_adapters_are_not_evaluated_with_another_model_than_they_were_trained_on(
@@ -459,35 +460,20 @@ def settings_of_evaluation(folder: Path, trial: CommittedTrial, step: int) -> Se
     )
 
 
-def test_a_checkpoint_s_size_is_that_of_weights_and_moments(tmp_path: Path) -> None:
-    settings = settings_of(tmp_path)
-    matrices = 64 * 32 * 2 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
-    assert trial_checks.checkpoint_bytes(settings) == matrices * 4 * 3
-
-
-def test_room_is_needed_for_one_whole_weight_version_more_than_is_kept(
+def test_room_is_needed_for_checkpoints_weight_versions_and_prepared_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One whole weight version more than is kept; and the data of a trial that has none yet."""
     publish = ("actor.dtype=bfloat16", "rollout.publish={keep_whole: 3}")
     settings = settings_of(tmp_path, f"root={tmp_path / 'runs'}", *publish)
-    size = 4 * trial_checks.checkpoint_bytes(settings) // (4 * 3) * 2
-    assert trial_checks.version_bytes(settings) == size
+    matrices = 64 * 32 * 2 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
+    assert trial_checks.checkpoint_bytes(settings) == matrices * 4 * 3
+    versions, data = 4 * matrices * 2, 2 * Path(settings.config.dataset.path).stat().st_size
     free = SimpleNamespace(f_bavail=1, f_frsize=1)
     monkeypatch.setattr(trial_checks.os, "statvfs", lambda folder: free)
     (found,) = trial_checks.disk_space(settings)
-    assert f", {size / 2**20:.1f} MiB of whole weight versions, " in found.message
-
-
-def test_room_is_needed_for_the_tokenised_data_of_a_trial_that_has_none_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_of(tmp_path, f"root={tmp_path / 'runs'}")
-    size = Path(settings.config.dataset.path).stat().st_size
-    assert trial_checks.data_bytes(settings) == 2 * size
-    free = SimpleNamespace(f_bavail=1, f_frsize=1)
-    monkeypatch.setattr(trial_checks.os, "statvfs", lambda folder: free)
-    (found,) = trial_checks.disk_space(settings)
-    assert f", {2 * size / 2**20:.1f} MiB of tokenised data; choose" in found.message
+    assert f", {versions / 2**20:.1f} MiB of whole weight versions, " in found.message
+    assert f", {data / 2**20:.1f} MiB of tokenised data; choose" in found.message
     config = settings.config
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     (paths.data / "made").mkdir(parents=True)
@@ -588,6 +574,6 @@ def test_weights_with_nan_are_refused_by_file_and_tensor(tmp_path: Path) -> None
         decoder.get_parameter("model.norm.weight")[3] = float("nan")
     to_hf(decoder, model)
     settings = settings_of(tmp_path, "actor.architecture=null", f"actor.path={model}")
-    (found,) = (each for each in look(tmp_path, settings) if each.subject == "weights")
+    (found,) = (each for each in inputs(settings) if each.subject == "weights")
     assert (found.weight, found.key) == (Weight.FAILED, "actor.path")
     assert "model.safetensors: tensor 'model.norm.weight' has 1 NaN and" in found.message
