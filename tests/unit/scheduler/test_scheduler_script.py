@@ -55,8 +55,11 @@ def request(options: dict[str, Any] | None = None, **slurm: Any) -> SubmissionRe
     )
 
 
-GOLDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "chain": ({}, {}),
+CHAIN = Path(__file__).with_name("golden").joinpath("chain.sh").read_text()
+"""The script of `OPTIONS` and `GROUP`."""
+ONE_LINK = ("#SBATCH --array=0-7%1", "#SBATCH --array=0-0%1")
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "chain": ({}, {}, "", ""),
     "everything": (
         {
             "partition": "gpu,long",
@@ -70,12 +73,37 @@ GOLDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "setup": ["module load cuda", 'export GREETING="Grüße, $USER"'],
         },
         {},
+        "#SBATCH --signal=B:USR2@120\nslurmrl_exclude=''",
+        "#SBATCH --constraint='a100|h100'\n#SBATCH --exclude=n9\n#SBATCH --licenses=sim:2\n"
+        "#SBATCH --nodelist='n[0-3,7]'\n#SBATCH --partition=gpu,long\n#SBATCH --qos=high\n"
+        "#SBATCH --reservation='spring school'\n#SBATCH --signal=B:USR2@600\n"
+        'slurmrl_exclude=n9\nexport GREETING="Grüße, $USER"',
     ),
-    "gpus_per_node": ({"gpu_directive": "gpus-per-node"}, {}),
-    "no_gpu_names": ({"gpu_directive": "none", "constraint": "gpu"}, {}),
-    "spares": ({"spares": 1}, {"spares": 1}),
-    "requeue": ({"continue": "requeue"}, {"links": 1}),
-    "single": ({"continue": "none"}, {"links": 1}),
+    "gpus_per_node": (
+        {"gpu_directive": "gpus-per-node"},
+        {},
+        "#SBATCH --gres=gpu:h100:2",
+        "#SBATCH --gpus-per-node=h100:2",
+    ),
+    "no_gpu_names": (
+        {"gpu_directive": "none", "constraint": "gpu"},
+        {},
+        "#SBATCH --gres=gpu:h100:2",
+        "#SBATCH --constraint=gpu",
+    ),
+    "spares": (
+        {"spares": 1},
+        {"spares": 1},
+        "#SBATCH --nodes=2",
+        "#SBATCH --no-kill\n#SBATCH --nodes=3",
+    ),
+    "requeue": ({"continue": "requeue"}, {"links": 1}, *ONE_LINK),
+    "single": (
+        {"continue": "none"},
+        {"links": 1},
+        f"{ONE_LINK[0]}\n#SBATCH --requeue",
+        f"{ONE_LINK[1]}\n#SBATCH --no-requeue",
+    ),
     "elastic": (
         {"partition": "main", "continue": "none"},
         {
@@ -88,13 +116,12 @@ GOLDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 "setup": ["module load cuda"],
             },
         },
+        "#SBATCH --array=0-7%1\n#SBATCH --nodes=2",
+        "#SBATCH --array=0-31%4\n#SBATCH --nodes=1\n#SBATCH --partition=preemptible",
     ),
 }
-"""Name of a golden file -> options of ``cluster.slurm``, shape of the group."""
-
-
-def golden(name: str) -> str:
-    return Path(__file__).with_name("golden").joinpath(f"{name}.sh").read_text()
+"""Options of ``cluster.slurm``, shape of the group, the lines of `CHAIN` that the script lacks, and
+the lines that it has in addition."""
 
 
 def without_functions(script: str) -> str:
@@ -104,28 +131,27 @@ def without_functions(script: str) -> str:
 
 
 def rendered(name: str) -> SubmissionRequest:
-    slurm, shape = GOLDEN[name]
+    slurm, shape, _, _ = VARIANTS[name]
     found = request(OPTIONS, **slurm)
     return dataclasses.replace(found, groups=(dataclasses.replace(GROUP, **shape),))
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_golden_scripts(name: str) -> None:
+@pytest.mark.parametrize("name", VARIANTS)
+def test_script_has_the_directives_of_its_options(tmp_path: Path, name: str) -> None:
     (script,) = SlurmScheduler().scripts(rendered(name)).values()
-    assert without_functions(script) == golden(name)
+    lines, chain = without_functions(script).splitlines(), CHAIN.splitlines()
+    lacks, adds = VARIANTS[name][2:]
+    assert "\n".join(line for line in chain if line not in lines) == lacks
+    assert "\n".join(line for line in lines if line not in chain) == adds
+    assert [one for one in lines if one in chain] == [one for one in chain if one in lines]
+    (tmp_path / "script.sh").write_text(script)
+    subprocess.run(["bash", "-n", str(tmp_path / "script.sh")], check=True)
 
 
 def test_the_local_script_has_another_launcher_and_no_queue_to_go_back_to() -> None:
     local = LocalScheduler().scripts(rendered("chain"))["trainer"]
-    lines = golden("chain").replace("--launcher srun", "--launcher direct").splitlines()
+    lines = CHAIN.replace("--launcher srun", "--launcher direct").splitlines()
     assert [line for line in lines if line in local.splitlines()] == local.splitlines()
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_the_script_is_valid_shell(tmp_path: Path, name: str) -> None:
-    script = tmp_path / "script.sh"
-    script.write_text(SlurmScheduler().scripts(rendered(name))["trainer"])
-    subprocess.run(["bash", "-n", str(script)], check=True)
 
 
 STAND_IN = """\
