@@ -79,6 +79,8 @@ def trained(tmp_path: Path) -> Trained:
 
 def test_it_has_what_the_evaluation_has_and_nothing_that_trains(trained: Trained) -> None:
     trained.write(GRPO)
+    named = load(trained.file, (), evaluation_of("sft/1@4", trained.root)).values
+    assert (named["actor"]["path"], named["trial"]) == ("trial:sft/1@4", "sft-1-step-4")
     settings = trained.evaluation("sft/1", "rollout.n=4")
     config = settings.config
     assert (config.experiment, config.trial) == ("add-eval", "sft-1-step-8")
@@ -97,13 +99,6 @@ def test_it_has_what_the_evaluation_has_and_nothing_that_trains(trained: Trained
     assert config.total_steps is None
     assert config.stop_when is None
     assert set(make_plan(settings, scheduler="local").models) == {"actor"}
-
-
-def test_a_step_that_is_named_is_the_one_that_is_evaluated(trained: Trained) -> None:
-    trained.write(GRPO)
-    source = load(trained.file, (), evaluation_of("sft/1@4", trained.root))
-    assert source.values["actor"]["path"] == "trial:sft/1@4"
-    assert source.values["trial"] == "sft-1-step-4"
 
 
 def test_problems_have_their_lines_in_the_file(trained: Trained) -> None:
@@ -252,32 +247,23 @@ def test_the_type_of_the_dataset_says_what_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "message"),
+    ("algorithm", "kind", "key", "message"),
     [
-        (None, "evaluation: is required to evaluate a model of algorithm grpo"),
-        ({"dataset": {"type": "kto", "path": "rows.jsonl"}}, "'kto' cannot be evaluated by"),
+        ("grpo", None, "evaluation", "is required to evaluate a model of algorithm grpo"),
+        ("grpo", "kto", "evaluation.dataset.type", "'kto' cannot be evaluated by"),
+        ("dpo", "preference", "evaluation.dataset.type", "allowed: prompt, prompt_answer, messa"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(
-    trained: Trained, evaluation: dict[str, Any] | None, message: str
+    trained: Trained, algorithm: str, kind: str | None, key: str, message: str
 ) -> None:
-    trained.write({**GRPO, "evaluation": evaluation})
-    with pytest.raises(ConfigError, match=message):
-        trained.evaluation("sft/1")
-
-
-def test_preferences_of_a_language_model_are_not_those_of_a_reward_model(trained: Trained) -> None:
     """The model of DPO has no scalar head, whose scores `evaluate` compares."""
-    evaluation = {"dataset": {"type": "preference", "path": "rows.jsonl"}}
-    trained.write({**GRPO, "algorithm": {"name": "dpo", "batch_size": 8}, "evaluation": evaluation})
+    evaluation = kind and {"dataset": {"type": kind, "path": "rows.jsonl"}}
+    section = {"name": algorithm, "batch_size": 8}
+    trained.write({**GRPO, "algorithm": section, "evaluation": evaluation})
     with pytest.raises(ConfigError) as caught:
         trained.evaluation("sft/1")
-    [problem] = caught.value.problems
-    assert problem.key == "evaluation.dataset.type"
-    assert problem.message == (
-        "'preference' cannot be evaluated by a trial of its own of a model of dpo; allowed: "
-        "prompt, prompt_answer, messages. With total_steps=0 a trial evaluates as in training"
-    )
+    assert [(one.key, message in one.message) for one in caught.value.problems] == [(key, True)]
 
 
 def test_a_model_that_is_no_checkpoint(tmp_path: Path) -> None:

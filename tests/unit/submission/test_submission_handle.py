@@ -8,21 +8,13 @@ import pytest
 
 import slurmrl
 from slurmrl.config.load import load_resolved
-from slurmrl.desk import handle, proposal, submitting, trial_code, trial_jobs
+from slurmrl.desk import trial_code
 from slurmrl.desk.bundling import make_bundle
 from slurmrl.errors import ConfigError, UnknownNameError, UsageError, WaitTimeoutError
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
-
-
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
-    fake = FakeScheduler()
-    for module in (handle, trial_jobs, proposal, submitting):
-        monkeypatch.setattr(module, "make", lambda kind: fake)
-    return fake
 
 
 def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: FakeScheduler) -> None:
@@ -46,7 +38,7 @@ def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: Fak
         patch.setattr(trial_code, "is_this_code", lambda folder: False)
         with pytest.raises(UsageError, match="slurmrl resume add/7 does"):
             trial.resume()
-    trial.resume("total_steps=9")
+    trial.resume("total_steps=9", check=False)
     assert trial.status()["submission"] == 2
     trial.cancel()
     assert trial.wait()["state"] == "CANCELLED"

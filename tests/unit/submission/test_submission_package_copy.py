@@ -136,15 +136,22 @@ def test_cache_keeps_the_newest_archives(
     assert len(list((tmp_path / "slurmrl" / "code").iterdir())) == copying.CACHED_ARCHIVES
 
 
-def test_damaged_archive_in_cache_is_made_again(copied: Path, cache: Path, tmp_path: Path) -> None:
-    (kept,) = cache.iterdir()
+def test_damaged_archive_in_cache_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    contents = {"__init__.py": b"", "a.py": b"A = 1\n" * 500, **dict.fromkeys(PROGRAMS, b"")}
+    monkeypatch.setattr(copying, "_contents", lambda folder: contents)
+    copying.copy_package(tmp_path / "first")
+    (kept,) = (tmp_path / "slurmrl" / "code").iterdir()
     whole = kept.read_bytes()
     middle = len(whole) // 2
-    for damaged in (whole[:-1000], whole[:middle] + bytes(64) + whole[middle + 64 :], b""):
+    for number, damaged in enumerate(
+        (whole[:-30], whole[: middle - 32] + bytes(64) + whole[middle + 32 :], b"")
+    ):
         kept.write_bytes(damaged)
-        target = tmp_path / str(len(list(tmp_path.iterdir())))
-        copying.copy_package(target)
-        assert (target / ARCHIVE).read_bytes() == whole
+        copying.copy_package(tmp_path / str(number))
+        assert (tmp_path / str(number) / ARCHIVE).read_bytes() == whole
         assert kept.read_bytes() == whole
 
 

@@ -1,20 +1,14 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import slurmrl
 from slurmrl.config.load import load_resolved
 from slurmrl.desk import proposal as module
 from slurmrl.desk import trial_code
 from slurmrl.desk.proposal import Proposal, is_prepared, prepare, propose, trial_uuid
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.plan.model import Plan
 from tests.fake_runs import write_config
 
 
@@ -25,20 +19,6 @@ def proposal(tmp_path: Path) -> Proposal:
 
 def make(proposal: Proposal) -> bool:
     return prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
-
-
-def test_a_run_directory_has_all_that_the_run_needs(proposal: Proposal) -> None:
-    umask = os.umask(0)
-    try:
-        assert make(proposal)
-    finally:
-        os.umask(umask)
-    paths = proposal.paths
-    assert all(path.stat().st_mode & 0o777 == 0o700 for path in paths.directories())
-    assert paths.config.stat().st_mode & 0o777 == 0o600
-    assert load_resolved(paths.config) == proposal.settings.config
-    assert Plan.from_json(paths.plan.read_text()) == proposal.plan
-    assert len(trial_uuid(paths)) == 32
 
 
 def test_a_trial_is_made_once(proposal: Proposal) -> None:
@@ -72,20 +52,6 @@ def test_a_killed_preparation_is_taken_up(
     assert make(proposal)
     assert trial_uuid(proposal.paths) == claimed
     assert load_resolved(proposal.paths.config) == proposal.settings.config
-
-
-def test_the_snapshot_is_this_package_and_works_alone(proposal: Proposal) -> None:
-    make(proposal)
-    copy = proposal.paths.code / "slurmrl"
-    assert list(copy.rglob("__pycache__")) == []
-    code = "import slurmrl, json; print(json.dumps([slurmrl.__file__, slurmrl.__version__]))"
-    output = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        env={"PYTHONPATH": str(proposal.paths.code), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        check=True,
-    ).stdout
-    assert json.loads(output) == [str(copy / "__init__.py"), slurmrl.__version__]
 
 
 def test_a_snapshot_that_is_there_stays(proposal: Proposal) -> None:

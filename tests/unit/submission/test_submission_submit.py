@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from slurmrl.cli.main import main
 from slurmrl.config.load import load_resolved
 from slurmrl.desk import submitting, trial_jobs
 from slurmrl.desk.proposal import propose, propose_resume
@@ -473,17 +472,6 @@ def test_nothing_is_written_before_everything_was_checked(
     with pytest.raises(EnvironmentFailure):
         again()
     assert not (config.parent / "runs").exists()
-
-
-def test_a_missing_package_is_found_at_once(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    root = config.parent / "runs"
-    command = ["submit", str(config), "logging.tensorboard=true", "--scheduler", "local"]
-    assert main([*command, "--no-check", "--root", str(root)]) == 2
-    assert "tensorboard" in capsys.readouterr().err
-    assert not root.exists()
 
 
 def test_cancelling_twice(again: Submit, scheduler: FakeScheduler) -> None:
