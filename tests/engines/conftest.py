@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -50,6 +52,9 @@ DEADLINE_S = 300.0
 """For one test, the start of a server not included."""
 START_S = 600.0
 """For a server to start beside other tests: it takes a minute of CPU time, in which it compiles."""
+ENVIRONMENT_S = 1000.0
+"""For an environment that is not cached to be made, mostly by loading gigabytes."""
+PROVIDE = Path(__file__).parents[2] / "scripts" / "test-engines"
 PATIENCE = Patience(start_s=START_S, silence_s=20.0, probe_s=1.0, stable_s=0.01)
 """The silence suits a machine on which four test processes share two cores. However often tests end
 a server, it is not given up, unless it does not start."""
@@ -133,6 +138,35 @@ def request(
         step=1,
         options=GenerationOptions(max_new_tokens=max_new_tokens, **options),
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environments() -> None:
+    """Make the servers' environments that scripts/test-engines --variables has named, and that are
+    not there yet, side by side.
+
+    Other files are tested meanwhile: what takes the minutes is to load packages.
+    """
+    missing = {
+        name: python
+        for name in ("SGLANG_PYTHON", "VLLM_PYTHON")
+        if (python := os.environ.get(name)) and not Path(python).is_file()
+    }
+    environ = {name: value for name, value in os.environ.items() if name not in missing}
+    makers = [
+        subprocess.Popen(
+            [str(PROVIDE), "--python", name.partition("_")[0].lower(), "--version"],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in missing
+    ]
+    for maker, (name, python) in zip(makers, missing.items(), strict=True):
+        said, _ = maker.communicate(timeout=ENVIRONMENT_S)
+        assert maker.returncode == 0, said
+        assert Path(python).is_file(), f"{name}: there is no {python}"
 
 
 @pytest.fixture(scope="session")

@@ -30,15 +30,14 @@ from tests.engines.conftest import (
 from tests.engines.served import Served, with_a_stale_cache
 
 PYTHON = Path(os.environ.get("SGLANG_PYTHON", "")).parent.parent / "newest" / "bin" / "python"
-pytestmark = pytest.mark.skipif(
-    not PYTHON.is_file(), reason="no second SGLang beside the first: run scripts/test-engines"
-)
 
 
 @pytest.fixture(scope="module")
 def server(
     loop: Loop, versions: dict[str, Path], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[Served]:
+    if not PYTHON.is_file():
+        pytest.skip("no second SGLang beside the first: run scripts/test-engines")
     with closing(Served(SglangServer, str(PYTHON), loop, versions, tokenizer)) as made:
         yield made
 

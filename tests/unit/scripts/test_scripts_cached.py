@@ -71,6 +71,15 @@ def test_only_a_change_costs(cache: Cache) -> None:
     assert cache.times_made() == 4
 
 
+def test_to_find_makes_nothing(cache: Cache) -> None:
+    """What it prints is where it will be."""
+    found = cache.ask("--find")
+    assert cache.times_made() == 0
+    assert not found.exists()
+    assert cache.ask() == cache.ask("--find") == found
+    assert cache.times_made() == 1
+
+
 def test_a_killed_maker_leaves_nothing_that_is_taken_for_whole(cache: Cache) -> None:
     cache.hold.touch()
     killed = cache.start()
