@@ -12,7 +12,7 @@ from typing import Any
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Estimate, Summary
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter
@@ -83,7 +83,7 @@ class FakeRun:
         self, job_id: str, *, task: int = 0, number: int = 0, host: str = "n0", job: str = ""
     ) -> None:
         value = {"group": "trainer", "task": task, "attempt": number, "host": host, "job": job}
-        with FileNameStore(self.paths.names) as names:
+        with NameStore(self.paths.names) as names:
             names.add(
                 keys.attempt("trainer", task, number),
                 json.dumps({**value, "job_id": job_id}),
@@ -91,12 +91,12 @@ class FakeRun:
             )
 
     def say(self, incarnation: int, **said: Any) -> None:
-        with FileNameStore(self.paths.names) as names:
+        with NameStore(self.paths.names) as names:
             value = {"incarnation": incarnation, **said}
             names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
 
     def name(self, key: str, **value: Any) -> None:
-        with FileNameStore(self.paths.names) as names:
+        with NameStore(self.paths.names) as names:
             names.add(key, json.dumps(value), delete_on_exit=False)
 
     def event(self, writer: str, kind: str, **data: Any) -> None:

@@ -33,7 +33,7 @@ from torch.distributed import TCPStore
 
 from slurmrl.backoff import Backoff
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.slots import History
@@ -62,7 +62,7 @@ def poll(look: Callable[[], Any], intervals: PollIntervals) -> Any:
 
 def agent(paths: RunPaths, task: int, workers: int, intervals: PollIntervals, start: Any) -> None:
     start.wait()
-    names = FileNameStore(paths.names)
+    names = NameStore(paths.names)
     environ = {"SLURM_NODEID": str(task), "SLURM_JOB_ID": "1", "SLURMD_NODENAME": f"host{task}"}
     identity = claim(names, GROUP, elastic=False, environ=environ)
     Lease(paths.lease(GROUP, identity.task, identity.attempt)).beat()

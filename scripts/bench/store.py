@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch.distributed import FileStore, TCPStore
 
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 
 FORK = get_context("fork")
 VALUE = "x" * 64
@@ -47,7 +47,7 @@ Connect = Callable[[], Client]
 
 
 def of_names(folder: Path) -> Client:
-    store = FileNameStore(folder)
+    store = NameStore(folder)
     return Client(store.add, store.get)
 
 

@@ -1,5 +1,1 @@
-"""The name store, by which the processes of a trial find each other.
-
-It is a folder of the shared directory (`file`). `base` has the contract, which tests also show for
-a store in memory.
-"""
+"""The name store, by which the processes of a trial find each other."""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from slurmrl.errors import UnknownNameError
 from slurmrl.fsio import lines
 from slurmrl.fsio.lines import LineFile
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.registry import near
 from slurmrl.run.history.state import begin_of
 from slurmrl.run.paths import RunPaths, rotated
@@ -128,7 +128,7 @@ def serving(paths: RunPaths, incarnation: int) -> Attempts:
     if begin is None:
         raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")
     found = {}
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         for attempt in published.attempts(names):
             if attempt.job == begin.data.get("job"):
                 found[attempt.group, attempt.task] = attempt.attempt

@@ -22,7 +22,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.hang import GroupProgress
 from slurmrl.run.reports import (

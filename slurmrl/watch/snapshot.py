@@ -22,8 +22,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import demand, evaluated, events, hosts, keys, metrics
 from slurmrl.run.events import Event
 from slurmrl.run.history.state import Begun, Recent, recent
@@ -202,7 +201,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         groups = read_groups(paths)
     except CorruptFileError:
         groups = ()  # as if it were missing: only the tables of tasks need it
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         said = _said(names, state.incarnation)
         attempts = _attempts(names, groups)
         task_failures = _task_failures(names, groups)

@@ -12,7 +12,7 @@ from slurmrl.backoff import Backoff
 from slurmrl.errors import NameExistsError, UsageError
 from slurmrl.fsio import atomic, objects
 from slurmrl.fsio.failures import corrupt
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, StacksRequest
@@ -87,7 +87,7 @@ def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
     """Publish the request and return its number."""
     ranks = None if rank is None else (rank,)
     value = json.dumps(objects.to_json(StacksRequest(ranks, time.time())))
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         for number in itertools.count(1):
             try:
                 names.add(keys.stacks(incarnation, number), value, delete_on_exit=False)

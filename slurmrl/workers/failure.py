@@ -26,7 +26,7 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.fsio import objects
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter
 from slurmrl.run.hang import RankProgress, explain, grouped

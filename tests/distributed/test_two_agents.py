@@ -17,7 +17,7 @@ import pytest
 
 from slurmrl.desk.proposal import prepare, propose
 from slurmrl.fsio import documents
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.events import read_all
@@ -125,14 +125,14 @@ class Job:
 
     def failure(self, incarnation: int) -> dict[str, Any]:
         key = keys.failure(incarnation)
-        return documents.parse(FileNameStore(self.paths.names).get(key), key)
+        return documents.parse(NameStore(self.paths.names).get(key), key)
 
     def stop_in_a_collective(self) -> None:
         """Stop the rank of host 1 while that of host 0 waits for it in a collective.
 
         Stopped at another place it is let go on and stopped again.
         """
-        names = FileNameStore(self.paths.names)
+        names = NameStore(self.paths.names)
         worker = self.child(1, "worker")
 
         def is_awaited() -> bool:
@@ -211,7 +211,7 @@ def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
     job.wait_for_commit_of(1)
     job.agents[0].send_signal(signal.SIGSTOP)  # its worker fails, too; the first to say so counts
     os.kill(job.child(1, "worker"), signal.SIGKILL)
-    names = FileNameStore(job.paths.names)
+    names = NameStore(job.paths.names)
     wait_until(
         "the failure of rank 1", lambda: keys.failure(1) in names.find_subtree("incarnation/1")
     )
@@ -255,7 +255,7 @@ def test_a_lost_host_ends_the_round(job: Job) -> None:
     job.wait_for_commit_of(1)
     job.agents[1].kill()
     assert job.agents[0].wait(LEAVE_S) == AGAIN
-    lost = FileNameStore(job.paths.names).get(keys.lost("n1"))
+    lost = NameStore(job.paths.names).get(keys.lost("n1"))
     said = documents.parse(lost, "lost")
     assert said["job"] == "41.0.0"
     first = job.failure(fold(History(job.paths.history).read()).incarnation)
@@ -275,7 +275,7 @@ def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> No
     job.wait_for_commit_of(2)
     failure = job.failure(1)
     assert (failure["cause"], failure["host"], failure["rank"]) == ("hung", "n1", 1)
-    names = FileNameStore(job.paths.names)
+    names = NameStore(job.paths.names)
     hang = documents.parse(names.get(keys.hang(1)), "hang")
     assert hang["text"].startswith("rank 0 has waited")
     assert "for rank 1, which has given no sign of life for" in hang["text"]
@@ -321,7 +321,7 @@ def test_rollout_tasks_come_and_go_beside_the_trainers(job: Job) -> None:
     task = job.start(0, "rollout")
     job.agents.append(task)
     worker = job.served(2, 1)
-    names = FileNameStore(job.paths.names)
+    names = NameStore(job.paths.names)
     assert job.incarnation == 1, "the trainers were left alone"
     assert keys.failure(1) not in names.find_subtree("incarnation/1")
     assert keys.lost("r0") not in names.find_subtree("lost")

@@ -20,7 +20,7 @@ from slurmrl.errors import CorruptFileError, NameExistsError, SlotTakenError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.primitives import write_new
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.slots import History, Kind
@@ -121,7 +121,7 @@ def check_rewrite(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def name(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    one, two = FileNameStore(root, calls=calls), FileNameStore(root, calls=calls)
+    one, two = NameStore(root, calls=calls), NameStore(root, calls=calls)
     one.add("a", "1")
     acknowledge("a", "1")
     with suppress(NameExistsError):
@@ -134,7 +134,7 @@ def name(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
 
 
 def check_name(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
-    store = FileNameStore(folder)
+    store = NameStore(folder)
     told = dict(acknowledged)
     found = {key: store.get(key) for key in store.find_subtree("")}
     assert found.get("a", "1") == "1"

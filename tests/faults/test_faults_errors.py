@@ -23,7 +23,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.slots import History, Kind
@@ -163,7 +163,7 @@ class Names(Protocol):
     """`delete` cannot distinguish a repeated request from a key that did not exist."""
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
-        store = FileNameStore(folder, calls=calls)
+        store = NameStore(folder, calls=calls)
         store.add("a", "1")
         done.append("a")
         assert store.get("a") == "1"
@@ -178,7 +178,7 @@ class Names(Protocol):
         done.append("deleted")
 
     def check(self, folder: Path, result: Result) -> None:
-        names = FileNameStore(folder)
+        names = NameStore(folder)
         values = {key: names.get(key) for key in names.find_subtree("")}
         assert set(values.values()) <= {"1", "2"}
         if "s" in result.done:
@@ -446,7 +446,7 @@ READERS: dict[str, Callable[[Path, SystemCalls], Any]] = {
     "counter": lambda folder, calls: read_counter(folder / "lease", calls=calls),
     "listing": lambda folder, calls: atomic.list_names(folder, calls=calls),
     "log": lambda folder, calls: LogReader(folder / "log", calls=calls).read(),
-    "names": lambda folder, calls: FileNameStore(folder, calls=calls).get("a"),
+    "names": lambda folder, calls: NameStore(folder, calls=calls).get("a"),
 }
 
 
@@ -538,7 +538,7 @@ def test_a_hang_delays_readers_and_changes_nothing(name: str, tmp_path: Path) ->
     begin(History(tmp_path), {})
     Lease(tmp_path / "lease").beat()
     LogWriter(tmp_path / "log").append({"n": 0})
-    FileNameStore(tmp_path).add("a", "1")
+    NameStore(tmp_path).add("a", "1")
     clock = Clock()
     expected = READERS[name](tmp_path, REAL)
     assert READERS[name](tmp_path, Faulty(hang_s=180, clock=clock)) == expected
@@ -551,7 +551,7 @@ def test_readers_raise_typed_errors(name: str, error: int, tmp_path: Path) -> No
     begin(History(tmp_path), {})
     Lease(tmp_path / "lease").beat()
     LogWriter(tmp_path / "log").append({"n": 0})
-    FileNameStore(tmp_path).add("a", "1")
+    NameStore(tmp_path).add("a", "1")
     sound = Faulty()
     expected = READERS[name](tmp_path, sound)
     for at in range(sound.count):

@@ -31,12 +31,10 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.channel.message_log import LogReader, LogWriter, encode
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import IncarnationWriter, begin, end, fold, resume
-from tests.support.memory_names import MemoryNameStore
 
 SETTINGS = settings(
     max_examples=40,
@@ -83,12 +81,9 @@ class InFolder(RuleBasedStateMachine):
 class Names(InFolder):
     """Two clients of one store. A client's reset deletes what it added, unless it was replaced."""
 
-    def make(self) -> tuple[NameStore, NameStore]:
-        return FileNameStore(self.folder, calls=CALLS), FileNameStore(self.folder, calls=CALLS)
-
     def __init__(self) -> None:
         super().__init__()
-        self.stores = self.make()
+        self.stores = [NameStore(self.folder, calls=CALLS) for _ in range(2)]
         self.model: dict[str, str] = {}
         self.owner: dict[str, NameStore] = {}
 
@@ -154,12 +149,6 @@ class Names(InFolder):
 
     def _below(self, root: str) -> list[str]:
         return [key for key in self.model if key == root or key.startswith(f"{root}/")]
-
-
-class MemoryNames(Names):
-    def make(self) -> tuple[NameStore, NameStore]:
-        store = MemoryNameStore()
-        return store, store
 
 
 # -- history -----------------------------------------------------------------------------------
@@ -359,13 +348,13 @@ class Logs(InFolder):
         assert [message["n"] for message in reader.read()] == [3]
 
 
-@pytest.mark.parametrize("machine", [Names, MemoryNames, Histories, Logs])
+@pytest.mark.parametrize("machine", [Names, Histories, Logs])
 def test_machine(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("machine", [Names, MemoryNames, Histories, Logs])
+@pytest.mark.parametrize("machine", [Names, Histories, Logs])
 def test_machine_for_longer(machine: type[RuleBasedStateMachine]) -> None:
     longer = settings(SETTINGS, max_examples=400, derandomize=False)
     run_state_machine_as_test(machine, settings=longer)

@@ -19,7 +19,7 @@ import pytest
 from slurmrl.errors import NameExistsError, NameNotFoundError, StaleIncarnationError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import IncarnationWriter, begin, fold
@@ -47,7 +47,7 @@ class World:
 @pytest.mark.parametrize("seed", range(10))
 def test_one_winner_per_name_and_no_torn_value(cache_s: float, seed: int) -> None:
     world, chance = World(cache_s, 4), random.Random(seed)
-    stores = [FileNameStore(world.root, calls=calls) for calls in world.clients]
+    stores = [NameStore(world.root, calls=calls) for calls in world.clients]
     winners: Counter[str] = Counter()
     values: dict[str, str] = {}
     for _ in range(200):
@@ -143,7 +143,7 @@ def visible(world: World, cause: Callable[[], object], seen: Callable[[], bool])
 def latencies(cache_s: float) -> dict[str, float]:
     world = World(cache_s, 2)
     ours, theirs = world.clients
-    store, other = (FileNameStore(world.root, calls=calls) for calls in (ours, theirs))
+    store, other = (NameStore(world.root, calls=calls) for calls in (ours, theirs))
     history = History(world.root, calls=theirs)
     reader, lease = LogReader(world.root / "log", calls=theirs), Lease(world.root / "l", calls=ours)
     found = {
@@ -170,7 +170,7 @@ def latencies(cache_s: float) -> dict[str, float]:
     return found
 
 
-def _has(store: FileNameStore, key: str, value: str) -> bool:
+def _has(store: NameStore, key: str, value: str) -> bool:
     try:
         return store.get(key) == value
     except NameNotFoundError:
@@ -241,11 +241,11 @@ def test_protocols_on_two_mounts(
             f"log message {number}",
         )
         assert seen == [number]
-    assert not _has(FileNameStore(theirs), "a", "1")
-    FileNameStore(ours).add("a", "1", delete_on_exit=False)
+    assert not _has(NameStore(theirs), "a", "1")
+    NameStore(ours).add("a", "1", delete_on_exit=False)
     with pytest.raises(NameExistsError):
-        FileNameStore(theirs).add("a", "2")
-    _seen(lambda: _has(FileNameStore(theirs), "a", "1"), record_property, "name")
+        NameStore(theirs).add("a", "2")
+    _seen(lambda: _has(NameStore(theirs), "a", "1"), record_property, "name")
     begin(History(theirs), {})
     with pytest.raises(StaleIncarnationError):
         one.append(Kind.COMMIT, {"step": 1, "directory": "step-1"})

@@ -32,7 +32,7 @@ from slurmrl.config.load import dump
 from slurmrl.desk import trial_code
 from slurmrl.desk.proposal import trial_uuid
 from slurmrl.errors import SlurmrlError
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings, load_settings
@@ -329,7 +329,7 @@ def command(paths: RunPaths, words: tuple[str, ...]) -> None:
 
 
 def _master(paths: RunPaths) -> None:
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         records = History(paths.history).read()
         judge(records, names, "9.0.0", 3)
         state = fold(records)

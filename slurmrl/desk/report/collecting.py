@@ -48,7 +48,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.run import evaluated, metrics
 from slurmrl.run import events as event_files
@@ -171,7 +171,7 @@ def _commits(paths: RunPaths, events: Sequence[Event]) -> list[CommitRow]:
 
 
 def _rollouts(paths: RunPaths) -> dict[str, Any] | None:
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         try:
             said = published.rollouts(published.status(names))
         except CorruptFileError:

@@ -35,8 +35,7 @@ from slurmrl.errors import (
 from slurmrl.fsio import atomic, documents, objects
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import opened
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of
 from slurmrl.run import demand, keys
@@ -86,12 +85,10 @@ class Host:
         self.plan = Plan.read(paths.plan)
         self.group = self.plan.group(group)
         self.history = History(paths.history)
-        self.identity = claim(
-            FileNameStore(paths.names), group, elastic=self.group.elastic, task=task
-        )
+        self.identity = claim(NameStore(paths.names), group, elastic=self.group.elastic, task=task)
         self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
-        self.names = FileNameStore(paths.names, owner=lease.name)
+        self.names = NameStore(paths.names, owner=lease.name)
         self.serving = 0
         """The incarnation that is served now; 0 between two of them. Of a rollout task: the newest
         one."""

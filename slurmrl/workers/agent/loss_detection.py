@@ -19,7 +19,7 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
 from slurmrl.run.paths import RunPaths

@@ -26,7 +26,7 @@ from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import DEFINITE, cause
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import Commit, IncarnationWriter, TrialState, begin

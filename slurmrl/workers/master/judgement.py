@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.endings import HANGS, RAISED, Ending, JobTag
 from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import fold

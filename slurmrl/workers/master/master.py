@@ -22,7 +22,7 @@ from slurmrl.config.schema import Config
 from slurmrl.data.chat import template_file
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio import objects
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import Plan
 from slurmrl.registry import near

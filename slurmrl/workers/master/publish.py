@@ -20,7 +20,7 @@ from slurmrl.backoff import Interval
 from slurmrl.config.schema import WHOLE
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, objects
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.metrics import EVALUATION_S, evaluation_metric
 from slurmrl.plan.model import CallPlan

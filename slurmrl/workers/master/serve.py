@@ -18,8 +18,7 @@ from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import known_names, remove
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_run_settings
@@ -54,7 +53,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     for warning in ownership.check(run):
         logger.warning("%s", warning)
     paths = RunPaths(run)
-    names = FileNameStore(paths.names)
+    names = NameStore(paths.names)
     history = History(paths.history)
     try:
         host = env.NODE_NAME.get() or socket.gethostname()

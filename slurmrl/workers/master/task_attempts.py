@@ -21,7 +21,7 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, FieldType
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import endings, events
 from slurmrl.run.channel.bell import Bell, BellAddress
@@ -391,7 +391,7 @@ class FailedTasks:
 
         There, each task is started again on its own GPUs.
         """
-        self._names = FileNameStore(paths.names)
+        self._names = NameStore(paths.names)
         self._inside = inside
         self._failures: dict[tuple[int, int], Failure] = {}
         """By task and attempt."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from slurmrl import log
 from slurmrl.backoff import Interval, retry
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, WaitTimeoutError
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
 from slurmrl.run.channel.bell import LOOK_S, Bell, BellAddress

@@ -24,7 +24,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import umask, variables
 from slurmrl.fsio.atomic import is_absent
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import demand
 from slurmrl.run.events import EventWriter
@@ -229,7 +229,7 @@ def run_task(link: Link, rounds: Rounds) -> int:
 def takes_over(link: Link, events: EventWriter) -> bool:
     """Return whether this job continues the trial, rather than another one that is also alive."""
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
-    with FileNameStore(link.run.names) as names:
+    with NameStore(link.run.names) as names:
         ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
         baton = Baton(link.run, names, link, job_tag(), host, scheduler, lease_ttl_s=ttl_s)
         return wait_for_turn(baton, link, scheduler, events)

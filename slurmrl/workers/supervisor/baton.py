@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, NameExistsError, SchedulerError
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import events, keys
 from slurmrl.run.events import EventWriter
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver

@@ -20,8 +20,7 @@ from types import FrameType
 from slurmrl import env, log
 from slurmrl.backoff import retry
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run.events import EventWriter
@@ -118,7 +117,7 @@ class JobHosts:
     def lost(self) -> set[str]:
         """Return the hosts whose agents died in this start of the job."""
         try:
-            with FileNameStore(self.paths.names) as names:
+            with NameStore(self.paths.names) as names:
                 return {host for host in self.hosts if self._is_lost(names, host)}
         except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot look for lost hosts, will retry: %s", error)
@@ -369,7 +368,7 @@ def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]
     Exclude those that did so before, and those whose GPU has certainly failed.
     """
     try:
-        with FileNameStore(paths.names) as names:
+        with NameStore(paths.names) as names:
             failures = [(number, published.failure(names, number)) for number in incarnations]
         for number, failure in failures:
             if failure is None or failure.cause not in CAUSES or not failure.host:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from slurmrl import env, log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
@@ -210,7 +210,7 @@ def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None
     ``job``: the start of a job (``JOBID.RESTART``), of which the task's agent has ended.
     """
     try:
-        with FileNameStore(paths.names) as names:
+        with NameStore(paths.names) as names:
             claim = published.newest_claim(names, group, task, job)
         if claim is not None:
             atomic.make_private_directory(paths.rollout_task(group, task, claim.attempt + 1))

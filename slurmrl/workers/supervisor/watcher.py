@@ -22,8 +22,7 @@ from slurmrl.backoff import Interval, retry
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError
 from slurmrl.fsio import umask
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.events import EventWriter
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.run.paths import RunPaths
@@ -178,7 +177,7 @@ def main() -> int:
     paths = RunPaths(options.run)
     link = Link.here(paths, options.submission, options.group)
     config = retry("read the configuration", lambda: load_resolved(paths.config))
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         Watcher(link, names, options.host, config.cluster.lease_ttl_s).watch()
     return 0
 

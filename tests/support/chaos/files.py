@@ -9,8 +9,7 @@ from typing import Any
 
 from slurmrl.errors import NameExistsError, NameNotFoundError, SlurmrlError
 from slurmrl.fsio import atomic
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.lease import Lease, read_counter
 from tests.support.chaos.linearizable import is_linearizable, operations
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
@@ -132,7 +131,7 @@ def _deleted(store: NameStore, key: str) -> bool:
 
 def namer(folder: Path, me: int, note: Note) -> None:
     """Adds, replaces and deletes keys that other actors change too."""
-    store, recorder = FileNameStore(folder), Recorder(note)
+    store, recorder = NameStore(folder), Recorder(note)
     for number in range(2):
         value = f"{me}.{number}"
         recorder.call("add", "a", lambda v=value: _added(store, "a", v), value)
@@ -145,7 +144,7 @@ def namer(folder: Path, me: int, note: Note) -> None:
 def owner(folder: Path, me: int, note: Note) -> None:
     """Adds keys that no other actor replaces, and deletes them at the end."""
     recorder = Recorder(note)
-    with FileNameStore(folder) as store:
+    with NameStore(folder) as store:
         value = f"{me}.own"
         recorder.call("add", "own", lambda: _added(store, "own", value), value)
         recorder.call("get", "own", lambda: _got(store, "own"))
@@ -155,7 +154,7 @@ def owner(folder: Path, me: int, note: Note) -> None:
 
 def claimer(folder: Path, me: int, note: Note) -> None:
     """Claims the next free number, like an agent's attempt."""
-    store, recorder = FileNameStore(folder), Recorder(note)
+    store, recorder = NameStore(folder), Recorder(note)
     for number in range(100):
         key = f"attempt/{number}"
         if recorder.call("add", key, lambda k=key: _added(store, k, str(me)), str(me)):
@@ -163,7 +162,7 @@ def claimer(folder: Path, me: int, note: Note) -> None:
 
 
 def _check_names(folder: Path, events: list[Event]) -> None:
-    store = FileNameStore(folder)
+    store = NameStore(folder)
     check_keys(events, lambda key: _got(store, key))
     unknown = set(store.find_subtree("")) - {e["key"] for e in events if e.get("event") == "call"}
     if unknown:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import slurmrl
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin, fold
@@ -29,7 +29,7 @@ def main(run: str, total: str, mode: str) -> int:
     if state.end is not None:
         return 0
     writer = begin(history, {"code": slurmrl.__file__})
-    names = FileNameStore(paths.names)
+    names = NameStore(paths.names)
     identity = {"group": "trainer", "task": 0, "attempt": writer.incarnation, "host": "here"}
     key = keys.attempt("trainer", 0, writer.incarnation)
     names.add(key, json.dumps({**identity, "job": "", "job_id": ""}), delete_on_exit=False)

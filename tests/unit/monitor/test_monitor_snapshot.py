@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.history.slots import Kind
 from slurmrl.watch.snapshot import STORY, read
@@ -132,9 +132,9 @@ def test_a_claim_whose_content_a_cache_hides(
 ) -> None:
     """The listing shows a newer attempt, its file is not seen yet."""
     run = live(tmp_path, 2)
-    real = FileNameStore._keys
+    real = NameStore._keys
     monkeypatch.setattr(
-        FileNameStore, "_keys", lambda store, root: [*real(store, root), "attempt/trainer/0/2"]
+        NameStore, "_keys", lambda store, root: [*real(store, root), "attempt/trainer/0/2"]
     )
     status = assemble(read(run.paths, STORY), [])
     assert status["groups"][0]["tasks"][0]["attempt"] == 2

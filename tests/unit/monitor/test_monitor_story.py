@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema import Logging
-from slurmrl.name_resolve.base import encode
+from slurmrl.name_resolve.store import encode
 from slurmrl.run import keys
 from slurmrl.run.endings import failure_words
 from slurmrl.run.history.slots import Kind

@@ -15,7 +15,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.desk.proposal import Proposal, prepare, propose, trial_uuid
 from slurmrl.errors import CorruptFileError, OwnershipError, SlurmrlError
 from slurmrl.fsio import atomic
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import events, metrics
 from slurmrl.run.endings import JobTag
@@ -48,7 +48,7 @@ def test_everything_is_private_whatever_the_umask(proposal: Proposal, umask: int
         EventWriter(paths, "master.1").write("ready")
         atomic.open_log(paths.log("trainer", 0, 0)).close()
         History(paths.history).append(Kind.BEGIN, 1, {}, after=-1)
-        FileNameStore(paths.names).add("key", "value")
+        NameStore(paths.names).add("key", "value")
     finally:
         os.umask(before)
     found = [paths.run, *paths.run.rglob("*")]
@@ -105,7 +105,7 @@ READERS: dict[str, tuple[Callable[[RunPaths], Path], Callable[[RunPaths], object
     ),
     "name": (
         lambda run: run.names / "key",
-        lambda run: FileNameStore(run.names).get("key"),
+        lambda run: NameStore(run.names).get("key"),
     ),
     "manifest": (
         lambda run: run.checkpoint(1, 1) / "manifest.json",
@@ -139,7 +139,7 @@ def test_hostile_bytes_end_in_errors_of_ours(tmp_path: Path, name: str, content:
 @pytest.mark.parametrize("content", HOSTILE, ids=[repr(content[:20]) for content in HOSTILE])
 def test_hostile_values_and_lines(tmp_path: Path, content: bytes) -> None:
     run = FakeRun(tmp_path).paths
-    names = FileNameStore(run.names)
+    names = NameStore(run.names)
     for key in ("status", "attempt/trainer/0/0", "incarnation/1/failure"):
         names.add(key, content.decode(errors="replace"))
     for look in (

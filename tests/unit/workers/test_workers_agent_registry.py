@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
 from slurmrl.fsio import objects
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
 from slurmrl.run.reports import Failure, Identity
 from slurmrl.workers.master.worker_channel import AgentRegistry
-from tests.support.memory_names import MemoryNameStore
 
 JOB = "41.0.0"
 
 
-class Names(MemoryNameStore):
+class Names(NameStore):
     stalled = False
 
     def find_subtree(self, root: str) -> list[str]:
@@ -33,9 +34,9 @@ def agent(task: int, host: str = "") -> Identity:
 
 
 class Bed:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, folder: Path) -> None:
         self.now = 0.0
-        self.names = Names()
+        self.names = Names(folder)
         self.heard: dict[str, Identity] = {}
         self.registry = AgentRegistry(
             self.names,
@@ -59,8 +60,8 @@ class Bed:
 
 
 @pytest.fixture
-def bed(plans: Callable[..., Plan]) -> Bed:
-    return Bed(plans(hosts=12))
+def bed(plans: Callable[..., Plan], tmp_path: Path) -> Bed:
+    return Bed(plans(hosts=12), tmp_path)
 
 
 def test_those_that_were_heard_are_known_at_once(bed: Bed) -> None:
@@ -135,11 +136,13 @@ def test_a_host_that_is_lost_again(bed: Bed) -> None:
     assert json.loads(bed.names.get(keys.lost("n1")))["job"] == JOB
 
 
-def test_only_agents_of_the_trainers_end_an_incarnation(plans: Callable[..., Plan]) -> None:
+def test_only_agents_of_the_trainers_end_an_incarnation(
+    plans: Callable[..., Plan], tmp_path: Path
+) -> None:
     """A rollout task whose lease expires is nobody's host to lose, task 0 included, and claims of
     its group are not looked for.
     """
-    bed = Bed(plans(hosts=1, tasks=2))
+    bed = Bed(plans(hosts=1, tasks=2), tmp_path)
     for task in range(2):
         away = Identity("rollout", task, 0, f"r{task}", JOB, "41")
         bed.names.add(keys.attempt("rollout", task, 0), json.dumps(objects.to_json(away)))

@@ -14,8 +14,7 @@ import pytest
 from slurmrl.backoff import HIDDEN_PAUSES_S, retry
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.name_resolve.base import encode
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore, encode
 from slurmrl.run import events, keys
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import History, Kind, Record
@@ -37,7 +36,7 @@ class Past:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
-        self.names = FileNameStore(paths.names)
+        self.names = NameStore(paths.names)
         self.history = History(paths.history)
         self.writer = begin(self.history, {})
         for step in (2, 4, 6):

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from slurmrl.errors import CorruptFileError, SchedulerError
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter, read_all
 from slurmrl.run.history.slots import History, Kind
@@ -51,7 +50,7 @@ def names(paths: RunPaths) -> NameStore:
     paths.submission(1).mkdir()
     request = {"scheduler": "slurm", "total_steps": 4, "heartbeat_s": 1.0}
     paths.submission_request(1).write_text(json.dumps(request))
-    return FileNameStore(paths.names)
+    return NameStore(paths.names)
 
 
 def link(paths: RunPaths, job: str = "41", index: int = 0, restart: int = 0) -> Link:

@@ -14,11 +14,11 @@ from slurmrl.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.reports import Failure
 from slurmrl.watch.published import failure as read_failure
 from slurmrl.workers import failure
 from slurmrl.workers.failure import failure_of, publish
-from tests.support.memory_names import MemoryNameStore
 
 ONE = Failure(cause="died", reason="one", rank=0, exit_code=-9, host="")
 
@@ -134,8 +134,8 @@ def test_a_damaged_checkpoint_is_named() -> None:
     assert found.reason == "master: too short"
 
 
-def test_the_first_one_counts() -> None:
-    names = MemoryNameStore()
+def test_the_first_one_counts(tmp_path: Path) -> None:
+    names = NameStore(tmp_path)
     assert read_failure(names, 3) is None
     assert publish(names, 3, ONE)
     assert not publish(names, 3, Failure(cause="died", reason="two"))
@@ -143,7 +143,7 @@ def test_the_first_one_counts() -> None:
     assert read_failure(names, 4) is None
 
 
-class Stalling(MemoryNameStore):
+class Stalling(NameStore):
     left = 2
 
     def add(self, name: str, value: object, **more: Any) -> None:
@@ -153,9 +153,9 @@ class Stalling(MemoryNameStore):
         super().add(name, value, **more)
 
 
-def test_a_directory_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "OUTAGE_S", (0.001, 0.002))
-    names = Stalling()
+    names = Stalling(tmp_path)
     assert publish(names, 3, ONE)
     names.left = 10**9
     monkeypatch.setattr(failure, "PUBLISH_TIMEOUT_S", 0.0)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.reports import Identity
 from slurmrl.workers.agent.agent_host import claim
-from tests.support.memory_names import MemoryNameStore
 
 SLURM = {
     "SLURM_JOB_ID": "47",
@@ -22,8 +21,8 @@ SLURM = {
 }
 
 
-def test_identity_under_slurm() -> None:
-    identity = claim(MemoryNameStore(), "trainer", elastic=False, environ=SLURM)
+def test_identity_under_slurm(tmp_path: Path) -> None:
+    identity = claim(NameStore(tmp_path), "trainer", elastic=False, environ=SLURM)
     assert identity.task == 3
     assert identity.label == "trainer/3"
     assert identity.job == "47.1.4"
@@ -31,28 +30,28 @@ def test_identity_under_slurm() -> None:
     assert identity.host == "n7"
 
 
-def test_requeued_job_and_next_round_are_others() -> None:
+def test_requeued_job_and_next_round_are_others(tmp_path: Path) -> None:
     """The master's BEGIN names the start of the job; that of the start before must not match."""
-    store = MemoryNameStore()
+    store = NameStore(tmp_path)
     first = claim(store, "trainer", elastic=False, environ=SLURM)
     second = claim(store, "trainer", elastic=False, environ={**SLURM, "SLURM_RESTART_COUNT": "2"})
     third = claim(store, "trainer", elastic=False, environ={**SLURM, "SLURMRL_ROUND": "5"})
     assert len({first.job, second.job, third.job}) == 3
 
 
-def test_elastic_task_is_the_array_index() -> None:
-    assert claim(MemoryNameStore(), "rollout", elastic=True, environ=SLURM).task == 2
+def test_elastic_task_is_the_array_index(tmp_path: Path) -> None:
+    assert claim(NameStore(tmp_path), "rollout", elastic=True, environ=SLURM).task == 2
 
 
-def test_without_slurm() -> None:
-    identity = claim(MemoryNameStore(), "trainer", elastic=False, environ={})
+def test_without_slurm(tmp_path: Path) -> None:
+    identity = claim(NameStore(tmp_path), "trainer", elastic=False, environ={})
     assert identity.task == 0
     assert identity.job
     assert identity.host
 
 
-def test_attempts_count_up_per_task() -> None:
-    store = MemoryNameStore()
+def test_attempts_count_up_per_task(tmp_path: Path) -> None:
+    store = NameStore(tmp_path)
     other = {**SLURM, "SLURM_NODEID": "31"}  # a task whose number begins with the same digit
 
     def attempts(environ: dict[str, str], n: int) -> list[int]:
@@ -65,30 +64,30 @@ def test_attempts_count_up_per_task() -> None:
 
 
 def test_claim_says_who_holds_it_and_stays(tmp_path: Path) -> None:
-    with FileNameStore(tmp_path) as store:
+    with NameStore(tmp_path) as store:
         identity = claim(store, "trainer", elastic=False, environ=SLURM)
-    said = json.loads(FileNameStore(tmp_path).get(keys.attempt("trainer", 3, 0)))
+    said = json.loads(NameStore(tmp_path).get(keys.attempt("trainer", 3, 0)))
     assert Identity(**said) == identity
 
 
-class StaleListing(MemoryNameStore):
+class StaleListing(NameStore):
     """Lists nothing, as a cache of a directory may."""
 
     def find_subtree(self, root: str) -> list[str]:
         return []
 
 
-def test_stale_listing_only_costs_tries() -> None:
-    store = StaleListing()
+def test_stale_listing_only_costs_tries(tmp_path: Path) -> None:
+    store = StaleListing(tmp_path)
     found = [claim(store, "trainer", elastic=False, environ=SLURM).attempt for _ in range(4)]
     assert found == [0, 1, 2, 3]
 
 
-def test_the_world_of_an_agent() -> None:
+def test_the_world_of_an_agent(tmp_path: Path) -> None:
     """The trainers share one world; a task of another group is one of its own, and none of its
     tasks is the first agent of the trial.
     """
-    store = MemoryNameStore()
+    store = NameStore(tmp_path)
     trainer = claim(store, "trainer", elastic=False, environ={})
     rollout = claim(store, "rollout", elastic=True, environ={"SLURM_ARRAY_TASK_ID": "0"})
     assert (trainer.world, trainer.trains) == ("trainer", True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import TrialEndedError
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.endings import JobTag
 from slurmrl.run.history.slots import History, Kind, Record
@@ -15,7 +16,6 @@ from slurmrl.run.history.state import IncarnationWriter, begin, end, fold, resum
 from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master import judgement
 from slurmrl.workers.master.judgement import judge
-from tests.support.memory_names import MemoryNameStore
 
 MOST = 3
 
@@ -25,7 +25,7 @@ class Past:
 
     def __init__(self, paths: RunPaths) -> None:
         self.history = History(paths.history)
-        self.names = MemoryNameStore()
+        self.names = NameStore(paths.names)
         self.job = "7.0.0"
 
     def begins(self) -> IncarnationWriter:

@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.errors import RunFailedError, SchedulerError
 from slurmrl.fsio import objects
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
@@ -34,7 +34,7 @@ class Bed:
 
     def claims(self, attempt: int, host: str, job: str) -> Lease:
         """The first agent of a round starts."""
-        with FileNameStore(self.paths.names) as names:
+        with NameStore(self.paths.names) as names:
             identity = replace(self.identity(0, job), attempt=attempt, host=host)
             said = json.dumps(objects.to_json(identity))
             names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
@@ -43,7 +43,7 @@ class Bed:
         return lease
 
     def watcher(self, task: int = 1) -> Leader:
-        names = FileNameStore(self.paths.names)
+        names = NameStore(self.paths.names)
         return Leader(self.paths, names, self.identity(task), TTL_S, lambda: self.now)
 
     def lost(self, leader: Leader, lease: Lease | None = None) -> float | None:
@@ -168,7 +168,7 @@ def test_a_job_that_is_not_requeued_at_once(
 def test_other_groups_do_not_watch_the_trainers(bed: Bed) -> None:
     """The loss of the trainers' first host is theirs to act on: a rollout task keeps its job."""
     lease = bed.claims(0, "n0", "7.0.0")
-    names = FileNameStore(bed.paths.names)
+    names = NameStore(bed.paths.names)
     said = json.dumps({"job": "7.0.0", "host": "n0"})
     names.add(keys.attempt("rollout", 0, 0), said, delete_on_exit=False)
     rollout = replace(bed.identity(1), group="rollout")

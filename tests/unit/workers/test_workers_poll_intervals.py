@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.slots import History, Kind
@@ -83,7 +83,7 @@ class Master:
         self.next_status = 0.0
         self.own = Counting()
         """Operations that do not grow with the hosts."""
-        self.names = FileNameStore(folder, calls=self.own)
+        self.names = NameStore(folder, calls=self.own)
         self.observers = [
             LeaseObserver(folder / f"lease.{task}", TTL_S, clock, calls=calls)
             for task in range(hosts)
@@ -150,7 +150,7 @@ def test_operations_of_the_substrate(tmp_path: Path) -> None:
     lease = Lease(tmp_path / "lease", calls=calls)
     lease.beat()
     observer = LeaseObserver(tmp_path / "lease", TTL_S, calls=calls)
-    store = FileNameStore(tmp_path, calls=calls)
+    store = NameStore(tmp_path, calls=calls)
     store.add("key", "1")
     history = History(tmp_path / "history", calls=calls)
     atomic.make_private_directory(tmp_path / "history")

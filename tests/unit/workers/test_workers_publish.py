@@ -12,8 +12,7 @@ import pytest
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.name_resolve.base import NameStore
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.channel import message_log
 from slurmrl.run.lease import Lease
@@ -22,7 +21,6 @@ from slurmrl.run.reports import Identity
 from slurmrl.watch import published
 from slurmrl.workers.master import publish
 from slurmrl.workers.master.publish import StatusPublisher
-from tests.support.memory_names import MemoryNameStore
 
 
 class Clock:
@@ -36,11 +34,11 @@ class Clock:
         return 1.7e9 + self.now
 
 
-class CountingStore(MemoryNameStore):
+class CountingStore(NameStore):
     """Counts what is written, and can stop answering."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.writes = 0
         self.stalled = False
 
@@ -58,7 +56,7 @@ class CountingStore(MemoryNameStore):
 class Desk:
     def __init__(self, paths: RunPaths, clock: Clock, names: NameStore | None = None) -> None:
         self.clock = clock
-        self.names = CountingStore()
+        self.names = CountingStore(paths.names)
         self.agents: dict[str, Identity] = {}
         self.publisher = StatusPublisher(
             names or self.names,
@@ -156,7 +154,7 @@ class Syncs(SystemCalls):
 def test_a_step_waits_for_no_disk_because_of_its_status(paths: RunPaths) -> None:
     """What a crash of the server leaves of the status is replaced by the next one."""
     calls = Syncs()
-    names = FileNameStore(paths.names, calls=calls)
+    names = NameStore(paths.names, calls=calls)
     desk = Desk(paths, Clock(), names)
     desk.publisher.update(step=1)
     assert (calls.count, published.status(names)["step"]) == (0, 1)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.workers.master.worker_channel import StackRequests
 from slurmrl.workers.messages import CollectStacks, Order
-from tests.support.memory_names import MemoryNameStore
 
 
-class Store(MemoryNameStore):
+class Store(NameStore):
     looks = 0
     stalled = False
 
@@ -28,9 +29,9 @@ class Store(MemoryNameStore):
 class Desk:
     """The requests of incarnation 3, looked for every 2 s."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.now = 0.0
-        self.names = Store()
+        self.names = Store(folder)
         self.posted: list[Order] = []
         self.requests = StackRequests(
             self.names, 3, self.posted.append, look_s=2.0, clock=lambda: self.now
@@ -49,8 +50,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
 
 
 def test_requests_are_passed_on_once_and_in_order(desk: Desk) -> None:

@@ -18,7 +18,7 @@ from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema.rollout import Tasks
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import objects
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import demand, events, keys
 from slurmrl.run.channel.pipe import Connection
@@ -83,7 +83,7 @@ class Bed:
     def begin(self, job: str, attempt: int) -> None:
         """The trainers of a job begin an incarnation."""
         identity = Identity("trainer", 0, attempt, "n0", job, "41_0", 1)
-        with FileNameStore(self.paths.names) as names:
+        with NameStore(self.paths.names) as names:
             said = json.dumps(objects.to_json(identity))
             names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
         self._lease = Lease(self.paths.lease("trainer", 0, attempt))
@@ -295,7 +295,7 @@ def test_a_gpu_that_fails_costs_its_host_unless_trainers_go_on_there(
 
     monkeypatch.setattr(RolloutTask, "run", run)
     bed.host.inside = inside
-    with FileNameStore(bed.paths.names) as names:
+    with NameStore(bed.paths.names) as names:
         assert bed.run(iter(())) == FAILED
         assert (published.lost(names, bed.host.identity.host) is None) == inside
 
@@ -314,7 +314,7 @@ def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:
     assert failure["reason"].endswith("was ended by SIGKILL")
     assert [record.kind for record in bed.host.history.read()] == [Kind.BEGIN]
     assert keys.failure(1) not in bed.host.names.find_subtree("incarnation")
-    with FileNameStore(bed.paths.names) as names:
+    with NameStore(bed.paths.names) as names:
         told = published.attempt_failure(names, "rollout", 0, 0)
         assert told is not None
         assert (told.reason, told.world) == (failure["reason"], "rollout/0")

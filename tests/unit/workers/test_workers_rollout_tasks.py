@@ -25,7 +25,7 @@ from slurmrl.errors import (
 from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.shapes import MOST_COUNT, wrong
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import read_group
@@ -992,7 +992,7 @@ def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) ->
     """An attempt at a task fails."""
     place = Identity("rollout", task, attempt, host, "50.0.0", f"50_{task}", 1)
     rank = Failure(cause=Cause.EXCEPTION, world=place.world, rank=0, exception=exception, host=host)
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         claim = json.dumps(objects.to_json(place))
         names.add(keys.attempt("rollout", task, attempt), claim, delete_on_exit=False)
         publish_attempt(names, place, rank)
@@ -1045,7 +1045,7 @@ def test_trial_goes_on_with_failed_tasks_where_others_may_work(
     if case == "another works":
         bed.begin(7, "1.0")
     elif case == "another host starts":
-        with FileNameStore(bed.paths.names) as names:
+        with NameStore(bed.paths.names) as names:
             claim = json.dumps(objects.to_json(bed.begin(7).agent))
             names.add(keys.attempt("rollout", 7, 0), claim, delete_on_exit=False)
     for number in range(1, 6 if case != "earlier" else 1):

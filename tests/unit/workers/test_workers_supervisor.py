@@ -19,7 +19,7 @@ from slurmrl import backoff
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import objects
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.events import read_all
 from slurmrl.run.history.slots import History, Kind, Record
@@ -235,7 +235,7 @@ def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> N
     paths = RunPaths(tmp_path / "run")
     with job(tmp_path, "direct", "rollout") as running:
         agent = int(running.line().split()[1])
-        with FileNameStore(paths.names) as names:
+        with NameStore(paths.names) as names:
             for attempt, claimed_by in ((2, f"{running.process.pid}.0.0"), (3, "another.0.0")):
                 claim = Identity("rollout", 0, attempt, "n1", claimed_by, "", agent)
                 text = json.dumps(objects.to_json(claim))
@@ -281,7 +281,7 @@ def test_hosts_that_are_good(state: str) -> None:
 
 
 def lose(paths: RunPaths, host: str, job: str) -> None:
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         value = json.dumps({"incarnation": 1, "job": job})
         names.add(keys.lost(host), value, delete_on_exit=False)
 
@@ -312,7 +312,7 @@ def test_a_spare_replaces_a_host_that_could_not_do_what_was_needed(
     allocation = JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0")
     for number, host, chosen in ((1, "n1", ("n0", "n2")), (2, "n0", ("n1", "n2"))):
         lacks = Failure(cause="environment", reason="cannot read /data", host=host)
-        with FileNameStore(paths.names) as names:
+        with NameStore(paths.names) as names:
             publish(names, number, lacks)
         blame_hosts(paths, options(paths), [number])
         assert allocation.choose() == chosen
@@ -323,7 +323,7 @@ def test_no_host_is_blamed_for_a_connection_that_failed(
 ) -> None:
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
     refused = Failure(cause="environment", reason="refused", host="n0", echo=True)
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         publish(names, 1, refused)
     blame_hosts(paths, options(paths), [1])
     assert JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0").choose() == ("n0", "n1")

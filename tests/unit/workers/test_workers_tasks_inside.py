@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from slurmrl.fsio import objects
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter, read_all
@@ -50,7 +50,7 @@ def test_a_task_that_fails_is_started_again_so_many_times(
     The items of what has failed do not wait for the next agent: its attempt has begun.
     """
     now = 0.0
-    with FileNameStore(paths.names) as names:
+    with NameStore(paths.names) as names:
         claim = json.dumps(objects.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))
         names.add(keys.attempt("rollout", 0, 0), claim, delete_on_exit=False)
     tasks = tasks_of(paths, monkeypatch, ["false"], hosts=1, each=1, clock=lambda: now)

@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import objects
-from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.events import read_all
 from slurmrl.run.lease import Lease
@@ -49,13 +49,13 @@ class Slurm:
 
     def watch(self) -> None:
         link = Link(self._paths, 1, "trainer", "41", 0)
-        with FileNameStore(self._paths.names) as names:
+        with NameStore(self._paths.names) as names:
             Watcher(link, names, "n0", TTL_S, lambda: self.now).watch(self._sleep)
 
     def first_agent(self, round_of: str, attempt: int) -> None:
         identity = Identity("trainer", 0, attempt, "n0", round_of, "41_0", 1)
         said = json.dumps(objects.to_json(identity))
-        with FileNameStore(self._paths.names) as names:
+        with NameStore(self._paths.names) as names:
             names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
         self.lease = Lease(self._paths.lease("trainer", 0, attempt))
 

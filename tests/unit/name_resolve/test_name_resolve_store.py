@@ -1,9 +1,9 @@
-"""What every name store does."""
+"""Names: what a store does, several stores on one directory, and its contents."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -12,25 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import (
+    CorruptFileError,
+    EnvironmentFailure,
     InvalidNameError,
     NameExistsError,
     NameNotFoundError,
-    WaitTimeoutError,
 )
-from slurmrl.name_resolve.base import NameEntry, NameStore, decode, encode, normalise
-from slurmrl.name_resolve.file import FileNameStore
-from tests.support.memory_names import MemoryNameStore
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.name_resolve import store as module
+from slurmrl.name_resolve.store import NameStore, decode, encode, normalise
+from slurmrl.run.lease import Lease, LeaseBoard
 
 Connect = Callable[..., NameStore]
 
 
-@pytest.fixture(params=["file", "memory"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
+@pytest.fixture
+def connect(tmp_path: Path) -> Connect:
     """Makes stores with the same content."""
-    if request.param == "file":
-        return partial(FileNameStore, tmp_path)
-    entries: dict[str, NameEntry] = {}
-    return partial(MemoryNameStore, entries=entries)
+    return partial(NameStore, tmp_path)
 
 
 @pytest.fixture
@@ -72,65 +71,6 @@ def test_subtrees(store: NameStore) -> None:
     assert store.get_subtree("run") == [f"value of {key}" for key in keys]
     assert store.find_subtree("nothing") == store.get_subtree("nothing") == []
     assert store.find_subtree("") == store.find_subtree("/") == sorted([*keys, "runner", "other"])
-
-
-def test_subentries_have_names_of_their_own(store: NameStore) -> None:
-    keys = [store.add_subentry("run/peers/", value) for value in (1, 2, 1)]
-    assert len(set(keys)) == 3
-    assert store.find_subtree("run/peers") == sorted(keys)
-    assert [store.get(key) for key in keys] == ["1", "2", "1"]
-    kept = store.add_subentry("run/peers", 4, delete_on_exit=False)
-    store.reset()
-    assert store.find_subtree("run") == [kept]
-
-
-def test_wait_returns_a_value_that_comes_later(connect: Connect) -> None:
-    here, there = connect(), connect()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(here.wait, "late", 60, poll_s=0.01)
-        there.add("late", "now")
-        assert waiting.result(60) == "now"
-    assert here.wait("late", 0) == "now"
-    with pytest.raises(WaitTimeoutError, match=r"no key 'never' after 0\.01 s"):
-        here.wait("never", 0.01)
-
-
-def test_clear_subtree_deletes_a_root_and_everything_below(connect: Connect) -> None:
-    here, there = connect(), connect()
-    for store, key in ((here, "run"), (there, "run/a/b"), (here, "runner"), (there, "other")):
-        store.add(key, "1")
-    here.clear_subtree("run/")
-    assert there.find_subtree("") == ["other", "runner"]
-    here.clear_subtree("run")
-    here.clear_subtree("")
-    assert there.find_subtree("") == []
-    there.reset()
-
-
-@pytest.mark.parametrize("gone", ["a", "b/c"])
-def test_watch_calls_back_once_when_any_name_is_gone(connect: Connect, gone: str) -> None:
-    here, there = connect(), connect()
-    calls: list[str] = []
-    thread = here.watch_names(["a", "b//c"], partial(calls.append, "gone"), poll_s=0.01)
-    there.add("a", "1")
-    there.add("b/c", "2")
-    here.wait("b/c", 60)
-    there.add("a", "replaced", replace=True)
-    thread.join(0.05)
-    assert thread.is_alive()
-    assert calls == []
-    there.delete(gone)
-    thread.join(60)
-    assert calls == ["gone"]
-
-
-def test_watch_calls_back_for_a_name_that_never_appears(store: NameStore) -> None:
-    calls: list[str] = []
-    store.add("a", "1")
-    store.watch_names(["a", "never"], partial(calls.append, "gone"), wait_s=0.01).join(60)
-    assert calls == ["gone"]
-    store.watch_names([], partial(calls.append, "none is gone")).join(60)
-    assert calls == ["gone"]
 
 
 @pytest.mark.parametrize(
@@ -254,3 +194,156 @@ def test_a_dead_owners_key_can_be_added_again(connect: Connect) -> None:
     owners.dead.add("a.0.1")
     connect(owner="a.0.2", alive=owners.alive).add("key", "3")
     assert connect().get("key") == "3"
+
+
+def test_stores_share_a_directory_and_nothing_else(tmp_path: Path) -> None:
+    ours, theirs = NameStore(tmp_path), NameStore(tmp_path)
+    ours.add("a", "1")
+    ours.add("b", "1")
+    theirs.add("c", "1")
+    assert theirs.get("a") == "1"
+    theirs.add("b", "1", replace=True)
+    ours.reset()
+    assert ours.find_subtree("") == ["b", "c"]
+
+
+def test_files_are_flat_and_private(tmp_path: Path) -> None:
+    store = NameStore(tmp_path)
+    store.add("a/b", "1")
+    store.add("a", "1", replace=True)
+    store.add(".tmp.x", "1")
+    assert sorted(os.listdir(tmp_path)) == ["%2Etmp.x", "a", "a+b"]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+    assert store.find_subtree("") == [".tmp.x", "a", "a/b"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b'{"value": "x"}',
+        b'{"value": "x", "nonce": "../x"}',
+        b'{"value": "x", "nonce": "x", "owner": "../../x"}',
+        b'{"value": "x", "nonce": "x", "owner": 1}',
+        b'{"value": 1, "nonce": "x"}',
+        b"\xff\x00",
+        b"[" * 10**5,
+    ],
+)
+def test_hostile_content_is_reported(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"/a is not an entry"):
+        NameStore(tmp_path).get("a")
+
+
+def test_files_of_others_are_no_keys(tmp_path: Path) -> None:
+    for name in (b".tmp.left", b"..x", b"%zz", b"\xff", b"new\nline", b".nfs0001"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).touch()
+    assert NameStore(tmp_path).find_subtree("") == []
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    store = NameStore(tmp_path / "gone")
+    assert store.find_subtree("a") == store.get_subtree("a") == []
+    with pytest.raises(NameNotFoundError):
+        store.get("a")
+    with pytest.raises(EnvironmentFailure, match="gone"):
+        store.add("a", "1")
+    assert not (tmp_path / "gone").exists()
+
+
+def test_listing_a_subtree_decodes_its_names_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = NameStore(tmp_path)
+    for key in ("a/b", "a", "a b/c", "ab", "b/a", ".a/b"):
+        store.add(key, "1")
+    decoded: list[str] = []
+
+    def counted(name: str) -> str | None:
+        decoded.append(name)
+        return decode(name)
+
+    monkeypatch.setattr(module, "decode", counted)
+    assert store.find_subtree("a") == ["a", "a/b"]
+    assert sorted(decoded) == ["a", "a%20b+c", "a+b", "ab"]
+    assert store.find_subtree(".a") == [".a/b"]
+
+
+def test_an_heir_that_dies_before_it_takes_over_has_an_heir(tmp_path: Path) -> None:
+    dead = {"a.0.0"}
+
+    def alive(owner: str) -> bool:
+        return owner not in dead
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(SystemCalls):
+        def rename(self, source: Path, target: Path) -> None:
+            raise Killed
+
+    NameStore(tmp_path, owner="a.0.0").add("key", "1")
+    with pytest.raises(Killed):
+        NameStore(tmp_path, owner="a.0.1", alive=alive, calls=Dying()).add("key", "2")
+    third = NameStore(tmp_path, owner="a.0.2", alive=alive)
+    with pytest.raises(NameExistsError):
+        third.add("key", "3")
+    dead.add("a.0.1")
+    third.add("key", "3")
+    assert NameStore(tmp_path).entries() == {"key": third._get("key")}
+    assert third.get("key") == "3"
+
+
+def test_owners_are_judged_by_their_leases(tmp_path: Path) -> None:
+    now = 0.0
+    for folder in ("names", "leases"):
+        (tmp_path / folder).mkdir()
+    lease = Lease(tmp_path / "leases" / "a.0.0")
+    lease.beat()
+    board = LeaseBoard(tmp_path / "leases", ttl_s=60.0, look_s=5.0, clock=lambda: now)
+    NameStore(tmp_path / "names", owner="a.0.0").add("key", "1")
+    store = NameStore(tmp_path / "names", alive=board.alive)
+    for _ in range(100):
+        lease.beat()
+        now += 10.0
+        assert store.get("key") == "1"
+    looks = 0
+    while store.find_subtree("") == ["key"]:
+        now += 10.0
+        looks += 1
+    assert looks == 6
+
+
+class PausedReplace(SystemCalls):
+    """Stops before the first rename, to let another process continue, and does it afterwards."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self.meanwhile: Callable[[], None] | None = meanwhile
+
+    def rename(self, source: Path, target: Path) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        super().rename(source, target)
+
+
+def test_an_heir_that_was_paused_takes_nothing_back(tmp_path: Path) -> None:
+    dead = {"first", "second"}
+
+    def alive(owner: str) -> bool:
+        return owner not in dead
+
+    def store(owner: str, calls: SystemCalls | None = None) -> NameStore:
+        return NameStore(tmp_path, owner=owner, alive=alive, calls=calls or SystemCalls())
+
+    store("first").add("a", "1")
+    third = store("third")
+    paused = PausedReplace(lambda: third.add("a", "3"))
+    store("second", paused).add("a", "2")
+    assert paused.meanwhile is None, "the second heir was paused before its replace"
+    assert third.get("a") == "3", "acknowledged, and not overwritten when the second went on"
+    assert store("fourth").get("a") == "3"

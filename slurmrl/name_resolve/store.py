@@ -1,26 +1,34 @@
-"""The contract of name stores: one value per key; of concurrent exclusive adds one wins."""
+"""Name store in a shared directory: one value per key; of concurrent exclusive adds one wins.
+
+There is one file per key, named by the encoded key. The directory is flat, so that adding and
+deleting never race over subdirectories. The content is a `NameEntry` whose nonce identifies its
+writer (see `fsio.atomic.exclusive_create`).
+
+A dead owner's key goes to the process that wins the exclusive create of ``.heir.<nonce>`` (the
+nonce of the dead entry) and then replaces the dead entry. The key never disappears, so no exclusive
+add can intervene. Heirs that die have heirs in turn. Readers follow this chain to its end, so an
+heir that was paused before its replace, and resumes after its own heir has won, takes nothing back.
+"""
 
 from __future__ import annotations
 
 import json
-import math
 import posixpath
-import threading
-import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 
-from slurmrl.backoff import Backoff, retry
-from slurmrl.errors import InvalidNameError, NameExistsError, NameNotFoundError, WaitTimeoutError
-from slurmrl.fsio import documents
+from slurmrl.errors import InvalidNameError, NameExistsError, NameNotFoundError
+from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
 from slurmrl.fsio.shapes import FILE_NAME_BYTES, TEXT, Fields, FieldType
 
+HEIR_PREFIX = ".heir."
 NONCE = FieldType("letters and digits", lambda value: isinstance(value, str) and value.isalnum())
 OWNER = FieldType(
     "the name of a lease, or empty",
@@ -59,10 +67,13 @@ def nobody_dies(owner: str) -> bool:
     return True
 
 
-class NameStore(ABC):
+class NameStore:
     """A store of strings by keys, which are paths like ``attempt/trainer/0/1``.
 
     A key (see `normalise`) can have a value and be a prefix of other keys at once.
+
+    The directory is created with the run directory. Without it, reads find nothing and adds raise
+    EnvironmentFailure.
 
     Keys added with ``delete_on_exit`` exist as long as their process: `reset` deletes them. If the
     process dies first, its keys expire with its lease (``owner`` is the file name of that lease). A
@@ -70,47 +81,22 @@ class NameStore(ABC):
     them over. As a context manager a store calls `reset` on exit.
     """
 
-    def __init__(self, *, owner: str = "", alive: Callable[[str], bool] = nobody_dies) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        owner: str = "",
+        alive: Callable[[str], bool] = nobody_dies,
+        calls: SystemCalls = REAL,
+    ) -> None:
+        self._directory = directory
         self._owner = owner
         self._alive = alive
+        self._calls = calls
+        self._paths: dict[str, Path] = {}
+        """Cache of paths by key: making a path takes longer than reading its file."""
         self._added: dict[str, NameEntry] = {}
         """Keys that `reset` deletes."""
-
-    # -- implemented by each kind of store --------------------------------------------------
-
-    @abstractmethod
-    def _add(self, key: str, entry: NameEntry, *, replace: bool, durable: bool) -> bool:
-        """Store an entry; False if the key exists and ``replace`` is false."""
-
-    @abstractmethod
-    def _get(self, key: str) -> NameEntry | None: ...
-
-    @abstractmethod
-    def _keys(self, root: str) -> list[str]:
-        """Return the keys below ``root`` in any order; others may be among them."""
-
-    @abstractmethod
-    def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
-        """Replace a dead owner's entry ``old`` by ``new``; False if another process did so first.
-
-        At most one of several processes succeeds, and the key exists all the time.
-        """
-
-    @abstractmethod
-    def _delete(self, key: str) -> bool: ...
-
-    @abstractmethod
-    def _delete_entry(self, key: str, entry: NameEntry) -> None:
-        """Delete a key if it still holds this very entry."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Make entries of other hosts visible that a cache may hide.
-
-        Raises EnvironmentFailure if the store does not answer or is gone.
-        """
-
-    # -- public interface --------------------------------------------------------------------
 
     def add(
         self,
@@ -130,8 +116,13 @@ class NameStore(ABC):
         key = normalise(name)
         owner = self._owner if delete_on_exit else ""
         entry = NameEntry(checked_value(key, value), uuid.uuid4().hex, owner)
-        added = self._add(key, entry, replace=replace, durable=durable)
-        if not added and not self._inherit(key, entry):
+        path, data = self._path(key), entry.to_json()
+        if replace:
+            atomic.replace(path, data, durable=durable, calls=self._calls)
+        elif not (
+            atomic.exclusive_create(path, data, durable=durable, calls=self._calls)
+            or self._inherit(key, entry)
+        ):
             raise NameExistsError(f"key {key!r} exists already")
         if delete_on_exit:
             self._added[key] = entry
@@ -145,71 +136,6 @@ class NameStore(ABC):
         if entry is None:
             raise NameNotFoundError(f"no key {key!r}")
         return entry.value
-
-    def add_subentry(self, root: str, value: object, *, delete_on_exit: bool = True) -> str:
-        """Add a value below ``root`` under a name that no other process chooses; return the key.
-
-        Raises InvalidNameError.
-        """
-        key = f"{normalise(root)}/{uuid.uuid4().hex}"
-        self.add(key, value, delete_on_exit=delete_on_exit)
-        return key
-
-    def wait(self, name: str, timeout_s: float = math.inf, *, poll_s: float = 1.0) -> str:
-        """Return the value of a key once it exists. Raises WaitTimeoutError.
-
-        ``poll_s``: longest pause between two looks.
-        """
-        deadline = time.monotonic() + timeout_s
-        backoff = Backoff(last_s=poll_s)
-        while True:
-            try:
-                return self.get(name)
-            except NameNotFoundError as error:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    raise WaitTimeoutError(f"{error} after {timeout_s:g} s") from error
-                time.sleep(min(backoff.next_s(), left_s))
-                self.refresh()
-
-    def watch_names(
-        self,
-        names: Sequence[str],
-        call_back: Callable[[], object],
-        *,
-        poll_s: float = 15.0,
-        wait_s: float = 300.0,
-    ) -> threading.Thread:
-        """Call ``call_back`` once, when one of these keys no longer exists.
-
-        Return the daemon thread that looks every ``poll_s`` seconds and calls.
-
-        A key that does not exist yet may appear within ``wait_s``. While the store does not answer,
-        nothing counts as gone.
-        """
-        keys = [normalise(name) for name in names]
-
-        def watch() -> None:
-            deadline = time.monotonic() + wait_s
-            with suppress(NameNotFoundError, WaitTimeoutError):
-                for key in keys:
-                    left_s = max(0.0, deadline - time.monotonic())
-                    retry("watch names", partial(self.wait, key, left_s, poll_s=poll_s))
-                while keys:
-                    time.sleep(poll_s)
-                    retry("watch names", partial(self._require, keys))
-            if keys:
-                call_back()
-
-        thread = threading.Thread(target=watch, name="watch names", daemon=True)
-        thread.start()
-        return thread
-
-    def _require(self, keys: Sequence[str]) -> None:
-        """Raise NameNotFoundError unless all keys exist."""
-        self.refresh()
-        for key in keys:
-            self.get(key)
 
     def find_subtree(self, root: str) -> list[str]:
         """Return the sorted keys: ``root`` itself and all below ``root/``; ``""`` means all."""
@@ -232,22 +158,35 @@ class NameStore(ABC):
         """Delete a key. Raises NameNotFoundError."""
         key = normalise(name)
         self._added.pop(key, None)
-        if not self._delete(key):
+        if not atomic.remove(self._path(key), calls=self._calls):
             raise NameNotFoundError(f"no key {key!r}")
-
-    def clear_subtree(self, root: str) -> None:
-        """Delete ``root`` and all keys below it, of any owner; ``""`` means all."""
-        for key in self._below(normalise_root(root)):
-            self._added.pop(key, None)
-            self._delete(key)
 
     def reset(self) -> None:
         """Delete the keys added here with ``delete_on_exit`` and not replaced since."""
         while self._added:
-            self._delete_entry(*self._added.popitem())
+            key, entry = self._added.popitem()
+            atomic.remove_exactly(self._path(key), entry.to_json(), calls=self._calls)
+
+    def refresh(self) -> None:
+        """List the directory, so that an NFS client notices that it has changed.
+
+        Until then, the client may believe for a minute that a new file is missing. Raises
+        EnvironmentFailure if the directory does not answer or is gone.
+        """
+        try:
+            atomic.list_names(self._directory, calls=self._calls)
+        except FileNotFoundError as error:
+            raise explain(error, "list", self._directory) from error
 
     def _below(self, root: str) -> list[str]:
-        return sorted(key for key in self._keys(root) if below(key, root))
+        """Return the sorted keys: ``root`` itself and all below it, of any owner."""
+        try:
+            names = atomic.list_names(self._directory, calls=self._calls)
+        except FileNotFoundError:
+            return []
+        start = encode(root) if root else ""
+        mine = (decode(name) for name in names if name.startswith(start))
+        return sorted(key for key in mine if key is not None and below(key, root))
 
     def _live(self, key: str) -> NameEntry | None:
         """Return the entry of a key, unless its owner is dead."""
@@ -262,6 +201,44 @@ class NameStore(ABC):
         there = self._get(key)
         return there is not None and not self._lives(there) and self._swap(key, there, entry)
 
+    def _path(self, key: str) -> Path:
+        path = self._paths.get(key)
+        if path is None:
+            path = self._paths[key] = self._directory / encode(key)
+        return path
+
+    def _get(self, key: str) -> NameEntry | None:
+        path = self._path(key)
+        entry = self._read(path)
+        while entry is not None and entry.owner:
+            heir = self._read(_heir(path, entry))
+            if heir is None:
+                break
+            entry = heir
+        return entry
+
+    def _read(self, path: Path) -> NameEntry | None:
+        try:
+            data = atomic.read(path, calls=self._calls)
+        except FileNotFoundError:
+            return None
+        return NameEntry.from_json(data, path)
+
+    def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
+        """Replace a dead owner's entry ``old`` by ``new``; False if another process did so first.
+
+        At most one of several processes succeeds, and the key exists all the time.
+        """
+        path = self._path(key)
+        dead: NameEntry | None = old
+        while dead is not None and not self._lives(dead):
+            heir = _heir(path, dead)
+            if atomic.exclusive_create(heir, new.to_json(), calls=self._calls):
+                atomic.replace(path, new.to_json(), calls=self._calls)
+                return True
+            dead = self._read(heir)
+        return False
+
     def __enter__(self) -> NameStore:
         return self
 
@@ -272,6 +249,10 @@ class NameStore(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.reset()
+
+
+def _heir(path: Path, dead: NameEntry) -> Path:
+    return path.with_name(f"{HEIR_PREFIX}{dead.nonce}")
 
 
 VALUE_BYTES = 1 << 20
