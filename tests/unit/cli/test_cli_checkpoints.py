@@ -272,24 +272,19 @@ class Deleting(RoleCheckpoint):
 
 
 def test_a_commit_that_goes_while_it_is_exported(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest commit is another one then; a requested step no longer exists."""
-    trial.commit(4)
-    Deleting.trial = trial
     monkeypatch.setattr(manifest_module, "RoleCheckpoint", Deleting)
-    assert trial.run("export") == 0
-    assert Path(capsys.readouterr().out.strip()) == trial.paths.export(6)
-
-
-def test_a_step_that_goes_while_it_is_exported(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trial.commit(4)
-    Deleting.trial = trial
-    monkeypatch.setattr(manifest_module, "RoleCheckpoint", Deleting)
-    assert trial.run("export", "--step", "4") == 2
-    assert "no checkpoint of step 4; there are: 6" in capsys.readouterr().err
+    for step, code in ((None, 0), ("4", 2)):
+        Deleting.trial = trial = Trial(tmp_path / f"step {step}")
+        trial.commit(4)
+        assert trial.run("export", *(["--step", step] if step else [])) == code
+        said = capsys.readouterr()
+        if step:
+            assert "no checkpoint of step 4; there are: 6" in said.err
+        else:
+            assert Path(said.out.strip()) == trial.paths.export(6)
 
 
 def change(path: Path, *, at: int, length: int = 4) -> None:

@@ -238,13 +238,10 @@ def test_rows_of_an_own_type_of_dataset_are_judged(
     assert (code, "rows.jsonl:1: convert failed: KeyError: 'a'" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    "reward",
-    ["{name: model}", "{parts: {right: {name: exact_match}, rm: {name: model, weight: 0.5}}}"],
-)
 def test_a_reward_that_needs_a_model_says_what_to_try_instead(
-    config: Path, capfd: pytest.CaptureFixture[str], reward: str
+    config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    reward = "{parts: {right: {name: exact_match}, rm: {name: model, weight: 0.5}}}"
     code, _, err = run(capfd, str(config), f"reward={reward}", "reward_model.path=elsewhere")
     assert (code, "needs the scores of reward_model, and try-reward loads no models" in err) == (
         2,

@@ -144,6 +144,7 @@ def test_recorded_path_keeps_its_dollar_sign(
         ("seed=1.5", "1.5 is not allowed: must be a whole number"),
         ("seed=true", "true is not allowed: must be a whole number"),
         ("seed=-1", "-1 is not allowed: must be at least 0"),
+        (f"seed={2**32}", "must be at most 4294967295"),
         ("total_steps=-1", "-1 is not allowed: must be at least 0"),
         ("step_timeout_s=-3", "-3 is not allowed: must be greater than 0"),
         ("step_timeout_s=.inf", "must be a finite number"),
@@ -242,13 +243,6 @@ def test_an_invalid_template_is_reported_with_its_place(tmp_path: Path) -> None:
     assert "the brace at character 1 ('{prompt') is not closed; write {{" in found.message
 
 
-@pytest.mark.parametrize("seed", [2**32, 10**30, -1])
-def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, seed: int) -> None:
-    (found,) = problems(tmp_path, f"seed={seed}")
-    assert found.key == "seed"
-    assert ("must be at most 4294967295" if seed > 0 else "must be at least 0") in found.message
-
-
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
     found = problems(tmp_path, 'dataset.prompt_template="{prompt}\\ud800"')[0]
     assert found.key == "dataset.prompt_template"
@@ -325,7 +319,7 @@ def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
     assert load_resolved(path) == config
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     template=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])),
     architecture=st.dictionaries(
