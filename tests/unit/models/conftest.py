@@ -138,7 +138,9 @@ ODD: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 14,
         "norm_topk_prob": True,
-        "mlp_only_layers": [0],
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [1],
         "attention_bias": True,
         "use_sliding_window": True,
         "sliding_window": 6,
@@ -149,6 +151,7 @@ ODD: dict[str, dict[str, Any]] = {
         "n_inner": 20,
         "activation_function": "relu",
         "tie_word_embeddings": False,
+        "scale_attn_weights": False,
         "scale_attn_by_inverse_layer_idx": True,
     },
 }

@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
 from slurmrl.models.hf import to_hf
 from slurmrl.models.layer_parts import frequencies
@@ -50,33 +49,6 @@ def test_what_is_read_is_written(small_decoder: Any, odd_name: str) -> None:
     values = config.to_hf()
     assert ModelConfig.from_hf(values, strict=True) == config
     assert ModelConfig.from_hf(values).to_hf() == values
-
-
-def test_transformers_loads_what_is_written(
-    tmp_path: Path, small_decoder: Any, odd_name: str
-) -> None:
-    decoder: Decoder = small_decoder(odd_name)
-    to_hf(decoder, tmp_path)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, experts_implementation="eager"
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert decoder.config.to_hf()["architectures"] == [type(model).__name__]
-    ids = torch.arange(30)
-    cu = torch.tensor([0, 30], dtype=torch.int32)
-    with torch.no_grad():
-        logits = decoder(ids, cu, 30) @ decoder.head_weight().T
-        expected = model(ids[None]).logits[0]
-    assert (logits - expected).abs().max() < 1e-5 * max(1.0, expected.abs().max().item())
-
-
-def test_transformers_loads_a_value_model(tmp_path: Path, small_decoder: Any) -> None:
-    decoder = build(small_decoder("llama").config, "value")
-    to_hf(decoder, tmp_path)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert type(model).__name__ == "LlamaForSequenceClassification"
-    assert torch.equal(model.score.weight, decoder.score.weight)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
