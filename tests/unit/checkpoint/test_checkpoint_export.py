@@ -21,7 +21,7 @@ from slurmrl.tensors.checkpoint import shards
 from slurmrl.tensors.checkpoint.export import TokenizerFiles, export
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec, chunk
+from slurmrl.tensors.layout import Layout, Shard, TensorSpec, chunk
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
@@ -222,21 +222,6 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="nowhere"):
         exported(tmp_path, tmp_path / "nowhere" / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
-    whole: dict[str, Any] = write_checkpoint(tmp_path, "float32", 3)
-    checkpoint = RoleCheckpoint(tmp_path, "actor")
-    assert checkpoint.ranks == 3
-    assert checkpoint.step == 4
-    box = Box((1, 1), (3, 2))
-    found = checkpoint.read("model.b", box)
-    assert np.array_equal(found.view(np.uint32), whole["model.b"][box.slices])
-    assert [name for name, _ in checkpoint.weights()] == list(SHAPES)
-    with pytest.raises(CheckpointError, match="has no tensor 'other'"):
-        checkpoint.read("other")
-    with pytest.raises(CheckpointError, match="has no array 'rng/cpu'"):
-        checkpoint.array(0, "rng/cpu")
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:

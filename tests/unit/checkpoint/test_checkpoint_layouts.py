@@ -70,6 +70,10 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
         assert np.array_equal(checkpoint.read(name, box), WHOLE[name][box.slices])
     with pytest.raises(CheckpointError, match=r"actor\.0\.safetensors does not exist"):
         checkpoint.read("w.0")
+    with pytest.raises(CheckpointError, match="has no tensor 'other'"):
+        checkpoint.read("other")
+    with pytest.raises(CheckpointError, match="has no array 'rng/cpu'"):
+        checkpoint.array(3, "rng/cpu")
 
 
 def test_layers_and_moments_share_their_boxes_in_the_file(tmp_path: Path) -> None:

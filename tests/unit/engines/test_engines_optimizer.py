@@ -11,7 +11,6 @@ from torch import nn
 
 from slurmrl.config.schema.model import Optimizer
 from slurmrl.engines.fsdp.sharding import clip, global_norm
-from slurmrl.engines.optimizers import SGD, AdamW
 
 
 def rates(total: int, **options: Any) -> list[float]:
@@ -41,43 +40,6 @@ def test_a_rate_stays_low_after_the_last_step() -> None:
     assert [kept.learning_rate(n, 50) for n in range(60)] == [
         options.learning_rate(n, 10) for n in range(60)
     ]
-
-
-def test_steps_are_those_of_torch() -> None:
-    torch.manual_seed(0)
-    shapes = {"matrix": (7, 5), "norm": (5,), "empty": (0, 5)}
-    ours = {name: torch.randn(shape) for name, shape in shapes.items()}
-    theirs = {name: nn.Parameter(value.clone()) for name, value in ours.items()}
-    options = Optimizer(lr=0.01, betas=(0.8, 0.9), weight_decay=0.3, schedule="linear")
-    reference = torch.optim.AdamW(
-        [
-            {"params": [theirs["matrix"]], "weight_decay": 0.3},
-            {"params": [theirs["norm"]], "weight_decay": 0.0},
-        ],
-        betas=(0.8, 0.9),
-        foreach=False,
-    )
-    optimizer = AdamW(options, 4, ours, {"matrix", "empty"})
-    for step in range(4):
-        gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
-        for group in reference.param_groups:
-            group["lr"] = options.learning_rate(step, 4)
-        for name, p in theirs.items():
-            p.grad = gradients[name].clone()
-        reference.step()
-        optimizer.step(ours, gradients)
-    assert optimizer.steps == 4
-    for name in ("matrix", "norm"):
-        assert torch.allclose(ours[name], theirs[name], atol=1e-6)
-
-
-def test_descent_without_momentum_keeps_nothing_and_decays_matrices_alone() -> None:
-    parameters = {"matrix": torch.ones(2, 2), "norm": torch.ones(2)}
-    optimizer = SGD(Optimizer(name="sgd", lr=0.5, weight_decay=0.2), 5, parameters, {"matrix"})
-    optimizer.step(parameters, {name: torch.zeros_like(p) for name, p in parameters.items()})
-    assert optimizer.moments == {}
-    assert torch.equal(parameters["matrix"], torch.full((2, 2), 0.9))
-    assert torch.equal(parameters["norm"], torch.ones(2))
 
 
 def test_copies_on_several_ranks_count_once() -> None:

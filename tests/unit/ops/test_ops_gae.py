@@ -179,21 +179,6 @@ def test_the_number_of_threads_changes_no_bit(sequences: int, longest: int) -> N
         assert torch.equal(result[1], wanted[1])
 
 
-def test_without_discount_the_return_is_what_is_still_to_come() -> None:
-    rewards, values = [0.5, 0.0, 1.0], [0.1, 0.2, 0.3, 0.4]
-    _, ended = packed_gae(*pack([(rewards, values, False)], torch.float64), 1.0, 1.0)
-    _, cut = packed_gae(*pack([(rewards, values, True)], torch.float64), 1.0, 1.0)
-    assert ended.tolist() == pytest.approx([1.5, 1.0, 1.0])
-    assert cut.tolist() == pytest.approx([1.9, 1.4, 1.4])
-
-
-def test_inputs_are_left_alone() -> None:
-    packed = pack([([1.0, 2.0], [0.1, 0.2, 0.3], False)], torch.float32)
-    copies = [tensor.clone() for tensor in packed]
-    packed_gae(*packed, 0.9, 0.9)
-    assert all(torch.equal(a, b) for a, b in zip(packed, copies, strict=True))
-
-
 def test_what_is_not_a_number_stays_in_its_sequence() -> None:
     nan = float("nan")
     sequences: Sequences = [([1.0], [0.5, nan], False), ([nan, 1.0], [0.0, 0.0, 0.0], True)]
@@ -288,9 +273,3 @@ def test_a_tensor_of_another_device_is_named() -> None:
         check_vector(
             "values", torch.zeros(5, device="meta"), 5, (torch.float32,), torch.device("cpu")
         )
-
-
-def test_no_sequences() -> None:
-    empty = torch.zeros(0)
-    found = packed_gae(empty, empty, torch.tensor([0]), torch.zeros(0, dtype=torch.bool), 0.9, 0.9)
-    assert [len(part) for part in found] == [0, 0]

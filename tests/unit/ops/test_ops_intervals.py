@@ -214,10 +214,3 @@ def test_packed_may_not_lie_in_the_target() -> None:
 def test_what_is_no_interval(pairs: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Intervals.of(pairs)
-
-
-def test_no_intervals() -> None:
-    none = Intervals.of([])
-    assert (none.total, none.stop) == (0, 0)
-    assert gather(torch.zeros(4), none).shape == (0,)
-    scatter(torch.zeros(4), none, torch.zeros(0))

@@ -15,8 +15,6 @@ from slurmrl.tensors.weights.format import (
     SAME,
     VersionId,
     VersionManifest,
-    part_file,
-    part_index,
     read_manifest,
     read_part,
     read_record,
@@ -132,7 +130,3 @@ def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "2.1").rename(tmp_path / "3.1")
     with pytest.raises(WeightVersionError, match=r"is that of version 2\.1"):
         read_manifest(tmp_path / "3.1")
-
-
-def test_files_of_a_part_have_its_number() -> None:
-    assert (part_file(7), part_index(7)) == ("part-7.bin", "part-7.json")
