@@ -182,6 +182,10 @@ def random_decoder(config: ModelConfig, seed: int = 0, scale: float = 10.0) -> D
     return decoder
 
 
+def small_decoder(name: str = "qwen3", **changes: Any) -> Decoder:
+    return random_decoder(ModelConfig.from_hf({**BASE, **ODD[name], **changes}))
+
+
 @pytest.fixture(autouse=True)
 def quiet_transformers() -> None:
     transformers.logging.set_verbosity_error()
@@ -201,11 +205,6 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Decoder, Any]]:
 
 
 @pytest.fixture
-def hf_model_of() -> Callable[[dict[str, Any], int], Any]:
-    return lambda values, seed: hf_model(values, seed)
-
-
-@pytest.fixture
 def as_decoder(tmp_path: Path) -> Callable[[Any, dict[str, torch.Tensor]], Decoder]:
     """(transformers' model, values by its parameters' names) -> a decoder with these values."""
 
@@ -216,19 +215,6 @@ def as_decoder(tmp_path: Path) -> Callable[[Any, dict[str, torch.Tensor]], Decod
                 parameter.copy_(values[name])
         other.save_pretrained(tmp_path / "values")
         return from_hf(tmp_path / "values")
-
-    return make
-
-
-@pytest.fixture
-def decoder_of() -> Callable[[ModelConfig], Decoder]:
-    return random_decoder
-
-
-@pytest.fixture
-def small_decoder() -> Callable[..., Decoder]:
-    def make(name: str = "qwen3", **changes: Any) -> Decoder:
-        return random_decoder(ModelConfig.from_hf({**BASE, **ODD[name], **changes}))
 
     return make
 

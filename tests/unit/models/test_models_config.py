@@ -2,23 +2,27 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     LlamaConfig,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slurmrl.errors import UnknownNameError, UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.config import ModelConfig
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
 from slurmrl.models.hf import to_hf
 from slurmrl.models.layer_parts import frequencies
+from tests.unit.models.conftest import random_decoder, small_decoder
 
 PAGE = Path(__file__).parents[3] / "docs/models.md"
 LLAMA = {
@@ -44,7 +48,7 @@ def test_defaults_are_those_of_transformers() -> None:
     assert ModelConfig.from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
 
 
-def test_what_is_read_is_written(small_decoder: Any, odd_name: str) -> None:
+def test_what_is_read_is_written(odd_name: str) -> None:
     config = small_decoder(odd_name).config
     values = config.to_hf()
     assert ModelConfig.from_hf(values, strict=True) == config
@@ -53,9 +57,9 @@ def test_what_is_read_is_written(small_decoder: Any, odd_name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exports_name_classes_of_transformers(name: str) -> None:
-    for head, kind in (("lm", AutoModelForCausalLM), ("value", AutoModelForSequenceClassification)):
-        classes = [one.__name__ for one in kind._model_mapping.values() if isinstance(one, type)]
-        assert FAMILIES[name].class_name(cast(Head, head)) in classes
+    family = FAMILIES[name]
+    assert family.class_name("lm") == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    assert family.class_name("value") == MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[name]
 
 
 @pytest.mark.parametrize("factor", [1, 1.0, None])
@@ -194,7 +198,7 @@ def test_either_name_of_the_number_of_experts_counts() -> None:
 
 
 def test_the_entry_of_the_documentation_is_a_new_family(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder_of: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
     made: dict[str, Any] = {"Family": Family, "COMMON_DEFAULTS": COMMON_DEFAULTS}
@@ -205,7 +209,7 @@ def test_the_entry_of_the_documentation_is_a_new_family(
     config = ModelConfig.from_hf(
         {**LLAMA, "model_type": "seed_oss", "num_key_value_heads": 2, "head_dim": 10}, strict=True
     )
-    decoder = decoder_of(config)
+    decoder = random_decoder(config)
     with torch.no_grad():
         decoder.get_parameter("model.layers.0.self_attn.q_proj.bias").normal_()
     to_hf(decoder, tmp_path)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from slurmrl.models.hf_model import HFModel
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.layout import Box
 from tests.support.committed import CommittedTrial
-from tests.unit.models.conftest import BASE, ODD
+from tests.unit.models.conftest import BASE, ODD, hf_model
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -50,9 +48,9 @@ def read_all(folder: Path, parts: int = 1) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shard", ["50GB", "8KB"])
 def test_load_names_file_and_tensor_if_values_are_not_finite(
-    tmp_path: Path, hf_model_of: Callable[..., Any], dtype: torch.dtype, shard: str
+    tmp_path: Path, dtype: torch.dtype, shard: str
 ) -> None:
-    hf_model_of(ODD["qwen2-tied"], 0).to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
+    hf_model(ODD["qwen2-tied"], 0).to(dtype).save_pretrained(tmp_path, max_shard_size=shard)
     read_all(tmp_path)
     file = damage(tmp_path, UP, float("nan"), float("-inf"), float("nan"))
     message = f"{tmp_path / file}: tensor '{UP}' has 2 NaN and 1 infinite values of 960"
@@ -71,27 +69,23 @@ def test_load_names_file_and_tensor_if_values_are_not_finite(
     ],
 )
 def test_load_names_the_stored_tensor_of_families_with_other_names(
-    tmp_path: Path, hf_model_of: Callable[..., Any], family: str, stored: str
+    tmp_path: Path, family: str, stored: str
 ) -> None:
-    hf_model_of(ODD[family], 0).save_pretrained(tmp_path)
+    hf_model(ODD[family], 0).save_pretrained(tmp_path)
     damage(tmp_path, stored, float("inf"))
     with pytest.raises(UsageError, match=f"'{stored}' has 0 NaN and 1 infinite"):
         read_all(tmp_path)
 
 
-def test_load_refuses_float64_weights_that_are_infinite_in_float32(
-    tmp_path: Path, hf_model_of: Callable[..., Any]
-) -> None:
-    hf_model_of(ODD["qwen2"], 0).double().save_pretrained(tmp_path)
+def test_load_refuses_float64_weights_that_are_infinite_in_float32(tmp_path: Path) -> None:
+    hf_model(ODD["qwen2"], 0).double().save_pretrained(tmp_path)
     damage(tmp_path, UP, 1e300)
     with pytest.raises(UsageError, match="0 NaN and 1 infinite"):
         read_all(tmp_path)
 
 
-def test_tied_copies_with_nan_are_refused_for_their_nan(
-    tmp_path: Path, hf_model_of: Callable[..., Any]
-) -> None:
-    hf_model_of(ODD["qwen2-tied"], 0).save_pretrained(tmp_path)
+def test_tied_copies_with_nan_are_refused_for_their_nan(tmp_path: Path) -> None:
+    hf_model(ODD["qwen2-tied"], 0).save_pretrained(tmp_path)
     damage(tmp_path, "model.embed_tokens.weight", float("nan"))
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -118,11 +112,9 @@ def test_pinned_checkpoint_is_refused_by_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])
-def test_model_of_transformers_is_refused_by_file_and_tensor(
-    tmp_path: Path, hf_model_of: Callable[..., Any], family: str
-) -> None:
+def test_model_of_transformers_is_refused_by_file_and_tensor(tmp_path: Path, family: str) -> None:
     """transformers stacks mixtral's experts under another name."""
-    hf_model_of(ODD[family], 0).save_pretrained(tmp_path)
+    hf_model(ODD[family], 0).save_pretrained(tmp_path)
     name = UP if family == "qwen2" else "model.layers.1.block_sparse_moe.experts.2.w3.weight"
     file = damage(tmp_path, name, float("nan"))
     config = HFConfig.from_hf({**BASE, **ODD[family]})
@@ -130,10 +122,8 @@ def test_model_of_transformers_is_refused_by_file_and_tensor(
         HFModel(config, "lm", source=tmp_path, seed=0, dtype=torch.bfloat16)
 
 
-def test_check_of_small_tensors_leaves_large_ones_to_the_load(
-    tmp_path: Path, hf_model_of: Callable[..., Any]
-) -> None:
-    hf_model_of(ODD["qwen2"], 0).save_pretrained(tmp_path)
+def test_check_of_small_tensors_leaves_large_ones_to_the_load(tmp_path: Path) -> None:
+    hf_model(ODD["qwen2"], 0).save_pretrained(tmp_path)
     config = read_config(tmp_path)
     damage(tmp_path, UP, float("nan"))
     assert f"'{UP}' has 1 NaN" in (small_not_finite(tmp_path, config, "lm") or "")

@@ -1,20 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from slurmrl.models.config import attention_flops, forward_flops, train_flops
 from slurmrl.models.decoder import Decoder
+from tests.unit.models.conftest import small_decoder
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2-odd-hidden", "qwen3-wide-heads", "gpt2", "qwen3_moe-some-dense"]
 )
-def test_estimate_equals_what_torch_counts(name: str, small_decoder: Callable[..., Any]) -> None:
+def test_estimate_equals_what_torch_counts(name: str) -> None:
     decoder: Decoder = small_decoder(name)
     ids, cu = torch.arange(30), torch.tensor([0, 30], dtype=torch.int32)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -26,7 +24,7 @@ def test_estimate_equals_what_torch_counts(name: str, small_decoder: Callable[..
     assert products == forward_flops(config, [30]) - attention_flops(config, 30)
 
 
-def test_attention_counts_causal_pairs(small_decoder: Callable[..., Any]) -> None:
+def test_attention_counts_causal_pairs() -> None:
     config = small_decoder("llama").config
     pairs = sum(range(1, 8))
     per_pair = 2 * 2 * config.head_dim * config.num_heads * config.num_layers
@@ -34,7 +32,7 @@ def test_attention_counts_causal_pairs(small_decoder: Callable[..., Any]) -> Non
     assert train_flops(config, [7, 7]) == 6 * forward_flops(config, [7])
 
 
-def test_a_window_leaves_out_pairs(small_decoder: Callable[..., Any]) -> None:
+def test_a_window_leaves_out_pairs() -> None:
     config = small_decoder("qwen2-windows").config  # one of the two layers sees 5 tokens
     per_pair = 2 * 2 * config.head_dim * config.num_heads
     assert attention_flops(config, 4) == 2 * per_pair * 10

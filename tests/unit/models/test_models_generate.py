@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.support.generated import GenerationOutput, generate
+from tests.unit.models.conftest import small_decoder
 
 STOP = 3
 
@@ -43,7 +43,7 @@ def rows(output: GenerationOutput) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def test_draws_follow_seed_step_and_key(small_decoder: Callable[..., Decoder]) -> None:
+def test_draws_follow_seed_step_and_key() -> None:
     decoder, sequences = small_decoder(), [torch.tensor([7, 8, 9])] * 4
     options = GenerationOptions(max_new_tokens=8)
     keys = torch.tensor([5, 6, 5, 7])
@@ -56,7 +56,7 @@ def test_draws_follow_seed_step_and_key(small_decoder: Callable[..., Decoder]) -
     assert new[0] != other[0]
 
 
-def test_stop_tokens_end_rows(small_decoder: Callable[..., Decoder]) -> None:
+def test_stop_tokens_end_rows() -> None:
     options = GenerationOptions(max_new_tokens=15, min_new_tokens=4, stop_token_ids=(STOP, 4, 5))
     output = run(small_decoder(), prompts(60), options)
     ended = 0
@@ -69,9 +69,7 @@ def test_stop_tokens_end_rows(small_decoder: Callable[..., Decoder]) -> None:
     assert 0 < ended < 60
 
 
-def test_sequences_longer_than_the_positions_are_refused(
-    small_decoder: Callable[..., Decoder],
-) -> None:
+def test_sequences_longer_than_the_positions_are_refused() -> None:
     for name in ("gpt2", "llama-dynamic-rope"):
         decoder = small_decoder(name)
         run(decoder, [torch.arange(4)], GenerationOptions(max_new_tokens=60))

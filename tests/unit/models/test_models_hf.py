@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from slurmrl.errors import CorruptFileError, UnreadableInputError, UsageError
-from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.decoder import build
 from slurmrl.models.families import FAMILIES
 from slurmrl.models.hf import Weights, as_tensor, from_hf, read_config, to_hf
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.layout import Box
+from tests.unit.models.conftest import hf_model, small_decoder
 
 
 @pytest.fixture
@@ -84,10 +85,8 @@ def test_what_is_written_is_what_transformers_writes_and_loads(
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_bfloat16_is_written_as_transformers_writes_it(
-    name: str, tmp_path: Path, hf_model_of: Callable[..., Any]
-) -> None:
-    model = hf_model_of({"model_type": name}, 4).to(torch.bfloat16)
+def test_bfloat16_is_written_as_transformers_writes_it(name: str, tmp_path: Path) -> None:
+    model = hf_model({"model_type": name}, 4).to(torch.bfloat16)
     folders = [tmp_path / which for which in ("theirs", "ours")]
     model.save_pretrained(folders[0])
     folders[1].mkdir()
@@ -107,9 +106,7 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_value_models_go_to_transformers_and_back(
-    name: str, tmp_path: Path, small_decoder: Callable[..., Decoder]
-) -> None:
+def test_value_models_go_to_transformers_and_back(name: str, tmp_path: Path) -> None:
     decoder = build(small_decoder(name).config, "value")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -147,9 +144,7 @@ def test_a_critic_starts_from_an_actor_with_values_of_zero(
             assert torch.equal(parameter, actor.get_parameter(name)), name
 
 
-def test_an_actor_does_not_start_from_a_value_model(
-    tmp_path: Path, small_decoder: Callable[..., Decoder]
-) -> None:
+def test_an_actor_does_not_start_from_a_value_model(tmp_path: Path) -> None:
     to_hf(build(small_decoder("llama").config, "value"), tmp_path)
     with pytest.raises(UsageError, match=r"the files lack lm_head.weight"):
         from_hf(tmp_path)
@@ -207,9 +202,7 @@ print((own_bytes() - before) / size)
 """
 
 
-def test_a_model_is_never_in_memory_twice(
-    tmp_path: Path, small_decoder: Callable[..., Decoder]
-) -> None:
+def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
     """A process that reads and writes a model needs little memory beyond one copy of it (pages of
     mapped files do not count).
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 
 from slurmrl.models.config import Head
-from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.decoder import build
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.recompute import Recompute
+from tests.unit.models.conftest import small_decoder
 
 PREFIXES = (6, 3)
 RESTS = ((4, 1, 9), (4, 5))
@@ -82,9 +82,7 @@ def in_pieces() -> tuple[Tensor, Pieces, Tensor]:
         ("mixtral", "full", "value"),
     ],
 )
-def test_pieces_change_no_result_in_float64(
-    name: str, mode: Recompute, head: Head, small_decoder: Callable[..., Decoder]
-) -> None:
+def test_pieces_change_no_result_in_float64(name: str, mode: Recompute, head: Head) -> None:
     """Outputs and gradients equal those of whole sequences; an output without gradients too."""
     config = small_decoder(name).config
     decoder = build(config, head).double()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slurmrl.models.decoder import Decoder
 from slurmrl.models.recompute import ATTENTION, PRODUCTS, Recompute
+from tests.unit.models.conftest import small_decoder
 
 PROGRAM = """
 from slurmrl.models.recompute import ATTENTION, PRODUCTS, _operators
@@ -55,7 +54,6 @@ class Calls(TorchDispatchMode):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_that_run_again(
-    small_decoder: Callable[..., Decoder],
     mode: Recompute,
     products: int,
     attentions: int,
@@ -78,9 +76,7 @@ def test_products_that_run_again(
     assert backward.attentions == attentions * layers
 
 
-def test_selective_keeps_queries_keys_and_values_but_no_later_product(
-    small_decoder: Callable[..., Decoder],
-) -> None:
+def test_selective_keeps_queries_keys_and_values_but_no_later_product() -> None:
     decoder = small_decoder("llama")
     decoder.use("selective")
     with Calls() as forward:
@@ -92,7 +88,7 @@ def test_selective_keeps_queries_keys_and_values_but_no_later_product(
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_checkpointing_neither_reads_nor_sets_random_states(
-    small_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch, mode: Recompute
+    monkeypatch: pytest.MonkeyPatch, mode: Recompute
 ) -> None:
     """Reading the state of a GPU's generator costs a copy for each layer."""
 
