@@ -6,62 +6,36 @@ import pytest
 import torch
 
 from slurmrl.tensors.ops.paged_kernels import paged_attention, reference
+from tests.support.paged_cases import PAGE, case, exact
 
-PAGE, PAGES, ROWS, LONGEST = 4, 90, 9, 40
-
-
-def case(size: int, heads: int = 4, kv_heads: int = 2) -> tuple[Any, ...]:
-    """q, keys, values, tables, rows and lengths of nine tokens; page numbers in random order."""
-    generator = torch.Generator().manual_seed(size)
-    draw = {"generator": generator}
-    keys, values = (torch.randn(PAGES * PAGE, kv_heads, size, **draw) for _ in range(2))
-    tables = torch.randperm(PAGES, **draw).view(ROWS, -1)
-    rows = torch.randint(0, ROWS, (9,), **draw)
-    lengths = torch.randint(1, LONGEST + 1, (9,), **draw)
-    return torch.randn(9, heads, size, **draw), keys, values, tables, rows, lengths
-
-
-def plain(inputs: tuple[Any, ...], scale: float, window: int | None) -> torch.Tensor:
-    """Softmax attention, token by token and head by head."""
-    q, keys, values, tables, rows, lengths = (
-        x.double() if x.is_floating_point() else x for x in inputs
-    )
-    out = torch.empty_like(q)
-    for t in range(len(q)):
-        length = int(lengths[t])
-        first = 0 if window is None else max(0, length - window)
-        cells = [int(tables[rows[t], c // PAGE]) * PAGE + c % PAGE for c in range(first, length)]
-        for head in range(q.shape[1]):
-            own = head // (q.shape[1] // keys.shape[1])
-            weights = (keys[cells, own] @ q[t, head] * scale).softmax(0)
-            out[t, head] = weights @ values[cells, own]
-    return out
+LENGTHS = (40, 1, 17, 16, 15, 33, 2, 64, 5)
+ROWS = (0, 1, 2, 2, 3, 4, 5, 6, 3)
+OPTIONS: dict[str, Any] = {"page": PAGE, "longest": 64, "scale": 0.3, "window": None}
 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("size", [6, 16, 20, 64, 70])
 def test_each_token_attends_to_its_cells(size: int, window: int | None) -> None:
-    inputs, scale = case(size), 0.3
-    wanted = plain(inputs, scale, window)
-    found = paged_attention(*inputs, page=PAGE, longest=LONGEST, scale=scale, window=window)
+    inputs = case(LENGTHS, ROWS, 4, 2, size, unread=1e4)
+    wanted = exact(inputs, 0.3, window)
+    found = paged_attention(*inputs, **{**OPTIONS, "window": window})
     assert (found - wanted).abs().max() < 2e-6
-    gathered = reference(*inputs, PAGE, LONGEST, scale, window)
+    gathered = reference(*inputs, PAGE, 64, 0.3, window)
     assert (gathered - wanted).abs().max() < 2e-6
 
 
 def test_large_scores_do_not_overflow() -> None:
-    q, keys, *others = case(16)
+    q, keys, *others = case(LENGTHS, ROWS, 4, 2, 16)
     inputs = (q * 100, keys * 100, *others)
-    found = paged_attention(*inputs, page=PAGE, longest=LONGEST, scale=1.0, window=None)
-    assert (found - plain(inputs, 1.0, None)).abs().max() < 1e-4
+    found = paged_attention(*inputs, **{**OPTIONS, "scale": 1.0})
+    assert (found - exact(inputs, 1.0, None)).abs().max() < 1e-4
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
     """Bit for bit in the compiled form, whatever else is in the call."""
-    q, keys, values, tables, rows, lengths = case(20)
-    options: dict[str, Any] = {"page": PAGE, "longest": LONGEST, "scale": 0.3, "window": None}
-    together = paged_attention(q, keys, values, tables, rows, lengths, **options)
+    q, keys, values, tables, rows, lengths = case(LENGTHS, ROWS, 4, 2, 20)
+    together = paged_attention(q, keys, values, tables, rows, lengths, **OPTIONS)
     for t in range(len(q)):
         part = slice(t, t + 1)
-        alone = paged_attention(q[part], keys, values, tables, rows[part], lengths[part], **options)
+        alone = paged_attention(q[part], keys, values, tables, rows[part], lengths[part], **OPTIONS)
         assert torch.equal(alone, together[part])

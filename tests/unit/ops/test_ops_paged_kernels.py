@@ -5,12 +5,10 @@ Compiled and on a GPU they are tested by tests/null_gpu and tests/gpu.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slurmrl.models import inference
 from slurmrl.models.config import ModelConfig
@@ -21,6 +19,7 @@ from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.tensors.ops import paged_kernels
 from slurmrl.tensors.ops.paged_kernels import paged_attention, write_cells
 from tests.support.generated import GenerationOutput, generate
+from tests.support.paged_cases import PAGE, case, exact
 from tests.support.recorded_graphs import RecordedGraphs
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 
@@ -29,7 +28,6 @@ with pytest.MonkeyPatch.context() as environment:
     pytest.importorskip("triton", reason="CPU builds of torch come without Triton")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """Absolute; results are about 1."""
-PAGE = 16
 MANY_PROCESSORS = 1000
 """Rows are split as far as they can be."""
 
@@ -48,42 +46,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     monkeypatch.setattr(paged_kernels, "_splits", recorded)
     return calls
-
-
-def case(
-    lengths: Sequence[int], rows: Sequence[int], heads: int, kv_heads: int, size: int
-) -> tuple[Any, ...]:
-    """q, keys, values, tables, rows and lengths; pages in random order, and cells that no row has
-    read are not numbers.
-    """
-    draw = torch.Generator().manual_seed(sum(lengths) + size)
-    width = -(-max(lengths) // PAGE) + 1
-    count = max(rows) + 1
-    tables = torch.randperm(count * width + 3, generator=draw)[: count * width].view(count, width)
-    keys, values = torch.full((2, (count * width + 3) * PAGE, kv_heads, size), torch.nan)
-    for row in range(count):
-        stored = max((n for n, own in zip(lengths, rows, strict=True) if own == row), default=0)
-        cells = [int(tables[row, c // PAGE]) * PAGE + c % PAGE for c in range(stored)]
-        for slab in (keys, values):
-            slab[cells] = torch.randn((stored, kv_heads, size), generator=draw)
-    q = torch.randn((len(lengths), heads, size), generator=draw)
-    return q, keys, values, tables, torch.tensor(rows), torch.tensor(lengths)
-
-
-def exact(inputs: tuple[Any, ...], scale: float, window: int | None) -> Tensor:
-    """Softmax attention in float64, token by token; zeros for a token that sees nothing."""
-    q, keys, values, tables, rows, lengths = (
-        x.double() if x.is_floating_point() else x for x in inputs
-    )
-    out = torch.zeros_like(q)
-    group = q.shape[1] // keys.shape[1]
-    for token, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
-        places = torch.arange(0 if window is None else max(0, length - window), length)
-        cells = tables[row, places // PAGE] * PAGE + places % PAGE
-        k, v = (x[cells].repeat_interleave(group, 1) for x in (keys, values))
-        weights = (torch.einsum("hd,chd->hc", q[token], k) * scale).softmax(-1)
-        out[token] = torch.einsum("hc,chd->hd", weights, v)
-    return out
 
 
 LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 130, 300, 1)
