@@ -38,8 +38,14 @@ class Clock:
         self.now_s += seconds
 
 
+class KilledError(BaseException):
+    """The process was killed."""
+
+
 class Faulty(SystemCalls):
     """Counts operations; fails number ``at`` (and ``times - 1`` after it) with ``error``.
+
+    ``killed``: the process is killed at operation ``at`` instead, with half of a write done.
 
     ``done``: the operation is done all the same, and only its reply is lost. Sleeping and, with
     ``hang_s``, each operation advance the clock and take no time.
@@ -52,10 +58,12 @@ class Faulty(SystemCalls):
         *,
         times: int = 1,
         done: bool = False,
+        killed: bool = False,
         hang_s: float = 0.0,
         clock: Clock | None = None,
     ) -> None:
         self.at, self.error, self.times, self.done = at, error, times, done
+        self.killed = killed
         self.hang_s = hang_s
         self.clock = clock or Clock()
         self.count = 0
@@ -81,6 +89,12 @@ class Faulty(SystemCalls):
             self.count += 1
             self.names.append(name)
             self.clock.advance(self.hang_s)
+            if self.killed and 0 <= self.at <= number:
+                if name == "write" and number == self.at:
+                    real(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                if name == "close":  # as the kernel does
+                    real(*arguments)
+                raise KilledError
             if not self.at <= number < self.at + self.times:
                 return real(*arguments)
             if self.done or name == "close":  # a failed close has closed the file all the same

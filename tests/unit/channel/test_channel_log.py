@@ -10,6 +10,7 @@ import pytest
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.channel.message_log import LOOK_AGAIN_EVERY, LogReader, LogWriter, encode
+from tests.support.faulty import Faulty as Recording
 
 
 def test_messages_arrive_once_and_in_order(tmp_path: Path) -> None:
@@ -133,50 +134,35 @@ def test_a_stale_handle_is_nothing_new(tmp_path: Path) -> None:
     assert reader.read() == [{"n": 0}]
 
 
-class Counting(SystemCalls):
-    def __init__(self) -> None:
-        self.listings = 0
-        self.operations: list[str] = []
-
-    def __getattribute__(self, name: str) -> object:
-        if hasattr(SystemCalls, name) and not name.startswith("_"):
-            self.operations.append(name)
-        return super().__getattribute__(name)
-
-    def listdir(self, directory: Path) -> list[str]:
-        self.listings += 1
-        return list(super().listdir(directory))
-
-
 def test_a_missing_file_makes_the_reader_look_past_caches(tmp_path: Path) -> None:
-    calls = Counting()
+    calls = Recording()
     reader = LogReader(tmp_path / "log", calls=calls)
     for _ in range(3 * LOOK_AGAIN_EVERY):
         assert reader.read() == []
-    assert calls.listings == 3
+    assert calls.names.count("listdir") == 3
     gone = LogReader(tmp_path / "gone" / "log")
     with pytest.raises(EnvironmentFailure):
         [gone.read() for _ in range(LOOK_AGAIN_EVERY)]
 
 
 def test_operations_per_append_and_read(tmp_path: Path) -> None:
-    calls = Counting()
+    calls = Recording()
     writer = LogWriter(tmp_path / "log", calls=calls)
     reader = LogReader(tmp_path / "log", calls=calls)
-    calls.operations.clear()
+    calls.names.clear()
     writer.append({"n": 0}, {"n": 1})
-    assert calls.operations == ["open", "pwrite", "close"]
-    calls.operations.clear()
+    assert calls.names == ["open", "pwrite", "close"]
+    calls.names.clear()
     reader.read()
-    assert calls.operations == ["open", "pread", "close"]
+    assert calls.names == ["open", "pread", "close"]
 
 
 def test_durable_appends_reach_the_disk_before_they_return(tmp_path: Path) -> None:
-    calls = Counting()
+    calls = Recording()
     writer = LogWriter(tmp_path / "log", calls=calls, durable=True)
-    calls.operations.clear()
+    calls.names.clear()
     writer.append({"n": 0})
-    assert calls.operations == ["open", "pwrite", "fsync", "close"]
+    assert calls.names == ["open", "pwrite", "fsync", "close"]
 
 
 SEGMENT = 300

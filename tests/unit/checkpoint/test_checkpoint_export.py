@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 import slurmrl.tensors.checkpoint.export as export_module
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import CheckpointError, EnvironmentFailure, UnreadableInputError
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL
 from slurmrl.tensors.checkpoint import shards
 from slurmrl.tensors.checkpoint.export import TokenizerFiles, export
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
 from slurmrl.tensors.layout import Layout, Shard, TensorSpec, chunk
+from tests.support.faulty import Faulty, KilledError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
@@ -166,42 +167,23 @@ def test_large_weights_go_into_several_files(tmp_path: Path) -> None:
         assert np.array_equal(bits(load_file(folder / file)[name]), whole[name])
 
 
-class Killed(BaseException):
-    pass
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-class KilledAt(SystemCalls):
-    """Dies at the n-th call; calls of a dead process do nothing more."""
-
-    def __init__(self, last: int) -> None:
-        self.left = last
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
-
-    def mkdir(self, path: Path, mode: int = 0o700) -> None:
-        self._count()
-        super().mkdir(path, mode)
-
-    def fsync(self, descriptor: int) -> None:
-        self._count()
-        super().fsync(descriptor)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._count()
-        super().rename(source, target)
-
-
-@pytest.mark.parametrize("last", range(5))
-def test_a_killed_export_leaves_nothing_half(tmp_path: Path, last: int) -> None:
+def test_an_export_killed_at_any_operation_is_whole_or_absent(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
-    with pytest.raises(Killed):
-        exported(tmp_path, tmp_path / "out", calls=KilledAt(last))
-    assert not (tmp_path / "out").exists()
-    exported(tmp_path, tmp_path / "out", calls=KilledAt(5))
-    assert (tmp_path / "out" / "model.safetensors").is_file()
+    sound = Faulty()
+    whole = contents(exported(tmp_path, tmp_path / "sound", calls=sound))
+    found = set()
+    for at in range(sound.count):
+        out = tmp_path / f"out-{at}"
+        with pytest.raises(KilledError):
+            exported(tmp_path, out, calls=Faulty(at, killed=True))
+        found.add(out.exists())
+        assert not out.exists() or contents(out) == whole
+        assert contents(exported(tmp_path, out)) == whole
+    assert found == {False, True}, "the last operation makes the new name durable"
 
 
 def test_an_older_export_is_replaced(tmp_path: Path) -> None:

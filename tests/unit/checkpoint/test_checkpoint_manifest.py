@@ -138,6 +138,7 @@ def fail_reads(
         raise OSError(number, os.strerror(number))
 
     patched.setattr(SystemCalls, "open", broken)
+    patched.setattr(SystemCalls, "sleep", lambda self, seconds: None)
 
 
 NO_ANSWER = [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES]
