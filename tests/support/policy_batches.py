@@ -34,7 +34,7 @@ class Batch:
         One completion at least is finished. ``actor`` [V, V] are the logits by the token before;
         completions have up to ``limit`` tokens.
         """
-        turns = random.random() < 0.3
+        turns = random.random() < 0.5
         table = (actor / temperature).log_softmax(-1).tolist()
 
         def draw() -> Completion:

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.advantages import (
     Estimates,
     estimate,
-    find_responses,
     moments,
     whiten,
 )
@@ -59,19 +57,6 @@ def estimates_of(
     settings: Any = SimpleNamespace(algorithm=algorithm, config=config)
     context = CallContext(1, 1, {"kl_coef": kl_coef}, settings, settings, (), sample.ids)
     return estimate(sample, context, lambda x: x)
-
-
-shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=6)
-
-
-def test_states_stand_before_their_tokens() -> None:
-    sample = batch([(2, 3), (1, 1), (3, 0)])
-    found = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
-    assert found.tokens.tolist() == [2, 3, 4, 6]
-    assert found.states.tolist() == [1, 2, 3, 4, 5, 6, 9]
-    assert found.cu_seqlens.tolist() == [0, 3, 4, 4]
-    assert found.last.tolist() == [2, 3]
-    assert found.answered.tolist() == [0, 1]
 
 
 def test_an_empty_batch_has_no_estimates() -> None:

@@ -118,24 +118,29 @@ def advantages_on_ranks(
     return ranks.run(on_rank)
 
 
-def test_a_group_by_hand() -> None:
-    """Rewards 1, 0, 0: mean 1/3, others' means 0 and 1/2, unbiased std sqrt(1/3)."""
-    sample = rollout([[(1, 1), (1, 2), (1, 1)]])
-    sample.data["rewards"] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+def test_only_answered_completion_is_compared_with_itself(advantage: str) -> None:
+    """There are more groups than completions that did not fail."""
+    sample = rollout([[(2, 0), (2, 0)], [(2, 0), (2, 0)], [(2, 1), (2, 0)]])
+    settings = algorithm(advantage=advantage, kl={"coef": 0.0})
+    assert estimates(sample, settings).advantages.tolist() == [0.0]
 
-    def advantages(**options: Any) -> list[float]:
-        settings = algorithm(kl={"coef": 0.0}, **options)
-        values: list[float] = estimates(sample, settings).advantages.tolist()
-        return values
 
-    root = 3**0.5
-    wanted = {
-        ("group", "none"): [2 / 3, -1 / 3, -1 / 3, -1 / 3],
-        ("leave_one_out", "none"): [1.0, -0.5, -0.5, -0.5],
-        ("group", "group"): [2 / root, -1 / root, -1 / root, -1 / root],
-    }
-    for (advantage, std), values in wanted.items():
-        assert advantages(advantage=advantage, advantage_std=std) == pytest.approx(values, rel=1e-5)
+@pytest.mark.parametrize("advantage", ["gae", "none", "group", "batch"])
+def test_turns_without_rewards_change_no_bit(advantage: str) -> None:
+    """A batch whose turns earn nothing has the advantages of one without that key."""
+    std = "batch" if advantage in ("group", "batch") else "none"
+    settings = algorithm(advantage=advantage, advantage_std=std)
+    plain = rollout()
+    sizes = {"values": plain.lengths["logprobs"]}
+    plain.update_(SequenceSample(plain.ids, sizes, data={"values": plain.tensor("logprobs") / 3}))
+    zeros = torch.zeros_like(plain.tensor("logprobs"))
+    sizes = {"turn_rewards": plain.lengths["logprobs"]}
+    turns = plain.only(plain.keys)
+    turns.update_(SequenceSample(plain.ids, sizes, data={"turn_rewards": zeros}))
+    for name in ("advantages", "returns"):
+        both = (getattr(estimates(each, settings), name) for each in (turns, plain))
+        assert torch.equal(*both)
 
 
 def test_the_overlong_penalty_is_that_of_dapo() -> None:

@@ -1,9 +1,11 @@
-"""Importance weights, the mismatch of generation and training, and M2PO's mask, against loops."""
+"""Limits of importance weights and of their settings, and M2PO's mask against its paper's loop.
+
+Whole steps with corrections are compared with loops over tokens in
+test_algorithms_whole_steps.py.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,90 +23,8 @@ from slurmrl.algorithms.sequences import Sequences
 
 LENGTHS = [4, 3, 1, 2]
 MASK = torch.tensor([0, 1, 1, 1, 1, 1, 0, 1, 0, 0]).bool()
-SEQUENCE = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
 SEQUENCES = Sequences.of(torch.tensor([0, *LENGTHS]).cumsum(0), torch.device("cpu"))
-TRAINING, BEHAVIOUR = torch.randn(
-    2, len(MASK), generator=torch.Generator().manual_seed(3), dtype=torch.float64
-)
-COUNTED = MASK.nonzero().flatten().tolist()
-
-
-def weight(t: int, level: str) -> float:
-    own = [u for u in COUNTED if SEQUENCE[u] == SEQUENCE[t]]
-    logs = [float(TRAINING[u] - BEHAVIOUR[u]) for u in (own if level != "token" else [t])]
-    return math.exp(sum(logs) / (len(logs) if level == "geometric" else 1))
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("kind", ["weight", "truncate", "mask"])
-def test_a_correction_weighs_each_token_as_defined(kind: str, level: str) -> None:
-    """A weight is that of its token, or the product or the geometric mean over its response; bounds
-    move or drop it. Tokens that do not count have none.
-    """
-    bounds = {} if kind == "weight" else {"correction_lower": 0.6, "correction_upper": 1.4}
-    settings = Correction(correction=kind, correction_level=level, **bounds)
-    found = correction_weights(TRAINING, BEHAVIOUR, MASK, SEQUENCES, settings)
-    expected = [0.0] * len(MASK)
-    for t in COUNTED:
-        exact = weight(t, level)
-        expected[t] = {
-            "weight": exact,
-            "truncate": min(max(exact, 0.6), 1.4),
-            "mask": exact if 0.6 <= exact <= 1.4 else 0.0,
-        }[kind]
-    assert found.tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_the_bounds_of_each_level_act(level: str) -> None:
-    kinds = {
-        tuple(
-            correction_weights(
-                TRAINING,
-                BEHAVIOUR,
-                MASK,
-                SEQUENCES,
-                Correction(correction=kind, correction_level=level, **bounds),
-            ).tolist()
-        )
-        for kind, bounds in [
-            ("weight", {}),
-            ("truncate", {"correction_upper": 1.1}),
-            ("truncate", {"correction_upper": 1.1, "correction_lower": 0.9}),
-            ("mask", {"correction_upper": 1.1}),
-            ("mask", {"correction_upper": 1.1, "correction_lower": 0.9}),
-        ]
-    }
-    assert len(kinds) == 5
-
-
-@pytest.mark.parametrize("over", ["token", "mean", "sum", "max"])
-@pytest.mark.parametrize("by", ["ratio", "k1", "k2", "k3"])
-@pytest.mark.parametrize("correction", ["none", "truncate"])
-def test_rejected_tokens_have_no_weight(by: str, over: str, correction: str) -> None:
-    """Each by its own value, or all of a response by the mean, sum or largest of its values."""
-    logs = [float(TRAINING[t] - BEHAVIOUR[t]) for t in range(len(MASK))]
-    value: dict[str, Callable[[float], float]] = {
-        "ratio": lambda x: x,
-        "k1": lambda x: -x,
-        "k2": lambda x: x * x / 2,
-        "k3": lambda x: math.exp(x) - 1 - x,
-    }
-    join = {"mean": lambda x: sum(x) / len(x), "sum": sum, "max": max}
-    bounds = {"reject_lower": 0.3, "reject_upper": 1.1}
-    common: dict[str, Any] = {"correction": correction}
-    plain = correction_weights(TRAINING, BEHAVIOUR, MASK, SEQUENCES, Correction(**common))
-    settings = Correction(**common, reject_by=by, reject_over=over, **bounds)
-    found = correction_weights(TRAINING, BEHAVIOUR, MASK, SEQUENCES, settings)
-    kept = 0
-    for t in range(len(MASK)):
-        own = [value[by](logs[u]) for u in COUNTED if SEQUENCE[u] == SEQUENCE[t]]
-        compared = value[by](logs[t]) if over == "token" else join[over](own) if own else 0.0
-        compared = math.exp(compared) if by == "ratio" else compared
-        accepted = t in COUNTED and 0.3 <= compared <= 1.1
-        kept += accepted
-        assert float(found[t]) == (float(plain[t]) if accepted else 0.0)
-    assert kept < len(COUNTED), "some are rejected"
+BEHAVIOUR = torch.randn(len(MASK), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("bound", [{"reject_upper": 2.0}, {"reject_lower": 0.5}])
@@ -158,20 +78,6 @@ def test_corrections_that_cannot_be_are_refused(options: dict[str, Any], message
 def metrics(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, float]:
     sums = mismatch_sums(training, behaviour, mask)
     return mismatch_metrics({name: float(value) for name, value in sums.items()}, float(mask.sum()))
-
-
-def test_mismatch_metrics_are_those_of_a_loop() -> None:
-    ratios = [math.exp(float(TRAINING[t] - BEHAVIOUR[t])) for t in COUNTED]
-    count = len(ratios)
-    assert metrics(TRAINING, BEHAVIOUR, MASK) == pytest.approx(
-        {
-            "mismatch/kl": sum(r - 1 - math.log(r) for r in ratios) / count,
-            "mismatch/kl_k1": -sum(math.log(r) for r in ratios) / count,
-            "mismatch/ratio_max": max(ratios),
-            "mismatch/effective_sample_size": sum(ratios) ** 2
-            / (count * sum(r**2 for r in ratios)),
-        }
-    )
 
 
 def test_engines_that_agree_have_no_mismatch() -> None:

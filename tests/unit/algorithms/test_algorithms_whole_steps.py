@@ -44,6 +44,8 @@ def settings_of(name: str, random: Random) -> PolicyGradient:
         for setting, choices in CHOICES.items():
             if random.random() < 0.25:
                 values[setting] = random.choice(choices)
+        if random.random() < 0.3:
+            values |= {name: random.choice(choices) for name, choices in REJECTION.items()}
         try:
             made = PolicyGradient(name=cast(Any, name), batch_size=8, **values)
         except ValidationError:
@@ -91,16 +93,20 @@ CHOICES: dict[str, Sequence[Any]] = {
     "correction_level": ("token", "sequence", "geometric"),
     "correction_upper": (1.1,),
     "correction_lower": (0.8,),
-    "reject_by": ("ratio", "k1", "k2", "k3"),
-    "reject_over": ("token", "mean", "sum", "max"),
-    "reject_upper": (0.05, 1.2),
-    "reject_lower": (0.02, 0.8),
     "value_clip": (0.1, None),
     "value_huber_delta": (0.3,),
     "value_norm": ("none", "exponential", "moving"),
     "value_norm_decay": (0.9,),
     "critic_warmup_steps": (1,),
 }
+
+REJECTION: dict[str, Sequence[Any]] = {
+    "reject_by": ("ratio", "k1", "k2", "k3"),
+    "reject_over": ("token", "mean", "sum", "max"),
+    "reject_upper": (None, 0.05, 1.2),
+    "reject_lower": (0.02, 0.8),
+}
+"""They have no meaning one without the others."""
 
 
 @dataclass
