@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.algorithms.policy.hyperparameters import Objective
-from slurmrl.algorithms.policy.objective import PolicyTargets, policy_loss
-from slurmrl.algorithms.sequences import Sequences
+from slurmrl.algorithms.policy.objective import policy_loss
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
@@ -115,10 +114,7 @@ def engine(
 
 def ppo_loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of PPO's actor, on what `batch` has."""
-    keys = ("logprobs", "advantages", "response_mask")
-    sequences = Sequences.of(sample.cu_seqlens("input_ids"), outputs["logp"].device)
-    targets = PolicyTargets(*(sample.tensor(key) for key in keys), sequences)
-    return policy_loss(outputs["logp"], outputs["entropy"], targets, Objective())
+    return policy_loss(outputs, sample, Objective())
 
 
 def batch(lengths: Sequence[int]) -> SequenceSample:

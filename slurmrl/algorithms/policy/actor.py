@@ -22,8 +22,9 @@ from slurmrl.algorithms.policy.advantages import (
     whiten,
 )
 from slurmrl.algorithms.policy.objective import (
+    LOSS_WEIGHTS,
+    MASK,
     RATIO_MAX,
-    PolicyTargets,
     correction_weights,
     mismatch_metrics,
     mismatch_sums,
@@ -32,7 +33,6 @@ from slurmrl.algorithms.policy.objective import (
 )
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.policy.updates import (
-    LOSS_WEIGHTS,
     MeanStats,
     global_result,
     run_updates,
@@ -45,9 +45,6 @@ from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
-
-
-MASK = "response_mask"
 
 
 class ActorInterface(Interface):
@@ -172,9 +169,10 @@ def update_actor(
         context,
         MASK,
         partial(
-            actor_loss,
+            policy_loss,
             settings=settings,
             kl_coef=context.scalars["kl_coef"],
+            kl_estimator=settings.kl.estimator,
             compares=generates_old,
         ),
         settings,
@@ -186,43 +184,6 @@ def update_actor(
     if warms_up:
         means["early_stop"] = 0.0
     return means
-
-
-def actor_loss(
-    outputs: dict[str, Tensor],
-    batch: SequenceSample,
-    settings: PolicyGradient,
-    *,
-    kl_coef: float = 0.0,
-    compares: bool = False,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {logp, entropy} [T].
-
-    With ``compares``, the old log-probabilities are generation's, and its statistics compare them
-    with the outputs.
-    """
-    logp, mask = outputs["logp"], batch.tensor(MASK)
-    targets = PolicyTargets(
-        batch.tensor("logprobs"),
-        batch.tensor("advantages"),
-        mask,
-        Sequences.of(batch.cu_seqlens("input_ids"), mask.device),
-        weights=batch.data.get(LOSS_WEIGHTS),
-        corrections=batch.data.get("corrections"),
-        kept=batch.data.get("kept"),
-        ref_logp=batch.data.get(REF_LOGPROBS),
-    )
-    loss, stats = policy_loss(
-        logp,
-        outputs["entropy"],
-        targets,
-        settings,
-        kl_coef=kl_coef,
-        kl_estimator=settings.kl.estimator,
-    )
-    if compares:
-        stats |= mismatch_sums(logp.detach(), targets.old_logp, mask)
-    return loss, stats
 
 
 def _training_sample(

@@ -12,7 +12,6 @@ another policy than the trained one. `correction_weights` are importance weights
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import inf, log
 from typing import Literal
 
@@ -20,8 +19,14 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.policy.hyperparameters import Correction, Objective
+from slurmrl.algorithms.policy.schema import REF_LOGPROBS
 from slurmrl.algorithms.sequences import Sequences
+from slurmrl.data.sample import SequenceSample
 
+LOSS_WEIGHTS = "loss_weights"
+"""Key of the weights of the tokens' losses, where they are not all 1; float [T]."""
+MASK = "response_mask"
+"""Key of the tokens whose losses count; bool [T]."""
 KLEstimator = Literal["k1", "k2", "k3"]
 LARGEST_BITS = 0x7F800000
 """The bits of float32's infinity. Bits of floats that are not negative have the floats' order."""
@@ -138,37 +143,28 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: KLEstimator) -> Tenso
     return torch.expm1(-x) + x
 
 
-@dataclass(frozen=True)
-class PolicyTargets:
-    """What the actor is trained on, besides its outputs; [T] each."""
-
-    old_logp: Tensor
-    advantages: Tensor
-    mask: Tensor
-    sequences: Sequences
-    weights: Tensor | None = None
-    """Of each token's loss; None: all are 1."""
-    corrections: Tensor | None = None
-    """Importance weights against the policy that generated the tokens; None: all are 1."""
-    kept: Tensor | None = None
-    """The tokens of ``mask`` whose surrogate counts; None: all of them."""
-    ref_logp: Tensor | None = None
-    """Log-probabilities of the reference; None: the loss has no KL penalty."""
-
-
 def policy_loss(
-    logp: Tensor,
-    entropy: Tensor,
-    targets: PolicyTargets,
+    outputs: Mapping[str, Tensor],
+    batch: SequenceSample,
     settings: Objective,
     *,
     kl_coef: float = 0.0,
     kl_estimator: KLEstimator = "k3",
+    compares: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the policy's loss and its statistics.
 
     The loss is the surrogate times the importance weights, minus ``entropy_coef`` times the
-    entropy, plus ``kl_coef`` times the KL to the reference. The statistics are
+    entropy, plus ``kl_coef`` times the KL to the reference. ``outputs`` are logp and entropy [T] of
+    the actor. ``batch`` has what they are compared with: ``logprobs`` (of the policy before the
+    updates), ``advantages`` and `MASK`. It may also have
+
+    - `LOSS_WEIGHTS`: the weight of each token's loss; without it, all are 1;
+    - ``corrections``: importance weights against the policy that generated the tokens;
+    - ``kept``: the tokens whose surrogate counts;
+    - `REF_LOGPROBS`: without them, the loss has no KL penalty.
+
+    The statistics are
 
     - ``actor/loss``: the whole loss;
     - ``actor_loss``: only the surrogate;
@@ -177,30 +173,33 @@ def policy_loss(
     - ``approx_kl_k1``: log(old / new), an estimate of KL(old || new);
     - ``approx_kl``: the always positive estimate k3, ratio - 1 - log(ratio).
 
-    Further ones follow from the targets: ``kl_loss`` (the estimate), ``correction_weight``,
+    Further ones follow from the batch: ``kl_loss`` (the estimate), ``correction_weight``,
     ``correction_masked``, ``m2_masked``. ``actor/loss``, ``actor_loss`` and ``kl_loss`` are
-    weighted like the loss.
+    weighted like the loss. With ``compares``, ``logprobs`` are generation's, and `mismatch_sums`
+    compare them with the outputs.
     """
-    mask = targets.mask
-    tokens = torch.where(mask, logp - targets.old_logp, 0.0)
-    log_ratio = log_ratios(logp, targets.old_logp, mask, settings.ratio, targets.sequences)
-    gain = torch.where(mask, targets.advantages, 0.0)
+    logp, mask, old = outputs["logp"], batch.tensor(MASK), batch.tensor("logprobs")
+    weights = batch.data.get(LOSS_WEIGHTS)
+    tokens = torch.where(mask, logp - old, 0.0)
+    sequences = Sequences.of(batch.cu_seqlens("input_ids"), mask.device)
+    log_ratio = log_ratios(logp, old, mask, settings.ratio, sequences)
+    gain = torch.where(mask, batch.tensor("advantages"), 0.0)
     losses, held = surrogate(log_ratio, torch.where(mask, logp, 0.0), gain, settings)
     stats: dict[str, Tensor] = {}
-    if targets.corrections is not None:
-        losses = losses * targets.corrections
-        stats["correction_weight"] = targets.corrections.sum()
-        stats["correction_masked"] = (mask & (targets.corrections == 0.0)).sum()
-    if targets.kept is not None:
-        losses = torch.where(targets.kept, losses, 0.0)
-        stats["m2_masked"] = (mask & ~targets.kept).sum()
-    loss = _weighted(losses, targets.weights)
+    if (corrections := batch.data.get("corrections")) is not None:
+        losses = losses * corrections
+        stats["correction_weight"] = corrections.sum()
+        stats["correction_masked"] = (mask & (corrections == 0.0)).sum()
+    if (kept := batch.data.get("kept")) is not None:
+        losses = torch.where(kept, losses, 0.0)
+        stats["m2_masked"] = (mask & ~kept).sum()
+    loss = _weighted(losses, weights)
     stats["actor_loss"] = loss.detach()
-    entropies = torch.where(mask, entropy, 0.0)
-    loss = loss - settings.entropy_coef * _weighted(entropies, targets.weights)
-    if targets.ref_logp is not None:
-        kl = torch.where(mask, kl_estimate(logp, targets.ref_logp, kl_estimator), 0.0)
-        penalty = _weighted(kl, targets.weights)
+    entropies = torch.where(mask, outputs["entropy"], 0.0)
+    loss = loss - settings.entropy_coef * _weighted(entropies, weights)
+    if (reference := batch.data.get(REF_LOGPROBS)) is not None:
+        kl = torch.where(mask, kl_estimate(logp, reference, kl_estimator), 0.0)
+        penalty = _weighted(kl, weights)
         stats["kl_loss"] = penalty.detach()
         loss = loss + kl_coef * penalty
     stats["actor/loss"] = loss.detach()
@@ -212,6 +211,8 @@ def policy_loss(
             "approx_kl": (tokens.exp() - 1.0 - tokens).sum(),
             "entropy": entropies.sum(),
         }
+    if compares:
+        stats |= mismatch_sums(logp.detach(), old, mask)
     return loss, stats
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from slurmrl import log
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.hyperparameters import Updates
-from slurmrl.algorithms.policy.objective import mismatch_metrics
+from slurmrl.algorithms.policy.objective import LOSS_WEIGHTS, mismatch_metrics
 from slurmrl.algorithms.sequences import Sequences
 from slurmrl.data.order import even_sizes
 from slurmrl.data.sample import SequenceSample
@@ -37,8 +37,6 @@ ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "
 """The engine's results besides the sums of the loss function's statistics."""
 LOSS_STATS = ("actor/loss", "actor_loss", "kl_loss", "value_loss")
 """Statistics that are weighted like the loss. The others are sums over tokens."""
-LOSS_WEIGHTS = "loss_weights"
-"""Key of the tokens' weights, where they are not all 1."""
 MISMATCH = "mismatch_"
 """Prefix of the statistics of which only the first minibatch's count."""
 

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.policy.hyperparameters import Objective
-from slurmrl.algorithms.policy.objective import PolicyTargets, kl_estimate, policy_loss, value_loss
-from slurmrl.algorithms.sequences import Sequences
+from slurmrl.algorithms.policy.objective import MASK, kl_estimate, policy_loss, value_loss
 from slurmrl.algorithms.sft import cross_entropy
+from slurmrl.data.sample import SequenceSample
 
 LENGTHS = [5, 2, 4, 1, 3]
-MASK = torch.tensor([0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1, 0, 0, 1, 1]).bool()
-"""Responses of 4, 1, 2 and 2 tokens, and a sequence without a response."""
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "clip": {},
     "clip-higher": {"clip_ratio": 0.1, "clip_ratio_high": 2.0},
@@ -32,22 +30,19 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 
 def noise(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(len(MASK), generator=generator, dtype=torch.float64)
+    return torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
 
 
-LOGP, OLD = noise(0), noise(1)
-ADVANTAGES = noise(11)
-
-
-def sequences() -> Sequences:
-    cuts = torch.tensor([0, *LENGTHS]).cumsum(0)
-    return Sequences.of(cuts, torch.device("cpu"))
-
-
-def targets(**changes: Any) -> PolicyTargets:
-    return PolicyTargets(
-        **{"old_logp": OLD, "advantages": ADVANTAGES, "mask": MASK}
-        | {"sequences": sequences(), **changes}
+def batch(lengths: list[int], mask: Tensor, old: Tensor, advantages: Tensor) -> SequenceSample:
+    return SequenceSample.from_default(
+        lengths,
+        [str(place) for place in range(len(lengths))],
+        {
+            "input_ids": torch.zeros(len(mask), dtype=torch.int64),
+            "logprobs": old,
+            "advantages": advantages,
+            MASK: mask,
+        },
     )
 
 
@@ -75,24 +70,19 @@ def test_the_gradient_of_one_token(
 ) -> None:
     """Computed by hand: where a bound takes the gradient away, and where it does not."""
     logp = torch.tensor([math.log(ratio)], requires_grad=True)
-    alone = Sequences(torch.zeros(1, dtype=torch.int64), 1)
-    mask = torch.ones(1, dtype=torch.bool)
-    loss, _ = policy_loss(
-        logp,
-        torch.zeros(1),
-        PolicyTargets(torch.zeros(1), torch.tensor([advantage]), mask, alone),
-        Objective(**options),
-    )
+    one = batch([1], torch.ones(1).bool(), torch.zeros(1), torch.tensor([advantage]))
+    loss, _ = policy_loss({"logp": logp, "entropy": torch.zeros(1)}, one, Objective(**options))
     loss.backward()
     assert logp.grad is not None
     assert float(logp.grad) == pytest.approx(slope)
 
 
 def test_nothing_to_learn_from_is_a_loss_of_zero() -> None:
-    x = LOGP.clone().requires_grad_()
-    none = torch.zeros_like(MASK)
+    x = noise(0).requires_grad_()
+    nothing = batch(LENGTHS, torch.zeros(len(x)).bool(), noise(1), noise(11))
     for options in OBJECTIVES.values():
-        loss, _ = policy_loss(x, x, targets(mask=none), Objective(**options, ratio="sequence"))
+        settings = Objective(**options, ratio="sequence")
+        loss, _ = policy_loss({"logp": x, "entropy": x}, nothing, settings)
         loss.backward()
         assert float(loss.detach()) == 0.0
     assert x.grad is not None

@@ -13,7 +13,8 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.hyperparameters import Updates
-from slurmrl.algorithms.policy.updates import LOSS_WEIGHTS, run_updates
+from slurmrl.algorithms.policy.objective import LOSS_WEIGHTS
+from slurmrl.algorithms.policy.updates import run_updates
 from slurmrl.data.sample import SequenceSample
 from tests.support.host_waits import host_waits
 
