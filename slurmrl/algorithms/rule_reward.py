@@ -24,8 +24,8 @@ from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Record
 from slurmrl.plan.metrics import JUDGED, UNSCORED
 from slurmrl.rewards.checked_reward import Extras, of_completion
-from slurmrl.rewards.scores import JudgedCompletions, added, check_sum
-from slurmrl.rewards.weighted import Row, WeightedReward, make_reward, part_stats
+from slurmrl.rewards.scores import JudgedCompletions, check_sum
+from slurmrl.rewards.weighted import Row, WeightedReward, make_reward
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
@@ -54,7 +54,7 @@ class RuleRewardInterface(Interface):
         counts = sample.sequence_counts("input_ids")
         judged = _judged(groups, counts, questions, reward)
         scores: Sequence[float | None] = judged.scores
-        stats = added([judged.stats, part_stats(judged.parts)])
+        stats = judged.metrics()
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor([nan if one is None else one for one in scores], dtype=torch.float32)

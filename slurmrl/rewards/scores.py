@@ -16,6 +16,8 @@ FLOAT32_MAX = 3.4028234e38
 """Rewards become float32 tensors; larger values would overflow to infinity."""
 LIMITS = "of at most 3.4e+38, float32's largest"
 SHOWN_CHARACTERS = 200
+METRIC = "reward/"
+"""With the name of a part: the mean of its scores before the weight."""
 Stats = Mapping[str, tuple[float, float]]
 """Name of a metric to (sum, count)."""
 SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
@@ -129,6 +131,13 @@ class JudgedCompletions:
         if not all(map(isfinite, (*scores, *given, *counted))):
             return "holds a number that is not finite"
         return None
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Return ``stats`` and the scores of the parts: name to (sum, count)."""
+        given = (
+            {METRIC + name: (score, 1.0) for name, score in part.items()} for part in self.parts
+        )
+        return added([self.stats, *given])
 
     def spread(self, places: Sequence[int], count: int) -> JudgedCompletions:
         """The same of ``count`` completions, of which these are at ``places``. Others score 0."""

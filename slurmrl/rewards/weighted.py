@@ -29,8 +29,6 @@ MOST_LOGGED = 5
 """Failures of one call that the log shows."""
 MOST_SINGLE_FAILURES = 8
 """Calls in a row, of one completion or of one prompt each, that may fail."""
-METRIC = "reward/"
-"""With the name of a part: the mean of its scores before the weight."""
 Row = Mapping[str, Any]
 
 
@@ -74,8 +72,6 @@ class WeightedReward:
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
         self._parts = dict(parts)
-        self._stats: Stats = {}
-        self._scores: list[dict[str, float]] = []
 
     @property
     def needs_answers(self) -> bool:
@@ -84,28 +80,30 @@ class WeightedReward:
 
     @property
     def checks_rows(self) -> bool:
-        """Whether a function says which rows it can judge. Raises as `score` does."""
+        """Whether a function says which rows it can judge. Raises as `judge` does."""
         return any(part.scorer.checks_rows for part in self._parts.values())
 
     def wanted(self) -> set[str]:
-        """The names of the additional arguments that functions ask for. Raises as `score` does."""
+        """The names of the additional arguments that functions ask for. Raises as `judge` does."""
         return {name for part in self._parts.values() for name in part.scorer.wanted()}
 
-    def score(
+    def judge(
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
         rows: Sequence[Row],
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
-    ) -> list[float | None]:
-        """One finite score per completion; see `CheckedReward.score`.
+    ) -> JudgedCompletions:
+        """Return the weighted sum for each completion, and what it was made of.
 
-        None where a part with a weight could not judge the completion.
+        The sum is None where a part with a weight could not score the completion.
 
-        :raises RewardError: besides, the sum for a completion is too large.
+        :raises RewardError: see `CheckedReward.score`; or no part scores a row, or the sum for a
+            completion is too large.
         """
-        self._stats, self._scores = {}, [{} for _ in completions]
+        stats: Stats = {}
+        given: list[dict[str, float]] = [{} for _ in completions]
         for row, place in zip(rows, places, strict=True):
             if problem := self._judged_by_none(row):
                 raise RewardError(f"{place}: {problem}")
@@ -116,25 +114,26 @@ class WeightedReward:
             chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
             if not chosen:
                 continue
-            scores = scorer.score(
+            own = scorer.score(
                 [prompts[index] for index in chosen],
                 [completions[index] for index in chosen],
                 [rows[index] for index in chosen],
                 [places[index] for index in chosen],
                 of_completion(extras, chosen),
             )
-            for index, score in zip(chosen, scores, strict=True):
+            for index, score in zip(chosen, own, strict=True):
                 if score is None:
                     unscored |= {index} if settings.weight else set()
                     continue
                 totals[index] += settings.weight * score
                 if name != ALONE:
-                    self._scores[index][name] = score
+                    given[index][name] = score
                 terms[index].append(f"{settings.weight:g} * {score:g} ({name or settings.name})")
-            self._stats = added([self._stats, scorer.stats()])
+            stats = added([stats, scorer.stats()])
         for total, place, summands in zip(totals, places, terms, strict=True):
             check_sum(total, place, " + ".join(summands))
-        return [None if index in unscored else total for index, total in enumerate(totals)]
+        scores = (None if index in unscored else total for index, total in enumerate(totals))
+        return JudgedCompletions(scores=tuple(scores), parts=tuple(given), stats=stats)
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:
         """The reason why each row cannot be judged, "" if it can (see `RewardFunction`)."""
@@ -145,29 +144,6 @@ class WeightedReward:
             for index, problem in zip(chosen, refused, strict=True):
                 problems[index] = problems[index] or problem
         return problems
-
-    def judge(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        rows: Sequence[Row],
-        places: Sequence[str],
-        extras: Extras = NO_EXTRAS,
-    ) -> JudgedCompletions:
-        """`score` with all that it found. Raises as it does."""
-        scores = self.score(prompts, completions, rows, places, extras)
-        return JudgedCompletions(scores=tuple(scores), parts=tuple(self._scores), stats=self._stats)
-
-    def stats(self) -> Stats:
-        """Additional metrics of the latest call: name to (sum, count)."""
-        return added([self._stats, part_stats(self._scores)])
-
-    def parts(self) -> list[dict[str, float]]:
-        """Return each part's score of each completion of the latest call, before its weight.
-
-        The mappings are empty for a reward that is not a sum.
-        """
-        return self._scores
 
     def close(self) -> None:
         for part in self._parts.values():
@@ -237,15 +213,6 @@ def _scorer(part: RewardPart, cores: int, of_one_prompt: bool) -> Scorer:
     if part.pool is not None:
         return PooledReward(part.name, part.options, part.pool, cores, of_one_prompt=of_one_prompt)
     return make(part.name, part.options, cores=cores)
-
-
-def part_stats(parts: Sequence[Mapping[str, float]]) -> Stats:
-    """The metrics of the parts, from what they gave each completion."""
-    given: dict[str, list[float]] = {}
-    for each in parts:
-        for name, score in each.items():
-            given.setdefault(name, []).append(score)
-    return {METRIC + name: (sum(scores), float(len(scores))) for name, scores in given.items()}
 
 
 def applies(settings: RewardPart, row: Row) -> bool:

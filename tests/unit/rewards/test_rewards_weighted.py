@@ -12,6 +12,7 @@ from slurmrl.config.changes import differences
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema.reward import RewardPart
 from slurmrl.errors import RewardError
+from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
 from tests.support.trials import ppo_config
 
@@ -41,10 +42,10 @@ def reward() -> Iterator[Make]:
         made.close()
 
 
-def judge(made: WeightedReward, completions: Sequence[str]) -> list[float]:
+def judge(made: WeightedReward, completions: Sequence[str]) -> JudgedCompletions:
     count = len(completions)
     places = [f"rows.jsonl:{line}" for line in range(1, count + 1)]
-    return made.score(["p"] * count, completions, ROWS[:count], places)
+    return made.judge(["p"] * count, completions, ROWS[:count], places)
 
 
 def test_scores_are_added_with_weights_and_each_part_is_a_metric(reward: Make) -> None:
@@ -55,22 +56,20 @@ def test_scores_are_added_with_weights_and_each_part_is_a_metric(reward: Make) -
         "watched": {**LENGTHS, "weight": 0.0},
     }
     made = reward(parts=parts)
-    assert judge(made, ["a", "bb", "x"]) == [1.0 - 0.5 * 2, -0.5 * 3, 1.0 - 0.5 * 2]
+    judged = judge(made, ["a", "bb", "x"])
+    assert judged.scores == (1.0 - 0.5 * 2, -0.5 * 3, 1.0 - 0.5 * 2)
     expected = {
         "reward/right": (2.0, 3.0),
         "reward/short": (7.0, 3.0),
         "reward/watched": (4.0, 3.0),
     }
-    assert made.stats() == expected
-    assert made.parts()[1] == {"right": 0.0, "short": 3.0, "watched": 2.0}
-    assert judge(made, ["a"]) == [0.0]
-    assert made.stats()["reward/right"] == (1.0, 1.0), "of the latest call"
+    assert judged.metrics() == expected
+    assert judged.parts[1] == {"right": 0.0, "short": 3.0, "watched": 2.0}
 
 
 def test_a_reward_that_is_no_sum_has_no_part_metrics(reward: Make) -> None:
-    made = reward(name="exact_match")
-    assert judge(made, ["a", "c", "x"]) == [1.0, 0.0, 1.0]
-    assert made.stats() == {}
+    judged = judge(reward(name="exact_match"), ["a", "c", "x"])
+    assert (judged.scores, judged.metrics()) == ((1.0, 0.0, 1.0), {})
 
 
 def test_rows_choose_their_parts(reward: Make) -> None:
@@ -82,14 +81,15 @@ def test_rows_choose_their_parts(reward: Make) -> None:
         "second": {**LENGTHS, "where": {"source": ["two", "three"]}},
     }
     made = reward(parts=parts)
-    assert judge(made, ["a", "bbbb", "y"]) == [1.0, 4.0, 0.0]
-    assert made.stats() == {"reward/first": (1.0, 2.0), "reward/second": (4.0, 1.0)}
+    judged = judge(made, ["a", "bbbb", "y"])
+    assert judged.scores == (1.0, 4.0, 0.0)
+    assert judged.metrics() == {"reward/first": (1.0, 2.0), "reward/second": (4.0, 1.0)}
     problems = made.check_rows([*ROWS, {"source": "four"}, {}])
     assert problems[:3] == ["", "", ""]
     assert problems[3].startswith("no part of the reward judges this row (source: 'four')")
     assert "(source: absent)" in problems[4]
     with pytest.raises(RewardError, match=r"rows\.jsonl:9: no part .* \(source: 'four'\)"):
-        made.score(["p"], ["a"], [{"source": "four"}], ["rows.jsonl:9"])
+        made.judge(["p"], ["a"], [{"source": "four"}], ["rows.jsonl:9"])
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,9 @@ def test_fields_are_compared_as_json(
 def test_a_pool_and_its_statistics_are_part_of_the_sum(reward: Make) -> None:
     pool = {"processes": 1, "unjudged_score": -2.0}
     made = reward(parts={"a": {"name": FAILING, "pool": pool, "weight": 10.0}})
-    assert judge(made, ["xx", "raise"]) == [20.0, -20.0]
-    assert made.stats() == {"reward_unjudged": (1.0, 2.0), "reward/a": (0.0, 2.0)}
+    judged = judge(made, ["xx", "raise"])
+    assert judged.scores == (20.0, -20.0)
+    assert judged.metrics() == {"reward_unjudged": (1.0, 2.0), "reward/a": (0.0, 2.0)}
 
 
 @pytest.mark.parametrize(
