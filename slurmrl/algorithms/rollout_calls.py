@@ -249,15 +249,18 @@ def _stored_support(groups: Sequence[SampleGroup]) -> SampledSupport:
 def _versions(
     ids: Sequence[str], groups: Sequence[SampleGroup], settings: Logging
 ) -> list[dict[str, Any]]:
-    """Which weights drew each token of the kept completions (see `token_notes`)."""
+    """Which weights sampled each token of the kept completions (see `token_notes`)."""
     notes = []
     for one in noted([len(each.lengths) for each in groups], settings):
         group = groups[one.item]
         start = int(group.lengths[: one.place].sum())
         first = start + int(group.prompt_lengths[one.place])
         last = min(start + int(group.lengths[one.place]), first + settings.sample_tokens)
-        drawn = {"names": list(group.versions), "drawn_by": group.drawn_by[first:last].tolist()}
-        notes.append({"id": ids[one.item], "index": one.place, "versions": drawn})
+        sampled_by = {
+            "names": list(group.versions),
+            "drawn_by": group.drawn_by[first:last].tolist(),
+        }
+        notes.append({"id": ids[one.item], "index": one.place, "versions": sampled_by})
     return notes
 
 

@@ -21,7 +21,7 @@ from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
 from slurmrl.rollouts.episodes import make_episode
 from slurmrl.rollouts.generation.base import GenerationOptions, RolloutEngine
-from slurmrl.rollouts.policy import Dialogue, Draws, EpisodeLimits, Waiting
+from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, TokenSampling, Waiting
 from slurmrl.rollouts.tools.toolbox import make_tools
 
 
@@ -60,7 +60,7 @@ def generation_options(context: CallContext) -> GenerationOptions:
 def sampling_keys(ids: tuple[str, ...], completions: int = 1) -> Tensor:
     """[S] int64, a stable hash for each completion of each sample id.
 
-    The tokens drawn for a completion depend on it, and not on the batch, the rank or the number of
+    The tokens of a completion depend on it, and not on the batch, the rank or the number of
     completions.
     """
     names = (stream(name, place) for name in ids for place in range(completions))
@@ -114,8 +114,8 @@ class ConfiguredEpisodes:
         slots: asyncio.Semaphore | None = None,
     ) -> list[EpisodeOutcome]:
         """See `EpisodeRunner.run`."""
-        dialogue, draws = self._dialogue(context), _draws(context)
-        return await self._runner.run(items, engine, dialogue, draws, waiting, slots=slots)
+        dialogue, sampling = self._dialogue(context), _sampling(context)
+        return await self._runner.run(items, engine, dialogue, sampling, waiting, slots=slots)
 
     def _dialogue(self, context: CallContext) -> Dialogue:
         if context.evaluation not in self._dialogues:
@@ -143,12 +143,12 @@ def episode_items(sample: SequenceSample, context: CallContext) -> list[EpisodeI
     ]
 
 
-def _draws(context: CallContext) -> Callable[[EpisodeItem], Draws]:
+def _sampling(context: CallContext) -> Callable[[EpisodeItem], TokenSampling]:
     options, seed = generation_options(context), sampling_seed(context)
 
-    def of(item: EpisodeItem) -> Draws:
+    def of(item: EpisodeItem) -> TokenSampling:
         name = stream(item.sample_id, item.index)
-        return Draws(
+        return TokenSampling(
             options=options,
             seed=seed,
             step=context.step,

@@ -50,7 +50,7 @@ class AlgorithmSchema(Section, ABC):
     """Types of held-out dataset that the algorithm can evaluate."""
 
     trains_on_samples: ClassVar[bool] = False
-    """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
+    """Whether losses assume that tokens were sampled with the probabilities that models compute.
     Then sampling may not be restricted to a part of the vocabulary, unless it ``replays`` what is
     recorded of that."""
 
@@ -201,7 +201,7 @@ def reference_call() -> Call:
 
 
 def supports(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
-    """The keys of what tokens were drawn from, if generation for training records it."""
+    """The keys of what tokens were sampled from, if generation for training records it."""
     restricted = config.rollout.top_k is not None and not config.rollout.greedy
     return (SIZES, IDS) if restricted and algorithm.replays else ()
 

@@ -103,11 +103,11 @@ def _majorities(votes: Sequence[_AlikeVotes], silent: int, sizes: Sequence[int])
     """
     n = silent + sum(each.size * each.number for each in votes)
     k = np.array(sizes)
-    drawn = (k / n)[:, None, None]
+    share = (k / n)[:, None, None]
     points = min(n, math.ceil(math.sqrt(20 * n))) + 1
     z = np.exp(-2j * math.pi / points * np.arange(points // 2 + 1))
-    one = 1.0 - drawn + drawn * z  # axes: k, u, z
-    counts = _binomials([each.size for each in votes], drawn)
+    one = 1.0 - share + share * z  # axes: k, u, z
+    counts = _binomials([each.size for each in votes], share)
     fewer = dict.fromkeys((each.size for each in votes), np.zeros_like(one))
     shares = np.zeros_like(one[:, 0])
     last = max((each.size for each in votes if each.right), default=0)

@@ -1,7 +1,7 @@
 """A batch without its tensors: ids, lengths, metadata, and the names of recorded keys. Torch-free.
 
-The support of a token is what top-k and top-p left for its draw: token ids, ascending. An empty
-one stands for the whole vocabulary, and for tokens that were not drawn.
+The support of a token is what top-k and top-p left when it was sampled: token ids, ascending. An
+empty one stands for the whole vocabulary, and for tokens that were not sampled.
 """
 
 from __future__ import annotations

@@ -32,17 +32,17 @@ class Completions:
         if not self.prompt:
             raise UsageError("an episode's prompt needs at least one token")
         self.largest_read = max(self.prompt)
-        """The largest token id that the policy did not draw."""
+        """The largest token id that the policy did not sample."""
         self.tokens: list[int] = []
         """Behind the prompt."""
         self.written: list[bool] = []
         """Which of these the policy wrote."""
         self.logprobs: list[float] = []
-        """Under the distribution that the policy drew from; 0 for others."""
+        """Under the distribution that the policy sampled from; 0 for others."""
         self.versions: list[str] = []
         """The weight version of each; "" for others."""
         self.support = SampledSupport()
-        """What each was drawn from; empty for others, and where it was not recorded."""
+        """What each was sampled from; empty for others, and where it was not recorded."""
         self.experts: Array | None = None
         """What read each token up to the end of the last turn, prompt included; None: it was not
         recorded."""

@@ -16,7 +16,7 @@ from slurmrl.errors import EpisodeError, EpisodeLimitError, RunFailedError, Usag
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import RolloutEngine
-from slurmrl.rollouts.policy import Dialogue, Draws, Episode, EpisodeLimits, Policy, Waiting
+from slurmrl.rollouts.policy import Dialogue, Episode, EpisodeLimits, Policy, TokenSampling, Waiting
 from slurmrl.rollouts.tools.toolbox import Tools
 
 logger = log.get(__name__)
@@ -54,7 +54,7 @@ class EpisodeRunner:
         items: Sequence[EpisodeItem],
         engine: RolloutEngine,
         dialogue: Dialogue,
-        draws: Callable[[EpisodeItem], Draws],
+        sampling: Callable[[EpisodeItem], TokenSampling],
         waiting: Waiting,
         *,
         slots: asyncio.Semaphore | None = None,
@@ -74,7 +74,9 @@ class EpisodeRunner:
             while left:
                 number, item = left.popleft()
                 async with slots or nullcontext():
-                    outcomes[number] = await self._one(item, engine, dialogue, draws(item), waiting)
+                    outcomes[number] = await self._one(
+                        item, engine, dialogue, sampling(item), waiting
+                    )
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -92,14 +94,14 @@ class EpisodeRunner:
         item: EpisodeItem,
         engine: RolloutEngine,
         dialogue: Dialogue,
-        draws: Draws,
+        sampling: TokenSampling,
         waiting: Waiting,
     ) -> EpisodeOutcome:
         policy, tools, failure = None, self._tools.of_episode(), ""
         waiting.begin()
         try:
             async with asyncio.timeout(self._settings.timeout_s) as clock:
-                policy = Policy(item, engine, dialogue, draws, self._limits, waiting, clock)
+                policy = Policy(item, engine, dialogue, sampling, self._limits, waiting, clock)
                 completions = await self._completed(policy, item, tools)
             if completions is None:
                 raise UsageError("its prompt leaves no token for the policy")

@@ -40,8 +40,8 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draws:
-    """How tokens are drawn."""
+class TokenSampling:
+    """How the tokens of an episode are sampled."""
 
     options: GenerationOptions
     seed: int
@@ -83,14 +83,14 @@ class Policy:
         item: EpisodeItem,
         engine: RolloutEngine,
         dialogue: Dialogue,
-        draws: Draws,
+        sampling: TokenSampling,
         limits: EpisodeLimits,
         waiting: Waiting,
         clock: asyncio.Timeout,
     ) -> None:
         """``clock`` runs while the episode does not wait for the engine."""
         self._item, self._engine, self._dialogue = item, engine, dialogue
-        self._draws, self._limits = draws, limits
+        self._sampling, self._limits = sampling, limits
         self._waiting, self._clock = waiting, clock
         self._name = f"{item.sample_id}#{item.index}"
         self._turns = 0
@@ -168,7 +168,7 @@ class Policy:
             raise self._limit(f"the episode has had {self._limits.turns} turns")
         if left < 1:
             raise self._limit(f"the episode has reached {self._limits.tokens} tokens")
-        options = self._draws.options
+        options = self._sampling.options
         most = min(max_new_tokens or options.max_new_tokens, left)
         options = replace(
             options, max_new_tokens=most, min_new_tokens=min(options.min_new_tokens, most)
@@ -177,8 +177,8 @@ class Policy:
             request_id=f"{self._name}/{self._turns}",
             prompt=prompt,
             keys=(self._key(len(prompt)),),
-            seed=self._draws.seed,
-            step=self._draws.step,
+            seed=self._sampling.seed,
+            step=self._sampling.step,
             options=options,
             # What it has read is cached now, and groups that have begun should end.
             priority=self._limits.turns - self._turns,
@@ -197,7 +197,7 @@ class Policy:
         """
         again = self._from[begin]
         self._from[begin] += 1
-        return self._draws.key_of(f"/{again}" if again else "")
+        return self._sampling.key_of(f"/{again}" if again else "")
 
     def _wait_for(self, future: asyncio.Future[tuple[Completion, ...]]) -> None:
         """Stop the episode's clock until the engine answers."""

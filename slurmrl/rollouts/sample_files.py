@@ -223,7 +223,7 @@ class SampleGroup:
     item: int
     lease: str
     versions: tuple[str, ...]
-    """Of the weights that drew tokens, from old to new, at least one."""
+    """Of the weights that sampled tokens, from old to new, at least one."""
     lengths: Array
     """int32 [n]: tokens of each completion with its prompt."""
     prompt_lengths: Array
@@ -241,14 +241,14 @@ class SampleGroup:
     input_ids: Array
     """int32 [T]"""
     drawn_by: Array
-    """int32 [T]: place in ``versions`` of the weights that drew the token; -1 where the policy did
-    not."""
+    """int32 [T]: place in ``versions`` of the weights that sampled the token; -1 for tokens that
+    the policy has read."""
     logprobs: Array
-    """float32 [T]: under the distribution that the token was drawn from; 0 for others."""
+    """float32 [T]: under the distribution that the token was sampled from; 0 for others."""
     turn_rewards: Array
     """float32 [T]: what a turn has earned, at its last token; 0 elsewhere."""
     support: SampledSupport | None = None
-    """What each token was drawn from; None: it was not recorded."""
+    """What each token was sampled from; None: it was not recorded."""
     expert_sizes: Array | None = None
     """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
     experts: Array | None = None
@@ -268,7 +268,7 @@ class SampleGroup:
         outcomes: Sequence[EpisodeOutcome],
         held: str,
     ) -> SampleGroup:
-        """``held``: the version that the task had, which counts if none drew a token."""
+        """``held``: the version that the task had, which counts if none sampled a token."""
         completions = [outcome.completions for outcome in outcomes]
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
@@ -370,7 +370,7 @@ class SampleGroup:
         if self.input_ids.min() < 0:
             return "a token id is negative"
         if self.drawn_by.min() < -1 or self.drawn_by.max() >= len(found):
-            return f"a token was drawn by none of the versions {self.versions}"
+            return f"a token was sampled by none of the versions {self.versions}"
         if self.support is not None and (wrong := self._wrong_support(self.support)):
             return wrong
         if wrong := self._wrong_experts():
@@ -397,7 +397,7 @@ class SampleGroup:
         if (ids < 0).any():
             return "a token id of a support is negative"
         if ((sizes > 0) & (self.drawn_by < 0)).any():
-            return "a token that was not drawn has a support"
+            return "a token that was not sampled has a support"
         drawn = np.repeat(self.input_ids, sizes) == ids
         if drawn.sum() != (sizes > 0).sum():
             return "a token is not in its support, or more than once"

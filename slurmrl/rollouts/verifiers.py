@@ -1,7 +1,7 @@
 """Environments of the package ``verifiers`` 0.1 as episodes, in this process. Torch-free.
 
 Such an environment talks to an OpenAI client. It gets one whose model is the policy: new messages
-are added behind the tokens that the policy has drawn, as in every episode.
+are added behind the tokens that the policy has sampled, as in every episode.
 """
 
 from __future__ import annotations

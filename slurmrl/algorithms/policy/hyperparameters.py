@@ -133,7 +133,7 @@ class Correction(Section):
     """Compute the old log-probabilities of a batch with the training engine before it is trained
     on, instead of using those of generation. Default: true with a `correction`; false if
     completions may be stale (`rollout.tasks.max_staleness`), whose ratios have to compare with the
-    policy that drew them; else true in bfloat16, in which the kernels of generation and training
+    policy that sampled them; else true in bfloat16, in which the kernels of generation and training
     round differently, and if generation has another precision than `actor.dtype`; false in
     float32."""
     correction: Literal["none", "weight", "truncate", "mask"] | None = None
@@ -152,9 +152,9 @@ class Correction(Section):
 
     reject_by: Literal["ratio", "k1", "k2", "k3"] | None = None
     """Leave tokens out of the actor's loss by how far the policy before the updates is from the one
-    that drew them, with r the recomputed old probability over that of generation. `ratio`: r. `k1`:
-    -log r, `k2`: (log r)^2 / 2, `k3`: r - 1 - log r, estimates of KL(generation, training). Null
-    rejects none."""
+    that sampled them, with r the recomputed old probability over that of generation. `ratio`: r.
+    `k1`: -log r, `k2`: (log r)^2 / 2, `k3`: r - 1 - log r, estimates of KL(generation, training).
+    Null rejects none."""
     reject_over: Literal["token", "mean", "sum", "max"] = "token"
     """What has to be within the bounds: the value of each `token`, which is left out alone; or the
     `mean`, `sum` or `max` over a response, all of whose tokens are left out. Mean and sum of

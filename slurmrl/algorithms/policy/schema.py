@@ -361,23 +361,23 @@ def correction_notes(settings: Correction, config: Config) -> Iterator[str]:
     if settings.corrects:
         yield (
             f"algorithm.correction {settings.correction}: importance weights correct for the "
-            f"policy that drew the tokens, because {because}"
+            f"policy that sampled the tokens, because {because}"
         )
     elif not settings.recompute_logprobs:
         yield (
-            "algorithm.recompute_logprobs false: ratios compare with the policy that drew the "
+            "algorithm.recompute_logprobs false: ratios compare with the policy that sampled the "
             f"tokens, because {because}"
         )
     else:
         yield (
             "wrong gradients: algorithm.recompute_logprobs true with correction none trains "
-            f"completions as if the present policy had drawn them, but {because}; set "
+            f"completions as if the present policy had sampled them, but {because}; set "
             "algorithm.correction, or recompute_logprobs to false"
         )
 
 
 def _staleness(config: Config) -> str:
-    """How old completions may be; empty if the weights that they change have drawn them."""
+    """How old completions may be; empty if the weights that they change have sampled them."""
     tasks = config.rollout.tasks
     if tasks is None or not tasks.max_staleness:
         return ""

@@ -1,4 +1,4 @@
-"""The policy that drew the tokens: which settings account for it, and that gradients do."""
+"""The policy that sampled the tokens: which settings account for it, and that gradients do."""
 
 from __future__ import annotations
 

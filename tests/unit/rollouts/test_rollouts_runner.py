@@ -21,7 +21,7 @@ from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
 from slurmrl.rollouts.episodes import MultiTurn, SingleTurn
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
-from slurmrl.rollouts.policy import Dialogue, Draws, EpisodeLimits, Policy, Waiting
+from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, Policy, TokenSampling, Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
 from slurmrl.rollouts.tools.toolbox import Tools
 from tests.support.scripted_engine import ScriptedEngine
@@ -88,10 +88,12 @@ def run(
         max_new_tokens=most, stop_token_ids=(STOP,), stop_strings=stop_strings
     )
 
-    def draws(item: EpisodeItem) -> Draws:
-        return Draws(options=options, seed=1, step=1, key_of=lambda end: hash(item.sample_id + end))
+    def sampling(item: EpisodeItem) -> TokenSampling:
+        return TokenSampling(
+            options=options, seed=1, step=1, key_of=lambda end: hash(item.sample_id + end)
+        )
 
-    return asyncio.run(runner.run(rows, engine, dialogue, draws, Waiting()))
+    return asyncio.run(runner.run(rows, engine, dialogue, sampling, Waiting()))
 
 
 def say(*tokens: int) -> Callable[[GenerationRequest], tuple[int, ...]]:
@@ -146,7 +148,7 @@ def test_metrics_are_the_same_of_samples_in_files(tokenizer: Any) -> None:
 
 
 def test_drawn_tokens_are_kept_where_the_text_would_be_other_tokens(tokenizer: Any) -> None:
-    """The policy draws ``a`` and ``b``, which would be encoded as ``ab``.
+    """The policy samples ``a`` and ``b``, which would be encoded as ``ab``.
 
     The next request and the result have the two drawn ids and the template's own pieces as ids
     around the message.
