@@ -1,4 +1,7 @@
-"""The pool of judges against programs that hang, die and refuse to start."""
+"""The pool of judges: order, failed starts, and its end.
+
+Judges that hang or die are in test_rewards_pooled.py.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,12 @@ from slurmrl.rewards.process_pool import PoolProgram, ProcessPool, Unanswered
 from tests.support.trials import alive
 
 PROGRAM = """
-import json, os, sys, time
+import json, sys, time
 print('{"ready": true}', flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     if request.get("hang"):
         time.sleep(3600)
-    if request.get("die"):
-        os._exit(9)
-    once = request.get("die_once")
-    if once and not os.path.exists(once):
-        open(once, "w").close()
-        os._exit(9)
     print(json.dumps({"correct": request["x"] % 2 == 0}), flush=True)
 """
 
@@ -79,22 +76,6 @@ def test_long_requests_pass(make: Make) -> None:
     assert verdicts(make(), [{"x": 2, "text": "a" * 1_000_000}]) == [True]
 
 
-def test_a_judge_that_hangs_is_replaced_and_its_request_unjudged(make: Make) -> None:
-    pool = make(timeout_s=3.0)
-    assert verdicts(pool, [{"x": 2}, {"x": 2, "hang": True}, {"x": 4}]) == [True, None, True]
-
-
-def test_a_judge_that_dies_gets_its_request_again(make: Make, tmp_path: Path) -> None:
-    pool = make()
-    requests = [{"x": 2}, {"x": 4, "die_once": str(tmp_path / "died")}, {"x": 6}]
-    assert verdicts(pool, requests) == [True, True, True]
-    assert (tmp_path / "died").exists()
-
-
-def test_a_request_that_always_kills_its_judge_is_unjudged(make: Make) -> None:
-    assert verdicts(make(2), [{"x": 2, "die": True}, {"x": 2}]) == [None, True]
-
-
 def test_a_judge_that_was_killed_while_idle_changes_no_verdict(make: Make) -> None:
     pool = make()
     assert verdicts(pool, [{"x": 2}]) == [True]
@@ -105,14 +86,6 @@ def test_a_judge_that_was_killed_while_idle_changes_no_verdict(make: Make) -> No
 def test_a_program_that_never_starts_is_an_error(make: Make) -> None:
     with pytest.raises(WorkerDiedError, match="failed to start three times"):
         make(text="raise SystemExit(1)").ask([{"x": 1}])
-
-
-def test_a_batch_has_a_time_of_its_own(make: Make) -> None:
-    """Each request may take a minute, so hanging ones would take half an hour together."""
-    pool = make(2)
-    hanging = [{"x": 2, "hang": True}] * 30
-    assert verdicts(pool, [{"x": 2}, *hanging], within_s=3.0) == [True] + [None] * 30
-    assert verdicts(pool, [{"x": 2}, {"x": 3}]) == [True, False], "the next batch is judged"
 
 
 def test_a_program_that_does_not_exist_is_named() -> None:
