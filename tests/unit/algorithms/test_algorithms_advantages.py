@@ -71,18 +71,6 @@ def moments_on_ranks(parts: list[torch.Tensor]) -> list[tuple[float, float]]:
     return ranks.run(lambda rank: moments(parts[rank], partial(ranks.sum, rank)))
 
 
-def test_whitening_uses_the_moments_of_all_ranks() -> None:
-    parts = [torch.tensor([1.0, 2.0, 6.0]), torch.tensor([3.0]), torch.tensor([])]
-    whole, found = torch.cat(parts), moments_on_ranks(parts)
-    mean, std = found[0]
-    assert found == [(mean, std)] * 3
-    assert mean == pytest.approx(float(whole.mean()))
-    assert std == pytest.approx(float(whole.std(correction=0)))
-    white = whiten(whole, mean, std)
-    assert float(white.mean()) == pytest.approx(0.0, abs=1e-6)
-    assert float(white.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_moments_of_equal_numbers_are_exact_on_any_layout(dtype: torch.dtype) -> None:
     for sizes in ((7,), (3, 4), (0, 6, 5), (1, 1, 1)):

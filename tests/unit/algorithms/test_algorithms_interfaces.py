@@ -414,19 +414,6 @@ def rewarded(context: CallContext, name: str) -> CallContext:
     return replace(context, settings=replace(context.settings, config=config))
 
 
-def test_a_reward_that_is_not_finite_fails_the_call(make_world: MakeWorld) -> None:
-    """Otherwise every update of the step would be skipped, and the run would end as if it had
-    learned.
-    """
-    context = judging(make_world().context(step=1), samples=1)
-    config = context.settings.config.model_copy(
-        update={"reward": Reward(name="tests.support.users_rewards:nan_for_the_second")}
-    )
-    context = replace(context, settings=replace(context.settings, config=config))
-    with pytest.raises(RewardError, match=r"returned nan for .*:2 \(sample b@0\), completion '8'"):
-        RuleRewardInterface().inference(None, completed(), context)
-
-
 def test_a_reward_must_be_configured(make_world: MakeWorld) -> None:
     with pytest.raises(UsageError, match="no reward"):
         RuleRewardInterface().inference(None, completed(), make_world().context(step=1))
