@@ -2,6 +2,7 @@
 
 ``hosts/start.SLOTS.START.HOST.json``: a start failed before an incarnation began, when the history
 had SLOTS records. ``lost.INCARNATION.HOST.json``: an incarnation failed because of the host itself.
+``lost.INCARNATION-TASK-ATTEMPT.HOST.json``: an attempt at a rollout task did, in that incarnation.
 ``avoid.HOST.json``: jobs avoid it. Each file is created whole and never changed.
 
 Batch scripts make the first and the last, for a job leaves by shell text when nothing can start in
@@ -35,14 +36,14 @@ from slurmrl.run.history.slots import History
 from slurmrl.run.paths import RunPaths
 
 LOSSES = 2
-"""Number of incarnations failed because of one host, after which jobs avoid it."""
+"""Failures of incarnations and rollout tasks because of one host, after which jobs avoid it."""
 LONGEST_WHY = 400
 
 FIELDS = {"host": TEXT, "why": TEXT, "start": TEXT, "time": SECONDS}
 
 _HOST = re.compile(r"[\w.-]{1,200}", re.ASCII)
 _AVOID = re.compile(r"avoid\.(?P<host>[\w.-]+)\.json", re.ASCII)
-_LOST = re.compile(r"lost\.(?P<incarnation>\d+)\.(?P<host>[\w.-]+)\.json", re.ASCII)
+_LOST = re.compile(r"lost\.(?P<incarnation>\d+)(?:-\d+-\d+)?\.(?P<host>[\w.-]+)\.json", re.ASCII)
 _START = re.compile(
     r"start\.(?P<slots>\d+)\.(?P<start>\d+\.\d+)\.(?P<host>[\w.-]*)\.json", re.ASCII
 )
@@ -93,19 +94,23 @@ def record_start(run: RunPaths, slots: int, start: str, host: str, why: str) -> 
     _create(run, f"start.{slots}.{start}.{host}.json", host, why, start)
 
 
-def blame(run: RunPaths, host: str, incarnation: int, why: str) -> bool:
-    """Record that an incarnation failed because of a host; return whether to avoid the host now."""
+def blame(
+    run: RunPaths, host: str, incarnation: int, why: str, attempt: tuple[int, int] | None = None
+) -> bool:
+    """Record a failure because of a host; return whether to avoid the host now.
+
+    The incarnation failed, or during it the ``attempt`` at a rollout task (task and number).
+    """
     if not _HOST.fullmatch(host):
         return False
-    _create(run, f"lost.{incarnation}.{host}.json", host, why)
-    lost = {
-        m["incarnation"] for f in _names(run) if (m := _LOST.fullmatch(f)) and m["host"] == host
-    }
-    return len(lost) >= LOSSES
+    what = "-".join(map(str, (incarnation, *(attempt or ()))))
+    _create(run, f"lost.{what}.{host}.json", host, why)
+    found = [m for name in _names(run) if (m := _LOST.fullmatch(name)) and m["host"] == host]
+    return len(found) >= LOSSES
 
 
 def blamed(run: RunPaths) -> dict[str, int]:
-    """Return the hosts because of which incarnations failed, each with the newest of these."""
+    """Return the hosts to blame for failures, each with the incarnation of the newest one."""
     newest: dict[str, int] = {}
     for file in _names(run):
         if match := _LOST.fullmatch(file):

@@ -145,8 +145,16 @@ class SlurmScheduler(Scheduler):
         self._client.cancel(submission.queued_elements(everybody, group))
 
     def avoid(self, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
-        """Avoid a host from now on, unless no job of the group could start without it."""
-        return submission.avoid_host(self._client, run, number, group, host, why)
+        """Avoid a host from now on, unless no job of the group could start without it.
+
+        Exclude it from the queued elements of the group at once. Where Slurm refuses that, the next
+        `keep_off` of a chain submits others in their place. Raises EnvironmentFailure.
+        """
+        if not submission.avoid_host(self._client, run, number, group, host, why):
+            return False
+        queued = self.query(self.recover(run, number))
+        submission.exclude_from_queued(self._client, run, number, group, queued)
+        return True
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
         """Exclude the hosts that the trial avoids from one queued element.

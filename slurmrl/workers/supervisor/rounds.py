@@ -1,7 +1,7 @@
 """The rounds of a job: starts and restarts of its agents.
 
 Agents are restarted after some have exited, on those of the job's hosts that are usable. Jobs avoid
-hosts that repeatedly cause incarnations to fail.
+hosts that repeatedly cause incarnations or rollout tasks to fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.hosts import BadHost, avoided, blame, blamed, failed_starts, guard_command
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Cause
+from slurmrl.run.reports import Cause, Failure
 from slurmrl.scheduler import parse
 from slurmrl.scheduler.client import SRUN, SlurmClient, usable_hosts
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -96,7 +96,7 @@ class JobHosts:
         if len(good) < self.needed:
             return None
         failures = self._blamed()
-        best = sorted(good, key=lambda host: failures.get(host, 0))[: self.needed]
+        best = sorted(good, key=lambda host: failures.get(host, -1))[: self.needed]
         return tuple(host for host in good if host in best)
 
     def failed_starts(self) -> list[BadHost]:
@@ -174,7 +174,13 @@ class Rounds:
         self.allocation = allocation
         self.events = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
         self.tasks = TasksInside(
-            options, job_tag(), self.events, allocation.needed, tasks_per_host, allocation.end
+            options,
+            job_tag(),
+            self.events,
+            allocation.needed,
+            tasks_per_host,
+            allocation.end,
+            failed=self._blame_task,
         )
         self._is_task = options.group == ROLLOUTS
         self.child: subprocess.Popen[bytes] | None = None
@@ -211,8 +217,11 @@ class Rounds:
             fruitless = 0 if after > before or sound else fruitless + 1
             self.began |= after > before
             if self.allocation.hosts:
-                blame_hosts(self.paths, self.options, range(before, after + 1))
+                if not self._is_task:
+                    blame_hosts(self.paths, self.options, range(before, after + 1))
                 avoid_failed(self.paths, self.options, self.allocation.failed_starts())
+            if self._is_task and code != 0:
+                self._blame_task(env.LINK.get())
             reason = self._reason_to_leave(code, fruitless)
             if reason is not None:
                 why = reason
@@ -225,6 +234,21 @@ class Rounds:
         logger.info("leaving after round %d: %s", number, why)
         self.events.write("end", code=code, why=why)
         return code
+
+    def _blame_task(self, task: int) -> None:
+        """Blame the host of a rollout task if its newest attempt failed because of the host."""
+        if not self.allocation.hosts:
+            return
+        try:
+            with FileNameStore(self.paths.names) as names:
+                claim = published.newest_claim(names, ROLLOUTS, task, job_tag())
+                if claim is None:
+                    return
+                attempt = task, claim.attempt
+                failure = published.attempt_failure(names, ROLLOUTS, *attempt)
+            _blame(self.paths, self.options, failure, self._incarnation(), attempt)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            logger.warning("cannot record why %s/%d failed: %s", ROLLOUTS, task, error)
 
     def failed_start(self) -> tuple[str, str]:
         """Return why nothing began in this job and the host to blame.
@@ -363,20 +387,32 @@ def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[BadHost])
 
 
 def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
-    """Record the hosts that made these incarnations fail.
-
-    Exclude those that did so before, and those whose GPU has certainly failed.
-    """
+    """Record the hosts that made these incarnations fail, and exclude them if `_blame` says so."""
     try:
         with NameStore(paths.names) as names:
             failures = [(number, published.failure(names, number)) for number in incarnations]
         for number, failure in failures:
-            if failure is None or failure.cause not in CAUSES or not failure.host:
-                continue
-            if failure.echo:  # of a connection between hosts: either may be to blame, or a third
-                continue
-            again = blame(paths, failure.host, number, failure.reason)
-            if again or failure.certain:
-                _avoid(paths, options, failure.host, failure.reason)
+            _blame(paths, options, failure, number)
     except (CorruptFileError, EnvironmentFailure) as error:
         logger.warning("cannot record host failures: %s", error)
+
+
+def _blame(
+    paths: RunPaths,
+    options: Namespace,
+    failure: Failure | None,
+    incarnation: int,
+    attempt: tuple[int, int] | None = None,
+) -> None:
+    """Record the host that caused a failure, of an incarnation or an attempt at a rollout task.
+
+    Exclude a host that did so before, or whose GPU has certainly failed. Raises CorruptFileError,
+    EnvironmentFailure.
+    """
+    if failure is None or failure.cause not in CAUSES or not failure.host:
+        return
+    if failure.echo:  # of a connection between hosts: either may be to blame, or a third
+        return
+    again = blame(paths, failure.host, incarnation, failure.reason, attempt)
+    if again or failure.certain:
+        _avoid(paths, options, failure.host, failure.reason)

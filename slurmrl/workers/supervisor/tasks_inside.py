@@ -92,12 +92,16 @@ class TasksInside:
         per_host: int,
         job_end: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        failed: Callable[[int], None] = lambda task: None,
     ) -> None:
         """Prepare ``per_host`` tasks on each of the ``hosts`` of a job.
 
         ``job`` is this start of the job (``JOBID.RESTART``). ``job_end`` is when it reaches its
-        time limit, by this host's clock.
+        time limit, by this host's clock. ``failed`` is called with the number of a task whose
+        agent has failed.
         """
+        self._failed = failed
         self._options, self._job, self._events, self._clock = options, job, events, clock
         self._paths = RunPaths(options.run)
         self._direct = options.launcher == "direct"
@@ -164,6 +168,7 @@ class TasksInside:
             self._spent.add(task.number)
             again = "it has failed too often to be started again in this job"
         logger.warning("%s/%d ended with %s: %s", ROLLOUTS, task.number, code, again)
+        self._failed(task.number)
 
     def _start(self, task: _Task, hosts: Sequence[str]) -> None:
         task.host = self._host(task, hosts)

@@ -264,6 +264,7 @@ def test_a_host_is_avoided_after_two_incarnations_failed_there(paths: RunPaths) 
     assert not blame(paths, "n1", 3, "lost")
     assert not blame(paths, "n2", 4, "lost")
     assert blame(paths, "n1", 5, "lost")
+    assert blame(paths, "n2", 4, "failed", (0, 1)), "a rollout task counts like an incarnation"
 
 
 def test_hosts_are_used_again(paths: RunPaths) -> None:
@@ -317,9 +318,11 @@ def test_queued_links_get_the_exclusion_or_others_take_their_place(
             raise SchedulerError(refusal)
 
     monkeypatch.setattr(Slurm, "exclude", exclude, raising=False)
-    avoid(run, "n1", "broken")
+    monkeypatch.setattr(Slurm, "try_out", lambda *_: None)
+    assert scheduler.avoid(run, 1, "trainer", "n1", "broken")
+    assert told == [("41_[1-2]", "n1")], "the queued links get it at once"
     scheduler.keep_off(run, 1, "trainer", by="41_0")
-    assert told == [("41_[1-2]", "n1")]
+    assert told == [("41_[1-2]", "n1")] * 2
     assert slurm.done == ([] if changed else ["cancel 41_[1-2]"])
     assert len(slurm.jobs) == (1 if changed else 2)
     assert changed or "--exclude=n1" in slurm.options[-1]

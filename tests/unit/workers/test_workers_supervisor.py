@@ -28,8 +28,9 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure, Identity
 from slurmrl.scheduler.client import SlurmClient, is_dead
 from slurmrl.scheduler.parse import HostRow
+from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.watch import overview
-from slurmrl.workers.failure import publish
+from slurmrl.workers.failure import publish, publish_attempt
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import rounds
@@ -41,6 +42,7 @@ from slurmrl.workers.supervisor.rounds import (
     Rounds,
     blame_hosts,
 )
+from slurmrl.workers.supervisor.tasks_inside import TasksInside
 from tests.support.trials import alive, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -327,6 +329,58 @@ def test_no_host_is_blamed_for_a_connection_that_failed(
         publish(names, 1, refused)
     blame_hosts(paths, options(paths), [1])
     assert JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0").choose() == ("n0", "n1")
+
+
+class FailingTask:
+    """A rollout task whose attempts all fail for a lack of its host ``n0``."""
+
+    def __init__(self, paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._paths = paths
+        self._attempts = 0
+        self.excluded: list[tuple[str, str]] = []
+        avoid = lambda _, *given: self.excluded.append(given[-2:])  # noqa: E731
+        monkeypatch.setattr(SlurmScheduler, "avoid", avoid)
+        monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
+
+    def fail(self) -> int:
+        number, self._attempts = self._attempts, self._attempts + 1
+        claim = Identity("rollout", 0, number, "n0", f"{rounds.job_tag()}.0", "", 1)
+        with FileNameStore(self._paths.names) as names:
+            key = keys.attempt("rollout", 0, number)
+            names.add(key, json.dumps(objects.to_json(claim)), delete_on_exit=False)
+            lacks = Failure(cause="environment", reason="cannot read /data", host="n0")
+            publish_attempt(names, claim, lacks)
+        return 1
+
+
+def test_host_excluded_after_two_failures_of_a_rollout_task_there(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = FailingTask(paths, monkeypatch)
+    arguments = ["--run", str(paths.run), "--submission", "1", "--group", "rollout"]
+    allocation = JobHosts(paths, 1, ("n0",), job="7.0")
+    its = Rounds(parse([*arguments, "--launcher", "srun"]), paths, allocation)
+    monkeypatch.setattr(its, "_round", lambda *_: task.fail())
+    assert its.run() == 1
+    assert task.excluded == [("n0", "cannot read /data")]
+
+
+def test_spare_replaces_a_host_on_which_a_task_inside_fails(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = FailingTask(paths, monkeypatch)
+    monkeypatch.setattr(TasksInside, "_command", lambda *_: ["false"])
+    allocation = JobHosts(paths, 1, ("n0", "n1"), job="7.0")
+    its = Rounds(options(paths, "srun"), paths, allocation, tasks_per_host=1)
+    its.tasks.start(("n0",))
+    for _ in range(2):
+        assert task.excluded == []
+        assert its.tasks._tasks[0].child is not None
+        its.tasks._tasks[0].child.wait()
+        task.fail()
+        its.tasks.keep(("n0",))
+        assert allocation.choose() == ("n1",)
+    assert task.excluded == [("n0", "cannot read /data")]
 
 
 def test_hosts_are_good_where_slurm_does_not_say(
