@@ -31,7 +31,6 @@ from slurmrl.errors import (
     TrialEndedError,
     UsageError,
 )
-from slurmrl.run.history import state as history_writer
 from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import (
     Commit,
@@ -366,24 +365,6 @@ def test_a_writer_that_ignores_ends_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(IncarnationWriter, "_permitted", permitted)
     with pytest.raises(AssertionError, match="after an end"):
         explored(master, canceller)
-
-
-def test_a_begin_that_ignores_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_writer, "_refuse_ended", lambda state: None)
-    with pytest.raises(AssertionError, match="after an end"):
-        explored(master, canceller)
-
-
-def test_a_clean_up_of_everything_unnamed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def clean(paths: Any, state: TrialState) -> None:
-        named = {commit.directory for commit in state.commits}
-        for directory in paths.checkpoints.iterdir():
-            if directory.name not in named:
-                serve.shutil.rmtree(directory)
-
-    monkeypatch.setattr(serve, "_clean", clean)
-    with pytest.raises(AssertionError, match="not on disk"):
-        explored(master, master)
 
 
 def test_a_deletion_before_its_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

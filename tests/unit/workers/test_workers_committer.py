@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
@@ -25,23 +24,6 @@ from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Save, Saved
-
-WRITES = (
-    "open",
-    "close",
-    "write",
-    "pwrite",
-    "fsync",
-    "link",
-    "rename",
-    "unlink",
-    "mkdir",
-    "fsync_directory",
-)
-
-
-class Killed(BaseException):
-    """The process is gone: nothing of it happens any more."""
 
 
 class FakeWorkforce:
@@ -333,24 +315,3 @@ def test_newer_incarnation_fences_the_commit(trial: Trial) -> None:
     assert trial.on_disk == ["step-00000001.1"]
     commit(fresh, 2)
     assert trial.check() == 2
-
-
-@contextmanager
-def kill_at(number: int) -> Iterator[list[str]]:
-    """Every operation that changes the directory, from the ``number``-th on, kills."""
-    done: list[str] = []
-
-    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **more: Any) -> Any:
-            if len(done) >= number:
-                raise Killed
-            done.append(name)
-            return real(*arguments, **more)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in WRITES:
-            patch.setattr(SystemCalls, name, counted(name, getattr(SystemCalls, name)))
-        patch.setattr(shutil, "rmtree", counted("rmtree", shutil.rmtree))
-        yield done
