@@ -5,7 +5,7 @@ Subclasses keep everything they carry in ``args``, so that the default pickling 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class SlurmrlError(Exception):
@@ -15,21 +15,21 @@ class SlurmrlError(Exception):
 
 
 class RunFailedError(SlurmrlError, RuntimeError):
-    """The run itself failed (a call raised, or there was no progress).
+    """The run itself failed (a call raised, or there was no progress)."""
 
-    ``args[1]`` is optional: its `failure`.
+
+class ReportedError(RunFailedError):
+    """The error that carries a failure to the process that publishes it.
+
+    ``failure`` is a `run.reports.Failure`; its ``reason`` is the message.
     """
 
+    def __init__(self, failure: Any) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""
-
-    @property
-    def failure(self) -> object:
-        """The `run.reports.Failure` to publish.
-
-        It is None if the raiser knows only the message.
-        """
-        return self.args[1] if len(self.args) > 1 else None
+        return str(self.failure.reason)
 
 
 class UsageError(SlurmrlError, ValueError):

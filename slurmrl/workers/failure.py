@@ -19,7 +19,7 @@ from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
     NameExistsError,
-    RunFailedError,
+    ReportedError,
     SlurmrlError,
     UnreadableInputError,
     UsageError,
@@ -42,15 +42,11 @@ COLLECT_S = 15.0
 """How long the master waits for the stacks of all hosts."""
 
 
-def failed(failure: Failure) -> RunFailedError:
-    """Return the exception that carries a failure."""
-    return RunFailedError(failure.reason, failure)
-
-
 def failure_of(error: Exception, who: str) -> Failure:
     """Return the failure that an exception carries, or derive one from its type. ``who`` failed."""
-    if isinstance(error, RunFailedError) and isinstance(error.failure, Failure):
-        return error.failure
+    if isinstance(error, ReportedError):
+        failure: Failure = error.failure
+        return failure
     if isinstance(error, WaitTimeoutError):
         return Failure(cause=Cause.DEADLINE, reason=f"{who}: {error}")
     if isinstance(error, ENVIRONMENT):
@@ -93,7 +89,10 @@ def _is_users(file: str) -> bool:
     The first entry has the trial's copy of the code. Packages are not the user's, even if they are
     installed for editing.
     """
-    path, ours = Path(file), Path(failed.__code__.co_filename).parents[1]  # not __file__ in a trial
+    path, ours = (
+        Path(file),
+        Path(failure_of.__code__.co_filename).parents[1],
+    )  # not __file__ in a trial
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(ours):
         return False
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slurmrl.backoff import Interval
-from slurmrl.errors import RunGoneError
+from slurmrl.errors import ReportedError, RunGoneError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure
-from slurmrl.workers.failure import failed
 
 ITSELF = "."
 LOOK_S = 5.0
@@ -73,7 +72,7 @@ class Presence:
     def check(self) -> None:
         """Raise if the run directory or a directory for messages was removed.
 
-        Raises RunGoneError for the run directory, RunFailedError for a directory for messages: the
+        Raises RunGoneError for the run directory, ReportedError for a directory for messages: the
         next start creates that directory again.
         """
         if not self._looks.due():
@@ -93,7 +92,7 @@ class Presence:
             f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
         no_host = ""  # is to blame, so none is avoided for it
-        raise failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=no_host))
+        raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=no_host))
 
     def sleep(self, seconds: float) -> None:
         """Pause between two attempts. Raises as `check`."""

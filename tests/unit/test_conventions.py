@@ -20,6 +20,7 @@ import pytest
 
 import slurmrl
 from slurmrl import errors
+from slurmrl.run.reports import Failure
 
 PACKAGE = Path(slurmrl.__file__).parent
 
@@ -310,6 +311,8 @@ def example(kind: type[Exception]) -> Exception:
         return kind(3)
     if kind is errors.RefusedError:
         return kind("what happened", 400)
+    if kind is errors.ReportedError:
+        return kind(Failure(reason="what happened"))
     return kind("what happened")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.backoff import Interval
-from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, ReportedError
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
@@ -29,7 +29,6 @@ from slurmrl.scheduler.client import usable_hosts
 from slurmrl.tensors.parallel.gpu import GpuFault, find_in
 from slurmrl.watch import published
 from slurmrl.workers.agent.children import MASTER, Children, Ended, News
-from slurmrl.workers.failure import failed
 from slurmrl.workers.link import requeue
 
 logger = log.get(__name__)
@@ -45,7 +44,7 @@ COUNTER = "oom_kill"
 
 
 class Symptoms:
-    """Raises RunFailedError, with the failure in it, for the first failure."""
+    """Raises ReportedError for the first failure."""
 
     def __init__(
         self,
@@ -76,16 +75,16 @@ class Symptoms:
     def judge(self, news: News) -> None:
         for failure in news.failures:
             if not failure.echo:
-                raise failed(replace(failure, host=self._host))
+                raise ReportedError(replace(failure, host=self._host))
             if self._echo is None:
                 self._echo, self._echo_until = failure, self._clock() + ECHO_GRACE_S
         for ended in news.ended:
             self._judge_end(ended)
         silent = self._children.silent()
         if silent and not self.told_to_exit:  # a process that exits sends no pulse
-            raise failed(self._of_silence(silent[0]))
+            raise ReportedError(self._of_silence(silent[0]))
         if self._echo is not None and self._clock() >= self._echo_until:
-            raise failed(replace(self._echo, host=self._host))
+            raise ReportedError(replace(self._echo, host=self._host))
 
     def _judge_end(self, ended: Ended) -> None:
         is_master = ended.name == MASTER
@@ -102,7 +101,7 @@ class Symptoms:
         if ended.code == -signal.SIGABRT and (fault := self._fault_that_aborted()):
             cause, reason = Cause.GPU_FAULT, f"{reason}: its GPU failed: {fault.words}"
             certain = fault.certain
-        raise failed(
+        raise ReportedError(
             Failure(
                 cause=cause,
                 reason=reason,
@@ -281,7 +280,7 @@ class Leader:
         self._host = ""
 
     def look(self) -> None:
-        """Read the lease when due. Raises RunFailedError if the first agent's host is lost."""
+        """Read the lease when due. Raises ReportedError if the first agent's host is lost."""
         watches = self._identity.trains and 0 < self._identity.task <= WATCHERS
         if not watches or not self._looks.due():
             return
@@ -289,7 +288,7 @@ class Leader:
         if lease is None or lease.observe().alive:
             return
         reason = f"host {self._host} and the master on it are lost: its agent's lease expired"
-        raise failed(Failure(cause=Cause.LOST_HOST, reason=reason, host=self._host))
+        raise ReportedError(Failure(cause=Cause.LOST_HOST, reason=reason, host=self._host))
 
     def _find(self) -> LeaseObserver | None:
         """Return the lease of the first agent of our round, or None before that one has started."""

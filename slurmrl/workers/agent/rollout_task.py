@@ -14,7 +14,13 @@ from typing import TypeVar
 
 from slurmrl import log
 from slurmrl.backoff import Interval, retry
-from slurmrl.errors import EnvironmentFailure, SlurmrlError, TrialEndedError, WaitTimeoutError
+from slurmrl.errors import (
+    EnvironmentFailure,
+    ReportedError,
+    SlurmrlError,
+    TrialEndedError,
+    WaitTimeoutError,
+)
 from slurmrl.fsio import atomic, objects
 from slurmrl.run import demand
 from slurmrl.run.channel.bell import LOOPBACK, interface_of
@@ -25,7 +31,7 @@ from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.loss_detection import Symptoms, TrainersLease
 from slurmrl.workers.agent.witness import Witness
-from slurmrl.workers.failure import failed, publish_attempt
+from slurmrl.workers.failure import publish_attempt
 from slurmrl.workers.messages import Ready, Retire, Serve, StartRollout
 from slurmrl.workers.polling import LOOK_S
 
@@ -275,7 +281,7 @@ class RolloutTask:
 def _lost(why: str) -> SlurmrlError:
     """The master counts this attempt as lost; another one may begin on this host."""
     reason = f"the trainers have counted this rollout task as lost: {why}"
-    return failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
+    return ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
 
 def time_to_retire_s(warned: Warned) -> float:

@@ -166,7 +166,7 @@ class RolloutTasks:
         """When due, look for attempts, read what they say, and ask them for more.
 
         ``dead`` names the agents whose leases have expired, ``step`` is the last one trained.
-        Raises RunFailedError if no task can start.
+        Raises ReportedError if no task can start.
         """
         self._leases.step = step
         if self._looks.due():

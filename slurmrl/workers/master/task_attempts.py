@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final
 from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.data.ledger import StoredGroup
-from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, ReportedError
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import FILE_NAME, FieldType
@@ -33,7 +33,6 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity, RolloutTaskView
 from slurmrl.tensors.weights.format import VERSION
 from slurmrl.watch import published
-from slurmrl.workers.failure import failed
 from slurmrl.workers.polling import RESULTS_PER_S
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
@@ -428,7 +427,7 @@ class FailedTasks:
         lives: Callable[[RolloutAttempt], bool],
         allowed: int,
     ) -> None:
-        """Raise RunFailedError if all tasks can be expected to fail at their start in the same way.
+        """Raise ReportedError if all tasks can be expected to fail at their start in the same way.
 
         That holds if there are enough failures for the ``allowed`` tasks that may run at a time,
         and each attempt that still starts is on a host, or at a task of the trainers' job, where
@@ -452,7 +451,7 @@ class FailedTasks:
             f"{len(places)} rollout tasks failed in the same way at their start, and none works; "
             f"the last one ({where}): {endings.attempt_failure_words(last)}"
         )
-        raise failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host="", final=True))
+        raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host="", final=True))
 
     def _may_work(self, attempt: RolloutAttempt) -> bool:
         """Whether an attempt that has not failed is another case than those that have."""

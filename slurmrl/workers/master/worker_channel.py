@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from slurmrl import log
 from slurmrl.backoff import Interval, retry
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, WaitTimeoutError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, ReportedError, WaitTimeoutError
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
@@ -25,7 +25,7 @@ from slurmrl.run.channel.message_log import LogReader, LogWriter, Message
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Cause, Failure, Identity, Warned
 from slurmrl.watch import published
-from slurmrl.workers.failure import failed, publish_loss
+from slurmrl.workers.failure import publish_loss
 from slurmrl.workers.messages import (
     AGENT_LOG,
     CONTROL_LOG,
@@ -68,7 +68,7 @@ class Mailbox:
     """The signal that warned that the job will end soon."""
 
     def put(self, message: FromAgent) -> None:
-        """Raises RunFailedError for a failure."""
+        """Raises ReportedError for a failure."""
         match message:
             case Ready():
                 self.ready[message.rank] = message
@@ -83,7 +83,7 @@ class Mailbox:
             case Warned():
                 self.warning = message.signal
             case Failure():
-                raise failed(message)
+                raise ReportedError(message)
 
 
 class WorkerChannel:
@@ -369,7 +369,7 @@ class AgentRegistry(Mapping[str, Identity]):
         """End the incarnation because of one of these agents, if it is one of the trainers'.
 
         Its host is recorded as lost in the name store, unless it is the master's own, where only
-        the agent can hang. Raises RunFailedError.
+        the agent can hang. Raises ReportedError.
         """
         ours = f"{TRAINERS}/0"
         watched = {f"{TRAINERS}/{task}" for task in range(self._hosts)}
@@ -377,12 +377,12 @@ class AgentRegistry(Mapping[str, Identity]):
             self._give_up(label, self[label].host)
         if ours in labels:
             reason = f"the agent {ours} hangs: it no longer renews its lease, but its host is alive"
-            raise failed(Failure(cause=Cause.HUNG, reason=reason, agent=ours))
+            raise ReportedError(Failure(cause=Cause.HUNG, reason=reason, agent=ours))
 
     def _give_up(self, label: str, host: str) -> None:
         publish_loss(self._names, host, self._incarnation, self._job)
         reason = f"host {host} is lost: its agent {label} no longer renews its lease"
-        raise failed(Failure(cause=Cause.LOST_HOST, reason=reason, host=host))
+        raise ReportedError(Failure(cause=Cause.LOST_HOST, reason=reason, host=host))
 
 
 def _newest(claims: list[str], root: str) -> dict[int, int]:

@@ -240,7 +240,7 @@ class Rounds:
         if not self.allocation.hosts:
             return
         try:
-            with FileNameStore(self.paths.names) as names:
+            with NameStore(self.paths.names) as names:
                 claim = published.newest_claim(names, ROLLOUTS, task, job_tag())
                 if claim is None:
                     return

@@ -13,6 +13,7 @@ import pytest
 
 from slurmrl.errors import (
     EnvironmentFailure,
+    ReportedError,
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
@@ -31,10 +32,9 @@ from slurmrl.workers.agent import incarnation as incarnation_module
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
 from slurmrl.workers.agent.agent_host import SIGNALS, Host
 from slurmrl.workers.agent.incarnation import Incarnation
-from slurmrl.workers.failure import failed
 from slurmrl.workers.polling import PollIntervals
 
-DIED = failed(Failure(cause="died", reason="rank 1 died", rank=1, exit_code=-9))
+DIED = ReportedError(Failure(cause="died", reason="rank 1 died", rank=1, exit_code=-9))
 Step = Callable[[Incarnation], None]
 
 
@@ -227,7 +227,7 @@ def test_a_lost_host_ends_the_round(host: Host) -> None:
 
 def test_a_gpu_that_fails_takes_its_host_out_of_the_job(host: Host) -> None:
     """Its own agent gives the host up; the agents on other hosts see the failure."""
-    fault = failed(Failure(cause="gpu_fault", reason="ECC", host="me"))
+    fault = ReportedError(Failure(cause="gpu_fault", reason="ECC", host="me"))
     assert live(host, both(begins(), fails(fault))) == AGAIN
     said = json.loads(Host(host.paths, 1, "trainer").names.get(keys.lost(host.identity.host)))
     assert said == {"incarnation": 1, "job": host.identity.job}
@@ -249,7 +249,7 @@ def test_an_environment_that_does_not_do(host: Host) -> None:
 
 def test_ranks_that_do_not_connect_are_started_again_in_the_same_job(host: Host) -> None:
     alone = Failure(cause="environment", reason="connection refused", rank=1, echo=True)
-    assert live(host, both(begins(), fails(failed(alone))), begins()) == OK
+    assert live(host, both(begins(), fails(ReportedError(alone))), begins()) == OK
 
 
 def test_failures_before_anything_began_come_to_an_end(host: Host) -> None:

@@ -11,6 +11,7 @@ from slurmrl import backoff
 from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
+    ReportedError,
     UsageError,
     WaitTimeoutError,
 )
@@ -32,7 +33,7 @@ def raised(error: Exception) -> Exception:
 
 def test_what_an_error_carries_is_reported() -> None:
     known = Failure(cause="hung", reason="rank 3 is silent", rank=3)
-    assert failure_of(failure.failed(known), "master") == known
+    assert failure_of(ReportedError(known), "master") == known
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema.rollout import Tasks
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import EnvironmentFailure, ReportedError
 from slurmrl.fsio import objects
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
@@ -34,7 +34,6 @@ from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent.agent import FAILED, OK, Agent
 from slurmrl.workers.agent.agent_host import SIGNALS, Host
 from slurmrl.workers.agent.rollout_task import FOLDER_GONE_S, RolloutTask, time_to_retire_s
-from slurmrl.workers.failure import failed
 
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
@@ -291,7 +290,7 @@ def test_a_gpu_that_fails_costs_its_host_unless_trainers_go_on_there(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     def run(task: RolloutTask) -> None:
-        raise failed(Failure(cause=Cause.GPU_FAULT, reason="ECC"))
+        raise ReportedError(Failure(cause=Cause.GPU_FAULT, reason="ECC"))
 
     monkeypatch.setattr(RolloutTask, "run", run)
     bed.host.inside = inside

@@ -19,7 +19,7 @@ from slurmrl.data.ledger import LedgerRecord
 from slurmrl.errors import (
     CorruptFileError,
     EnvironmentFailure,
-    RunFailedError,
+    ReportedError,
     SampleFileError,
 )
 from slurmrl.fsio import objects
@@ -1009,10 +1009,9 @@ def test_trial_gives_up_where_every_task_fails_in_the_same_way(beds: Callable[..
         fail(bed.paths, number, 0, f"r{number}", FOREIGN.format(number))
         bed.look()
     fail(bed.paths, 1, 1, "r0", FOREIGN.format(9))
-    with pytest.raises(RunFailedError, match=r"4 rollout tasks .* the last one") as caught:
+    with pytest.raises(ReportedError, match=r"4 rollout tasks .* the last one") as caught:
         bed.look()
     assert "rank 0: OwnershipError: /dev/shm/slurmrl-7" in str(caught.value)
-    assert isinstance(caught.value.failure, Failure)
     assert caught.value.failure.final
 
 
@@ -1026,7 +1025,7 @@ def test_trial_gives_up_where_tasks_fail_again_and_again_on_the_only_host(
         fail(bed.paths, number, 0, "r0", FOREIGN)
     bed.look()
     fail(bed.paths, 11, 0, "r0", FOREIGN)
-    with pytest.raises(RunFailedError, match=r"12 rollout tasks failed in the same way"):
+    with pytest.raises(ReportedError, match=r"12 rollout tasks failed in the same way"):
         bed.look()
 
 

@@ -345,7 +345,7 @@ class FailingTask:
     def fail(self) -> int:
         number, self._attempts = self._attempts, self._attempts + 1
         claim = Identity("rollout", 0, number, "n0", f"{rounds.job_tag()}.0", "", 1)
-        with FileNameStore(self._paths.names) as names:
+        with NameStore(self._paths.names) as names:
             key = keys.attempt("rollout", 0, number)
             names.add(key, json.dumps(objects.to_json(claim)), delete_on_exit=False)
             lacks = Failure(cause="environment", reason="cannot read /data", host="n0")

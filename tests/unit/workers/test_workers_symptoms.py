@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.errors import RunFailedError
+from slurmrl.errors import ReportedError
 from slurmrl.run.endings import failure_words
 from slurmrl.run.reports import Failure
 from slurmrl.workers.agent.children import Ended, News
@@ -55,9 +55,8 @@ class Bed:
         self.symptoms.judge(News(failures=list(failures), ended=list(ended)))
 
     def failure(self, *failures: Failure, ended: tuple[Ended, ...] = ()) -> Failure:
-        with pytest.raises(RunFailedError) as caught:
+        with pytest.raises(ReportedError) as caught:
             self.see(*failures, ended=ended)
-        assert isinstance(caught.value.failure, Failure)
         assert str(caught.value) == caught.value.failure.reason
         return caught.value.failure
 

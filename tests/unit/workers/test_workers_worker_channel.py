@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
+from slurmrl.errors import EnvironmentFailure, ReportedError, WaitTimeoutError
 from slurmrl.plan.model import Plan
 from slurmrl.run.channel.bell import Bell
 from slurmrl.run.channel.message_log import LogReader, LogWriter
@@ -187,7 +187,7 @@ def test_ready_ranks(site: Site) -> None:
 def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
     failure = Failure(cause="exception", reason="rank 2: ValueError: bad", rank=2)
     site.agents[1].append(done(3, 0), failure)
-    with pytest.raises(RunFailedError, match="rank 2: ValueError: bad") as caught:
+    with pytest.raises(ReportedError, match="rank 2: ValueError: bad") as caught:
         site.channel.collect(0, "a call", 10)
     assert caught.value.failure == failure
 
