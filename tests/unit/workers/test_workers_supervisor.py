@@ -381,6 +381,7 @@ def test_spare_replaces_a_host_on_which_a_task_inside_fails(
         its.tasks.keep(("n0",))
         assert allocation.choose() == ("n1",)
     assert task.excluded == [("n0", "cannot read /data")]
+    its.tasks.end()
 
 
 def test_hosts_are_good_where_slurm_does_not_say(
