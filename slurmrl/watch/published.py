@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from slurmrl.errors import CorruptFileError, NameNotFoundError
@@ -26,7 +27,6 @@ from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.hang import GroupProgress
 from slurmrl.run.reports import (
-    TRAINERS,
     Failure,
     Hang,
     Identity,
@@ -130,21 +130,17 @@ def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:
     return sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
 
 
-def first_agent(names: NameStore, job: str) -> Identity | None:
-    """Return the newest claim of the trainers' first agent, as `newest_claim` does."""
-    return newest_claim(names, TRAINERS, 0, job)
-
-
 def newest_claim(names: NameStore, group: str, task: int, job: str) -> Identity | None:
     """Return a task's newest claim in a round or in any round of a start of a job.
 
-    ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Return None before there is a claim.
-    Raises CorruptFileError, EnvironmentFailure.
+    ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Return None before there is a claim; a
+    damaged one counts as none. Raises EnvironmentFailure.
     """
     for number in attempt_numbers(names, group, task):
-        claim = attempt(names, group, task, number)
-        if claim is not None and f"{claim.job}.".startswith(f"{job}."):
-            return claim
+        with suppress(CorruptFileError):
+            claim = attempt(names, group, task, number)
+            if claim is not None and f"{claim.job}.".startswith(f"{job}."):
+                return claim
     return None
 
 

@@ -1,8 +1,8 @@
 """Links, the jobs of a trial: their turns, and the end of a trial or job in special cases.
 
 This module tells whether a link has anything to do, ends a trial for a user error, and reads the
-turns of links as recorded in the name store (see `supervisor.baton`). It also ends a job whose
-batch process was lost with its host.
+turns of links as recorded in the name store (see `supervisor.baton`). It observes the first agent
+of a job, and ends a job whose batch process was lost with its host.
 
 Slurm ends such a job, except one with spares (``--no-kill``). Its remaining processes end that one:
 the agents that see the first agent's lease expire (`workers.agent.loss_detection`), and the
@@ -21,6 +21,7 @@ from slurmrl import log
 from slurmrl.backoff import Backoff, retry
 from slurmrl.errors import (
     CorruptFileError,
+    EnvironmentFailure,
     NameNotFoundError,
     SchedulerError,
     SlurmrlError,
@@ -32,11 +33,14 @@ from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import demand, keys
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import end, fold
+from slurmrl.run.lease import LeaseObserver, LeaseView
 from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import TRAINERS, Identity
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import TIMEOUT_S, Link, continues
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
 from slurmrl.scheduler.states import QueueRow
+from slurmrl.watch import published
 from slurmrl.watch.snapshot import newest_submission
 
 logger = log.get(__name__)
@@ -147,6 +151,56 @@ def _holds_hosts(client: SlurmClient, link: Link) -> bool:
         logger.warning("cannot ask about the job: %s", error)
         return True
     return row is not None and row.raw == "RUNNING"
+
+
+class FirstAgent:
+    """The trainers' first agent, which lives while its lease is renewed, by this process's clock.
+
+    It is the newest one that has claimed its task in a round or a start of a job.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        names: NameStore,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Observe the first attempt of the trial until `find` has found another one."""
+        self._paths, self._names = paths, names
+        self._ttl_s, self._clock = ttl_s, clock
+        self.claim: Identity | None = None
+        self._lease = self.lease(0)
+
+    @property
+    def attempt(self) -> int:
+        return 0 if self.claim is None else self.claim.attempt
+
+    def lease(self, attempt: int) -> LeaseObserver:
+        """Return a new observer of the lease of an attempt."""
+        lease = self._paths.lease(TRAINERS, 0, attempt)
+        return LeaseObserver(lease, self._ttl_s, self._clock)
+
+    def find(self, job: str) -> Identity | None:
+        """Return the newest claim in ``job``, which is observed from now on, or None without one.
+
+        ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Raises EnvironmentFailure.
+        """
+        claim = published.newest_claim(self._names, TRAINERS, 0, job)
+        if claim is not None and claim != self.claim:
+            self.claim, self._lease = claim, self.lease(claim.attempt)
+        return claim
+
+    def try_to_find(self, job: str) -> Identity | None:
+        """Do the same, but return None while the directory does not answer."""
+        try:
+            return self.find(job)
+        except EnvironmentFailure as error:
+            logger.info("cannot look for the first agent, will retry: %s", error)
+            return None
+
+    def observe(self) -> LeaseView:
+        return self._lease.observe()
 
 
 class Left(StrEnum):

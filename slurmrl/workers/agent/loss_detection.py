@@ -18,18 +18,17 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.backoff import Interval
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, ReportedError
+from slurmrl.errors import EnvironmentFailure, ReportedError
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.demand import Orphaned
-from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver, LeaseView
+from slurmrl.run.lease import GAPS_PER_TTL, LeaseView
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import TRAINERS, Cause, Failure, Identity
+from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.client import usable_hosts
 from slurmrl.tensors.parallel.gpu import GpuFault, find_in
-from slurmrl.watch import published
 from slurmrl.workers.agent.children import MASTER, Children, Ended, News
-from slurmrl.workers.link import requeue
+from slurmrl.workers.link import FirstAgent, requeue
 
 logger = log.get(__name__)
 
@@ -272,36 +271,21 @@ class Leader:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._paths, self._names, self._identity = paths, names, identity
-        self._ttl_s, self._clock = ttl_s, clock
+        self._identity = identity
         look_s = ttl_s / GAPS_PER_TTL / 2
         self._looks = Interval(look_s, clock, after_s=look_s)
-        self._lease: LeaseObserver | None = None
-        self._host = ""
+        self._first = FirstAgent(paths, names, ttl_s, clock)
 
     def look(self) -> None:
         """Read the lease when due. Raises ReportedError if the first agent's host is lost."""
         watches = self._identity.trains and 0 < self._identity.task <= WATCHERS
         if not watches or not self._looks.due():
             return
-        lease = self._lease = self._lease or self._find()
-        if lease is None or lease.observe().alive:
+        claim = self._first.claim or self._first.try_to_find(self._identity.job)
+        if claim is None or self._first.observe().alive:
             return
-        reason = f"host {self._host} and the master on it are lost: its agent's lease expired"
-        raise ReportedError(Failure(cause=Cause.LOST_HOST, reason=reason, host=self._host))
-
-    def _find(self) -> LeaseObserver | None:
-        """Return the lease of the first agent of our round, or None before that one has started."""
-        try:
-            claim = published.first_agent(self._names, self._identity.job)
-        except (CorruptFileError, EnvironmentFailure) as error:
-            logger.info("cannot look for the first agent, will retry: %s", error)
-            return None
-        if claim is None:
-            return None
-        self._host = claim.host
-        lease = self._paths.lease(claim.group, claim.task, claim.attempt)
-        return LeaseObserver(lease, self._ttl_s, self._clock)
+        reason = f"host {claim.host} and the master on it are lost: its agent's lease expired"
+        raise ReportedError(Failure(cause=Cause.LOST_HOST, reason=reason, host=claim.host))
 
 
 def leave_without(
@@ -332,12 +316,8 @@ class TrainersLease:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._paths, self._names = paths, names
-        self._ttl_s, self._clock = ttl_s, clock
         self._looks = Interval(ttl_s / GAPS_PER_TTL / 2, clock)
-        self._attempt = 0
-        """That of the first agent; until an incarnation has begun, the first one of all."""
-        self._lease = self._observer()
+        self._first = FirstAgent(paths, names, ttl_s, clock)
         self._view = LeaseView(alive=True, age_s=0.0, counter=None)
         self._sought: str | None = None
         """The round whose first agent is not known yet."""
@@ -349,15 +329,14 @@ class TrainersLease:
     def seen(self, incarnation: int) -> Orphaned:
         """Return what is known of them: the last heartbeat of ``incarnation``, the newest one."""
         counter = self._view.counter
-        return Orphaned(incarnation=incarnation, attempt=self._attempt, counter=counter)
+        return Orphaned(incarnation=incarnation, attempt=self._first.attempt, counter=counter)
 
     def beat_since(self, seen: Orphaned) -> bool:
         """Return whether the trainers renewed their lease after another task saw it, or may have.
 
         They may have renewed it if the directory does not answer.
         """
-        lease = self._paths.lease(TRAINERS, 0, seen.attempt)
-        return LeaseObserver(lease, self._ttl_s, self._clock).observe().counter != seen.counter
+        return self._first.lease(seen.attempt).observe().counter != seen.counter
 
     def gone_s(self) -> float:
         """Look when due.
@@ -366,23 +345,7 @@ class TrainersLease:
         directory did not answer does not count.
         """
         if self._looks.due():
-            self._seek()
-            self._view = self._lease.observe()
+            if self._sought is not None and self._first.try_to_find(self._sought) is not None:
+                self._sought = None
+            self._view = self._first.observe()
         return 0.0 if self._view.alive else self._view.age_s
-
-    def _seek(self) -> None:
-        if self._sought is None:
-            return
-        try:
-            claim = published.first_agent(self._names, self._sought)
-        except (CorruptFileError, EnvironmentFailure) as error:
-            logger.info("cannot look for the trainers' first agent, will retry: %s", error)
-            return
-        self._sought = None
-        if claim is not None and claim.attempt != self._attempt:
-            self._attempt = claim.attempt
-            self._lease = self._observer()
-
-    def _observer(self) -> LeaseObserver:
-        lease = self._paths.lease(TRAINERS, 0, self._attempt)
-        return LeaseObserver(lease, self._ttl_s, self._clock)

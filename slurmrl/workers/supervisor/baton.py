@@ -17,17 +17,16 @@ from dataclasses import asdict, replace
 
 from slurmrl import log
 from slurmrl.backoff import retry
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, NameExistsError, SchedulerError
+from slurmrl.errors import EnvironmentFailure, NameExistsError, SchedulerError
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import events, keys
 from slurmrl.run.events import EventWriter
-from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.run.lease import GAPS_PER_TTL
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import Link, continues
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.watch import published
-from slurmrl.workers.link import Left, Turn, read_intact_turn, reason_to_leave
+from slurmrl.workers.link import FirstAgent, Left, Turn, read_intact_turn, reason_to_leave
 
 logger = log.get(__name__)
 LOOK_S = 15.0
@@ -114,21 +113,11 @@ class Baton:
         ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in ends):
             return False
-        group = self._link.group
-        for number in published.attempt_numbers(self._names, group, 0):
-            try:
-                claim = published.attempt(self._names, group, 0, number)
-            except CorruptFileError as error:
-                logger.warning("%s", error)
-                continue
-            if claim is not None and claim.job.startswith(f"{holder.start}."):
-                lease = self._paths.lease(group, 0, number)
-                return self._moves(LeaseObserver(lease, self._lease_ttl_s))
-        return False
-
-    def _moves(self, lease: LeaseObserver) -> bool:
-        first = lease.observe()
-        while (view := lease.observe()).alive:
+        agent = FirstAgent(self._paths, self._names, self._lease_ttl_s)
+        if agent.find(holder.start) is None:
+            return False
+        first = agent.observe()
+        while (view := agent.observe()).alive:
             if view.counter != first.counter:
                 return True
             self._sleep(self._lease_ttl_s / GAPS_PER_TTL / 2)

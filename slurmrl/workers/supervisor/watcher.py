@@ -20,17 +20,15 @@ from pathlib import Path
 from slurmrl import env, log
 from slurmrl.backoff import Interval, retry
 from slurmrl.config.load import load_resolved
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError
+from slurmrl.errors import SchedulerError
 from slurmrl.fsio import umask
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.events import EventWriter
-from slurmrl.run.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.run.lease import GAPS_PER_TTL
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Identity
 from slurmrl.scheduler.chain import TIMEOUT_S, Link
 from slurmrl.scheduler.client import SRUN, SlurmClient
-from slurmrl.watch import published
-from slurmrl.workers.link import requeue, this_start
+from slurmrl.workers.link import FirstAgent, requeue, this_start
 from slurmrl.workers.supervisor.rounds import JobHosts
 from slurmrl.workers.supervisor.tasks_inside import unblock
 
@@ -58,14 +56,13 @@ class Watcher:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``host`` is the batch host, ``ttl_s`` is that of the agents' leases."""
-        self._link, self._names, self._host = link, names, host
-        self._ttl_s, self._clock = ttl_s, clock
+        self._link, self._host = link, host
+        self._ttl_s = ttl_s
         self._here = env.NODE_NAME.get()
         self._start = f"{env.JOB_ID.get()}.{link.restart}"
         self._client = SlurmClient(TIMEOUT_S)
         self._asks = Interval(ASK_S, clock)
-        self._first: Identity | None = None
-        self._lease: LeaseObserver | None = None
+        self._first = FirstAgent(link.run, names, ttl_s, clock)
 
     def watch(self, sleep: Callable[[float], None] = time.sleep) -> None:
         """Return once the job was requeued, or is no longer what it was when this began."""
@@ -85,18 +82,10 @@ class Watcher:
 
         As long as it does, the trial goes on, even without a batch process, and Slurm is not asked.
         """
-        if self._lease is not None and self._lease.observe().alive:
+        known = self._first.claim
+        if known is not None and self._first.observe().alive:
             return True
-        try:
-            first = published.first_agent(self._names, self._start)
-        except (CorruptFileError, EnvironmentFailure) as error:
-            logger.info("cannot look for the first agent, will retry: %s", error)
-            return False
-        if first is None or first == self._first:
-            return False
-        path = self._link.run.lease(first.group, first.task, first.attempt)
-        self._first, self._lease = first, LeaseObserver(path, self._ttl_s, self._clock)
-        return True
+        return self._first.try_to_find(self._start) not in (None, known)
 
     def _is_lost(self) -> bool | None:
         """Return whether the job runs without its batch host, but with this host.
