@@ -23,6 +23,7 @@ from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, Ended, News
 from slurmrl.workers.messages import Done, RunCall, Save
 from tests.support.trials import alive, wait_until
+from tests.unit.workers.conftest import make_plan
 
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
@@ -98,17 +99,22 @@ class Ear:
         self.until(lambda: len(self.said) == 2)
 
 
-@pytest.fixture
-def ear(
-    paths: RunPaths,
-    plans: Callable[..., Plan],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Ear]:
+def make_children(folder: Path) -> Children:
     """Host 1 of 2, with two stub workers: ranks 2 and 3."""
-    (tmp_path / "stub_worker.py").write_text(STUB)
-    (tmp_path / "stub_master.py").write_text(MASTER)
-    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    paths = RunPaths.of(folder, "someone", "exp", "1")
+    for directory in paths.directories():
+        atomic.make_private_directory(directory)
+    identity = Identity("trainer", 1, 0, "n1", "41.0.0", "41_0", os.getpid())
+    cluster = Cluster(heartbeat_s=2.0, silence_s=4.0)
+    return Children(paths, make_plan(hosts=2).groups[0], identity, cluster)
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Children]:
+    """Those of all tests: a fork server takes seconds to start."""
+    folder = tmp_path_factory.mktemp("children")
+    (folder / "stub_worker.py").write_text(STUB)
+    (folder / "stub_master.py").write_text(MASTER)
     spawn = child_process.spawn_with_pipe
 
     def spawn_stub(
@@ -120,13 +126,21 @@ def ear(
         }[module]
         return spawn(name, stub, arguments, **more)
 
-    monkeypatch.setattr(child_process, "spawn_with_pipe", spawn_stub)
-    identity = Identity("trainer", 1, 0, "n1", "41.0.0", "41_0", os.getpid())
-    cluster = Cluster(heartbeat_s=2.0, silence_s=4.0)
-    found = Ear(Children(paths, plans(hosts=2).groups[0], identity, cluster))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}:{folder}")
+        patch.setattr(child_process, "spawn_with_pipe", spawn_stub)
+        found = make_children(folder)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def ear(children: Children, tmp_path: Path) -> Iterator[Ear]:
+    """New workers for each test."""
+    found = Ear(children)
     found.fork(tmp_path)
     yield found
-    found.children.close()
+    found.children.end()
 
 
 def test_workers_know_rank_devices_and_threads(ear: Ear) -> None:
@@ -238,7 +252,9 @@ def test_workers_end_once_if_fork_server_died_in_same_turn(
     assert [str(one) for one in ear.ended] == ["the fork server of host n1 was ended by SIGKILL"]
 
 
-def test_stopped_processes_are_killed(ear: Ear, tmp_path: Path) -> None:
+def test_stopped_processes_are_killed(
+    ear: Ear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The fork server kills a stopped worker; a stopped fork server is killed with its workers."""
     before = ear.of(2)
     os.kill(before["pid"], signal.SIGSTOP)
@@ -248,6 +264,7 @@ def test_stopped_processes_are_killed(ear: Ear, tmp_path: Path) -> None:
     between, other = ear.of(2), ear.of(3)
     assert between["fork_server"] == before["fork_server"]
     os.kill(between["fork_server"], signal.SIGSTOP)
+    monkeypatch.setattr(children_module, "END_TIMEOUT_S", 0.5)
     ear.children.end()
     assert not alive(between["fork_server"])
     wait_until("workers to die", lambda: not (alive(between["pid"]) or alive(other["pid"])))
@@ -300,13 +317,12 @@ def test_worker_is_killed_directly_if_its_fork_server_hangs(slow: Ear) -> None:
     assert not alive(slow.of(3)["fork_server"])
 
 
-def test_close_leaves_nothing(ear: Ear) -> None:
+def test_close_leaves_nothing(children: Children, tmp_path: Path) -> None:
+    ear = Ear(make_children(tmp_path))
+    ear.fork(tmp_path)
     pids = [ear.of(rank)[key] for rank in (2, 3) for key in ("pid", "fork_server")]
     ear.children.close()
     assert not any(map(alive, pids))
-    ear.children = Children(
-        ear.children.paths, ear.children.group, ear.children.identity, Cluster()
-    )
 
 
 def test_master_is_heard_and_ended(ear: Ear, tmp_path: Path) -> None:

@@ -22,26 +22,6 @@ from slurmrl.workers.agent.children import Slot
 from tests.support.trials import alive, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
-UNTOUCHED = """
-import os, sys
-from pathlib import Path
-import torch
-
-def refuse(*arguments, **options):
-    raise AssertionError("a fork server asked for GPUs")
-
-for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
-    setattr(torch.cuda, name, refuse)
-from slurmrl.workers.worker import fork_server
-fork_server.preload(Path(sys.argv[1]), "trainer")
-assert not torch.cuda.is_initialized()
-assert "slurmrl.workers.worker.executor" in sys.modules
-assert "slurmrl.engines.fsdp.engine" in sys.modules
-assert "slurmrl.algorithms.sft" in sys.modules
-assert "user_reward" not in sys.modules
-assert "aiohttp" not in sys.modules, "only runs with servers need it"
-print(len(os.listdir("/proc/self/task")))
-"""
 WORKER = """
 import os, subprocess, sys
 from slurmrl.run.channel.pipe import Connection
@@ -85,8 +65,26 @@ COMPUTE = """
 import hashlib, os, sys
 from pathlib import Path
 import torch
+
+def refuse(*arguments, **options):
+    raise AssertionError("a fork server asked for GPUs")
+
+names = ("is_available", "device_count", "init", "_lazy_init", "current_device")
+real = {name: getattr(torch.cuda, name) for name in names}
+for name in names:
+    setattr(torch.cuda, name, refuse)
 from slurmrl.tensors.parallel import device
 from slurmrl.workers.worker import fork_server
+fork_server.preload(Path(sys.argv[1]), "trainer")
+assert not torch.cuda.is_initialized()
+for name in names:
+    setattr(torch.cuda, name, real[name])
+assert len(os.listdir("/proc/self/task")) == 1, "a fork server has started a thread"
+assert "slurmrl.workers.worker.executor" in sys.modules
+assert "slurmrl.engines.fsdp.engine" in sys.modules
+assert "slurmrl.algorithms.sft" in sys.modules
+assert "user_reward" not in sys.modules
+assert "aiohttp" not in sys.modules, "only runs with servers need it"
 
 def compute():
     known = set(sys.modules)
@@ -101,22 +99,20 @@ def compute():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    if int(sys.argv[2]):  # the fork server has imported what takes long
-        assert not [name for name in set(sys.modules) - known if name.startswith("torch._dynamo")]
+    # the fork server has imported what takes long
+    assert not [name for name in set(sys.modules) - known if name.startswith("torch._dynamo")]
     from torch._inductor import config  # for compiled models of the user
     assert config.deterministic
     data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(hashlib.sha256(data).hexdigest(), flush=True)
 
-fork_server.preload(Path(sys.argv[1]), "trainer")
-for _ in range(int(sys.argv[2])):
+for _ in range(2):
     pid = os.fork()
     if pid == 0:
         compute()
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-if sys.argv[2] == "0":
-    compute()
+compute()  # in this process, which was not forked
 """
 
 
@@ -134,18 +130,12 @@ def output(code: str, *arguments: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_forked_workers_compute_what_a_fresh_one_does(run: RunPaths) -> None:
-    def results(forks: int) -> list[str]:
-        variables = {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""}
-        return output(COMPUTE, str(run.run), str(forks), **variables)
-
-    fresh = results(0)
-    assert len(fresh) == 1
-    assert results(2) == fresh * 2
-
-
-def test_preloading_touches_no_gpu_and_starts_no_thread(run: RunPaths) -> None:
-    assert output(UNTOUCHED, str(run.run)) == ["1"]
+def test_preloading_starts_nothing_and_forked_workers_compute_as_a_fresh_process(
+    run: RunPaths,
+) -> None:
+    variables = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    first, second, fresh = output(COMPUTE, str(run.run), **variables)
+    assert first == second == fresh
 
 
 def test_a_rollout_task_starts_without_what_it_does_not_use(

@@ -90,9 +90,36 @@ def test_first_start(past: Past) -> None:
     assert past.verdict() is None
 
 
-def test_one_failure_is_not_enough(past: Past) -> None:
-    past.raises("ValueError: a")
-    assert past.verdict() is None
+RAISED = {
+    "rank": 0, "step": 4, "call": "gen", "exception": "ValueError: a", "traceback": "at a",
+    "cause": "exception",
+}  # fmt: skip
+BROKEN = {**RAISED, "exception": "RuntimeError: Connection closed by peer", "cause": "connection"}
+SIGKILL = {"reason": "rank 1 on n0 was ended by SIGKILL", "cause": "died"}
+DAMAGED = {**RAISED, "damaged": "step-00000002.1"}
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param([RAISED], id="one failure"),
+        pytest.param([RAISED, {**RAISED, "exception": "ValueError: b"}], id="other exception"),
+        pytest.param([RAISED, {**RAISED, "step": 5}], id="other step"),
+        pytest.param([RAISED, {**RAISED, "call": "reward_inf"}], id="other call"),
+        pytest.param([BROKEN] * 2, id="words of ranks that noticed the death of another one"),
+        pytest.param([SIGKILL] * 2, id="the machine may be better tomorrow"),
+        pytest.param([{"warned": "preemption"}] * 10, id="taken away"),
+        pytest.param([{"warned": "interrupt"}] * 10, id="interrupted"),
+        pytest.param([{"warned": "preemption", **SIGKILL}] * 10, id="grace of a preemption"),
+        pytest.param([DAMAGED] * 10, id="the next start resumes from the commit before"),
+        pytest.param([{"warned": "time_limit"}], id="one time limit"),
+        pytest.param([{"warned": "preemption"}, {"warned": "time_limit"}], id="one of two"),
+    ],
+)
+def test_ends_after_which_another_start_makes_sense(past: Past, ends: list[dict[str, Any]]) -> None:
+    for one in ends:
+        past.ends(**one)
+        assert past.verdict() is None
 
 
 def test_same_exception_twice(past: Past) -> None:
@@ -123,13 +150,6 @@ def test_same_exception_of_the_master_twice(past: Past) -> None:
     )
 
 
-def test_broken_connections_are_no_bug(past: Past) -> None:
-    """The same words twice, of ranks that noticed the death of another one."""
-    for _ in range(2):
-        past.raises("RuntimeError: Connection closed by peer", cause="connection")
-    assert past.verdict() is None
-
-
 def test_which_rank_was_first_does_not_matter(past: Past) -> None:
     """A bug that all ranks share is reported by whichever is faster."""
     past.raises("ValueError: a", rank=1)
@@ -137,15 +157,6 @@ def test_which_rank_was_first_does_not_matter(past: Past) -> None:
     verdict = past.verdict()
     assert verdict is not None
     assert "rank 0, gen: ValueError: a" in verdict["reason"]
-
-
-@pytest.mark.parametrize(
-    "other", [{"exception": "ValueError: b"}, {"step": 5}, {"call": "reward_inf"}]
-)
-def test_another_exception_step_or_call(past: Past, other: dict[str, Any]) -> None:
-    past.raises("ValueError: a")
-    past.raises(**{"exception": "ValueError: a", **other})
-    assert past.verdict() is None
 
 
 def test_commit_between_begins_anew(past: Past) -> None:
@@ -181,13 +192,6 @@ def test_resume_begins_anew(past: Past) -> None:
     assert past.verdict() is None
     past.raises("ValueError: a")
     assert past.verdict() is not None
-
-
-def test_sudden_deaths_at_one_step_are_no_bug(past: Past) -> None:
-    """Killed processes leave no traceback; the machine may be better tomorrow."""
-    for _ in range(2):
-        past.ends(reason="rank 1 on n0 was ended by SIGKILL", cause="died")
-    assert past.verdict() is None
 
 
 def test_too_many_starts_without_a_commit(past: Past) -> None:
@@ -255,19 +259,6 @@ def test_starts_before_the_last_commit_do_not_count(past: Past) -> None:
     assert verdict["reason"].startswith(f"{MOST} starts in a row")
 
 
-@pytest.mark.parametrize("cause", ["preemption", "interrupt"])
-def test_starts_that_were_taken_away_do_not_count(past: Past, cause: str) -> None:
-    for _ in range(10):
-        past.ends(warned=cause)
-    assert past.verdict() is None
-
-
-def test_failures_in_the_grace_of_a_preemption_do_not_count(past: Past) -> None:
-    for _ in range(10):
-        past.ends(warned="preemption", reason="rank 0 was ended by SIGKILL", cause="died")
-    assert past.verdict() is None
-
-
 def test_requeued_without_a_word_does_not_count(past: Past) -> None:
     """Preempted without any grace: Slurm's restart count is all that tells of it."""
     for restart in range(10):
@@ -297,22 +288,9 @@ def test_rounds_of_one_job_count(past: Past) -> None:
     assert past.verdict() is not None
 
 
-def test_damaged_checkpoints_do_not_count(past: Past) -> None:
-    """Each start that finds one damaged makes the next one resume from the one before."""
-    for _ in range(10):
-        past.ends(
-            reason="checkpoint is damaged",
-            traceback="at x",
-            cause="exception",
-            damaged="step-00000002.1",
-        )
-    assert past.verdict() is None
-
-
 def test_time_limit_twice(past: Past) -> None:
-    past.ends(warned="time_limit")
-    assert past.verdict() is None
-    past.ends(warned="time_limit")
+    for _ in range(2):
+        past.ends(warned="time_limit")
     verdict = judge(
         past.history.read(),
         past.names,
@@ -331,13 +309,6 @@ def test_time_limit_after_a_commit(past: Past) -> None:
     """That is how most jobs end."""
     past.ends(warned="time_limit")
     past.commits()
-    past.ends(warned="time_limit")
-    assert past.verdict() is None
-
-
-def test_time_limit_after_another_end(past: Past) -> None:
-    """One job that reached it does not show that it is too short."""
-    past.ends(warned="preemption")
     past.ends(warned="time_limit")
     assert past.verdict() is None
 

@@ -272,14 +272,15 @@ def test_no_round_after_the_end(tmp_path: Path) -> None:
         assert running.line() == ""
 
 
-@pytest.mark.parametrize("state", ["down", "down*", "allocated*", "fail", "failing", "unknown"])
-def test_hosts_that_nothing_is_started_on(state: str) -> None:
-    assert is_dead(state)
-
-
-@pytest.mark.parametrize("state", ["allocated", "mixed", "idle", "draining", "completing"])
-def test_hosts_that_are_good(state: str) -> None:
-    assert not is_dead(state)
+@pytest.mark.parametrize(
+    ("dead", "states"),
+    [
+        (True, ("down", "down*", "allocated*", "fail", "failing", "unknown")),
+        (False, ("allocated", "mixed", "idle", "draining", "completing")),
+    ],
+)
+def test_hosts_that_nothing_is_started_on(dead: bool, states: tuple[str, ...]) -> None:
+    assert {is_dead(state) for state in states} == {dead}
 
 
 def lose(paths: RunPaths, host: str, job: str) -> None:

@@ -81,29 +81,31 @@ def test_exception_of_a_rank(bed: Bed) -> None:
     assert bed.failure(known) == replace(known, host="n1")
 
 
-def test_death_of_a_worker(bed: Bed) -> None:
-    assert bed.failure(ended=(died(3),)) == Failure(
-        cause="died",
-        reason="rank 3 on n1 was ended by SIGKILL",
-        host="n1",
-        rank=3,
-        exit_code=KILLED,
-    )
+END = "was ended by SIGKILL"
+OOM = f"{END} (the kernel's OOM killer)"
 
 
-def test_death_of_the_master(bed: Bed) -> None:
-    failure = bed.failure(ended=(died(None),))
-    assert failure == Failure(
-        cause="master", reason="the master was ended by SIGKILL", host="n1", exit_code=KILLED
-    )
-
-
-@pytest.mark.parametrize("rank", [3, None])
-def test_killed_by_the_kernel(bed: Bed, rank: int | None) -> None:
-    bed.kernel.oom = True
-    failure = bed.failure(ended=(died(rank),))
-    assert failure.cause == "oom"
-    assert "was ended by SIGKILL (the kernel's OOM killer)" in failure.reason
+@pytest.mark.parametrize(
+    ("rank", "code", "oom", "cause", "reason"),
+    [
+        (3, KILLED, False, "died", END),
+        (None, KILLED, False, "master", END),
+        (3, KILLED, True, "oom", OOM),
+        (None, KILLED, True, "oom", OOM),
+        pytest.param(3, -signal.SIGSEGV, True, "died", "SIGSEGV", id="no end by the kernel"),
+        (3, -(signal.SIGRTMIN + 3), False, "died", f"signal {signal.SIGRTMIN + 3}"),
+        pytest.param(3, 0, False, "died", "exited unexpectedly", id="os._exit(0) of user code"),
+    ],
+)
+def test_an_end_tells_who_and_why(
+    bed: Bed, rank: int | None, code: int, oom: bool, cause: str, reason: str
+) -> None:
+    bed.kernel.oom = oom
+    failure = bed.failure(ended=(died(rank, code),))
+    assert failure.reason.startswith(FakeChildren().name(rank))
+    assert failure.reason.endswith(reason)
+    facts = failure.cause, failure.host, failure.rank, failure.exit_code
+    assert facts == (cause, "n1", rank, code)
 
 
 @pytest.mark.parametrize(
@@ -122,24 +124,6 @@ def test_end_of_fork_server_blames_no_rank(bed: Bed, code: int, why: str, reason
     assert (failure.cause, failure.rank, failure.host) == ("died", None, "n1")
     assert failure.reason == f"{name} {reason}"
     assert failure_words(failure) == failure.reason
-
-
-def test_memory_has_nothing_to_do_with_other_ends(bed: Bed) -> None:
-    bed.kernel.oom = True
-    assert bed.failure(ended=(died(3, -signal.SIGSEGV),)).cause == "died"
-    assert bed.failure(ended=(died(3, 1),)).cause == "died"
-
-
-def test_signals_without_a_name(bed: Bed) -> None:
-    failure = bed.failure(ended=(died(3, -(signal.SIGRTMIN + 3)),))
-    assert failure.reason == f"rank 3 on n1 was ended by signal {signal.SIGRTMIN + 3}"
-
-
-def test_a_worker_that_leaves_too_early(bed: Bed) -> None:
-    """``os._exit(0)`` in user code counts as a failure."""
-    failure = bed.failure(ended=(died(3, 0),))
-    assert failure.reason == "rank 3 on n1 exited unexpectedly"
-    assert failure.cause == "died"
 
 
 def test_ends_as_they_should_be(bed: Bed) -> None:

@@ -85,7 +85,8 @@ class Site:
 
 
 @pytest.fixture
-def site(paths: RunPaths, plans: Callable[..., Plan]) -> Site:
+def site(paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.setattr("slurmrl.run.channel.follower.RINGING_FIRST_POLL_S", 0.01)
     return Site(paths, plans(hosts=2, per_host=2))
 
 
