@@ -26,6 +26,7 @@ from slurmrl.errors import (
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import one_of
 from slurmrl.run import demand, hosts
+from slurmrl.run.endings import JobTag
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
@@ -194,7 +195,7 @@ def continue_after(
             return "nothing follows this job (continue: none)"
         if extend and goes_on is Continue.CHAIN:
             _last_top_up(link, scheduler)
-        _keep_off(link, scheduler)
+        keep_off(link, scheduler)
         if goes_on is Continue.REQUEUE or lost_host:
             return _requeue(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
@@ -230,13 +231,13 @@ def _here() -> dict[str, str]:
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Exclude the hosts that the trial avoids from the queued links.
-
-    Raises EnvironmentFailure, UsageError.
-    """
-    if hosts.avoided(link.run):
-        scheduler = scheduler or slurm()
-        scheduler.keep_off(link.run, link.submission, link.group, by=link.element)
+    """Exclude the hosts that the trial avoids from the queued links, if Slurm answers."""
+    try:
+        if hosts.avoided(link.run):
+            scheduler = scheduler or slurm()
+            scheduler.keep_off(link.run, link.submission, link.group, by=link.element)
+    except (EnvironmentFailure, CorruptFileError, UsageError) as error:
+        logger.info("the queued links are unchanged: %s", error)
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
@@ -264,19 +265,13 @@ def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
         logger.info("the chain was not extended: %s", error)
 
 
-def _keep_off(link: Link, scheduler: SlurmScheduler) -> None:
-    try:
-        keep_off(link, scheduler)
-    except (EnvironmentFailure, CorruptFileError, UsageError) as error:
-        logger.info("the queued links are unchanged: %s", error)
-
-
 def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
-    tag = f"{env.JOB_ID.get()}.{link.restart}."
     begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
-    if not any(f"{record.data.get('job', '')}.".startswith(tag) for record in begins):
+    start = f"{env.JOB_ID.get()}.{link.restart}"
+    if all(JobTag.of(record.data).start != start for record in begins):
         return "nothing began in this job, so it is not requeued"
-    if not scheduler.runs(link.element):
+    row = scheduler.row_of(link.element)
+    if row is not None and row.raw != "RUNNING":
         return f"{link.element} is being ended by Slurm or its user, so it is not requeued"
     scheduler.requeue(link.element)
     with contextlib.suppress(SchedulerError, CorruptFileError):  # it may have started again
@@ -324,10 +319,7 @@ class Upkeep:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _keep_chain(self) -> None:
-        try:
-            keep_off(self._link)
-        except (EnvironmentFailure, CorruptFileError, UsageError) as error:
-            logger.info("the queued links are unchanged: %s", error)
+        keep_off(self._link)
         failures = 0
         while failures < TRIES and not self._stop.is_set():
             try:

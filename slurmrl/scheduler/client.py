@@ -148,6 +148,14 @@ class SlurmClient:
             except SchedulerError:
                 raise error from None
 
+    def row_of(self, element: str) -> states.QueueRow | None:
+        """Return the present row of an element (``41_3``), or None if Slurm has forgotten it.
+
+        Raises SchedulerError.
+        """
+        job, _, index = element.partition("_")
+        return next((row for row in self.queue([job]) if int(index) in row.elements), None)
+
     def queue_by_name(self, names: Iterable[str]) -> list[states.QueueRow]:
         return self._queue(f"--name={','.join(names)}")
 

@@ -29,15 +29,6 @@ from slurmrl.scheduler.states import QueueRow
 logger = log.get(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class TaskStart:
-    """Slurm's record of a task that has started."""
-
-    raw: str
-    restarts: int
-    hosts: tuple[str, ...] = ()
-
-
 class SlurmScheduler(Scheduler):
     def __init__(self, client: SlurmClient | None = None) -> None:
         self._client = client or SlurmClient()
@@ -116,14 +107,9 @@ class SlurmScheduler(Scheduler):
         if running:
             self._client.signal("KILL", running, steps=True)
 
-    def start_of(self, element: str) -> TaskStart | None:
-        """Return the present record of a started task; None where Slurm has forgotten it.
-
-        Raises SchedulerError.
-        """
-        job, _, index = element.partition("_")
-        rows = [row for row in self._client.queue([job]) if int(index) in row.elements]
-        return TaskStart(rows[0].raw, rows[0].restarts, rows[0].hosts) if rows else None
+    def row_of(self, element: str) -> QueueRow | None:
+        """Return what Slurm knows of an element (see `SlurmClient.row_of`)."""
+        return self._client.row_of(element)
 
     def throttle(self, job: str, count: int) -> None:
         """Change how many elements of an array may run at once. Raises SchedulerError."""
@@ -162,15 +148,6 @@ class SlurmScheduler(Scheduler):
         Raises SchedulerError.
         """
         self._client.exclude(element, submission.excluded_hosts(run, number, group))
-
-    def runs(self, element: str) -> bool:
-        """Return whether an element (``41_3``) runs and is not being ended.
-
-        Raises SchedulerError.
-        """
-        job, _, index = element.partition("_")
-        found = [row.raw for row in self._client.queue([job]) if int(index) in row.elements]
-        return all(raw == "RUNNING" for raw in found)
 
     def requeue(self, element: str) -> None:
         """Requeue a running element (``41_3``). Raises SchedulerError."""

@@ -127,8 +127,8 @@ def this_start(client: SlurmClient, link: Link) -> QueueRow | None:
 
     Return None if Slurm has forgotten this start, or has requeued the link after it.
     """
-    rows = [row for row in client.queue([link.job]) if link.index in row.elements]
-    return next((row for row in rows if row.restarts == link.restart), None)
+    row = client.row_of(link.element)
+    return row if row is not None and row.restarts == link.restart else None
 
 
 def _is_requeued(link: Link) -> bool:

@@ -95,7 +95,7 @@ class Baton:
         if holder.job == self._mine.job:
             return Left.PUT_BACK  # Slurm has started it again
         try:
-            now = self._scheduler.start_of(holder.element)
+            now = self._scheduler.row_of(holder.element)
         except SchedulerError as error:
             logger.info("cannot ask Slurm whether %s runs: %s", holder.element, error)
             return None if self._beats(holder) else Left.UNKNOWN

@@ -15,20 +15,25 @@ from slurmrl.run.history.state import end
 from slurmrl.run.lease import Lease
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.chain import Link
-from slurmrl.scheduler.slurm import SlurmScheduler, TaskStart
+from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.states import QueueRow
 from slurmrl.workers.link import Left, read_turn, starts_put_back
 from slurmrl.workers.supervisor.baton import ENDS_S, LOOK_S, Baton, wait_for_turn
+
+
+def row(raw: str, restarts: int, hosts: tuple[str, ...] = ()) -> QueueRow:
+    return QueueRow("41", (0,), raw, hosts, "", "", restarts=restarts)
 
 
 class Cluster(SlurmScheduler):
     """Knows how each element stands; remembers what it was asked to do."""
 
-    def __init__(self, now: dict[str, TaskStart | None]) -> None:
+    def __init__(self, now: dict[str, QueueRow | None]) -> None:
         self.now = now
         self.silent = self.refuses = False
         self.done: list[str] = []
 
-    def start_of(self, element: str) -> TaskStart | None:
+    def row_of(self, element: str) -> QueueRow | None:
         if self.silent:
             raise SchedulerError("no answer")
         return self.now[element]
@@ -63,7 +68,7 @@ def baton(
     return Baton(paths, names, of, start, "n0", cluster, lease_ttl_s=0.05)
 
 
-RUNS = TaskStart("RUNNING", 0, ("n0", "n1"))
+RUNS = row("RUNNING", 0, ("n0", "n1"))
 
 
 def test_of_jobs_that_are_alive_at_once_one_continues(paths: RunPaths, names: NameStore) -> None:
@@ -79,16 +84,16 @@ def test_of_jobs_that_are_alive_at_once_one_continues(paths: RunPaths, names: Na
     ("now", "left"),
     [
         (None, Left.ENDED),
-        (TaskStart("FAILED", 0), Left.ENDED),
-        (TaskStart("COMPLETING", 0), Left.ENDED),
-        (TaskStart("NODE_FAIL", 0), Left.PUT_BACK),
-        (TaskStart("PENDING", 1), Left.PUT_BACK),
-        (TaskStart("RUNNING", 1, ("n0", "n1")), Left.PUT_BACK),
-        (TaskStart("RUNNING", 0, ("n1", "n2")), Left.PUT_BACK),
+        (row("FAILED", 0), Left.ENDED),
+        (row("COMPLETING", 0), Left.ENDED),
+        (row("NODE_FAIL", 0), Left.PUT_BACK),
+        (row("PENDING", 1), Left.PUT_BACK),
+        (row("RUNNING", 1, ("n0", "n1")), Left.PUT_BACK),
+        (row("RUNNING", 0, ("n1", "n2")), Left.PUT_BACK),
     ],
 )
 def test_the_next_job_takes_over_from_one_that_left(
-    paths: RunPaths, names: NameStore, now: TaskStart | None, left: Left
+    paths: RunPaths, names: NameStore, now: QueueRow | None, left: Left
 ) -> None:
     cluster = Cluster({"41_0": now})
     assert baton(paths, names, link(paths), "41.0", cluster).take() is None
