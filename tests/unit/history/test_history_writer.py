@@ -93,27 +93,6 @@ def test_a_current_writer_continues_after_losing_a_slot(tmp_path: Path) -> None:
     assert writer.append(Kind.COMMIT, STEP).slot == 2
 
 
-def test_all_interleavings_of_two_masters_keep_the_order(tmp_path: Path) -> None:
-    """Master 1 commits three times; master 2 begins before, between or after any of its links."""
-    for pause in range(4):
-        directory = tmp_path / str(pause)
-        directory.mkdir()
-        calls = Interrupted()
-        writer = begin(History(directory, calls=calls), {})
-        committed = 0
-        for step in range(3):
-            if step == pause:
-                calls.meanwhile.append(lambda where=directory: begin(History(where), {}))
-            try:
-                writer.append(Kind.COMMIT, {"step": step, "directory": f"d{step}"})
-                committed += 1
-            except StaleIncarnationError:
-                continue
-        assert committed == min(pause, 3)
-        after = [(Kind.BEGIN, 2)] if pause < 3 else []
-        assert kinds(directory) == [(Kind.BEGIN, 1), *[(Kind.COMMIT, 1)] * committed, *after]
-
-
 def test_an_end_stops_everybody_until_a_resume(tmp_path: Path) -> None:
     history = History(tmp_path)
     writer = begin(history, {})
