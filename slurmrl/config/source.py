@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -39,6 +39,18 @@ RESOLVED = "# The resolved configuration of this run: every setting, absolute pa
 
 def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``{"actor.optimizer.lr": 0.001, …}``. Lists and empty sections are values."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{key}.")
+        else:
+            found[key] = value
+    return found
 
 
 class Mark(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Final
 from slurmrl.desk import trial_code, trial_jobs, trials
 from slurmrl.desk.proposal import Proposal, propose, propose_resume
 from slurmrl.desk.submitting import submit as start
-from slurmrl.desk.trial_checks import refuse
+from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, refuse
 from slurmrl.errors import UsageError, WaitTimeoutError
 from slurmrl.run import evaluated
 from slurmrl.run.paths import RunPaths
@@ -19,8 +19,6 @@ from slurmrl.watch.overview import collect
 
 LIVES: Final = ("PENDING", "RUNNING")
 """States of a trial that goes on by itself."""
-CHECK_S: Final = 120.0
-"""Time limit of the checks before a submission."""
 POLL_S: Final = 10.0
 
 
@@ -126,5 +124,5 @@ def find(name: str, root: str | None) -> Trial:
 
 
 def _start(proposal: Proposal, *, check: bool) -> None:
-    refuse(proposal.check(CHECK_S if check else None))
+    refuse(proposal.check(CHECK_TIMEOUT_S if check else None))
     start(proposal)

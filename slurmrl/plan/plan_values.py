@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Model, role_key
-from slurmrl.config.source import dotted
+from slurmrl.config.source import dotted, flat
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.dataflow import Call
@@ -401,10 +401,10 @@ def in_force(settings: Settings) -> dict[str, Any]:
     ``rollout.n`` if the algorithm chooses it.
     """
     algorithm, values = settings.algorithm, settings.source.values
-    written = set(_flat(values.get("algorithm") or {}))
-    preset = set(_flat(algorithm.preset))
+    written = set(flat(values.get("algorithm") or {}))
+    preset = set(flat(algorithm.preset))
     by_source: dict[str, dict[str, Any]] = {FILE: {}, PRESET: {}, DEFAULT: {}}
-    for key, value in _flat(cast(BaseModel, algorithm).model_dump(mode="json")).items():
+    for key, value in flat(cast(BaseModel, algorithm).model_dump(mode="json")).items():
         source = FILE if key in written else PRESET if key in preset else DEFAULT
         by_source[source][key] = value
     if algorithm.completions > 1:
@@ -431,14 +431,3 @@ def lines(settings: Mapping[str, Any]) -> Iterator[str]:
                 break_long_words=False,
                 break_on_hyphens=False,
             )
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested sections as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -134,7 +134,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
 def settings(paths: RunPaths) -> dict[str, Any]:
     """Return the resolved configuration by dotted key; nothing where it cannot be read."""
     try:
-        return flat(source.read(paths.config).values)
+        return source.flat(source.read(paths.config).values)
     except (ConfigError, UnreadableInputError):
         return {}
 
@@ -275,18 +275,6 @@ def _span(task: str, attempt: int, joined: Event, end: Event | None) -> TaskSpan
 
 Flat: TypeAlias = Mapping[str, Any]
 """Settings by dotted key."""
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return ``{"actor.optimizer.lr": 0.001, …}``. Lists and empty sections are values."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{key}.")
-        else:
-            found[key] = value
-    return found
 
 
 def differences(settings: Sequence[Flat]) -> dict[str, list[Any]]:

@@ -8,7 +8,7 @@ a thread, because a server that does not answer must not hold up training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from threading import Condition, Thread
 from typing import Any, Protocol
@@ -191,19 +191,10 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def settings(paths: RunPaths) -> dict[str, Any]:
-    """The resolved configuration without variables of the environment, which may be secrets."""
+    """Return the resolved configuration without variables of the environment: some are secrets."""
     found: dict[str, Any] = load_resolved(paths.config).model_dump(mode="json")
     del found["cluster"]["env"]
     return found
-
-
-def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings that have a value, with their dotted names."""
-    for name, value in section.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield f"{prefix}{name}", value
 
 
 def uuid(paths: RunPaths) -> str:

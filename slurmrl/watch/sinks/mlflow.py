@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Mlflow
+from slurmrl.config.source import flat
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.metrics import TIME
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.sinks.feeder import Lines, flat, numbers, settings, uuid
+from slurmrl.watch.sinks.feeder import Lines, numbers, settings, uuid
 
 TRIAL_TAG = "slurmrl.uuid"
 METRICS_PER_REQUEST = 1000
@@ -68,8 +69,8 @@ class MLflow:
 
         new = [
             Param(named(name), str(value)[:PARAMETER_CHARACTERS])
-            for name, value in flat(values)
-            if named(name) not in run.data.params
+            for name, value in flat(values).items()
+            if value not in (None, {}) and named(name) not in run.data.params
         ]
         for some in _parts(new, PARAMETERS_PER_REQUEST):
             self._client.log_batch(run.info.run_id, params=some)

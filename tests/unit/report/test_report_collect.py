@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Config
-from slurmrl.desk.report.collecting import collect, differences, flat, task_spans
+from slurmrl.config.source import flat
+from slurmrl.desk.report.collecting import collect, differences, task_spans
 from slurmrl.desk.report.report_data import (
     MOST_TEXT,
     MOST_TOKENS,
