@@ -14,7 +14,7 @@ from slurmrl.config.schema import Cluster
 from slurmrl.desk import trial_code
 from slurmrl.desk.doctor import directory, machine, server_checks
 from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok, warning
-from slurmrl.desk.doctor.job import JobShape, ProbeJob, Say, scratch
+from slurmrl.desk.doctor.job import GROUP, ProbeJob, Say, gpus_of, scratch
 from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import Proposal, begun_configuration, run_paths
 from slurmrl.desk.provenance import ProvenanceWriter
@@ -28,6 +28,7 @@ from slurmrl.plan.precision import bfloat16_models
 from slurmrl.plan.resources import Hosts
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO, choose
+from slurmrl.scheduler.base import GroupRequest
 from slurmrl.scheduler.client import SlurmClient
 
 HOSTS = 2
@@ -100,9 +101,9 @@ def examine(what: Examination, say: Say) -> list[Check]:
             if what.config is not None and settings is None:
                 advice = "fix the configuration first: it determines where and as whom the job runs"
                 return _here([*beside, failed("job", "was not submitted", advice)])
-            shape = _shape(kind, cluster, plan)
+            group = _group(kind, cluster, plan)
             job = ProbeJob(
-                paths, kind, cluster, shape, what.timeout_s, say, running_servers, narrow
+                paths, kind, cluster, group, what.timeout_s, say, running_servers, narrow
             )
             return [*_here(beside), *job.run()]
 
@@ -114,27 +115,29 @@ def _here(checks: list[Check]) -> list[Check]:
     return [one if one.where else one.at(socket.gethostname()) for one in checks]
 
 
-def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> JobShape:
-    """That of the configuration's job, with a second host where there is one."""
-    shape = JobShape(hosts=1)
+def _group(kind: str, cluster: Cluster, plan: Plan | None) -> GroupRequest:
+    """Return the trainers of the configuration, with a second host where there is one."""
+    group = GroupRequest(name=GROUP)
     if plan is not None:
-        group = plan.trainers
-        shape = JobShape(
-            group.hosts,
-            group.workers_per_host,
-            group.gpus_per_worker,
-            group.cpus_per_worker,
-            group.mem_per_worker,
+        trainers = plan.trainers
+        group = GroupRequest(
+            name=GROUP,
+            hosts=trainers.hosts,
+            workers_per_host=trainers.workers_per_host,
+            gpus_per_worker=trainers.gpus_per_worker,
+            cpus_per_worker=trainers.cpus_per_worker,
+            mem_per_worker=trainers.mem_per_worker,
         )
-    if kind == "local" or shape.hosts >= HOSTS:
-        return shape
+    if kind == "local" or group.hosts >= HOSTS:
+        return group
     try:
         rows = SlurmClient(timeout_s=SINFO_TIMEOUT_S).hosts(cluster.slurm.partition)
     except SchedulerError:
-        return shape
-    fit = [row for row in rows if row.gpus >= shape.gpus and row.state.strip("*~#$@+-") in USABLE]
-    hosts = max(shape.hosts, min(HOSTS, len(fit)))
-    return replace(shape, hosts=hosts)
+        return group
+    gpus = gpus_of(group)
+    fit = [row for row in rows if row.gpus >= gpus and row.state.strip("*~#$@+-") in USABLE]
+    hosts = max(group.hosts, min(HOSTS, len(fit)))
+    return replace(group, hosts=hosts)
 
 
 def check_configuration(

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from slurmrl.scheduler.base import Continue, GroupRequest, JobState, SubmissionR
 from slurmrl.scheduler.client import SRUN
 
 FOLDER = ".doctor"
+GROUP = "doctor"
 MINUTES = "5"
 """The time limit: the checks take seconds, on a busy host or a slow directory longer."""
 LEAD_S = 1
@@ -43,20 +44,9 @@ CONTENT_BYTES = 2**20
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class JobShape:
-    """Resources that the job requests."""
-
-    hosts: int
-    workers_per_host: int = 1
-    gpus_per_worker: int = 0
-    cpus_per_worker: int = 1
-    mem_per_worker: str | None = None
-
-    @property
-    def gpus(self) -> int:
-        """GPUs on each host."""
-        return self.workers_per_host * self.gpus_per_worker
+def gpus_of(group: GroupRequest) -> int:
+    """Return the number of GPUs on each host of a group."""
+    return group.workers_per_host * group.gpus_per_worker
 
 
 @contextmanager
@@ -83,21 +73,22 @@ class ProbeJob:
         paths: RunPaths,
         kind: str,
         cluster: Cluster,
-        shape: JobShape,
+        group: GroupRequest,
         timeout_s: float,
         say: Say,
         servers: Mapping[str, Any] | None = None,
         narrow: Sequence[str] = (),
     ) -> None:
-        """Set the servers to reach and the models to check.
+        """Set the group whose hosts are checked, the servers to reach, and the models to check.
 
-        ``servers`` are the settings of `servers.running_settings`; the job's first host must reach
-        them. ``narrow`` are models that compute in bfloat16 on processors.
+        ``group`` has the resources that the job requests. ``servers`` are the settings of
+        `servers.running_settings`; the job's first host must reach them. ``narrow`` are models that
+        compute in bfloat16 on processors.
         """
         self.paths = paths
         self.kind = kind
         self.cluster = cluster
-        self.shape = shape
+        self.group = group
         self.timeout_s = timeout_s
         self.say = say
         self.servers = servers
@@ -111,7 +102,7 @@ class ProbeJob:
 
     def _run(self) -> list[Check]:
         scheduler = make(self.kind)
-        hosts = self.shape.hosts
+        hosts = self.group.hosts
         self.say(f"a job of {hosts} host{'s' * (hosts > 1)} on {self.kind} runs the checks")
         self._write()
         ids = scheduler.submit(self.request())
@@ -124,7 +115,7 @@ class ProbeJob:
         results = self._results()
         checks = [check for task in sorted(results) for check in results[task]]
         checks += guarded("job", "end it with scancel", lambda: _clear(jobs))
-        missing = sorted(set(range(self.shape.hosts)) - set(results))
+        missing = sorted(set(range(self.group.hosts)) - set(results))
         if missing:
             checks.append(self._lost(missing, ended))
         elif hosts == 1:
@@ -137,24 +128,14 @@ class ProbeJob:
         once = {"time": MINUTES, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
         slurm = {**self.cluster.slurm.model_dump(mode="json", by_alias=True), **once}
         run = (sys.executable, "-P", "-m", "slurmrl.desk.doctor.probe", str(self.folder))
+        command = run if self.kind == "local" else (*SRUN, *run)
         return SubmissionRequest(
             number=1,
             uuid=uuid.uuid4().hex,
-            trial="doctor",
+            trial=GROUP,
             run=self.paths,
             python=sys.executable,
-            groups=(
-                GroupRequest(
-                    name="doctor",
-                    hosts=self.shape.hosts,
-                    workers_per_host=self.shape.workers_per_host,
-                    gpus_per_worker=self.shape.gpus_per_worker,
-                    cpus_per_worker=self.shape.cpus_per_worker,
-                    mem_per_worker=self.shape.mem_per_worker,
-                    links=1,
-                    command=run if self.kind == "local" else (*SRUN, *run),
-                ),
-            ),
+            groups=(replace(self.group, name=GROUP, links=1, command=command),),
             options={**self.cluster.model_dump(mode="json"), "slurm": slurm},
         )
 
@@ -165,11 +146,11 @@ class ProbeJob:
         copying.copy_package(self.paths.code / "slurmrl")
         content = os.urandom(CONTENT_BYTES)
         atomic.replace(self.folder / directory.CONTENT, content)
-        script = self.paths.submission_script(1, "doctor") if self.kind != "local" else None
+        script = self.paths.submission_script(1, GROUP) if self.kind != "local" else None
         request = {
             "token": secrets.token_hex(32),
-            "hosts": self.shape.hosts,
-            "gpus": self.shape.gpus,
+            "hosts": self.group.hosts,
+            "gpus": gpus_of(self.group),
             "interface": self.cluster.interface,
             "slurm": self.cluster.slurm.model_dump(include={"container", "container_python"}),
             "script": str(script) if script else None,
@@ -204,14 +185,14 @@ class ProbeJob:
     def _last_words(self, jobs: Jobs) -> str:
         """How the job ended, after its results are visible or LATE_S is over."""
         deadline = time.monotonic() + LATE_S
-        while len(self._results()) < self.shape.hosts and time.monotonic() < deadline:
+        while len(self._results()) < self.group.hosts and time.monotonic() < deadline:
             time.sleep(0.2)
         ended = jobs.scheduler.query(jobs.ids)
         return _shown(ended[0]) if ended else "the job is gone"
 
     def _results(self) -> dict[int, list[Check]]:
         results = {}
-        for task in range(self.shape.hosts):
+        for task in range(self.group.hosts):
             path = self.folder / probe.result_name(task)
             try:
                 values = documents.read(path)
@@ -223,7 +204,7 @@ class ProbeJob:
 
     def _lost(self, missing: list[int], ended: str) -> Check:
         hosts = ", ".join(map(str, missing))
-        measured = f"no result from host {hosts} of {self.shape.hosts}: {ended}"
+        measured = f"no result from host {hosts} of {self.group.hosts}: {ended}"
         last = self._log()
         if last:
             measured += f"; its output ends with: {last}"
@@ -234,8 +215,8 @@ class ProbeJob:
         return failed("job", measured, advice)
 
     def _log(self) -> str:
-        logs = sorted((self.paths.logs / "doctor").glob("slurm-*.out"))
-        logs += sorted((self.paths.logs / "doctor").glob("local-*.out"))
+        logs = sorted((self.paths.logs / GROUP).glob("slurm-*.out"))
+        logs += sorted((self.paths.logs / GROUP).glob("local-*.out"))
         text = logs[-1].read_text(errors="replace") if logs else ""
         return " | ".join(text.strip().splitlines()[-3:])
 
