@@ -37,6 +37,8 @@ class ChildEnd:
     """The exit code, negative for a signal; None for a child that was killed at its limit."""
     errors: str = ""
     """The end of its standard error, unless that was shown."""
+    output: bytes = b""
+    """The beginning of its standard output, as much as `run` was to keep."""
 
     @property
     def last_line(self) -> str:
@@ -50,25 +52,31 @@ def run(
     *,
     shown: bool = False,
     env: Mapping[str, str] | None = None,
+    kept_bytes: int = 0,
 ) -> ChildEnd:
     """Run a command without input.
 
-    Discard its standard output; ``shown`` errors go to the errors of this process.
+    Keep the first bytes of its standard output, and discard the rest; ``shown`` errors go to the
+    errors of this process.
 
     Raises OSError for a command that cannot be executed.
     """
     with ExitStack() as stack:
+        output = stack.enter_context(tempfile.TemporaryFile()) if kept_bytes else None
         errors = None if shown else stack.enter_context(tempfile.TemporaryFile())
         process = stack.enter_context(
             _started(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=output or subprocess.DEVNULL,
                 stderr=errors,
                 env=env,
             )
         )
-        return ChildEnd(_exit_code(process, limit_s), _tail(errors))
+        code = _exit_code(process, limit_s)
+        if output is not None:
+            output.seek(0)
+        return ChildEnd(code, _tail(errors), output.read(kept_bytes) if output else b"")
 
 
 class ChildRequest:
@@ -145,7 +153,7 @@ def _started(
     command: Sequence[str],
     *,
     stdin: int | IO[bytes],
-    stdout: int,
+    stdout: int | IO[bytes],
     stderr: IO[bytes] | None,
     env: Mapping[str, str] | None,
     cwd: Path | None = None,

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import slurmrl
+from slurmrl import child
 from slurmrl.child import ChildEnd, ChildRequest
 from slurmrl.config.allocation import parse
 from slurmrl.config.load import dump
@@ -440,21 +440,14 @@ def _of_servers(engine: str, module: str, python: str | None) -> Iterator[tuple[
     if python is None:
         return
     try:
-        done = subprocess.run(
-            [python, "-c", FIND_MODULE, module],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=SERVER_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
+        code = child.run([python, "-c", FIND_MODULE, module], SERVER_TIMEOUT_S).code
+    except OSError as error:
         yield "rollout.python", f"{python} does not run: {error}"
         return
-    if done.returncode != 0:
-        yield (
-            "rollout.python",
-            f"{python} has no {engine}: install it there",
-        )
+    if code is None:
+        yield "rollout.python", f"{python} did not answer within {SERVER_TIMEOUT_S:.0f} s"
+    elif code != 0:
+        yield "rollout.python", f"{python} has no {engine}: install it there"
 
 
 def _is_here(module: str) -> bool:

@@ -76,6 +76,12 @@ def test_run_returns_the_end_of_a_command(code: str, limit_s: float, ended: chil
     assert child.run([sys.executable, "-c", code], limit_s) == ended
 
 
+def test_run_keeps_the_beginning_of_the_output() -> None:
+    command = [sys.executable, "-c", "print('x' * 10**6)"]
+    assert child.run(command, 600, kept_bytes=3) == child.ChildEnd(0, output=b"xxx")
+    assert child.run(command, 600).output == b""
+
+
 def test_child_starts_with_no_signal_blocked() -> None:
     code = "import signal; assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

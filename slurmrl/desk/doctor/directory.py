@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import statistics
-import subprocess
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmrl import child
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
@@ -39,6 +39,7 @@ FEW_BYTES = 20 * GIB
 FEW_INODES = 100_000
 NEARLY = 0.95
 QUOTA_TIMEOUT_S = 10.0
+QUOTA_BYTES = 2**20
 NUMBERS = (1, 2, 3, 5, 6, 7)
 
 
@@ -216,18 +217,10 @@ def quota(folder: Path) -> Check:
 
 def _output(command: Sequence[str]) -> str:
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=QUOTA_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = child.run(command, QUOTA_TIMEOUT_S, kept_bytes=QUOTA_BYTES)
+    except OSError:
         return ""
-    return done.stdout
+    return done.output.decode(errors="replace")
 
 
 def _lower(soft: int, hard: int) -> int:

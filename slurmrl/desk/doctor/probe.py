@@ -14,7 +14,6 @@ import ctypes
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurmrl import env
+from slurmrl import child, env
 from slurmrl.config.schema.cluster import Slurm
 from slurmrl.desk.doctor import directory, machine, meeting, server_checks
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok
@@ -34,6 +33,7 @@ from slurmrl.workers.agent.fork_environment import interpreter
 
 DIRECTORY_ADVICE = "the compute nodes must mount the directory of --root, writable for you"
 CONTAINER_TIMEOUT_S = 60.0
+OUTPUT_BYTES = 2**20
 _PROGRAM = """\
 import os, sys
 print("has python", flush=True)
@@ -124,24 +124,17 @@ def check_container(folder: Path, task: int, slurm: Slurm) -> list[Check]:
     command = [*interpreter(slurm, os.environ), "-P", "-c", _PROGRAM, str(folder), str(task)]
     began = time.monotonic()
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=CONTAINER_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return [failed("container", f"did not end within {CONTAINER_TIMEOUT_S:.0f} s", _ADVICE[0])]
+        done = child.run(command, CONTAINER_TIMEOUT_S, kept_bytes=OUTPUT_BYTES)
     except OSError as error:
         return [failed("container", f"cannot start '{command[0]}': {error.strerror}", _ADVICE[0])]
-    reached = sum(stage in done.stdout.splitlines() for stage in _STAGES)
-    if done.returncode != 0:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+    if done.code is None:
+        return [failed("container", f"did not end within {CONTAINER_TIMEOUT_S:.0f} s", _ADVICE[0])]
+    lines = done.output.decode(errors="replace").splitlines()
+    reached = sum(stage in lines for stage in _STAGES)
+    if done.code != 0:
+        last = done.last_line or (lines or ["no output"])[-1]
         got = f"it {_STAGES[reached - 1]}; then" if reached else "does not start:"
-        measured = f"{got} exit code {done.returncode}: {last[0]}"
+        measured = f"{got} exit code {done.code}: {last}"
         return [failed("container", measured, _ADVICE[reached])]
     return _seen_inside(folder, task, time.monotonic() - began)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from slurmrl import child
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.rollout import Address, ServerKeys, read_keys
@@ -34,6 +34,7 @@ from slurmrl.rollouts.generation.fitness import (
 )
 
 TIMEOUT_S = 60.0
+OUTPUT_BYTES = 2**16
 LOOK = """
 import importlib.util, json, pathlib, sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
@@ -69,17 +70,15 @@ def check_environment(config: Config, *, sleeps: bool = False) -> list[Check]:
     name, more = f"{backend} server", rules.to_sleep if sleeps else ()
     advice = f"set rollout.python to the Python of an environment in which {backend} is installed"
     try:
-        done = subprocess.run(
-            [python, "-c", LOOK, backend, *rules.words, *more],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        found = json.loads(done.stdout)
-        version, missing = str(found["version"]), list(found["missing"])
-    except (OSError, subprocess.TimeoutExpired) as error:
+        command = [python, "-c", LOOK, backend, *rules.words, *more]
+        done = child.run(command, TIMEOUT_S, kept_bytes=OUTPUT_BYTES)
+    except OSError as error:
         return [failed(name, f"{python} does not run: {error}", advice)]
+    if done.code is None:
+        return [failed(name, f"{python} did not answer within {TIMEOUT_S:.0f} s", advice)]
+    try:
+        found = json.loads(done.output)
+        version, missing = str(found["version"]), list(found["missing"])
     except (ValueError, LookupError, TypeError):
         return [failed(name, f"{python} has no {backend}", advice)]
     return [_verdict(name, f"{backend} {version} ({python})", version, missing, rules)]
