@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,6 +33,8 @@ MOST_DEPTH = 32
 MOST_DIGITS = 300
 """Limit for a number; more digits do not fit into a float."""
 LARGEST = 10**MOST_DIGITS
+KEPT_TEXTS = 32
+"""Texts whose trees are kept: a command reads the configuration of its trial up to five times."""
 ARCHIVE = ".tar"
 RESOLVED = "# The resolved configuration of this run: every setting, absolute paths."
 """First line of the file that a trial writes."""
@@ -172,8 +175,7 @@ def compose(text: str, name: str) -> Node | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # re-used anchors are harmless
-            _check_depth(text)
-            return _yaml().compose(text)  # type: ignore[no-any-return]
+            return _composed(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = name if mark is None or name == COMMAND_LINE else f"{name}:{mark.line + 1}"
@@ -185,6 +187,13 @@ def compose(text: str, name: str) -> Node | None:
         raise ConfigError((Problem(name, "", f"not valid YAML: {error}"),)) from error
     except RecursionError as error:
         raise ConfigError((Problem(name, "", "nested too deeply"),)) from error
+
+
+@lru_cache(maxsize=KEPT_TEXTS)
+def _composed(text: str) -> Node | None:
+    """Return the node tree, which nobody changes."""
+    _check_depth(text)
+    return _yaml().compose(text)  # type: ignore[no-any-return]
 
 
 def _check_depth(text: str) -> None:
