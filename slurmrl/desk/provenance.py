@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -264,6 +265,7 @@ def _ask(folder: Path, *words: str, most: int = 2**20) -> GitAnswer:
         return GitAnswer(output.read(most), note)
 
 
+@cache
 def installed_packages() -> dict[str, str]:
     """Return every installed distribution and its version, by name.
 
