@@ -28,15 +28,23 @@ class Slurm(SlurmClient):
         self.tries = 0
         self.lose = False
         self.looked_for: list[str] = []
+        self.rows: list[QueueRow] | None = None
+        """The whole queue, in place of that of the jobs."""
+        self.most: int | None = None
+        """Most elements of an array that sbatch takes."""
+        self.limits = ""
+        self.accounts: list[QueueRow] | None = None
+        self.asked: list[tuple[str, ...]] = []
 
     def settings(self) -> dict[str, str]:
         return {"MaxArraySize": self.array_size}
 
     def submit_limits(self, user: str) -> str:
-        return ""
+        return self.limits
 
     def accounting(self, jobs: Iterable[str]) -> list[QueueRow] | None:
-        return None
+        self.asked.append(tuple(jobs))
+        return self.accounts
 
     def submit(
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
@@ -48,6 +56,8 @@ class Slurm(SlurmClient):
         said = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
         said |= dict(option.removeprefix("--").split("=", 1) for option in options)
         first, last = re.findall(r"\d+", said["array"].partition("%")[0])
+        if self.most is not None and int(last) >= self.most:
+            raise SchedulerError("sbatch: error: AssocMaxSubmitJobLimit")
         job = str(41 + len(self.jobs))
         self.jobs[job] = (said["job-name"], list(range(int(first), int(last) + 1)))
         self.options.append(options)
@@ -67,10 +77,15 @@ class Slurm(SlurmClient):
     def cancel(self, elements: Iterable[str]) -> None:
         self.done += [f"cancel {element}" for element in elements]
 
+    def hold(self, elements: str) -> None:
+        self.done.append(f"hold {elements}")
+
     def requeue(self, element: str) -> None:
         self.done.append(f"requeue {element}")
 
     def _rows(self) -> list[QueueRow]:
+        if self.rows is not None:
+            return self.rows
         return [
             QueueRow(job, (e,), self.state if (job, e) == self.running else "PENDING", (), name, "")
             for job, (name, elements) in self.jobs.items()

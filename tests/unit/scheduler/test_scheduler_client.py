@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
 from tests.scheduler_contract import request_of
+from tests.support.scripted_slurm import Slurm
 
 
 def install(folder: Path, name: str, script: str) -> None:
@@ -162,79 +161,33 @@ def test_names_of_schedulers(commands: Path) -> None:
         make("slurm").check()
 
 
-class ScriptedClient(SlurmClient):
-    """Answers from a list of rows; remembers what was cancelled."""
-
-    def __init__(self, answer: list[QueueRow], *, submit_error: str = "") -> None:
-        super().__init__()
-        self.rows = answer
-        self.submit_error = submit_error
-        self.cancelled: list[str] = []
-        self.limits = ""
-        self.most: int | None = None
-        self.accounts: list[QueueRow] | None = None
-        self.asked: list[tuple[str, ...]] = []
-
-    def settings(self) -> dict[str, str]:
-        return {"MaxArraySize": "1001"}
-
-    def submit_limits(self, user: str) -> str:
-        return self.limits
-
-    def accounting(self, jobs: Iterable[str]) -> list[QueueRow] | None:
-        self.asked.append(tuple(jobs))
-        return self.accounts
-
-    def submit(
-        self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
-    ) -> str:
-        if self.submit_error:
-            raise SchedulerError(self.submit_error)
-        array = re.search(r"--array=0-(\d+)", script.read_text())
-        assert array
-        if self.most is not None and int(array[1]) >= self.most:
-            raise SchedulerError("sbatch: error: AssocMaxSubmitJobLimit")
-        return "41"
-
-    def queue(self, jobs: Iterable[str]) -> list[QueueRow]:
-        return self.rows
-
-    def queue_by_name(self, names: Iterable[str]) -> list[QueueRow]:
-        return [row for row in self.rows if row.name in names]
-
-    def cancel(self, elements: Iterable[str]) -> None:
-        self.cancelled += elements
-
-
 def row(elements: tuple[int, ...], state: str, name: str = "name") -> QueueRow:
     return QueueRow("41", elements, state, (), name, "")
 
 
-def test_cancel_names_ranges_of_elements() -> None:
-    client = ScriptedClient(
-        [row((0,), "FAILED"), row((2,), "RUNNING"), row((3, 4, 5, 7), "PENDING")]
-    )
-    SlurmScheduler(client).cancel({"trainer": ("41",)})
-    SlurmScheduler(client).cancel({"trainer": ("41",)}, spare="41_2")
-    assert client.cancelled == ["41_[2-5,7]", "41_[3-5,7]"]
+def test_cancel_names_ranges_of_elements(slurm: Slurm, scheduler: SlurmScheduler) -> None:
+    slurm.rows = [row((0,), "FAILED"), row((2,), "RUNNING"), row((3, 4, 5, 7), "PENDING")]
+    scheduler.cancel({"trainer": ("41",)})
+    scheduler.cancel({"trainer": ("41",)}, spare="41_2")
+    assert slurm.done == ["cancel 41_[2-5,7]", "cancel 41_[3-5,7]"]
 
 
-def test_a_submission_whose_answer_was_lost_is_found_by_name(tmp_path: Path) -> None:
+def test_a_submission_whose_answer_was_lost_is_found_by_name(
+    tmp_path: Path, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    """One that was refused is not looked for."""
     request = request_of(tmp_path, "pass")
-    lost = "sbatch failed (1): Socket timed out on send/recv operation"
-    there = row((0, 1), "PENDING", request.job_name("trainer"))
-    assert SlurmScheduler(ScriptedClient([there], submit_error=lost)).submit(request) == {
-        "trainer": ("41",)
-    }
+    slurm.refuse = "sbatch failed (1): Socket timed out on send/recv operation"
+    slurm.rows = [row((0, 1), "PENDING", request.job_name("trainer"))]
+    assert scheduler.submit(request) == {"trainer": ("41",)}
+    slurm.rows = []
     with pytest.raises(SchedulerError, match="Socket timed out"):
-        SlurmScheduler(ScriptedClient([], submit_error=lost)).submit(request)
-
-
-def test_a_refused_submission_is_not_searched_for(tmp_path: Path) -> None:
-    request = request_of(tmp_path, "pass")
-    there = row((0, 1), "PENDING", request.job_name("trainer"))
+        scheduler.submit(request)
+    slurm.looked_for.clear()
+    slurm.refuse = "invalid qos"
     with pytest.raises(SchedulerError, match="invalid qos"):
-        SlurmScheduler(ScriptedClient([there], submit_error="invalid qos")).submit(request)
+        scheduler.submit(request)
+    assert slurm.looked_for == []
 
 
 ASSOCIATIONS = """\
@@ -277,45 +230,52 @@ def test_a_cluster_without_arrays_is_refused_in_words() -> None:
 
 @pytest.mark.parametrize(("most", "links"), [(None, 6), (3, 3), (1, 1)])
 def test_a_chain_that_is_too_long_is_shortened_and_it_is_said(
-    tmp_path: Path, most: int | None, links: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    slurm: Slurm,
+    scheduler: SlurmScheduler,
+    most: int | None,
+    links: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """By what the cluster says beforehand (room for 6), and by halves when sbatch refuses."""
     request = request_of(tmp_path, "pass", links=12)
-    client = ScriptedClient([])
-    client.limits = ASSOCIATIONS.replace("UserName=me(", f"UserName={user_name()}(")
-    client.limits = client.limits.replace("20(15)", "N(15)")
-    client.most = most
-    SlurmScheduler(client).submit(request)
+    slurm.limits = ASSOCIATIONS.replace("UserName=me(", f"UserName={user_name()}(")
+    slurm.limits = slurm.limits.replace("20(15)", "N(15)")
+    slurm.most = most
+    scheduler.submit(request)
     script = request.run.submission_script(1, "trainer").read_text()
     assert f"--array=0-{links - 1}%1" in script
     assert f"accepts only {links} of the" in caplog.text
 
 
-def test_one_link_that_is_refused_is_an_error(tmp_path: Path) -> None:
-    client = ScriptedClient([])
-    client.most = 0
+def test_one_link_that_is_refused_is_an_error(
+    tmp_path: Path, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    slurm.most = 0
     with pytest.raises(SchedulerError, match="AssocMaxSubmitJobLimit"):
-        SlurmScheduler(client).submit(request_of(tmp_path, "pass", links=4))
+        scheduler.submit(request_of(tmp_path, "pass", links=4))
 
 
-def test_what_the_queue_forgot_comes_from_the_accounting_and_is_asked_once() -> None:
-    client = ScriptedClient([row((2,), "RUNNING"), row((3,), "PENDING")])
-    client.accounts = [row((0,), "TIMEOUT"), row((1,), "PREEMPTED"), row((2,), "RUNNING")]
-    scheduler = SlurmScheduler(client)
+def test_what_the_queue_forgot_comes_from_the_accounting_and_is_asked_once(
+    slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    slurm.rows = [row((2,), "RUNNING"), row((3,), "PENDING")]
+    slurm.accounts = [row((0,), "TIMEOUT"), row((1,), "PREEMPTED"), row((2,), "RUNNING")]
     for _ in range(2):
         found = scheduler.query({"trainer": ("41",)})
         assert [task.raw for task in found] == ["TIMEOUT", "PREEMPTED", "RUNNING", "PENDING"]
-    assert client.asked == [("41",)]
+    assert slurm.asked == [("41",)]
 
 
-def test_an_element_that_ran_is_known_better_than_the_array_it_was_cancelled_with() -> None:
+def test_an_element_that_ran_is_known_better_than_the_array_it_was_cancelled_with(
+    slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
     """As sacct of 22.05 shows an array that was cancelled just when its first element started."""
-    client = ScriptedClient([])
-    client.accounts = states.accounting(
+    slurm.accounts = states.accounting(
         "41_0|CANCELLED by 0|0:0|n0|x|2026-11-21T16:57:11|None\n"
         "41_[0-2%1]|CANCELLED by 0|0:0|None assigned|x|None|None\n"
     )
-    found = SlurmScheduler(client).query({"trainer": ("41",)})
+    found = scheduler.query({"trainer": ("41",)})
     assert [(task.element, task.hosts) for task in found] == [(0, ("n0",)), (1, ()), (2, ())]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ from slurmrl.run import demand
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.elastic import HELD, Change, ElasticGroup, balance
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.fake_runs import FakeRun, task
+from tests.support.scripted_slurm import Slurm
 
 
 def tasks(running: int, queued: int, held: int = 0) -> list[TaskState]:
@@ -72,40 +71,29 @@ def test_a_users_number_holds_until_the_plan_changes(run: RunPaths) -> None:
         demand.wanted_tasks(run, "rollout", 4)
 
 
-class RecordingClient(SlurmClient):
-    def __init__(self) -> None:
-        self.done: list[tuple[str, list[str]]] = []
-
-    def hold(self, elements: str) -> None:
-        self.done.append(("hold", [elements]))
-
-    def cancel(self, elements: Iterable[str]) -> None:
-        self.done.append(("cancel", list(elements)))
-
-
 @pytest.mark.parametrize(
     ("trainers", "done"),
     [
-        ([JobState.CANCELLED, JobState.PENDING], ("hold", ["41_[3-5]"])),
-        ([JobState.RUNNING], ("hold", ["41_[3-5]"])),
-        ([JobState.CANCELLED, JobState.TIMEOUT], ("cancel", ["41_[3-5]"])),
-        ([], ("cancel", ["41_[3-5]"])),  # Slurm has forgotten them
+        ([JobState.CANCELLED, JobState.PENDING], "hold 41_[3-5]"),
+        ([JobState.RUNNING], "hold 41_[3-5]"),
+        ([JobState.CANCELLED, JobState.TIMEOUT], "cancel 41_[3-5]"),
+        ([], "cancel 41_[3-5]"),  # Slurm has forgotten them
     ],
 )
 def test_queued_tasks_cancelled_without_a_job_of_trainers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    slurm: Slurm,
     trainers: list[JobState],
-    done: tuple[str, list[str]],
+    done: str,
 ) -> None:
     everybody = [task(index, state, job="40") for index, state in enumerate(trainers)]
     everybody += tasks(2, 3)
     jobs = {"trainer": ("40",), "rollout": ("41",)}
     monkeypatch.setattr(SlurmScheduler, "recover", lambda *arguments: jobs)
     monkeypatch.setattr(SlurmScheduler, "query", lambda *arguments: everybody)
-    client = RecordingClient()
-    ElasticGroup(RunPaths(tmp_path), 1, "rollout", client, by="41_1").leave_alone()
-    assert client.done == [done]
+    ElasticGroup(RunPaths(tmp_path), 1, "rollout", slurm, by="41_1").leave_alone()
+    assert slurm.done == [done]
 
 
 def test_tasks_rest_until_the_trainers_are_back(tmp_path: Path) -> None:
