@@ -27,16 +27,6 @@ def request(**slurm: object) -> SubmissionRequest:
     )
 
 
-def test_job_is_accepted_without_refusals() -> None:
-    assert list(refusals(PickySlurm({}), request(account="lab"))) == []
-
-
-def test_refusal_names_the_directive_and_quotes_slurm() -> None:
-    client = PickySlurm({"--account=nobody": "allocation failure: Invalid account"})
-    found = list(refusals(client, request(account="nobody", qos="normal", time="30")))
-    assert found == [Refusal("trainer", "allocation failure: Invalid account", "account")]
-
-
 def test_each_refused_directive_is_named() -> None:
     client = PickySlurm(
         {"--frob": "unrecognized option", "--qos": "qos", "--constraint": "feature"}
