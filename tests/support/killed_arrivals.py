@@ -9,7 +9,6 @@ written down (``held``). With ``none`` it is not killed.
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 from slurmrl.fsio import atomic
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import arrivals, tensorboard
+from tests.support.sink_incarnation import run_forked
 
 FLUSH_S = 0.2
 
@@ -80,24 +80,12 @@ def prepare(place: str, paths: RunPaths) -> None:
         arrivals.mlflow.log_arrived = all_of_it
 
 
-def main() -> int:
-    paths = RunPaths(Path(sys.argv[1]))
-    arrivals.GONE_S = 0.0  # type: ignore[misc]
-    for package in ("mlflow.tracking", "tensorboard.summary.writer.event_file_writer", "wandb"):
-        importlib.import_module(package)  # once
-    for place in sys.argv[2:]:
-        child = os.fork()
-        if child == 0:
-            prepare(place, paths)
-            arrivals.hand_over(paths)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        expected = 0 if place == "none" else -signal.SIGKILL
-        if os.waitstatus_to_exitcode(status) != expected:
-            print(f"{place}: ended with {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
-            return 1
-    return 0
+def hand_over(paths: RunPaths, place: str) -> None:
+    prepare(place, paths)
+    arrivals.hand_over(paths)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    RUN = RunPaths(Path(sys.argv[1]))
+    arrivals.GONE_S = 0.0  # type: ignore[misc]
+    sys.exit(run_forked(sys.argv[2:], lambda number, place: hand_over(RUN, place)))

@@ -1,19 +1,22 @@
-"""One incarnation that feeds all sinks, and is killed while they take steps.
+"""Incarnations that feed all sinks, and are killed while these take steps.
 
-    python -m tests.support.sink_incarnation RUN BASE END PLACE
+    python -m tests.support.sink_incarnation RUN PLACE...
 
-BASE is the last commit; steps are recorded up to END + 2 and committed up to END. PLACE is where
-the process kills itself, once every sink is there: ``kept`` (the steps are taken, which is not
-written down), ``half`` (half of what is handed over was taken), or ``none``.
+Each PLACE is an incarnation of four more steps in a process of its own, which has imported the
+libraries already. It records two steps more than it commits, and kills itself there, once every
+sink is there: ``kept`` (the steps are taken, which is not written down), ``half`` (half of what is
+handed over was taken), or ``none``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +29,8 @@ from slurmrl.watch.sinks.tensorboard import TensorBoard
 from slurmrl.watch.sinks.wandb import WeightsAndBiases
 
 SINKS = 3
+STEPS = 4
+LIBRARIES = ("mlflow.tracking", "tensorboard.summary.writer.event_file_writer", "wandb")
 FLUSH_S = 0.2
 _there = threading.Barrier(SINKS)
 
@@ -68,13 +73,13 @@ def tear() -> None:
     take_half(WeightsAndBiases)
 
 
-def main() -> None:
-    run, base, end, place = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+def feed(paths: RunPaths, base: int, place: str) -> None:
+    """Continue after the commit ``base``."""
     if place == "kept":
         Feeder._write_kept = lambda self, step: die()  # type: ignore[method-assign, assignment]
     elif place == "half":
         tear()
-    paths = RunPaths(run)
+    end = base + STEPS
     recorder = MetricsRecorder(paths, load_resolved(paths.config).logging, last_step=base)
     for step in range(base + 1, end + 3):
         line = {"step": step, "reward": step / 8 if step <= end else -1.0, "reward/math": step}
@@ -89,5 +94,25 @@ def main() -> None:
     recorder.close()
 
 
+def run_forked(places: Sequence[str], work: Callable[[int, str], object]) -> int:
+    """Call ``work`` with the number of each place in a child, which must end as the place says.
+
+    Returns the exit code of this process.
+    """
+    for package in LIBRARIES:
+        importlib.import_module(package)  # once
+    for number, place in enumerate(places):
+        child = os.fork()
+        if child == 0:
+            work(number, place)
+            os._exit(0)
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if ended != (0 if place == "none" else -signal.SIGKILL):
+            print(f"{place}: ended with {ended}", file=sys.stderr)
+            return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    RUN = RunPaths(Path(sys.argv[1]))
+    sys.exit(run_forked(sys.argv[2:], lambda number, place: feed(RUN, number * STEPS, place)))

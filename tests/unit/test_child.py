@@ -43,7 +43,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("None", 600, 0, True, "other output"),
         ("sys.exit('broken')", 600, 1, False, "broken"),
         ("os._exit(7)", None, 7, False, "other output"),
-        ("time.sleep(600)", 15, None, False, "other output"),
+        ("time.sleep(600)", 5, None, False, "other output"),
     ],
 )
 def test_request_yields_replies_and_kills_the_process_group(
