@@ -65,9 +65,7 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
     from slurmrl.run import evaluated
 
     chosen, patterns = _split(trials.root_folder(root), words)
-    found = {
-        f"{paths.experiment}/{paths.trial}": curves(evaluated.lines_of(paths)) for paths in chosen
-    }
+    found = {paths.full_name: curves(evaluated.lines_of(paths)) for paths in chosen}
     for place, name in enumerate(_names(found, patterns)):
         drawn = {
             trial: thinned(Curve(x=own[name].x, y=smoothed(own[name].y, smooth)))

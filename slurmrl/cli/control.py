@@ -274,5 +274,5 @@ def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
         click.confirm(f"Remove {listed} with all checkpoints and exports?", abort=True)
     for paths in chosen:
         trial_jobs.remove(paths)
-        click.echo(f"{paths.experiment}/{paths.trial} is removed")
+        click.echo(f"{paths.full_name} is removed")
     return 0

@@ -145,7 +145,7 @@ def has_ended(paths: RunPaths) -> bool:
     try:
         atomic.read(paths.identity)
     except FileNotFoundError:
-        trial = f"{paths.experiment}/{paths.trial}"
+        trial = paths.full_name
         raise UnknownNameError(f"trial {trial} was removed: {paths.run} is gone") from None
     return recent(paths.history, exports=False).end is not None
 

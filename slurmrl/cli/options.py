@@ -68,7 +68,7 @@ def chosen_trial(root: str | None, trial: str | None) -> RunPaths:
     if trial is not None:
         return trials.find(folder, trial)
     paths = trials.newest(folder)
-    click.echo(f"{paths.experiment}/{paths.trial}, the newest trial", err=True)
+    click.echo(f"{paths.full_name}, the newest trial", err=True)
     return paths
 
 

@@ -146,7 +146,7 @@ def _collect(
 
 def _report(paths: RunPaths, error: SlurmrlError) -> None:
     """Report a broken run directory, so that it does not hide the others."""
-    click.echo(f"{paths.experiment}/{paths.trial} left out: {error}", err=True)
+    click.echo(f"{paths.full_name} left out: {error}", err=True)
 
 
 def _text(wanted: _Wanted, statuses: Sequence[dict[str, Any]], as_json: bool) -> str:

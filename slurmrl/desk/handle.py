@@ -35,7 +35,7 @@ class Trial:
     @property
     def name(self) -> str:
         """``EXPERIMENT/TRIAL``, the trial's full name."""
-        return f"{self._paths.experiment}/{self._paths.trial}"
+        return self._paths.full_name
 
     @property
     def folder(self) -> Path:

@@ -106,7 +106,7 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
     Raises UsageError for a trial without such tasks, for a trial that has ended, and for a number
     that the trial does not allow.
     """
-    name = f"{paths.experiment}/{paths.trial}"
+    name = paths.full_name
     settings = load_resolved(paths.config).rollout.tasks
     if settings is None:
         raise UsageError(f"{name} has no rollout tasks (rollout.tasks): its trainers generate")

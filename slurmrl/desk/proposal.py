@@ -70,7 +70,7 @@ class Proposal:
 
     @property
     def trial(self) -> str:
-        return f"{self.paths.experiment}/{self.paths.trial}"
+        return self.paths.full_name
 
     def request(self, number: int, trial_id: str, code: int) -> SubmissionRequest:
         """``code`` is the number of the snapshot that the jobs run."""
@@ -186,9 +186,7 @@ def propose_resume(
     UsageError if the trial was never prepared.
     """
     if not is_prepared(paths):
-        raise UsageError(
-            f"{paths.experiment}/{paths.trial} was never submitted completely: submit it again"
-        )
+        raise UsageError(f"{paths.full_name} was never submitted completely: submit it again")
     before = load_resolved(paths.config)
     overrides = follow_actor(before, overrides)
     root = paths.run.parents[2]

@@ -97,7 +97,7 @@ class Submitted:
 
     @property
     def trial(self) -> str:
-        return f"{self.paths.experiment}/{self.paths.trial}"
+        return self.paths.full_name
 
     @property
     def root(self) -> Path:
@@ -212,7 +212,7 @@ def _changes(settings: Settings) -> tuple[Config, Sequence[str]]:
 
 def _other_configuration(before: Config, settings: Settings, changed: Sequence[str]) -> str:
     paths, config = run_paths(settings), settings.config
-    trial = f"{paths.experiment}/{paths.trial}"
+    trial = paths.full_name
     lines = "".join(f"\n  {line}" for line in changed)
     algorithm = settings.algorithm
     if isinstance(algorithm, Evaluate) and config.actor.path != before.actor.path:
@@ -352,7 +352,7 @@ def confirm_submission(paths: RunPaths, jobs: Jobs) -> None:
 
 
 def _lost(paths: RunPaths, more: str = "") -> str:
-    name = f"{paths.experiment}/{paths.trial}"
+    name = paths.full_name
     message = f"{name} is being submitted by another process at this moment{more}"
     return f"{message}; see slurmrl status {name}"
 

@@ -121,7 +121,7 @@ def stop(paths: RunPaths) -> Jobs:
 
     Return all of them. Raises UsageError for a trial that has ended or has no job, SchedulerError.
     """
-    name = f"{paths.experiment}/{paths.trial}"
+    name = paths.full_name
     end = fold(History(paths.history).read()).end
     if end is not None:
         raise UsageError(f"{name} has already ended: {end.kind}")
@@ -166,16 +166,15 @@ def check_removable(chosen: Sequence[RunPaths], others: Sequence[RunPaths]) -> N
         jobs = newest_jobs(paths)
         if jobs is not None and (active := jobs.active()):
             names = ", ".join(f"{task.job_id} ({task.raw})" for task in active)
-            raise UsageError(
-                f"{_name(paths)} still has jobs: {names}; first: slurmrl cancel {_name(paths)}"
-            )
+            name = paths.full_name
+            raise UsageError(f"{name} still has jobs: {names}; first: slurmrl cancel {name}")
     for other in others:
         text = _configuration(other)
         for paths in chosen:
             if f"{paths.run}/" in text:
                 raise UsageError(
-                    f"{_name(other)} uses files of {_name(paths)} (see {other.config}); remove "
-                    f"{_name(other)} first, or both in one command"
+                    f"{other.full_name} uses files of {paths.full_name} (see {other.config}); "
+                    f"remove {other.full_name} first, or both in one command"
                 )
 
 
@@ -206,7 +205,3 @@ def _configuration(paths: RunPaths) -> str:
         return atomic.read(paths.config).decode(errors="replace")
     except (FileNotFoundError, CorruptFileError):
         return ""
-
-
-def _name(paths: RunPaths) -> str:
-    return f"{paths.experiment}/{paths.trial}"

@@ -73,13 +73,13 @@ def find(root: Path, name: str) -> RunPaths:
     """The trial EXPERIMENT/TRIAL. Raises UsageError, UnknownNameError with the near misses."""
     experiment, slash, trial = name.partition("/")
     if not slash or not experiment or not trial or "/" in trial:
-        known = " ".join(_label(paths) for paths in all_trials(root)[:5])
+        known = " ".join(paths.full_name for paths in all_trials(root)[:5])
         hint = f"; there are: {known}" if known else ""
         raise UsageError(f"'{name}': expected EXPERIMENT/TRIAL{hint}")
     for paths in trials(root, experiment):
         if paths.trial == trial:
             return paths
-    raise _unknown(root, "trial", name, [_label(paths) for paths in all_trials(root)])
+    raise _unknown(root, "trial", name, [paths.full_name for paths in all_trials(root)])
 
 
 def newest(root: Path) -> RunPaths:
@@ -120,10 +120,6 @@ def _unknown(root: Path, kind: str, name: str, known: list[str]) -> UnknownNameE
     if not known:
         return UnknownNameError(f"no {kind} '{name}': there are no trials in {where} yet")
     return UnknownNameError(f"no {kind} '{name}' in {where}; {near(name, known)}")
-
-
-def _label(paths: RunPaths) -> str:
-    return f"{paths.experiment}/{paths.trial}"
 
 
 def _folders(folder: Path) -> list[str]:

@@ -48,6 +48,11 @@ class RunPaths:
         return self.run.parent.name
 
     @property
+    def full_name(self) -> str:
+        """``EXPERIMENT/TRIAL``."""
+        return f"{self.experiment}/{self.trial}"
+
+    @property
     def config(self) -> Path:
         """The resolved configuration."""
         return self.run / "config.yaml"

@@ -126,7 +126,7 @@ def glance(
     others = [paths for paths in trials if paths not in found]
     rows = {row["trial"]: row for row in collect(others, schedulers, unreadable=unreadable)}
     rows |= {row["trial"]: row for row in found.values()}
-    names = (f"{paths.experiment}/{paths.trial}" for paths in trials)
+    names = (paths.full_name for paths in trials)
     return [rows[name] for name in names if name in rows]
 
 
@@ -258,7 +258,7 @@ def _made_from(paths: RunPaths) -> dict[str, int]:
 def _overview_status(paths: RunPaths, kept: dict[str, Any]) -> dict[str, Any]:
     checkpoint = kept.get("checkpoint")
     status: dict[str, Any] = {name: kept.get(name) for name in KEPT}
-    status["trial"] = f"{paths.experiment}/{paths.trial}"
+    status["trial"] = paths.full_name
     status["checkpoint"] = checkpoint and {"step": checkpoint["step"], "age_s": None}
     findings = diagnose(status)
     return {

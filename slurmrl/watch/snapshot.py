@@ -177,7 +177,7 @@ class TrialSnapshot:
 
     @property
     def trial(self) -> str:
-        return f"{self.paths.experiment}/{self.paths.trial}"
+        return self.paths.full_name
 
     @property
     def trainers(self) -> Group | None:

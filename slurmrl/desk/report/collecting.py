@@ -110,7 +110,7 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     timeline = _document(paths.timeline, TIMELINE)
     code = trial_code.current_code(paths)
     return TrialReport(
-        name=f"{paths.experiment}/{paths.trial}",
+        name=paths.full_name,
         status=status,
         lines=len(lines),
         curves={name: thinned(curve) for name, curve in curves(shown).items()},

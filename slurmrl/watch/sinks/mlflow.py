@@ -55,7 +55,7 @@ class MLflow:
         if run is not None:
             client.update_run(run.info.run_id, status="RUNNING")
         else:
-            name = f"{paths.experiment}/{paths.trial}"
+            name = paths.full_name
             known = client.get_experiment_by_name(experiment)
             at = client.create_experiment(experiment) if known is None else known.experiment_id
             run = client.create_run(at, tags={TRIAL_TAG: uuid(paths)}, run_name=name)

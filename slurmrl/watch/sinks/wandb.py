@@ -37,7 +37,7 @@ class WeightsAndBiases:
     def __init__(self, paths: RunPaths, wanted: Wandb, after: int) -> None:
         run = uuid(paths)
         held = held_by(paths.wandb, run, wanted.project, after)
-        self._run = _opened(paths, wanted, run, _group(paths))
+        self._run = _opened(paths, wanted, run, paths.full_name)
         if wanted.mode == "online":
             held = self._run.starting_step - 1
         self.last = self.kept = held
@@ -61,7 +61,7 @@ def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None
     """
     run = f"{uuid(paths)}-evaluations"
     first = held_by(paths.wandb, run, wanted.project, held - 1) + 1
-    name = f"{_group(paths)} evaluations"
+    name = f"{paths.full_name} evaluations"
     opened = _opened(paths, wanted, run, name, job_type="evaluation", within_s=ARRIVED_S)
     if wanted.mode == "online":
         first = opened.starting_step
@@ -88,10 +88,6 @@ def held_by(directory: Path, run: str, project: str, after: int) -> int:
     return after
 
 
-def _group(paths: RunPaths) -> str:
-    return f"{paths.experiment}/{paths.trial}"
-
-
 def _opened(
     paths: RunPaths,
     wanted: Wandb,
@@ -107,7 +103,7 @@ def _opened(
         project=wanted.project,
         name=name,
         id=run,
-        group=_group(paths),
+        group=paths.full_name,
         config=settings(paths),
         resume="allow",
         mode=wanted.mode,
