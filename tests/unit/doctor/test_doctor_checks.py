@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import resource
 import stat
@@ -23,11 +22,6 @@ from slurmrl.tensors.parallel import gpu
 
 def states(checks: list[Check]) -> dict[str, State]:
     return {one.name: one.state for one in checks}
-
-
-def test_a_check_survives_json() -> None:
-    check = failed("gpus", "none", "ask for some", given=0.0).at("n0")
-    assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
 
 
 def test_what_keeps_from_looking_is_a_failed_check() -> None:

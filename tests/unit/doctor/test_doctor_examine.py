@@ -256,9 +256,3 @@ def test_hosts_that_say_the_same_share_a_row() -> None:
         ("python", 1),
         ("latency", 6),
     ]
-
-
-def test_a_local_job_is_not_made_larger(tmp_path: Path) -> None:
-    from slurmrl.config.schema import Cluster
-
-    assert examine_module._group("local", Cluster(), None).hosts == 1

@@ -197,9 +197,7 @@ def test_a_warning_before_the_supervisor_is_up_is_not_lost(
     ("how", "kind", "expected"),
     [
         ("gres", None, {"gres": "gpu:2"}),
-        ("gres", "a100", {"gres": "gpu:a100:2"}),
         ("gpus-per-node", None, {"gpus-per-node": "2"}),
-        ("gpus-per-node", "a100", {"gpus-per-node": "a100:2"}),
         ("none", "a100", {}),
     ],
 )
