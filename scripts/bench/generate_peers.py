@@ -51,8 +51,8 @@ def _served(case: Case, *arguments: str) -> Run:
         weights = made[0].folder / "weights"
         weights.mkdir()
         to_hf(decoder, weights)
-        await made[0].server.up()
-        await made[0].server.install(WeightVersion(name="0.1", folder=weights))
+        await made[0].server.engine.start()
+        await made[0].server.engine.update_weights(WeightVersion(name="0.1", folder=weights))
 
     async def draw(case: Case) -> Made:
         results = await asyncio.gather(*map(made[0].server.engine.submit, requests(case)))

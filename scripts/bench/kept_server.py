@@ -9,9 +9,8 @@ import torch
 
 from slurmrl.config.schema.rollout import Address
 from slurmrl.models.config import ModelConfig
-from slurmrl.rollouts.generation.process import HostFolder
-from slurmrl.rollouts.generation.server_kinds import SOCKET, PlacedServer, ServerKind
-from slurmrl.rollouts.generation.server_supervisor import Patience, Serving
+from slurmrl.rollouts.generation.server_instance import Patience
+from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 
@@ -37,10 +36,8 @@ class BenchServer:
         )
         cpu = torch.device("cpu")
         self.kind = KINDS[engine](model, "float32", serving, tensor_ranks=1, device=cpu)
-        memory = HostFolder()
-        self.folder = memory.path
-        kept = self.kind.keep(serving, self.folder, name=engine, visible="")
-        self.server = PlacedServer(memory, kept)
+        self.server = self.kind.servers(name=engine, visible="")
+        self.folder = self.server.folder
         self.address = Address(f"unix:{self.folder / SOCKET}")
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
 from slurmrl.engines.fsdp.parameters import constant_specs, whole_shapes
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.role_weights import model_config
+from slurmrl.errors import UsageError
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.parallel.boxes import TensorSplit
@@ -31,16 +32,14 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_kinds import (
     VISIBLE,
-    PlacedServer,
-    RunningServers,
+    Running,
     ServerKind,
     Servers,
+    Serving,
     WholeWeights,
 )
-from slurmrl.rollouts.generation.server_supervisor import Running, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 from slurmrl.tensors.layout import Layout
@@ -201,17 +200,13 @@ class ServerEngine(GenerateEngine):
                 report()
 
     async def _up(self, servers: Servers) -> None:
-        await servers.up()
+        await servers.engine.start()
         if self._away:
-            await servers.sleep()
+            await servers.engine.sleep()
 
     async def _start(self) -> Servers:
-        if isinstance(self._serving, Running):
-            return RunningServers(self._serving, self._kind.dialect)
-        folder = HostFolder()
         name = f"{self.kind.name} server of {self.role} {self.context.dp_rank}"
-        kept = self._kind.keep(self._serving, folder.path, name=name, visible=self._devices)
-        return PlacedServer(folder, kept)
+        return self._kind.servers(name=name, visible=self._devices)
 
     def layout(self) -> Layout:
         return self._placing.layout()
@@ -240,7 +235,7 @@ class ServerEngine(GenerateEngine):
         self._away, self._moved, self._tensors = True, False, {}
         if self._servers is not None:
             self.context.activity.phase(f"waiting for the {self.kind.name} server to sleep")
-            self._run(self._servers.sleep())
+            self._run(self._servers.engine.sleep())
             self._remove_installed()
         self._meet()  # the GPUs of all of them are free now
 
@@ -288,9 +283,21 @@ class ServerEngine(GenerateEngine):
         folder = self._servers.folder / name
         self._weights.write(tensors, folder)
         self._free(tensors)
-        self._run(self._servers.install(WeightVersion(name=name, folder=folder)))
+        self._run(self._serve(self._servers, WeightVersion(name=name, folder=folder)))
         self._remove_installed()
         self._installed = folder
+
+    async def _serve(self, servers: Servers, version: WeightVersion) -> None:
+        """Serve ``version`` from the return on. Raises UsageError if it is refused."""
+        try:
+            await servers.engine.update_weights(version)
+        except UsageError as error:
+            if isinstance(self._serving, Serving):
+                raise
+            raise UsageError(
+                f"{error}; do the servers see {version.folder}? If not, set "
+                "rollout.server_weights to a folder that they do"
+            ) from error
 
     def _remove_installed(self) -> None:
         """Remove what the servers need no more."""

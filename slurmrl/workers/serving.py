@@ -10,7 +10,8 @@ from slurmrl.config.schema import Rollout
 from slurmrl.config.schema.rollout import Address, read_keys
 from slurmrl.plan.estimates.shape import least_context
 from slurmrl.plan.settings import Settings
-from slurmrl.rollouts.generation.server_supervisor import Patience, Running, Serving
+from slurmrl.rollouts.generation.server_instance import Patience
+from slurmrl.rollouts.generation.server_kinds import Running, Serving
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths
 

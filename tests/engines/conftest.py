@@ -30,7 +30,7 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.server_supervisor import Patience
+from slurmrl.rollouts.generation.server_instance import Patience
 
 T = TypeVar("T")
 VOCABULARY = 128

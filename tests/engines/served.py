@@ -24,11 +24,10 @@ from slurmrl.models.hf import read_values
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.managed_server import ManagedServer
+from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_client import ServerClient
-from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind
-from slurmrl.rollouts.generation.server_supervisor import Serving
+from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind, Serving
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import (
     CONTEXT,
@@ -51,7 +50,7 @@ from tests.support.servers import load_once
 class Served(SharedServer):
     """The engine of a server that is kept, and its processes, which tests hurt."""
 
-    engine: ManagedServer
+    engine: Instances
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class Served(SharedServer):
         self.kind = kind(config, "float32", self._serving, tensor_ranks=1, device=cpu)
         self.engine = loop.run(self._keep())
 
-    async def _keep(self) -> ManagedServer:
+    async def _keep(self) -> Instances:
         return self.kind.keep(self._serving, self.folder.path, name="the server", visible="")
 
     @property

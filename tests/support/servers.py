@@ -13,8 +13,8 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.process import WARDEN
-from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind
-from slurmrl.rollouts.generation.server_supervisor import Patience, Serving
+from slurmrl.rollouts.generation.server_instance import Patience
+from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind, Serving
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Several instances of an engine behind one: routing by prefix, and the loss of an instance."""
+"""Servers behind one engine: routing by prefix, and the loss of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.rollouts.generation.base import (
     ABORTED,
     Completion,
@@ -17,7 +17,8 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.server_client import Connect, Instance, InstanceLimits
+from slurmrl.rollouts.generation.process import ServerProgram
+from slurmrl.rollouts.generation.server_instance import Connect, Instance, Patience
 
 MOST_ATTEMPTS = 8
 """How many instances a request may lose before it fails: it may be what they die of."""
@@ -56,24 +57,28 @@ class Instances(RolloutEngine):
     An instance gets requests only while it holds the last weight version. A request goes where its
     prefix is, unless that instance has much more to do than another. When an instance is lost, its
     requests are issued again; the draws of a request do not depend on where it is served. While no
-    instance can be used requests wait, ``patience_s`` at most.
+    instance can be used requests wait, ``wait_s`` at most, or until all were given up.
     """
 
     def __init__(
         self,
         connects: Mapping[str, Connect],
+        patience: Patience,
         *,
-        limits: InstanceLimits | None = None,
-        patience_s: float = 900.0,
+        program: ServerProgram | None = None,
+        wait_s: float | None = None,
+        concurrency: int = 256,
     ) -> None:
-        """``connects``: how to reach each instance, by its name in messages.
+        """The caller must be in a running asyncio loop.
 
-        Made in a running asyncio loop.
+        ``connects``: how to reach each instance, by its name in messages. ``program``: starts the
+        server; there is one instance then. ``concurrency``: completions that an instance draws at
+        a time; a request is sent whole, so that a few more are possible.
         """
-        self._limits = limits or InstanceLimits()
+        self._concurrency = concurrency
         self._wanted: WeightVersion | None = None
         self._paused = False
-        self._patience_s = patience_s
+        self._wait_s = wait_s
         self._jobs: dict[str, _Waiting] = {}
         self._queue: list[_Waiting] = []
         self._order = itertools.count()
@@ -84,30 +89,36 @@ class Instances(RolloutEngine):
         self._giving_up: asyncio.TimerHandle | None = None
         self._instances = [
             Instance(
-                name, connect, self._limits, wanted=self._state, came=self._came, went=self._went
+                name,
+                connect,
+                patience,
+                program=program,
+                wanted=self._state,
+                came=self._came,
+                went=self._went,
             )
             for name, connect in connects.items()
         ]
         self._expect_instances()
 
-    async def start(self, *, wait_s: float = 0.0) -> None:
+    async def start(self) -> None:
         """Return once an instance can be used.
 
         Closes all of them and raises UsageError if one will never be usable, RunFailedError if all
-        have failed at their first attempt and none can be used within ``wait_s``.
+        were given up or have failed at their first attempt and none can be used within ``wait_s``.
         """
         await asyncio.wait([instance.tried for instance in self._instances])
         errors = [instance.error for instance in self._instances if instance.error is not None]
         unusable = next((error for error in errors if isinstance(error, UsageError)), None)
         try:
-            if unusable is not None:
-                raise unusable
-            async with asyncio.timeout(wait_s):
+            if (error := unusable or self._given_up()) is not None:
+                raise error
+            async with asyncio.timeout(self._wait_s):
                 await self._usable.wait()
         except TimeoutError as error:
             await self.close()
             raise RunFailedError(f"no server can be used: {self._reasons()}") from error
-        except UsageError:
+        except SlurmrlError:
             await self.close()
             raise
 
@@ -119,6 +130,8 @@ class Instances(RolloutEngine):
         future: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
         if self._closed:
             future.set_exception(RunFailedError("the engine was closed"))
+        elif (lost := self._given_up()) is not None:
+            future.set_exception(lost)
         elif request.request_id in self._jobs:
             future.set_exception(UsageError(f"request {request.request_id} is in flight already"))
         else:
@@ -166,13 +179,18 @@ class Instances(RolloutEngine):
         self._prefixes = PrefixIndex()  # caches do not outlive weights
         self._dispatch()
 
+    async def sleep(self) -> None:
+        """Free the device memory of servers of this run until the next `update_weights`."""
+        self._wanted = None
+        await asyncio.gather(*(instance.sleep() for instance in self._instances))
+
     async def health(self) -> None:
         if not any(instance.engine for instance in self._instances):
             raise RunFailedError(f"no instance can be used: {self._reasons()}")
 
     async def close(self) -> None:
         self._closed = True
-        self._fail_all("the engine was closed")
+        self._fail_all(RunFailedError("the engine was closed"))
         if self._giving_up is not None:
             self._giving_up.cancel()
         await asyncio.gather(*(instance.close() for instance in self._instances))
@@ -192,23 +210,35 @@ class Instances(RolloutEngine):
         self._expect_instances()
 
     def _expect_instances(self) -> None:
-        """From now on, let requests wait at most ``patience_s`` while no instance can be used."""
-        if self._giving_up is None and not any(i.engine for i in self._instances):
+        """From now on, let requests wait at most ``wait_s`` while no instance can be used."""
+        if (lost := self._given_up()) is not None:
+            self._fail_all(lost)
+        elif (
+            self._wait_s is not None
+            and self._giving_up is None
+            and not any(i.engine for i in self._instances)
+        ):
             loop = asyncio.get_running_loop()
-            self._giving_up = loop.call_later(self._patience_s, self._give_up)
+            self._giving_up = loop.call_later(self._wait_s, self._stop_waiting)
 
-    def _give_up(self) -> None:
+    def _given_up(self) -> SlurmrlError | None:
+        """Return why there will be no instance any more."""
+        reasons = [instance.given_up for instance in self._instances]
+        return None if None in reasons else reasons[0]
+
+    def _stop_waiting(self) -> None:
         self._giving_up = None
-        self._fail_all(f"no instance could be used for {self._patience_s:g} s: {self._reasons()}")
+        message = f"no instance could be used for {self._wait_s:g} s: {self._reasons()}"
+        self._fail_all(RunFailedError(message))
         self._expect_instances()
 
     def _reasons(self) -> str:
         return "; ".join(f"{each.name}: {each.error or 'starting'}" for each in self._instances)
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, error: SlurmrlError) -> None:
         for job in list(self._jobs.values()):
             if not job.future.done():
-                job.future.set_exception(RunFailedError(message))
+                job.future.set_exception(error)
 
     def _forget(self, job: _Waiting) -> None:
         """A request was answered, has failed or was cancelled."""
@@ -234,7 +264,7 @@ class Instances(RolloutEngine):
             for index, instance in enumerate(self._instances)
             if instance.version is not None
             and instance.version == self.version
-            and instance.sequences < self._limits.concurrency
+            and instance.sequences < self._concurrency
         ]
 
     def _choose(self, job: _Waiting, ready: list[int]) -> int:
@@ -253,6 +283,7 @@ class Instances(RolloutEngine):
         assert instance.engine is not None
         instance.sequences += len(job.request.keys)
         instance.load += job.cost
+        instance.asked()
         self._prefixes.remember(job.request.prompt, index)
         job.at = index
         job.attempts += 1
@@ -268,6 +299,7 @@ class Instances(RolloutEngine):
         if job.future.done() or answer.cancelled():
             pass
         elif error is None:
+            instance.heard()
             self._remember(job, index, answer.result())
             job.future.set_result(answer.result())
         elif not isinstance(error, RunFailedError) or job.attempts >= MOST_ATTEMPTS:

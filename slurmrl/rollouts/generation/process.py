@@ -1,4 +1,4 @@
-"""A server on its host: its processes, its log and a private folder in memory.
+"""A server on its host: its processes, its starts, its log and a private folder in memory.
 
 The processes start together, end together and are never left behind (`warden.py`). The log shows
 the error with which a server ended. SGLang logs a traceback as one message (``[2026-01-02 03:04:05
@@ -27,6 +27,7 @@ from typing import Final
 
 from slurmrl import log, package
 from slurmrl.display.terminal import exit_words
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.fsio.atomic import open_log
 from slurmrl.fsio.failures import explain
 from slurmrl.rollouts.generation.warden import LIST, remove_shared
@@ -122,6 +123,68 @@ def _code(pidfd: int) -> int | None:
         return None
     status = int(result.si_status)
     return status if result.si_code == os.CLD_EXITED else -status
+
+
+MOST_FAILED_STARTS: Final = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedStart:
+    """Why and how a start was over."""
+
+    reason: str
+    served_s: float = 0.0
+    """Seconds for which it was ready."""
+    asked: bool = False
+    """Whether it got requests."""
+    answered: bool = False
+    """Whether it has answered one."""
+    error: str = ""
+    """What its log says if the server ended by itself, in words that do not change from start to
+    start; empty if a server on another host may not meet it."""
+
+    def good(self, stable_s: float) -> bool:
+        """Whether it was ready for ``stable_s``, and answered if it had requests."""
+        return self.served_s >= stable_s and (self.answered or not self.asked)
+
+
+class FailedStarts:
+    """Counts starts that failed in a row."""
+
+    def __init__(self, stable_s: float) -> None:
+        """``stable_s``: after which a start that was ready counts as good."""
+        self._stable_s = stable_s
+        self._error = ""
+        self._alike = 0
+        self.count = 0
+
+    def add(self, ending: EndedStart) -> None:
+        self.count = 1 if ending.good(self._stable_s) else self.count + 1
+        same = bool(ending.error) and not ending.answered
+        self._alike = self._alike + 1 if same and ending.error == self._error else int(same)
+        self._error = ending.error
+
+    @property
+    def enough(self) -> bool:
+        """Whether the server is not to be started again now."""
+        return self.hopeless or self.count >= MOST_FAILED_STARTS
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether another start would probably end with the same error as the last starts.
+
+        They all ended with the same error before they answered a request.
+        """
+        return self._alike >= MOST_FAILED_STARTS
+
+    def explained(self, name: str, reason: str) -> SlurmrlError:
+        """Return why there is no further start. ``reason``: why the last one ended."""
+        if self.hopeless:
+            return UsageError(
+                f"{name} cannot be used: its last {MOST_FAILED_STARTS} starts have ended with the "
+                f"same error, before they answered a request: {reason}"
+            )
+        return RunFailedError(f"{name} failed {self.count} times in a row: {reason}")
 
 
 TAIL_BYTES: Final = 256 * 1024

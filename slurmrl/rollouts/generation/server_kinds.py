@@ -5,37 +5,38 @@ A copy has a server of its own, or uses servers that run already.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.config.schema.rollout import Address
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.config.schema.rollout import Address, ServerKeys
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.shapes import storage_of
-from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.instances import Instances
-from slurmrl.rollouts.generation.managed_server import ManagedServer
 from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
-from slurmrl.rollouts.generation.server_client import InstanceLimits, ServerClient
-from slurmrl.rollouts.generation.server_supervisor import Running, Serving
+from slurmrl.rollouts.generation.server_client import ServerClient
+from slurmrl.rollouts.generation.server_instance import PROBE_S, Patience
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
+from slurmrl.run.events import EventWriter
 from slurmrl.tensors.checkpoint.export import (
     in_written_order,
     write_folder,
@@ -58,96 +59,68 @@ SOCKET = "server.sock"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Speak(Protocol):
-    """Makes the dialect of a server.
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How a rank keeps its server."""
 
-    ``control`` is a client with its key for administration; without one, ``client`` has it.
-    """
+    python: str
+    """The interpreter of the server's environment."""
+    arguments: tuple[str, ...]
+    """Further arguments of the server."""
+    tokenizer: Path | None
+    """None where requests need no text."""
+    patience: Patience
+    log: Path
+    events: EventWriter | None = None
+    """Gets an event each time the server ends."""
+    context: int = 0
+    """Tokens that a prompt and its completion may have together; the server must take as many."""
+    memory_bytes: int | None = None
+    """Its share of each GPU; None leaves that to its own settings."""
+    sleeps: bool = False
+    """Whether it frees its GPUs between generations."""
+    experts: bool = False
+    """Whether it is to record the experts that read each token."""
+    stale_cache: bool = False
+    """Whether requests in flight over an update keep what older weights have computed."""
 
-    def __call__(self, client: HttpClient, control: HttpClient | None = None) -> Dialect: ...
+    @property
+    def text(self) -> bool:
+        """Whether requests need a tokenizer on the server."""
+        return self.tokenizer is not None
 
 
-class Servers(ABC):
-    """Made in a running asyncio loop."""
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """Servers that run already."""
 
-    engine: RolloutEngine
+    addresses: tuple[Address, ...]
+    weights: Path
+    """A folder that they see under the same path, of this trial alone."""
+    keys: ServerKeys
+    context: int
+    """Tokens that a prompt and its completion may have together; a server must take as many."""
+    text: bool
+    """Whether requests need a tokenizer on the server."""
+    patience: Patience
+    experts: bool = False
+    """Whether they must record the experts that read each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """The servers of one copy of a model."""
+
+    engine: Instances
     folder: Path
     """For weight versions: the servers see it under this path."""
-
-    @abstractmethod
-    async def up(self) -> None:
-        """Return once requests can be served.
-
-        Raises RunFailedError if that takes too long, UsageError if it will never be so.
-        """
-
-    async def install(self, version: WeightVersion) -> None:
-        """Serve ``version``, whose folder is in ``folder``. Raises UsageError if it is refused."""
-        await self.engine.update_weights(version)
-
-    async def sleep(self) -> None:  # noqa: B027 - only servers of one's own do
-        """Free device memory until the next `install`."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """End what was started, and remove ``folder``."""
-
-
-class PlacedServer(Servers):
-    """A server that this process keeps. It reads weights from this host's memory."""
-
-    def __init__(self, folder: HostFolder, kept: ManagedServer) -> None:
-        self._host_folder, self.folder = folder, folder.path
-        self.engine = self._kept = kept
-
-    async def up(self) -> None:
-        await self._kept.up()
-
-    async def sleep(self) -> None:
-        await self._kept.sleep()
+    free: Callable[[], None]
+    """Removes ``folder``."""
 
     async def close(self) -> None:
-        await self._kept.close()
-        self._host_folder.close()
-
-
-class RunningServers(Servers):
-    """Servers that run already. They read weights from a directory that their hosts share."""
-
-    def __init__(self, running: Running, speak: Speak) -> None:
-        self._running, self._speak = running, speak
-        self.folder = _new_folder(running.weights)
-        patience = running.patience
-        self._instances = Instances(
-            {address.text: partial(self._connect, address) for address in running.addresses},
-            limits=InstanceLimits(silence_s=patience.silence_s, control_s=patience.start_s),
-            patience_s=patience.start_s,
-        )
-        self.engine = self._instances
-
-    async def _connect(self, address: Address) -> RolloutEngine:
-        if address.socket is not None:
-            _check_owner(address.socket)
-        keys = self._running.keys
-        clients = (HttpClient(address, api_key=key) for key in (keys.api, keys.admin))
-        dialect = self._speak(*clients)
-        return await ServerClient.connect(dialect, least=self._running.context)
-
-    async def install(self, version: WeightVersion) -> None:
-        try:
-            await super().install(version)
-        except UsageError as error:
-            raise UsageError(
-                f"{error}; do the servers see {version.folder}? If not, set "
-                "rollout.server_weights to a folder that they do"
-            ) from error
-
-    async def up(self) -> None:
-        await self._instances.start(wait_s=self._running.patience.start_s)
-
-    async def close(self) -> None:
-        await self._instances.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """End the servers that were started, and remove ``folder``."""
+        await self.engine.close()
+        self.free()
 
 
 def _new_folder(parent: Path) -> Path:
@@ -233,7 +206,23 @@ class ServerKind(ABC):
         """Return further arguments of the dialect."""
         return {}
 
-    def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> ManagedServer:
+    def servers(self, *, name: str, visible: str) -> Servers:
+        """Start the server of a copy, or use servers that run already.
+
+        Call this in a running asyncio loop. The arguments are as for `keep`.
+        """
+        if isinstance(self.serving, Serving):
+            host = HostFolder()
+            kept = self.keep(self.serving, host.path, name=name, visible=visible)
+            return Servers(engine=kept, folder=host.path, free=host.close)
+        folder = _new_folder(self.serving.weights)
+        return Servers(
+            engine=self._running(self.serving),
+            folder=folder,
+            free=partial(shutil.rmtree, folder, ignore_errors=True),
+        )
+
+    def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> Instances:
         """Start a server and keep it. Call this in a running asyncio loop.
 
         Only this process uses ``folder``, which has mode 0700: it gets the server's socket and its
@@ -254,8 +243,39 @@ class ServerKind(ABC):
             events=serving.events,
         )
         address = Address(f"unix:{folder / SOCKET}")
-        return ManagedServer(
-            program, address, self.dialect, patience=serving.patience, context=serving.context
+
+        async def connect() -> ServerClient:
+            await self._until_it_answers(address)
+            dialect = self.dialect(HttpClient(address))
+            return await ServerClient.connect(dialect, least=serving.context)
+
+        return Instances({name: connect}, serving.patience, program=program)
+
+    async def _until_it_answers(self, address: Address) -> None:
+        """Return once a server that was started answers."""
+        prober = self.dialect(HttpClient(address, patience_s=0.0))
+        try:
+            while True:
+                try:
+                    return await prober.health()
+                except SlurmrlError:
+                    await asyncio.sleep(PROBE_S)
+        finally:
+            await prober.close()
+
+    def _running(self, running: Running) -> Instances:
+        async def connect(address: Address) -> ServerClient:
+            if address.socket is not None:
+                _check_owner(address.socket)
+            clients = (
+                HttpClient(address, api_key=key) for key in (running.keys.api, running.keys.admin)
+            )
+            return await ServerClient.connect(self.dialect(*clients), least=running.context)
+
+        return Instances(
+            {address.text: partial(connect, address) for address in running.addresses},
+            running.patience,
+            wait_s=running.patience.start_s,
         )
 
     def _share_of_memory(self, share: int | None) -> Sequence[str]:

@@ -36,8 +36,7 @@ from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.generation.dialect import CONTROL_S, Draw, HttpDialect
 from slurmrl.rollouts.generation.fitness import check_sglang, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.server_kinds import ServerKind
-from slurmrl.rollouts.generation.server_supervisor import Serving
+from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.sglang_requests import (
     DrawnPiece,
     PiecewiseDraw,

@@ -36,8 +36,7 @@ from slurmrl.rollouts.generation.fitness import (
     field_of,
     without_dev_mode,
 )
-from slurmrl.rollouts.generation.server_kinds import ServerKind
-from slurmrl.rollouts.generation.server_supervisor import Serving
+from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.weight_checks import (
     Digest,
     Held,

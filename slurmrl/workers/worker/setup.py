@@ -40,7 +40,7 @@ from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve
-from slurmrl.rollouts.generation.server_supervisor import Running, Serving
+from slurmrl.rollouts.generation.server_kinds import Running, Serving
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.events import EventWriter
 from slurmrl.run.paths import RunPaths

@@ -21,7 +21,8 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.server_engine import ServerEngine
 from slurmrl.rollouts.generation.base import GenerationOptions
-from slurmrl.rollouts.generation.server_supervisor import Patience, Running, Serving
+from slurmrl.rollouts.generation.server_instance import Patience
+from slurmrl.rollouts.generation.server_kinds import Running, Serving
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.tensors.transfer.execute import Holdings, Mover
 from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move

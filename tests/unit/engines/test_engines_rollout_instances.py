@@ -29,10 +29,11 @@ from slurmrl.rollouts.generation.instances import (
     Instances,
     PrefixIndex,
 )
-from slurmrl.rollouts.generation.server_client import InstanceLimits
+from slurmrl.rollouts.generation.server_instance import Patience
 
 T = TypeVar("T")
-LIMITS = InstanceLimits(concurrency=6, probe_every_s=2.0, silence_s=5.0, control_s=20.0)
+PATIENCE = Patience(start_s=20.0, silence_s=5.0, probe_s=2.0)
+AT_ONCE = 6
 
 
 class VirtualSelector(selectors.DefaultSelector):
@@ -87,7 +88,7 @@ class FakeServer:
         """Fails each attempt to connect."""
         self.engine: FakeEngine | None = None
 
-    async def connect(self) -> FakeEngine:
+    async def connect(self) -> Any:
         if self.refusing is not None:
             raise self.refusing
         await self.answer(1.0)
@@ -195,7 +196,7 @@ def request(name: str, prompt: Sequence[int] = (1,) * 16, keys: int = 1) -> Gene
 
 def instances_of(servers: Sequence[FakeServer], **options: Any) -> Instances:
     connects = {f"server {index}": server.connect for index, server in enumerate(servers)}
-    return Instances(connects, limits=LIMITS, **options)
+    return Instances(connects, PATIENCE, concurrency=AT_ONCE, **options)
 
 
 async def serving(servers: Sequence[FakeServer], **options: Any) -> Instances:
@@ -235,7 +236,7 @@ def test_every_request_is_answered_once_by_the_version_of_its_time_or_a_later_on
 
     async def main() -> None:
         servers = [FakeServer() for _ in range(count)]
-        instances = await serving(servers, patience_s=10000.0)
+        instances = await serving(servers, wait_s=10000.0)
         futures: list[asyncio.Future[tuple[Completion, ...]]] = []
         oldest: list[int] = []  # version that a request may get at least
         aborted: set[int] = set()
@@ -277,7 +278,7 @@ def test_every_request_is_answered_once_by_the_version_of_its_time_or_a_later_on
             (version,) = {version for result in results for version in result.versions}
             assert oldest[index] <= int(version) <= latest
         await asyncio.sleep(0.01)  # what follows an answer
-        assert all(server.most <= LIMITS.concurrency + 3 for server in servers)
+        assert all(server.most <= AT_ONCE + 3 for server in servers)
         assert [(each.sequences, each.load) for each in instances._instances] == [(0, 0)] * count
         await instances.close()
 
@@ -347,7 +348,7 @@ def test_an_update_does_not_wait_forever_for_an_instance_that_hangs() -> None:
         servers[0].state = "hung"
         begin = asyncio.get_running_loop().time()
         await instances.update_weights(WeightVersion(name="2"))
-        assert asyncio.get_running_loop().time() - begin <= LIMITS.silence_s + LIMITS.control_s
+        assert asyncio.get_running_loop().time() - begin <= PATIENCE.silence_s + PATIENCE.start_s
         (result,) = await instances.submit(request("r"))
         assert result.versions == ("2",)
         await instances.close()
@@ -394,8 +395,8 @@ def test_the_start_waits_for_servers_that_come_later() -> None:
     async def main() -> None:
         server = FakeServer()
         server.refusing = RunFailedError("connection refused")
-        instances = instances_of([server])
-        start = asyncio.ensure_future(instances.start(wait_s=300.0))
+        instances = instances_of([server], wait_s=300.0)
+        start = asyncio.ensure_future(instances.start())
         await asyncio.sleep(120.0)
         assert not start.done()
         server.refusing = None
@@ -427,7 +428,7 @@ def test_a_request_that_fails_everywhere_fails() -> None:
 def test_without_an_instance_requests_wait_for_a_limited_time() -> None:
     async def main() -> None:
         server = FakeServer()
-        instances = await serving([server], patience_s=100.0)
+        instances = await serving([server], wait_s=100.0)
         server.state = "dead"
         begin = asyncio.get_running_loop().time()
         message = "no instance could be used for 100 s: server 0: connection refused"
@@ -450,7 +451,7 @@ def test_the_start_fails_with_the_reason(kind: type[SlurmrlError]) -> None:
         servers[1].refusing = kind("wrong flags")
         if kind is RunFailedError:
             servers[0].refusing = kind("wrong flags")
-        instances = instances_of(servers)
+        instances = instances_of(servers, wait_s=5.0)
         with pytest.raises(kind, match="wrong flags"):
             await instances.start()
 

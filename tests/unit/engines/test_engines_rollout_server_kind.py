@@ -6,7 +6,6 @@ import asyncio
 import json
 import stat
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ import torch
 from slurmrl.models.config import ModelConfig
 from slurmrl.rollouts.generation import server_kinds
 from slurmrl.rollouts.generation.process import ServerProgram
-from slurmrl.rollouts.generation.server_kinds import ServerKind
-from slurmrl.rollouts.generation.server_supervisor import Patience, Serving
+from slurmrl.rollouts.generation.server_instance import Patience
+from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
 from tests.unit.models.conftest import BASE, ODD
@@ -41,11 +40,11 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept: list[tuple[ServerProgram, Any, dict[str, Any]]] = []
+    kept: list[tuple[ServerProgram, Patience]] = []
     monkeypatch.setattr(
         server_kinds,
-        "ManagedServer",
-        lambda program, address, _, **more: kept.append((program, address, more)),
+        "Instances",
+        lambda _, patience, program: kept.append((program, patience)),
     )
     for name in wanted:
         monkeypatch.setenv(name, "1" if name != "VLLM_SERVER_DEV_MODE" else "0")
@@ -57,7 +56,6 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
         tokenizer=None,
         patience=Patience(),
         log=tmp_path / "log",
-        context=130,
     )
     config = ModelConfig.from_hf({**BASE, **ODD["qwen3"], "eos_token_id": 3})
     server = kind(config, "float32", serving, tensor_ranks=1, device=torch.device("cpu"))
@@ -66,12 +64,11 @@ def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
         server.keep(serving, tmp_path, name="server", visible="4,5")
 
     asyncio.run(keep())
-    ((program, address, more),) = kept
-    assert more == {"patience": serving.patience, "context": 130}
+    ((program, patience),) = kept
+    assert patience == serving.patience
     own = {"CUDA_VISIBLE_DEVICES": "4,5", "TMPDIR": str(tmp_path / "tmp"), "HF_HUB_OFFLINE": "1"}
     assert program.environment.items() >= {**wanted, **own, "HTTPS_PROXY": "http://p"}.items()
     assert not {"PYTHONPATH", "RANK"} & set(program.environment)
-    assert address.socket == str(tmp_path / "server.sock")
     assert str(tmp_path / "server.sock") in program.command
     assert tuple(program.command[-2:]) == ("--last", "1")
     for name in ("model", "tmp"):

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.rollouts.generation.process import TAIL_BYTES, ServerLog, last_error, read_end
-from slurmrl.rollouts.generation.server_supervisor import EndedStart, FailedStarts
+from slurmrl.rollouts.generation.process import (
+    TAIL_BYTES,
+    EndedStart,
+    FailedStarts,
+    ServerLog,
+    last_error,
+    read_end,
+)
 
 SGLANG = """\
 [2026-11-23 09:00:00] server_args=ServerArgs(model_path='/m', device='cuda')
