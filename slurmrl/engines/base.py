@@ -10,7 +10,7 @@ first token of a sequence; ``values[t]`` is the value after reading token t.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,6 +135,11 @@ class Engine(ABC):
 
     def wait_until_up(self, report: Callable[[], None]) -> None:  # noqa: B027 - most are at once
         """Return once the engine can compute; ``report`` is called now and then."""
+
+    @property
+    def served_types(self) -> Collection[str] | None:
+        """Types in which servers elsewhere compute; None on a rank that speaks to none."""
+        return None
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing else
         """End what the engine keeps besides the memory of this process."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -207,6 +207,11 @@ class ServerEngine(GenerateEngine):
     async def _start(self) -> Servers:
         name = f"{self.kind.name} server of {self.role} {self.context.dp_rank}"
         return self._kind.servers(name=name, visible=self._devices)
+
+    @property
+    def served_types(self) -> Collection[str] | None:
+        elsewhere = self._servers is not None and isinstance(self._serving, Running)
+        return self._kind.checks.types if elsewhere else None
 
     def layout(self) -> Layout:
         return self._placing.layout()

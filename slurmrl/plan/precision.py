@@ -7,7 +7,7 @@ for it.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -94,14 +94,14 @@ def unlike_training(config: Config) -> str:
     return f"completions are generated {' and '.join(parts)}" if parts else ""
 
 
-def rounds_to(config: Config) -> str | None:
+def rounds_to(config: Config, served: Collection[str] = ()) -> str | None:
     """Return the narrower type to which generation rounds the actor's float32 weights.
 
-    With adapters, it may round their sum with the weights. Return None if it rounds none, and if
-    only the server knows.
+    With adapters, it may round their sum with the weights. ``served``: types of servers that run
+    already. Return None if generation rounds none, or if only such a server knows.
     """
-    dtype = generating(config).dtype
-    return dtype if dtype in NARROW else None
+    types = {generating(config).dtype, *served}
+    return next((dtype for dtype in NARROW if dtype in types), None)
 
 
 CPUINFO: Final = Path("/proc/cpuinfo")

@@ -35,7 +35,8 @@ def test_a_trial_outlives_running_servers_that_end_and_come_back(
     read, and the servers still run.
     """
     sockets = [tmp_path / "first", tmp_path / "second"]
-    started += [Started(tmp_path, ARCHITECTURE, path.name, str(path)) for path in sockets]
+    started.append(Started(tmp_path, ARCHITECTURE, "first", str(sockets[0])))
+    started.append(Started(tmp_path, ARCHITECTURE, "second", str(sockets[1]), "--says", "bfloat16"))
     rollout = {"backend": "sglang", "servers": [f"unix:{path}" for path in sockets]}
     site = site_in(tmp_path, {}, pause_s=0.0)
     hold = Hold(site)
@@ -54,6 +55,7 @@ def test_a_trial_outlives_running_servers_that_end_and_come_back(
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert min(line["actor_grad_norm"] for line in lines) > 0.0, "every step changes the weights"
     assert max(abs(line["mismatch/kl"]) for line in lines) < 1e-5
+    assert all(0.0 < line["update_kept"] <= 1.0 for line in lines), "one says that it rounds"
     asked = [json.loads(line) for line in again.record.read_text().splitlines()]
     drawing = [path for path, body in asked if "logit_bias" not in body and path != "/server_info"]
     assert drawing.index("/update_weights_from_disk") < drawing.index("/generate")

@@ -3,7 +3,7 @@
 
 ADDRESS is a path of a Unix socket or a port of this host. Further options: ``--keys API,ADMIN``,
 ``--record FILE`` (a line for each request), ``--mounted-as SUFFIX`` (of folders with weights),
-``--dies-of ERROR`` (at the first request that draws with weights).
+``--dies-of ERROR`` (at the first request that draws with weights), ``--says TYPE`` (of weights).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StandIn:
                 "skip_tokenizer_init": "--skip-tokenizer-init" in self.options,
                 "enable_memory_saver": "--enable-memory-saver" in self.options,
                 "device": "cpu",
-                "dtype": "float32",
+                "dtype": self.options.get("--says", "float32"),
                 "max_req_input_len": positions - KEPT,
             }
         )

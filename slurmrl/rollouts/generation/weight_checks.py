@@ -186,6 +186,8 @@ class WeightChecks:
         ``own``: whether servers start without weights.
         """
         self.own = own
+        self.types: set[str] = set()
+        """Types in which the servers compute, as far as they name them."""
         self._device = device or torch.device("cpu")
         self._lock = asyncio.Lock()
         self._expected: dict[str, Expected] = {}
@@ -205,6 +207,8 @@ class WeightChecks:
         ``digest`` may be the reason why it is not known.
         """
         name = type_name(server)
+        if name is not None:
+            self.types.add(name)
         if stored is not None and name not in (None, stored):
             self.tell(where, f"it computes in {name}, training in {stored} (actor.dtype)")
         return digest if isinstance(digest, str) else in_type(digest, stored, server)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final, TypeVar
@@ -425,9 +425,10 @@ class UpdateKept:
         self._dtype = dtype
 
     @staticmethod
-    def of(settings: Settings, plan: Plan) -> UpdateKept:
+    def of(settings: Settings, plan: Plan, served: Collection[str] = ()) -> UpdateKept:
+        """Return the measure of a trial. ``served``: see `rounds_to`."""
         generates = any(call.method is Method.GENERATE for call in plan.calls)
-        return UpdateKept(rounds_to(settings.config) if generates else None)
+        return UpdateKept(rounds_to(settings.config, served) if generates else None)
 
     def before(self, call: CallPlan, engine: Engine | None) -> Array | None:
         """Return weights to compare with those after the call; None if it is not measured."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -174,8 +174,8 @@ def build_trainer(
         trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
         load(paths.checkpoints / start.base, rank, ranks, trained, wait)
     residence = Residence(engines, plan.offloaded, plan.generating)
-    for engine in engines.values():  # servers start in the memory that the models leave
-        engine.wait_until_up(lambda: say(Preparing(rank=rank)))
+    report = partial(say, Preparing(rank=rank))
+    served = wait_until_up(settings, plan, engines.values(), store, report)
     activity.phase("planning moves of weights")
     transfer = settings.config.transfer
     moves = reallocation.prepare(
@@ -203,7 +203,7 @@ def build_trainer(
         mail,
         reallocations,
         residence,
-        *(activity, versions, start.submission, UpdateKept.of(settings, plan)),
+        *(activity, versions, start.submission, UpdateKept.of(settings, plan, served)),
     )
 
 
@@ -308,6 +308,34 @@ def _serving(
             sleeps=context.role in plan.offloaded,
         )
     }
+
+
+SERVED_TYPES = "types of running servers"
+
+
+def wait_until_up(
+    settings: Settings,
+    plan: Plan,
+    engines: Collection[Engine],
+    store: RunStore,
+    report: Callable[[], None],
+) -> Collection[str]:
+    """Start servers, in the memory that the models leave. Collective over all ranks.
+
+    Return the types in which `rollout.servers` compute: the rank that speaks to them knows these,
+    and tells the others. ``report`` is called now and then.
+    """
+    for engine in engines:
+        engine.wait_until_up(report)
+    models = plan.models_of(TRAINERS).values()
+    serves = any(BACKENDS[model.engine].serves for model in models)
+    if not (serves and settings.config.rollout.servers):
+        return ()
+    for engine in engines:
+        if (types := engine.served_types) is not None:
+            store.set(SERVED_TYPES, json.dumps(sorted(types)))
+    store.wait([SERVED_TYPES], timedelta.max)
+    return tuple(json.loads(store.get(SERVED_TYPES)))
 
 
 def _share_of_gpu(settings: Settings, device: torch.device) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,9 @@ from slurmrl.engines.fsdp.parameters import MergedWeights
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.precision import rounds_to
 from slurmrl.tensors.checkpoint.export import survival
+from slurmrl.workers.distributed import RunStore
 from slurmrl.workers.worker.executor import MOST, UpdateKept
+from slurmrl.workers.worker.setup import wait_until_up
 from tests.unit.algorithms.test_algorithms_behaviour import (
     BFLOAT16_SERVER,
     OTHERS,
@@ -123,6 +127,30 @@ def test_type_is_that_of_the_engine_that_generates(
         engine: Any = Held(w=weights())
         measured = UpdateKept.of(settings, plan).before(TRAIN, engine)
         assert (measured is not None) == bool(wanted)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "types", "expected"),
+    [
+        (OTHERS, {"float32"}, None),
+        (OTHERS, {"float32", "float16", "bfloat16"}, "bfloat16"),
+        (SERVER, {"bfloat16"}, None),
+    ],
+)
+def test_types_of_running_servers_reach_all_ranks(
+    tmp_path: Path, rollout: dict[str, Any], types: set[str], expected: str | None
+) -> None:
+    """One rank speaks to them. Servers of the run have the type that the configuration says."""
+    config = configured("float32", rollout)
+    settings: Any = SimpleNamespace(config=config)
+    plan: Any = SimpleNamespace(
+        models_of=lambda group: {"rollout": SimpleNamespace(engine="sglang")}
+    )
+    store = RunStore(tmp_path / "meeting", 2, timedelta(seconds=60))
+    for known in (types, None):
+        engine: Any = SimpleNamespace(served_types=known, wait_until_up=lambda report: None)
+        served = wait_until_up(settings, plan, [engine], store, lambda: None)
+        assert rounds_to(config, served) == expected
 
 
 def test_share_with_adapters_is_that_of_their_sums_with_the_weights() -> None:
