@@ -26,11 +26,8 @@ from slurmrl.plan.model_files import config_values
 from slurmrl.rollouts.generation.fitness import (
     ServedModel,
     check_context,
-    check_sglang,
-    check_vllm,
-    check_vllm_reads,
+    examine,
     field_of,
-    without_dev_mode,
 )
 
 TIMEOUT_S = 60.0
@@ -205,20 +202,8 @@ async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found
         return await client.get(path, timeout_s=ANSWER_S)
 
     try:
-        if backend == "sglang":
-            server = await get("/server_info")
-            context = check_sglang(address.text, server, await get("/model_info"), needs)
-            version = field_of(address.text, server, "version")
-        else:
-            about = await get("/version")
-            try:
-                server = await get("/server_info?config_format=json")
-            except UsageError as error:
-                raise without_dev_mode(address.text, error) from error
-            context = check_vllm(address.text, about, server, await get("/v1/models"), needs)
-            version = field_of(address.text, about, "version")
-            check_vllm_reads(address.text, server, needs)
-        check_context(address.text, context, int(settings["context"]))
+        fit = await examine(backend, address.text, get, needs)
+        check_context(address.text, fit.context, int(settings["context"]))
         try:
             listed = field_of(address.text, await get("/openapi.json"), "paths")
         except UsageError:
@@ -227,4 +212,4 @@ async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found
         await client.close()
     routes = SERVER_KINDS[backend].routes
     missing = [route for route in routes if isinstance(listed, dict) and route not in listed]
-    return _Found(str(version), context, tuple(missing))
+    return _Found(fit.version, fit.context, tuple(missing))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
@@ -90,13 +91,32 @@ def field_of(where: str, value: object, name: str) -> object:
     return value[name]
 
 
-def check_sglang(where: str, server: object, model: object, needs: ServedModel) -> int:
-    """Check the answers of ``/server_info`` and ``/model_info``.
+class FitServer(NamedTuple):
+    """A server that can be used."""
 
-    Returns the most tokens that a prompt and its completion may have together. Raises UsageError,
-    RunFailedError.
+    version: str
+    context: int
+    """The most tokens that a prompt and its completion may have together."""
+    settings: object
+    """Its ``/server_info``."""
+
+
+Get = Callable[[str], Awaitable[object]]
+"""Asks a server for a path."""
+
+
+async def examine(kind: str, where: str, get: Get, needs: ServedModel) -> FitServer:
+    """Return what a server of this kind says of itself.
+
+    Raises UsageError if it cannot be used for ``needs``, RunFailedError if it does not answer.
     """
-    _check_version(where, "sglang", str(field_of(where, server, "version")))
+    return await {"sglang": _examine_sglang, "vllm": _examine_vllm}[kind](where, get, needs)
+
+
+async def _examine_sglang(where: str, get: Get, needs: ServedModel) -> FitServer:
+    server, model = await get("/server_info"), await get("/model_info")
+    version = str(field_of(where, server, "version"))
+    _check_version(where, "sglang", version)
     if field_of(where, server, "enable_custom_logit_processor"):
         raise UsageError(
             f"{where}: --enable-custom-logit-processor is not allowed: the server would run code "
@@ -113,7 +133,7 @@ def check_sglang(where: str, server: object, model: object, needs: ServedModel) 
             f"{needs.architecture}"
         )
     needs.check_folder(where, field_of(where, model, "model_path"))
-    return int(str(field_of(where, server, "max_req_input_len"))) + 1
+    return FitServer(version, int(str(field_of(where, server, "max_req_input_len"))) + 1, server)
 
 
 def retracts(where: str, server: object) -> bool:
@@ -127,14 +147,16 @@ def retracts(where: str, server: object) -> bool:
     return all(server.get(name, value) == value for name, value in RETRACTING_NEEDS.items())
 
 
-def check_vllm(
-    where: str, version: object, server: object, models: object, needs: ServedModel
-) -> int:
-    """Check the answers of ``/version``, ``/server_info`` and ``/v1/models``.
-
-    Returns and raises as `check_sglang`.
-    """
-    _check_version(where, "vllm", str(field_of(where, version, "version")))
+async def _examine_vllm(where: str, get: Get, needs: ServedModel) -> FitServer:
+    version = str(field_of(where, await get("/version"), "version"))
+    try:
+        server = await get("/server_info?config_format=json")
+    except UsageError as error:
+        raise UsageError(
+            f"{where} does not offer updates of weights: start it with VLLM_SERVER_DEV_MODE=1 "
+            f"({error})"
+        ) from error
+    _check_version(where, "vllm", version)
     model = field_of(where, field_of(where, server, "vllm_config"), "model_config")
     _check_tokenizer(where, model, needs)
     mode = field_of(where, model, "logprobs_mode")
@@ -143,14 +165,15 @@ def check_vllm(
             f"{where}: --logprobs-mode is {mode}, so log-probabilities are not those of the "
             f"sampled distribution; start the server with {' '.join(VLLM_FLAGS)}"
         )
-    listed = field_of(where, models, "data")
+    listed = field_of(where, await get("/v1/models"), "data")
     if not isinstance(listed, list) or not listed:
         raise RunFailedError(f"{where}: /v1/models lists no model")
     needs.check_folder(where, field_of(where, listed[0], "root"))
-    return int(str(field_of(where, listed[0], "max_model_len")))
+    _check_vllm_reads(where, server, needs)
+    return FitServer(version, int(str(field_of(where, listed[0], "max_model_len"))), server)
 
 
-def check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
+def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     """Raise UsageError if a vLLM server would not sample with the weights of the files it read.
 
     On CPUs, vLLM continues with the first vocabulary projection if it is the embedding as well.
@@ -163,13 +186,6 @@ def check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
             f"{where}: vLLM on CPUs takes no new weights from files for models with "
             "tie_word_embeddings: use native or sglang"
         )
-
-
-def without_dev_mode(where: str, error: UsageError) -> UsageError:
-    """The error for a vLLM server that has no ``/server_info``."""
-    return UsageError(
-        f"{where} does not offer updates of weights: start it with VLLM_SERVER_DEV_MODE=1 ({error})"
-    )
 
 
 def check_context(where: str, context: int, least: int) -> None:

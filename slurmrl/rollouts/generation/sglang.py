@@ -34,7 +34,7 @@ from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.plan.estimates.worker_memory import computing
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.generation.dialect import CONTROL_S, Draw, HttpDialect
-from slurmrl.rollouts.generation.fitness import check_sglang, field_of, retracts
+from slurmrl.rollouts.generation.fitness import examine, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.sglang_requests import (
@@ -77,11 +77,10 @@ class SglangDialect(HttpDialect):
         self._retracts = False
 
     async def connect(self) -> int:
-        info = await self._info(CONTROL_S)
-        model = await self._get("/model_info")
-        self._context = check_sglang(self.where, info, model, self._model)
-        self._connected(digest_of(info), dtype_of(info))
-        self._retracts = retracts(self.where, info)
+        fit = await examine("sglang", self.where, self._get, self._model)
+        self._context = fit.context
+        self._connected(digest_of(fit.settings), dtype_of(fit.settings))
+        self._retracts = retracts(self.where, fit.settings)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
@@ -192,14 +191,8 @@ class SglangDialect(HttpDialect):
             raise RunFailedError(f"{self.where}: the server is not idle: {error}") from error
 
     async def health(self) -> None:
-        await self._info(self._health_s)
-
-    async def _info(self, timeout_s: float) -> object:
-        """Return the settings of the server, with the state of the processes that compute.
-
-        These processes report their state themselves, even while they are paused.
-        """
-        return await self._client.get("/server_info", timeout_s=timeout_s)
+        # the processes that compute report their state, even while they are paused
+        await self._client.get("/server_info", timeout_s=self._health_s)
 
     async def _succeed(self, path: str, body: Mapping[str, object]) -> object:
         reply = await self._post(path, body, None)

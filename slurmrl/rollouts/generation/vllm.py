@@ -30,12 +30,7 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.engine_rules import VLLM_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
 from slurmrl.rollouts.generation.dialect import FIRST_S, Draw, HttpDialect
-from slurmrl.rollouts.generation.fitness import (
-    check_vllm,
-    check_vllm_reads,
-    field_of,
-    without_dev_mode,
-)
+from slurmrl.rollouts.generation.fitness import examine, field_of
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.weight_checks import (
     Digest,
@@ -158,19 +153,12 @@ class VllmDialect(HttpDialect):
     GENERATE = "/inference/v1/generate"
 
     async def connect(self) -> int:
-        version = await self._get("/version")
-        try:
-            server = await self._get("/server_info?config_format=json")
-        except UsageError as error:
-            raise without_dev_mode(self.where, error) from error
-        models = await self._get("/v1/models")
-        context = check_vllm(self.where, version, server, models, self._model)
-        self._connected(digest_of(server), dtype_of(server), first_only=True)
-        check_vllm_reads(self.where, server, self._model)
+        fit = await examine("vllm", self.where, self._get, self._model)
+        self._connected(digest_of(fit.settings), dtype_of(fit.settings), first_only=True)
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
         await self._model.check_vocabulary(self.where, self._knows)
-        return context
+        return fit.context
 
     async def _try(self) -> None:
         """Draw a token, which shows what else is wrong before there are requests."""
@@ -270,7 +258,7 @@ def dtype_of(settings: object) -> object:
 def _model_config(settings: object) -> Mapping[str, object]:
     if not isinstance(settings, dict):
         return {}
-    config: Mapping[str, object] = settings["vllm_config"]["model_config"]  # see `check_vllm`
+    config: Mapping[str, object] = settings["vllm_config"]["model_config"]  # `examine` has read it
     return config
 
 
