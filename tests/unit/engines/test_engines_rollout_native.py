@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.hf import from_hf, to_hf
-from slurmrl.models.paged import PagedCall, PagedDecoder, cell_bytes
+from slurmrl.models.paged import PagedCache, PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.rollouts.generation.base import (
     Completion,
@@ -30,7 +32,6 @@ from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.generation.native.sequence import ends_with_stop
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
-from tests.support.generated import generate
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
 STOP = 3
@@ -96,38 +97,79 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("limits", [Limits(), SMALL, TIGHT])
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
-def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("limits", "overlap"), [(Limits(), True), (SMALL, False), (TIGHT, False), (TIGHT, True)]
+)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3", {"min_new_tokens": 2, "temperature": 0.8, "stop_token_ids": (STOP, 11)}),
+        ("qwen2-windows", {"top_k": 5, "top_p": 0.8, "stop_token_ids": tuple(range(3, 12))}),
+        ("mixtral-windows", {"greedy": True}),
+        ("gpt2", {"max_new_tokens": 1}),
+        ("gpt2", {"min_new_tokens": 3, "stop_token_ids": (STOP, 11)}),
+    ],
+)
+def test_completions_do_not_depend_on_the_batch(
+    name: str, changes: dict[str, Any], limits: Limits, overlap: bool
+) -> None:
     """However few rows, tokens or pages there are, and whether tokens are read one call late,
     completions are those of a batch that begins and ends together.
     """
     decoder = decoder_of(name)
-    options = GenerationOptions(
-        max_new_tokens=25, min_new_tokens=2, temperature=0.8, stop_token_ids=(STOP, 11)
-    )
-    texts, n = prompts(12), 3
-    cu = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0).to(torch.int32)
-    flat = torch.tensor([token for text in texts for token in text])
-    wanted = generate(decoder, flat, cu, options, seed=1, step=2, keys=torch.arange(36))
-    requests = [request(i, text, options, *range(i * n, i * n + n)) for i, text in enumerate(texts)]
+    options = GenerationOptions(**{"max_new_tokens": 25, **changes})
+    requests = [
+        request(i, text, options, *range(3 * i, 3 * i + 3)) for i, text in enumerate(prompts(12))
+    ]
+    wanted, _ = served(decoder, requests, Limits(rows=64, step_tokens=1024))
     found, engine = served(decoder, requests, limits, overlap=overlap)
-    rows = zip(
-        wanted.tokens.split(wanted.lengths.tolist()),
-        wanted.logprobs.split(wanted.lengths.tolist()),
-        wanted.prompt_lengths.tolist(),
-        wanted.finished.tolist(),
-        found,
-        strict=True,
-    )
-    for tokens, logprobs, prompt, finished, completion in rows:
-        assert completion.tokens == tuple(tokens[prompt:].tolist())
-        difference = logprobs[prompt:] - torch.tensor(completion.logprobs)
+    for own, completion in zip(wanted, found, strict=True):
+        assert (completion.tokens, completion.finish) == (own.tokens, own.finish)
+        difference = torch.tensor(own.logprobs) - torch.tensor(completion.logprobs)
         assert difference.abs().max() < 1e-5
-        assert completion.finish == ("stop" if finished else "length")
         assert completion.versions == ("0.1",) * len(completion.tokens)
     assert everything_is_free(engine)
+
+
+def test_the_same_requests_give_the_same_bits() -> None:
+    options = GenerationOptions(max_new_tokens=15, stop_token_ids=(STOP,))
+    requests = [request(i, text, options, i, 50 + i) for i, text in enumerate(prompts(12, 20))]
+    first, again = (served(decoder_of(), requests, SMALL)[0] for _ in range(2))
+    assert [(each.tokens, each.logprobs) for each in first] == [
+        (each.tokens, each.logprobs) for each in again
+    ]
+
+
+def test_ended_sequences_leave_their_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is that of the rows that are served at a time, and of no prompt that has ended.
+
+    It is free at the end, at once: on a GPU, training needs it before the garbage collector runs.
+    """
+    sizes: list[int] = []
+    caches: list[weakref.ref[PagedCache]] = []
+    grow = PagedCache.grow
+
+    def recorded(self: PagedCache, pages: int) -> None:
+        grow(self, pages)
+        sizes.append(self.pages * self.page)
+        caches.append(weakref.ref(self))
+
+    monkeypatch.setattr(PagedCache, "grow", recorded)
+    options = GenerationOptions(max_new_tokens=20)
+    requests = [request(i, text, options, i) for i, text in enumerate(prompts(60, 20))]
+    limits = Limits(rows=4, step_tokens=64, page_tokens=4)
+    gc.disable()
+    try:
+        found = served(decoder_of(), requests, limits, own=False, turns=False)[0]
+        assert caches
+        assert not any(cache() for cache in caches)
+    finally:
+        gc.enable()
+    drawn = sum(
+        len(each.prompt) + len(made.tokens) for each, made in zip(requests, found, strict=True)
+    )
+    growth_and_page_ends = 1.5 * 4 * (20 + 20 + 4)
+    assert sizes[-1] <= growth_and_page_ends < drawn / 5
 
 
 def test_a_turn_shares_no_cell_that_was_not_computed() -> None:

@@ -1,10 +1,8 @@
-"""Whole batches by the native request engine."""
+"""Requests to an engine that trains, with models of transformers and the built-in decoder."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -18,148 +16,19 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.decoder import Decoder
-from slurmrl.models.paged import PagedCache
 from slurmrl.rollouts.generation.base import (
     Completion,
     GenerationOptions,
     GenerationRequest,
     RolloutEngine,
 )
-from slurmrl.rollouts.generation.native.batch_schedule import Limits
-from tests.support.generated import GenerationOutput, generate, generated
+from tests.support.generated import GenerationOutput, generated
 from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample
-from tests.unit.models.conftest import BASE, ODD, random_decoder
-
-STOP = 3
-USUAL = Limits(rows=8, step_tokens=16)
-
-
-def decoder_of(name: str = "qwen3") -> Decoder:
-    return random_decoder(ModelConfig.from_hf({**BASE, **ODD[name]}), 0)
-
-
-def prompts(count: int, longest: int = 20) -> tuple[Tensor, Tensor]:
-    """Packed token ids and their boundaries."""
-    draw = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, longest + 1, (count,), generator=draw)
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    return torch.randint(4, 37, (int(lengths.sum()),), generator=draw), ends
-
-
-def by_requests(
-    decoder: Decoder,
-    options: GenerationOptions,
-    keys: Tensor,
-    count: int = 12,
-    limits: Limits = USUAL,
-) -> GenerationOutput:
-    draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": keys}
-    return generate(decoder, *prompts(count), options, limits=limits, **draws)
-
-
-def assert_same(found: GenerationOutput, wanted: GenerationOutput) -> None:
-    """The same completions, with log-probabilities that differ by rounding at most."""
-    assert torch.equal(found.tokens, wanted.tokens)
-    assert torch.equal(found.lengths, wanted.lengths)
-    assert torch.equal(found.prompt_lengths, wanted.prompt_lengths)
-    assert torch.equal(found.finished, wanted.finished)
-    assert found.logprobs.dtype == wanted.logprobs.dtype
-    assert (found.logprobs - wanted.logprobs).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"stop_token_ids": (STOP, 11), "min_new_tokens": 3, "temperature": 0.7},
-        {"top_k": 5, "top_p": 0.8, "stop_token_ids": tuple(range(3, 12))},
-        {"greedy": True},
-        {"max_new_tokens": 1},
-    ],
-)
-@pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
-def test_completions_do_not_depend_on_the_limits(
-    name: str, changes: dict[str, Any], n: int
-) -> None:
-    """With more sequences than rows, and prompts longer than a call."""
-    decoder, keys = decoder_of(name), torch.arange(12 * n) * 7919 - 40
-    options = GenerationOptions(**{"max_new_tokens": 20, **changes})
-    ample = Limits(rows=64, step_tokens=1024)
-    wanted = by_requests(decoder, options, keys, limits=ample)
-    assert_same(by_requests(decoder, options, keys), wanted)
-
-
-def test_the_same_call_gives_the_same_bits() -> None:
-    """Also after other calls, since nothing of theirs is kept."""
-    decoder, keys = decoder_of(), torch.arange(36)
-    options = GenerationOptions(max_new_tokens=15, stop_token_ids=(STOP,))
-    first = by_requests(decoder, options, keys)
-    by_requests(decoder, GenerationOptions(max_new_tokens=9), torch.arange(5), 5)
-    again = by_requests(decoder, options, keys)
-    assert torch.equal(first.tokens, again.tokens)
-    assert torch.equal(first.logprobs, again.logprobs)
-
-
-def test_ended_sequences_leave_their_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is that of the rows that are served at a time, and of no prompt that has ended."""
-    sizes: list[int] = []
-    grow = PagedCache.grow
-
-    def recorded(self: PagedCache, pages: int) -> None:
-        grow(self, pages)
-        sizes.append(self.pages * self.page)
-
-    monkeypatch.setattr(PagedCache, "grow", recorded)
-    limits = Limits(rows=4, step_tokens=64, page_tokens=4)
-    options = GenerationOptions(max_new_tokens=20)
-    output = by_requests(decoder_of(), options, torch.arange(60), 60, limits)
-    growth_and_page_ends = 1.5 * 4 * (20 + 20 + 4)
-    assert sizes[-1] <= growth_and_page_ends < int(output.lengths.sum()) / 5
-
-
-def test_the_memory_of_the_cache_is_free_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At once: on a GPU, training needs it before the garbage collector runs."""
-    caches: list[weakref.ref[PagedCache]] = []
-    grow = PagedCache.grow
-
-    def recorded(self: PagedCache, pages: int) -> None:
-        grow(self, pages)
-        caches.append(weakref.ref(self))
-
-    monkeypatch.setattr(PagedCache, "grow", recorded)
-    gc.disable()
-    try:
-        by_requests(decoder_of(), GenerationOptions(max_new_tokens=5), torch.arange(12))
-        assert caches
-        assert not any(cache() for cache in caches)
-    finally:
-        gc.enable()
-
-
-def test_arguments_are_checked_before_anything_is_computed() -> None:
-    decoder, options = decoder_of("gpt2"), GenerationOptions(max_new_tokens=8)
-    draws: dict[str, Any] = {"seed": 0, "step": 0, "limits": USUAL}
-    none, ids = torch.zeros(0, dtype=torch.int64), torch.arange(4, 14)
-    output = generate(decoder, none, torch.zeros(1, dtype=torch.int32), options, keys=none, **draws)
-    assert output.tokens.shape == output.lengths.shape == output.logprobs.shape == (0,)
-
-    def refused(ends: list[int], options: GenerationOptions, message: str) -> None:
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32)
-        keys = torch.arange(len(ends) - 1)
-        with pytest.raises(UsageError, match=message):
-            generate(decoder, ids, cu_seqlens, options, keys=keys, **draws)
-
-    refused([0, 4, 4, 10], options, "empty prompt")
-    refused([0, 10], GenerationOptions(max_new_tokens=55), r"of 65 tokens .* for 64")
-    strings = GenerationOptions(max_new_tokens=8, stop_strings=("x",))
-    refused([0, 10], strings, "has stop strings, but the engine has no tokenizer")
 
 
 def test_stop_strings_end_completions_of_a_whole_batch() -> None:
-    """Wherever in tokens they are; and requests of single completions get the same bits."""
+    """The engine that trains hands the tokenizer on."""
     model, batch = engine(), sample("prompt_ids")
     keys = torch.arange(4 * len(batch.ids))
     options = GenerationOptions(max_new_tokens=30, stop_strings=("ab", "cccd", "hhij", "ff"))
@@ -172,14 +41,6 @@ def test_stop_strings_end_completions_of_a_whole_batch() -> None:
     for tokens, all_tokens, wanted in zip(drawn, whole, stopped, strict=True):
         assert torch.equal(tokens, all_tokens[:wanted])
     assert found.finished.tolist() == list(map(bool, stopped))
-
-    with model.serving("1.0", ServingOptions(rows=8, decode=letters)) as served:
-        assert served is not None
-        answers = asyncio.run(answered(served, batch, options, keys))
-    assert [answer.tokens for answer in answers] == [tuple(each.tolist()) for each in drawn]
-    assert [answer.finish == "stop" for answer in answers] == found.finished.tolist()
-    logprobs = torch.tensor([value for answer in answers for value in answer.logprobs])
-    assert torch.equal(logprobs, found.logprobs[found.logprobs != 0])
 
 
 def test_requests_of_a_round_have_their_own_limits() -> None:
@@ -297,15 +158,6 @@ def requests_of(
         )
         for number, (key, own) in enumerate(zip(keys, options, strict=True))
     ]
-
-
-async def answered(
-    served: RolloutEngine, batch: SequenceSample, options: GenerationOptions, keys: Tensor
-) -> list[Completion]:
-    """Each completion by a request of its own."""
-    requests = requests_of(batch, [options] * len(keys), keys.tolist())
-    futures = map(served.submit, requests)
-    return [completion for (completion,) in await asyncio.gather(*futures)]
 
 
 @pytest.mark.parametrize("closed", [False, True])
