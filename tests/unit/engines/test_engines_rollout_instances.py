@@ -356,18 +356,6 @@ def test_an_update_does_not_wait_forever_for_an_instance_that_hangs() -> None:
     run(main)
 
 
-def test_a_version_that_cannot_be_held_leaves_the_one_before() -> None:
-    async def main() -> None:
-        instances = await serving([FakeServer()])
-        with pytest.raises(UsageError, match="no such folder"):
-            await instances.update_weights(WeightVersion(name="bad"))
-        (result,) = await instances.submit(request("r"))
-        assert (instances.version, result.versions) == ("1", ("1",))
-        await instances.close()
-
-    run(main)
-
-
 def test_a_version_that_one_instance_refuses_is_served_by_the_others() -> None:
     """A server whose disk is full costs no run that has others; it comes back once it can load."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ import pytest
 from slurmrl.config.schema.rollout import Address
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.config import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.dialect import Draw
 from slurmrl.rollouts.generation.fitness import ServedModel
@@ -30,6 +32,7 @@ from slurmrl.rollouts.generation.sglang import (
 )
 from slurmrl.rollouts.generation.sglang_requests import DrawnPiece, PiecewiseDraw, RoutedLayers
 from slurmrl.rollouts.generation.weight_checks import Held, TensorPart
+from tests.support.trials import ARCHITECTURE
 
 INFO: dict[str, Any] = {
     "version": "0.5.20",
@@ -455,6 +458,26 @@ def test_a_server_of_another_model_is_refused_before_it_gets_requests(
         with pytest.raises(UsageError, match=message):
             asyncio.run(dialect.connect())
     assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 3}, "has layers 3, the weights have 2"),
+        ({"vocab_size": 40}, "has vocabulary 40, the weights have 50"),
+        ({}, None),
+    ],
+)
+def test_a_server_of_another_size_is_refused_where_its_model_is_seen(
+    tmp_path: Path, changes: dict[str, int], message: str | None
+) -> None:
+    """It would load the weights of a model with fewer layers silently."""
+    sizes = {**ARCHITECTURE, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **changes}))
+    model = ServedModel.of(ModelConfig.from_hf(sizes), "float32", text=False, experts=False)
+    server = ScriptedServer({**INFO, "model_path": str(tmp_path)})
+    with pytest.raises(UsageError, match=message) if message else nullcontext():
+        asyncio.run(SglangDialect(server, model=model).connect())
 
 
 KEEPS: dict[str, Any] = {**INFO, "version": "0.5.22", "pp_size": 1, "disaggregation_mode": "null"}
