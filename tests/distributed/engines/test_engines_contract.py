@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,10 @@ SPLITS: dict[str, list[list[int]]] = {
     "four": [[1, 5], [], [0, 2, 3, 4, 6, 8, 9], [7]],
 }
 UNITS = {"root": {}, "layers": {"small_bytes": 0}}
-ENGINES = ["fsdp", pytest.param("megatron", marks=pytest.mark.long)]
-UNITS_OF_ENGINES = [
-    ("fsdp", "root"),
-    ("fsdp", "layers"),
-    pytest.param("megatron", "root", marks=pytest.mark.long),
-]
-"""Both ways in which the fsdp engine shards."""
+SLOW = {"megatron": pytest.mark.long}
+ENGINES = ["fsdp", pytest.param("megatron", marks=SLOW["megatron"])]
+SHARDED = [("fsdp", "root"), ("fsdp", "layers"), ("megatron", "root")]
+"""Engines, with both ways in which the fsdp engine shards."""
 BUDGET = {"max_tokens_per_microbatch": 16}
 
 
@@ -91,14 +89,24 @@ def plain_gradients(decoder: Decoder) -> tuple[float, dict[str, Tensor]]:
     return total.item(), gradients
 
 
-@pytest.mark.parametrize(("engine", "units"), UNITS_OF_ENGINES)
-@pytest.mark.parametrize("split", SPLITS)
+HEADS = [("lm", False), ("lm", True), ("value", False)]
+"""Each with whether word embeddings are tied."""
+
+
 @pytest.mark.parametrize(
-    ("head", "tied"), [("lm", False), ("lm", True), ("value", False)], ids=["lm", "tied", "value"]
+    ("engine", "units", "split", "head", "tied"),
+    [
+        pytest.param(engine, units, split, *head, marks=SLOW.get(engine, ()))
+        for (row, (engine, units)), (column, split), (layer, head) in product(
+            enumerate(SHARDED), enumerate(SPLITS), enumerate(HEADS)
+        )
+        if (row + column + layer) % 3 == 0
+    ],
 )
 def test_loss_and_gradients_are_those_of_one_process(
     ranks: RankPool, tmp_path: Path, engine: str, units: str, split: str, head: str, tied: bool
 ) -> None:
+    """Every pair of engine with units, split and head comes once at least."""
     small = {"tie_word_embeddings": tied, "initializer_range": 0.1}
     setup = Setup(
         engine=engine,
@@ -143,8 +151,16 @@ def test_statistics_are_global_sums(ranks: RankPool, engine: str) -> None:
     }
 
 
-@pytest.mark.parametrize(("engine", "units"), UNITS_OF_ENGINES)
-@pytest.mark.parametrize("split", ["one", "unequal", "empty"])
+@pytest.mark.parametrize(
+    ("engine", "units", "split"),
+    [
+        ("fsdp", "root", "unequal"),
+        ("fsdp", "layers", "empty"),
+        ("fsdp", "layers", "one"),
+        pytest.param("megatron", "root", "unequal", marks=SLOW["megatron"]),
+        pytest.param("megatron", "root", "empty", marks=SLOW["megatron"]),
+    ],
+)
 def test_outputs_come_in_the_samples_order(
     ranks: RankPool, engine: str, units: str, split: str
 ) -> None:
@@ -170,13 +186,12 @@ def test_a_function_may_turn_outputs_into_results(ranks: RankPool, engine: str) 
     assert torch.allclose(found["sum"], logp + batch().tensor("advantages"), atol=2e-5)
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("split", ["one", "unequal", "empty", "four"])
-def test_completions_do_not_depend_on_the_ranks(
-    ranks: RankPool, engine: str, units: str, split: str
-) -> None:
-    setup = Setup(engine=engine, model=model(), options=UNITS[units], split=SPLITS[split])
+@pytest.mark.parametrize(
+    ("units", "split"),
+    [("root", "one"), ("layers", "unequal"), ("layers", "empty"), ("root", "four")],
+)
+def test_completions_do_not_depend_on_the_ranks(ranks: RankPool, units: str, split: str) -> None:
+    setup = Setup(model=model(), options=UNITS[units], split=SPLITS[split])
     options = GenerationOptions(max_new_tokens=6, stop_token_ids=(3, 4, 5))
     results = ranks(len(setup.split), f"{HERE}:completions", setup, options)
     found = {name: rows for result in results for name, rows in result.items()}
@@ -200,12 +215,11 @@ def test_completions_do_not_depend_on_the_ranks(
             assert found[name][step][1] == pytest.approx(logp.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
 @pytest.mark.parametrize("units", UNITS)
 def test_a_failed_generation_leaves_the_engine_as_it_was(
-    ranks: RankPool, tmp_path: Path, engine: str, units: str
+    ranks: RankPool, tmp_path: Path, units: str
 ) -> None:
-    setup = Setup(engine=engine, model=model(), options=UNITS[units], split=SPLITS["unequal"])
+    setup = Setup(model=model(), options=UNITS[units], split=SPLITS["unequal"])
     for message, after, fresh in ranks(2, f"{HERE}:saved_after_failed_generation", setup, tmp_path):
         assert message
         assert after == fresh
@@ -221,8 +235,9 @@ def test_torch_that_cannot_reset_fsdp_refuses_a_step_after_one_that_failed(ranks
 @pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 cannot reset FSDP"
 )
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("units", "dtype"), [("root", "float32"), ("layers", "float32"), ("layers", "bfloat16")]
+)
 def test_a_failed_loss_leaves_nothing_behind(
     ranks: RankPool, tmp_path: Path, units: str, dtype: str
 ) -> None:
@@ -279,8 +294,7 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
         assert np.array_equal(values[0], values[2])
 
 
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("split", ["one", "unequal"])
+@pytest.mark.parametrize(("units", "split"), [("layers", "one"), ("root", "unequal")])
 def test_memory_is_given_back_and_taken_again(ranks: RankPool, units: str, split: str) -> None:
     """Of every weight and its moments; megatron's, which has gradients too, is beside its other
     tests.
