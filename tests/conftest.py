@@ -21,8 +21,9 @@ ONE_AT_A_TIME = "tests/engines/"
 """Files below it are tested one after the other in one process: a server takes gigabytes of memory
 and all cores while it starts."""
 LONGEST_FIRST = (
-    "slurm/test_slurm_causes.py",
+    "slurm/test_slurm_lost_nodes.py",
     "engines",
+    "slurm/test_slurm_causes.py",
     "distributed/test_local_kills.py",
     "faults",
     "slurm/test_slurm_scheduler.py",

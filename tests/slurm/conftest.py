@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tempfile
+import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-TESTBED = Path(__file__).parents[2] / "scripts" / "slurm-testbed"
+from tests.support import beds, paced
+from tests.support.chaos_trials.watched import Outcome
+from tests.support.nodes import slurm, wait_for_empty_queue
+from tests.support.trials import Site
+
 NODES = 4
 GPUS = 4
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun")
-SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-"""Directories of Slurm's daemons, which an ordinary user's PATH may lack."""
-
-
-@dataclass(frozen=True)
-class SlurmBed:
-    directory: Path
-    nodes: int
-    gpus: int
-
-    @property
-    def conf(self) -> Path:
-        """The value of SLURM_CONF while a test of this lane runs."""
-        return self.directory / "slurm.conf"
 
 
 @pytest.fixture(scope="session")
-def slurm_bed() -> Iterator[SlurmBed]:
-    missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH_PATH) is None]
-    if missing:
-        pytest.skip(f"Slurm is not installed here: no {', '.join(missing)} (see scripts/test)")
-    # pytest's own folders have names too long for munge's socket.
-    with tempfile.TemporaryDirectory(prefix="slurm-bed-") as directory:
-        bed = SlurmBed(Path(directory), NODES, GPUS)
-        _testbed("up", "--nodes", str(NODES), "--gpus", str(GPUS), "--dir", directory)
-        try:
-            yield bed
-        finally:
-            _testbed("down", "--dir", directory)
+def slurm_bed() -> Iterator[Path]:
+    """Its directory."""
+    options = ("--nodes", str(NODES), "--gpus", str(GPUS))
+    with beds.started(*options, needs=("not installed",)) as directory:
+        yield directory
 
 
 @pytest.fixture(autouse=True)
-def _slurm_conf(slurm_bed: SlurmBed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_CONF", str(slurm_bed.conf))
+def _slurm_conf(slurm_bed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(slurm_bed / "slurm.conf"))
 
 
-def _testbed(*arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(TESTBED), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture
+def bed(slurm_bed: Path) -> Iterator[Path]:
+    """The lane's bed, without running jobs."""
+    yield slurm_bed
+    slurm("scancel", "--user", str(os.getuid()))
+    wait_for_empty_queue()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The undisturbed trial of `paced`, on one host without Slurm."""
+    folder = tmp_path_factory.mktemp("calm")
+    trial = paced.start(folder, "local", cluster={**paced.cluster(folder), "workers_per_host": 2})
+    paced.hurry(trial)
+    return trial.outcome()

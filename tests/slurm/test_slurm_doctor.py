@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.scheduler.batch_script import refusals
 from slurmrl.scheduler.client import SlurmClient
+from tests.support.nodes import queued
 from tests.support.trials import Site, sft_config
-
-
-@pytest.fixture
-def site(tmp_path: Path, slurm_bed: Any) -> Site:
-    return Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
 
 
 def look(site: Site, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     done = site.slurmrl("doctor", *arguments, "--scheduler", "slurm", "--json", code=code)
     found: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
     return found
-
-
-def queue() -> str:
-    command = ["squeue", "-h", "-t", "PD,R,CG", "-o", "%i"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_two_nodes_look_around(site: Site) -> None:
@@ -43,7 +31,7 @@ def test_two_nodes_look_around(site: Site) -> None:
     (delays,) = [one for one in checks if one["name"] == "directory between hosts"]
     assert set(delays["values"]) == {"there_s", "back_s"}
     assert not site.root.exists()
-    assert queue() == ""
+    assert queued() == []
 
 
 def test_gpus_that_slurm_gives_are_counted(site: Site) -> None:
@@ -90,7 +78,7 @@ def test_a_job_that_stays_pending(site: Site) -> None:
     (job,) = [one for one in checks if one["name"] == "job"]
     assert "PENDING" in job["measured"]
     assert "after 3 s; it was cancelled" in job["measured"]
-    assert queue() == ""
+    assert queued() == []
     assert not site.root.exists()
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from slurmrl.run import evaluated
@@ -12,9 +9,8 @@ from tests.support.trials import ADDITION, Site, sft_config
 
 
 @pytest.mark.long
-def test_a_job_submits_the_evaluation_of_its_checkpoint(tmp_path: Path, slurm_bed: Any) -> None:
+def test_a_job_submits_the_evaluation_of_its_checkpoint(site: Site) -> None:
     """With its own layout and options of Slurm. Its result stands in the metrics of the trial."""
-    site = Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
     config = sft_config(
         total_steps=2,
         trial="1",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +12,10 @@ from slurmrl.run import events
 from slurmrl.run.paths import RunPaths
 from tests.support import paced
 from tests.support.chaos_trials.watched import Watched
-from tests.support.nodes import kill_node, node_of, private_bed, slurm, wait_for_empty_queue
+from tests.support.nodes import kill_node, node_of, private_bed, slurm
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 pytestmark = pytest.mark.timeout(1800)
-
-
-@pytest.fixture
-def bed(slurm_bed: Any) -> Iterator[Path]:
-    """The lane's bed, without running jobs."""
-    yield slurm_bed.directory
-    slurm("scancel", "--user", str(os.getuid()))
-    wait_for_empty_queue()
 
 
 def test_a_host_on_which_nothing_can_start_is_avoided(tmp_path: Path, bed: Path) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from slurmrl.desk import site_profile
 from slurmrl.desk.site_profile import survey
-from tests.slurm.conftest import SlurmBed
+from tests.slurm.conftest import GPUS, NODES
 
 
-def test_the_survey_of_a_cluster(slurm_bed: SlurmBed) -> None:
+def test_the_survey_of_a_cluster() -> None:
     found = survey()
     assert found.cluster.startswith("bed (Slurm ")
     assert [one.name for one in found.partitions] == ["main", "low", "high"]
     main = found.partitions[0]
-    assert (main.is_default, main.is_up, main.hosts) == (True, True, slurm_bed.nodes)
-    assert (main.most_gpus, main.kinds[0].cpus) == (slurm_bed.gpus, 8)
+    assert (main.is_default, main.is_up, main.hosts) == (True, True, NODES)
+    assert (main.most_gpus, main.kinds[0].cpus) == (GPUS, 8)
     assert any(line.startswith(("your accounts", "accounts")) for line in found.missing)
     asked = site_profile.first_questions(found, "/shared/runs")
     assert [one.proposal for one in asked] == ["/shared/runs", "main"]

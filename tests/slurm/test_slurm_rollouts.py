@@ -27,13 +27,13 @@ def different(prompts, completions, rows):
 
 
 @pytest.mark.long
-def test_tasks_come_and_go_with_their_number(tmp_path: Path, slurm_bed: Any) -> None:
+def test_tasks_come_and_go_with_their_number(tmp_path: Path) -> None:
     """One task, two, none, and one again.
 
     While there is none, the trainers wait. Then the trainers' job is cancelled, and `resume`
     replaces the task that is left.
     """
-    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+    site = site_in(tmp_path, {})
     go = tmp_path / "go"
     (tmp_path / "reward_of_mine.py").write_text(SLOW_REWARD.format(go=str(go)))
     config = config_of("scaled", {"max": 1, "max_staleness": 1})
@@ -79,12 +79,12 @@ def waits_for(site: Site, trial: str) -> str:
 
 
 @pytest.mark.long
-def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path, slurm_bed: Any) -> None:
+def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path) -> None:
     """Each of two hosts has a rank and a task.
 
     An agent of a task is killed, then the job: the next link has tasks of its own.
     """
-    site = site_in(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)}, pause_s=0.6)
+    site = site_in(tmp_path, {}, pause_s=0.6)
     options = {"partition": "main", "time": "30", "links": 2}
     config = config_of("inside", {"max_staleness": 1})
     config["rollout"]["gpus"] = "2-3"

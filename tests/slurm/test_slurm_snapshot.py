@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.support.own_reward import NAME, rewards, write_reward
 from tests.support.trials import Site, ppo_config
-
-
-@pytest.fixture
-def site(tmp_path: Path, slurm_bed: Any) -> Site:
-    return Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
 
 
 def test_a_pending_job_runs_the_code_that_was_submitted(site: Site) -> None:

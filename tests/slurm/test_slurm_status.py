@@ -7,24 +7,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.nodes import wait_for_empty_queue
 from tests.support.trials import Site, processes, sft_config, wait_until
 
 TRIAL = "sft/1"
 
 
-@pytest.fixture
-def site(tmp_path: Path, slurm_bed: Any) -> Iterator[Site]:
-    site = Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
-    yield site
-    site.slurmrl("cancel", TRIAL, code=None)
-    wait_for_empty_queue()
+pytestmark = pytest.mark.usefixtures("bed")
 
 
 def submit(site: Site, **slurm: Any) -> None:
@@ -47,6 +39,7 @@ def test_why_a_job_waits_and_what_is_left_behind_it(site: Site) -> None:
         return status if (status["pending"] or {}).get("reason") == "BeginTime" else None
 
     status = wait_until("Slurm's reason", reason)
+    assert status["state"] == "PENDING"
     assert status["links_left"] == 3
     assert status["incarnations"] == []
     assert status["pending"]["since_s"] >= 0
@@ -55,6 +48,8 @@ def test_why_a_job_waits_and_what_is_left_behind_it(site: Site) -> None:
     assert f"(BeginTime): {status['pending']['words']}" in status["diagnosis"]
     for text in (site.slurmrl("status").stdout, site.slurmrl("status", TRIAL).stdout):
         assert "earliest start time has not come" in text
+    site.slurmrl("cancel", TRIAL)
+    assert site.status(TRIAL)["state"] == "CANCELLED"
 
 
 @pytest.mark.long

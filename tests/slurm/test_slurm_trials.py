@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from slurmrl.run import events
 from tests.support.held import NO_LIMIT, Hold
-from tests.support.nodes import wait_for_empty_queue
+from tests.support.nodes import queued, slurm, wait_for_empty_queue
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 FAKE_GPUS = REPOSITORY / "tests" / "support" / "fake_gpus"
@@ -26,11 +25,6 @@ TWO_NODES: dict[str, Any] = {
     "interface": "lo",
     "slurm": {"partition": "main", "time": "30"},
 }
-
-
-@pytest.fixture
-def site(tmp_path: Path, slurm_bed: Any) -> Site:
-    return Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
 
 
 def with_fake_gpus(site: Site) -> Site:
@@ -49,14 +43,9 @@ def submit(site: Site, config: dict[str, Any], *arguments: str) -> dict[str, Any
     return found
 
 
-def squeue(*arguments: str) -> str:
-    done = subprocess.run(["squeue", "-h", *arguments], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
 def wait_until_it_depends(job: str) -> None:
-    said = "PENDING Dependency"
-    wait_until(f"{job} to be {said}", lambda: squeue("-j", job, "-o", "%T %r").strip() == said)
+    said, show = "PENDING Dependency", ("squeue", "-h", "-j", job, "-o", "%T %r")
+    wait_until(f"{job} to be {said}", lambda: slurm(*show) == said)
 
 
 def tasks(site: Site, trial: str) -> list[dict[str, Any]]:
@@ -121,15 +110,7 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     hold.allow(NO_LIMIT)
     ended = site.wait_for_end(trial)
     assert (ended["state"], ended["step"]) == ("COMPLETED", 3)
-    wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))
-
-
-def test_cancel_leaves_nothing_in_the_queue(site: Site) -> None:
-    submit(site, on_slurm(sft_config(total_steps=100000)))
-    site.wait_for_step("sft/1", 2)
-    site.slurmrl("cancel", "sft/1")
-    assert site.wait_for_end("sft/1")["state"] == "CANCELLED"
-    wait_for_empty_queue()
+    wait_until("the chain to be gone from the queue", lambda: not queued("-t", "PD,R"))
 
 
 @pytest.mark.long
@@ -158,22 +139,6 @@ def test_two_trials_share_nodes(site: Site) -> None:
         assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
 
 
-def test_pending_job_shows_why(site: Site) -> None:
-    """A job that does not start during the test."""
-    tomorrow = {**TWO_NODES["slurm"], "extra_lines": ["--begin=now+1day"]}
-    submit(site, on_slurm(sft_config(), slurm=tomorrow))
-
-    def reason() -> str | None:
-        (task, *_) = tasks(site, "sft/1")
-        return task["reason"] if task["reason"] not in ("", "None", None) else None
-
-    assert "BeginTime" in wait_until("Slurm's reason", reason)
-    assert site.status("sft/1")["state"] == "PENDING"
-    assert "BeginTime" in site.slurmrl("status", "sft/1").stdout
-    site.slurmrl("cancel", "sft/1")
-    assert site.status("sft/1")["state"] == "CANCELLED"
-
-
 def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
     path = site.write("sft.yaml", on_slurm(sft_config()))
     done = site.slurmrl("submit", str(path), "--scheduler", "slurm", "--dry-run")
@@ -195,6 +160,7 @@ def test_a_trial_that_commits_adds_links_and_takes_them_back(site: Site) -> None
     wait_until_it_depends(job)
     assert site.status("sft/1")["links_left"] == 3
     site.slurmrl("cancel", "sft/1")
+    assert site.wait_for_end("sft/1")["state"] == "CANCELLED"
     wait_for_empty_queue()
 
 

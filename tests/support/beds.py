@@ -23,11 +23,12 @@ def run_bed(*arguments: str) -> None:
 
 
 @contextmanager
-def bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
-    """Its directory; SLURM_CONF names its configuration meanwhile.
+def started(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
+    """The directory of a bed, whose configuration no variable names.
 
     Skips with the bed's message if that is one of the reasons in ``needs``.
     """
+    # pytest's own folders have names too long for munge's socket.
     with tempfile.TemporaryDirectory(prefix="slurm-bed-") as directory:
         done = _call("up", "--dir", directory, *options)
         said = (done.stdout + done.stderr).strip()
@@ -35,11 +36,17 @@ def bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
             pytest.skip(said)
         assert done.returncode == 0, said
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("SLURM_CONF", f"{directory}/slurm.conf")
-                yield Path(directory)
+            yield Path(directory)
         finally:
             run_bed("down", "--dir", directory)
+
+
+@contextmanager
+def bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
+    """As `started`; SLURM_CONF names its configuration meanwhile."""
+    with started(*options, needs=needs) as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", f"{directory}/slurm.conf")
+        yield directory
 
 
 def _call(*arguments: str) -> subprocess.CompletedProcess[str]:

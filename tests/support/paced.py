@@ -6,12 +6,17 @@ waiting afterwards. Its result does not depend on the pace.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.chaos_trials.watched import Watched
-from tests.support.trials import Site, ppo_config
+from tests.support.chaos_trials.monkey import succession
+from tests.support.chaos_trials.watched import Outcome, Watched
+from tests.support.nodes import queued
+from tests.support.trials import Site, ppo_config, wait_until
 
+STEPS = 3
+"""Steps that an incarnation trains before it is disturbed, which include at least one commit."""
 REWARD = '''
 import os
 import time
@@ -112,3 +117,28 @@ def hurry(trial: Watched) -> None:
 
 def start(folder: Path, scheduler: str = "slurm", **changes: Any) -> Watched:
     return Watched(Site(folder), {**config(folder), **changes}, scheduler)
+
+
+def after(trial: Watched, disturb: Callable[[], object]) -> str:
+    """Disturb an incarnation that has trained for some steps; return how the next one that trains
+    started.
+    """
+    assert trial.until("some steps", lambda: len(trial.witness.batches(trial.incarnation)) > STEPS)
+    before = trial.incarnation
+    disturb()
+    return recovered(trial, before)
+
+
+def recovered(trial: Watched, since: int) -> str:
+    def trains() -> bool:
+        return trial.incarnation > since and trial.witness.has_trained(trial.incarnation)
+
+    assert trial.until(f"recovery of incarnation {since}", trains)
+    return succession(trial.witness.job(since), trial.witness.job(trial.incarnation))
+
+
+def same(trial: Watched, calm: Outcome) -> None:
+    """Let the rest of the trial run without pauses."""
+    hurry(trial)
+    assert calm.differences(trial.outcome()) == []
+    wait_until("the chain to be gone from the queue", lambda: not queued())

@@ -1,0 +1,161 @@
+"""Trials that lose nodes of a real Slurm, or are preempted: their result equals that of an
+undisturbed trial. Through the command line only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import paced
+from tests.support.chaos_trials.watched import Outcome, Watched
+from tests.support.nodes import (
+    NO_USER_SIGNAL,
+    kill_daemon,
+    kill_node,
+    node_of,
+    on_node,
+    preempt,
+    private_bed,
+    slurm,
+)
+from tests.support.trials import alive, processes, wait_until
+
+OTHER_JOB = ("requeue", "next link")
+"""While Slurm holds a requeued element back, the next one of the array may start first."""
+
+pytestmark = pytest.mark.timeout(1800)
+long = pytest.mark.long
+soak = pytest.mark.soak
+
+
+@pytest.fixture
+def breakable() -> Iterator[Path]:
+    """A private bed, whose nodes may be lost."""
+    with private_bed() as directory:
+        yield directory
+
+
+def low(folder: Path) -> dict[str, Any]:
+    return paced.cluster(folder, partition="low")
+
+
+@long
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(NO_USER_SIGNAL, marks=soak)], ids=["user signal", "TERM only"]
+)
+def test_preemption_with_time_to_commit(
+    tmp_path: Path, calm: Outcome, options: tuple[str, ...]
+) -> None:
+    """With the user's signal the batch process is warned; without it, only TERM and CONT reach the
+    tasks of the step.
+    """
+    with private_bed(*options):
+        trial = paced.start(
+            tmp_path, cluster=low(tmp_path), checkpoint={"every_steps": 1000, "keep_last": 9}
+        )
+        assert paced.after(trial, preempt) in OTHER_JOB
+        paced.hurry(trial)
+        outcome = trial.outcome()
+        steps = [commit.step for commit in trial.witness.state.commits if commit.incarnation == 1]
+        assert steps == [max(trial.witness.posted[1])], "it stopped at a step and committed it"
+    assert calm.final["metrics"] == outcome.final["metrics"]
+    assert calm.batches == outcome.batches
+
+
+@soak
+def test_preemption_without_grace(tmp_path: Path, calm: Outcome) -> None:
+    """Without time for a commit, the next link resumes from the last one."""
+    with private_bed():
+        slurm("scontrol", "update", "PartitionName=low", "GraceTime=0")
+        trial = paced.start(tmp_path, cluster=low(tmp_path))
+        assert paced.after(trial, preempt) in OTHER_JOB
+        paced.same(trial, calm)
+
+
+def node(trial: Watched, role: str, index: int = -1) -> str:
+    return node_of(processes(trial.witness.paths.run)[role][index])
+
+
+@soak
+def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
+    trial = paced.start(tmp_path)
+
+    def down() -> None:
+        name = node(trial, "supervisor")
+        slurm("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+
+    assert paced.after(trial, down) in OTHER_JOB
+    paced.same(trial, calm)
+
+
+@long
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=soak)])
+def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) -> None:
+    """slurmd and all processes of one node disappear at once: of the batch host, or of the
+    other.
+    """
+    trial = paced.start(tmp_path)
+
+    def lose() -> None:
+        batch = node(trial, "supervisor")
+        names = {node_of(pid) for pid in processes(trial.witness.paths.run)["agent"]}
+        name = batch if first else (names - {batch}).pop()
+        kill_node(breakable, trial.witness.paths.run, name)
+
+    assert paced.after(trial, lose) in OTHER_JOB
+    paced.same(trial, calm)
+
+
+@long
+@pytest.mark.parametrize("stop", [True, pytest.param(False, marks=soak)])
+def test_nodes_that_slurm_believes_dead_commit_nothing(
+    tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
+) -> None:
+    """The slurmd of each node dies.
+
+    The processes of the incarnation continue to train, or are stopped as well and wake up when
+    another incarnation trains elsewhere. They exit, and commit nothing from then on.
+    """
+    trial = paced.start(tmp_path)
+    run = trial.witness.paths.run
+    old: list[int] = []
+
+    def lose_daemons() -> None:
+        for name in {node_of(pid) for pid in processes(run)["agent"]}:
+            kill_daemon(breakable, name)
+            for pid in on_node(run, name):
+                os.kill(pid, signal.SIGSTOP if stop else 0)
+                old.append(pid)
+
+    assert paced.after(trial, lose_daemons) in OTHER_JOB
+    for pid in old:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    wait_until("the old incarnation to leave", lambda: not any(map(alive, old)))
+    paced.same(trial, calm)
+
+
+@soak
+def test_spare_takes_the_place_of_a_lost_node(
+    tmp_path: Path, breakable: Path, calm: Outcome
+) -> None:
+    """Nodes are not shared: Slurm (22.05) lets the next element of the array start when it takes a
+    lost node from one with --no-kill, if there is room for it.
+    """
+    spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
+    trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})
+
+    def lose() -> None:
+        batch = node(trial, "supervisor")
+        names = {node_of(pid) for pid in processes(trial.witness.paths.run)["agent"]}
+        kill_node(breakable, trial.witness.paths.run, (names - {batch}).pop())
+
+    assert paced.after(trial, lose) == "next round"
+    paced.same(trial, calm)
