@@ -1,4 +1,4 @@
-"""The addition example learns: SFT up to its mark, then 20 steps of PPO raise the reward."""
+"""The addition example learns: SFT up to its mark, then 12 steps of PPO raise the reward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_addition_example_learns(tmp_path: Path) -> None:
     site = Site(tmp_path)
     for name in ("sft", "ppo"):
         config = str(REPOSITORY / "examples" / f"{name}.yaml")
-        steps = () if name == "sft" else ("total_steps=20", "algorithm.batch_size=512")
+        steps = () if name == "sft" else ("total_steps=12", "algorithm.batch_size=512")
         site.slurmrl("submit", config, *steps, "--scheduler", "local", "--wait", timeout_s=1500)
     start = evaluations(site.metrics("addition-sft/1"))
     assert start[-1] >= 0.4, "SFT stops at its mark"

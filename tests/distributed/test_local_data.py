@@ -13,7 +13,7 @@ from slurmrl.run.paths import RunPaths
 from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 
-ROWS = 120_000
+ROWS = 40_000
 """Enough that rank 0 is seen while it tokenises."""
 
 

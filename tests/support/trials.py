@@ -110,11 +110,6 @@ class Site:
             timeout_s,
         )
 
-    def wait_for_commit(self, trial: str) -> None:
-        """Steps continue while a checkpoint is written, so a later step may be recorded first."""
-        history = History(self.paths(trial).history)
-        wait_until(f"a commit of {trial}", lambda: fold(history.read()).last_commit)
-
     def wait_for_end(self, trial: str, timeout_s: float = 1000.0) -> dict[str, Any]:
         """Status once the trial neither runs nor will run soon."""
 
