@@ -89,12 +89,18 @@ def test_a_value_head_that_the_folder_lacks_is_zero(ranks: RankPool, tmp_path: P
         assert np.array_equal(values, expected[name].detach().numpy()), name
 
 
+ONE_WAY = [(True, "lm"), (False, "value")]
+OTHER = [(True, "value"), (False, "lm")]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "where", [placed(tp=2, sp=True), placed(pp=2), placed(pp=2, dp=2), placed(cp=2, tp=2)]
+    ("where", "trained", "head"),
+    [
+        *((where, *case) for where in (placed(tp=2, sp=True), placed(pp=2)) for case in ONE_WAY),
+        *((where, *case) for where in (placed(pp=2, dp=2), placed(cp=2, tp=2)) for case in OTHER),
+    ],
 )
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("head", ["lm", "value"])
 def test_outputs_are_those_of_one_process_on_every_rank(
     ranks: RankPool, tmp_path: Path, where: Placed, trained: bool, head: Any
 ) -> None:
@@ -158,15 +164,15 @@ def test_a_checkpoint_goes_from_layout_to_layout_and_engine_to_engine(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("where", "architecture"),
+    ("where", "architecture", "dtype"),
     [
-        (placed(), TIED),
-        (placed(dp=2), TIED),
-        (placed(tp=2, sp=True), TIED),
-        (placed(pp=2, v=2), TIED),
-        (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE),
+        (placed(), TIED, "float32"),
+        (placed(dp=2), TIED, "bfloat16"),
+        (placed(tp=2, sp=True), TIED, "float32"),
+        (placed(pp=2, v=2), TIED, "bfloat16"),
+        (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "float32"),
+        (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "bfloat16"),
     ],
 )
 def test_memory_is_given_back_and_taken_again(
@@ -181,8 +187,10 @@ def test_memory_is_given_back_and_taken_again(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", [placed(dp=2), placed(tp=2, sp=True), placed(pp=2)])
-@pytest.mark.parametrize("recompute", ["off", "selective", "full"])
+@pytest.mark.parametrize(
+    ("where", "recompute"),
+    [(placed(dp=2), "off"), (placed(tp=2, sp=True), "selective"), (placed(pp=2), "full")],
+)
 def test_bfloat16_trains_on_float32_weights(
     ranks: RankPool, tmp_path: Path, where: Placed, recompute: str
 ) -> None:
