@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from slurmrl.scheduler.processes import ProcessId
+from tests.support.beds import command
 from tests.support.trials import wait_until
 
-TESTBED = Path(__file__).parents[2] / "scripts" / "slurm-testbed"
 TIMEOUT_S = 60.0
 LEAVES_A_PROCESS = """#!/bin/bash
 setsid sleep 600 &
@@ -29,12 +28,7 @@ sleep 600
 def directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="slurm-bed-") as name:
         yield Path(name)
-        bed_command("down", "--dir", name)
-
-
-def bed_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TESTBED), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+        command("down", "--dir", name)
 
 
 def slurm(directory: Path, *command: str) -> str:
@@ -44,25 +38,26 @@ def slurm(directory: Path, *command: str) -> str:
 
 
 def test_a_bed_comes_and_goes(directory: Path) -> None:
-    up = bed_command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
+    up = command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
     assert f"export SLURM_CONF={directory}/slurm.conf" in up.stdout, up.stderr
     assert slurm(directory, "sinfo", "-h", "-p", "main", "-o", "%D %G").split() == ["1", "gpu:1"]
-    again = bed_command("up", "--dir", str(directory))
+    again = command("up", "--dir", str(directory))
     assert (again.returncode, "already" in again.stderr) == (1, True)
-    assert "n0 idle gpu:1" in bed_command("status", "--dir", str(directory)).stdout
+    assert "n0 idle gpu:1" in command("status", "--dir", str(directory)).stdout
+    refuse_to_cut(directory)
 
     script, pid_file = directory / "script.sh", directory / "left.pid"
     script.write_text(LEAVES_A_PROCESS)
     slurm(directory, "sbatch", f"--output={directory}/out", str(script), str(pid_file))
     process = wait_for_process(pid_file)
 
-    assert bed_command("down", "--dir", str(directory)).returncode == 0
+    assert command("down", "--dir", str(directory)).returncode == 0
     assert not process.alive()
-    assert bed_command("status", "--dir", str(directory)).returncode == 1
+    assert command("status", "--dir", str(directory)).returncode == 1
 
 
 def test_a_directory_too_long_for_a_socket_is_refused(directory: Path) -> None:
-    refused = bed_command("up", "--dir", str(directory / ("x" * 100)))
+    refused = command("up", "--dir", str(directory / ("x" * 100)))
     assert (refused.returncode, "shorter --dir" in refused.stderr) == (1, True)
 
 
@@ -78,24 +73,24 @@ def wait_for_process(file: Path) -> ProcessId:
 
 
 def test_a_killed_slurmd_is_started_again(directory: Path) -> None:
-    bed_command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
+    command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
     daemon = ProcessId.of(int((directory / "pid" / "slurmd.n0.pid").read_text()))
     assert daemon is not None
     os.kill(daemon.pid, signal.SIGKILL)
     wait_until("slurmd to be gone", lambda: not daemon.alive())
-    assert bed_command("start", "n0", "--dir", str(directory)).returncode == 0
+    assert command("start", "n0", "--dir", str(directory)).returncode == 0
     wait_until("a new one", lambda: ProcessId.of(int(pid_of(directory))) not in (None, daemon))
     wait_until("the node", lambda: "idle" in slurm(directory, "sinfo", "-h", "-o", "%T").split())
 
 
-def test_nodes_without_networks_cannot_be_cut(directory: Path) -> None:
-    bed_command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
+def refuse_to_cut(directory: Path) -> None:
+    """Nodes have no networks of their own."""
     for arguments, words in (
         (("cut", "n0"), "no networks of their own"),
         (("cut", "n7"), "cut NODE"),
         (("rename", "n0"), "rename NODE NAME"),
     ):
-        refused = bed_command(*arguments, "--dir", str(directory))
+        refused = command(*arguments, "--dir", str(directory))
         assert (refused.returncode, words in refused.stderr) == (1, True)
 
 

@@ -17,8 +17,8 @@ TIMEOUT_S = 400.0
 
 
 def run_bed(*arguments: str) -> None:
-    """Run the test bed's command, which must succeed."""
-    done = _call(*arguments)
+    """As `command`, which must succeed."""
+    done = command(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -30,7 +30,7 @@ def started(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
     """
     # pytest's own folders have names too long for munge's socket.
     with tempfile.TemporaryDirectory(prefix="slurm-bed-") as directory:
-        done = _call("up", "--dir", directory, *options)
+        done = command("up", "--dir", directory, *options)
         said = (done.stdout + done.stderr).strip()
         if done.returncode != 0 and any(reason in said for reason in needs):
             pytest.skip(said)
@@ -49,7 +49,8 @@ def bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
         yield directory
 
 
-def _call(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the test bed's command."""
     return subprocess.run(
         [sys.executable, str(TESTBED), *arguments],
         env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},
