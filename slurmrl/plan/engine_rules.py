@@ -1,78 +1,119 @@
 """The engines and the kinds of servers, with the capabilities and needs of each.
 
-A new engine is a file under ``slurmrl/engines`` and one line here. The allocation grammar knows
-more backends than there are engines. A backend that is not in this table parses, and is then
-refused. Checks of a configuration, the doctor and the start of a server read the table of servers.
+A new engine is a file under ``slurmrl/engines``, a line in ENGINES, and its name in the rows of
+CAPABILITIES that it has. Checks of a configuration, the doctor and the start of a server read the
+table of servers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from typing import Final
+from typing import Final, NamedTuple
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
+from slurmrl.config.allocation.allocation import AXIS_OF
 from slurmrl.errors import AllocationError
+
+HF: Final = "hf"
+"""Models of transformers (``implementation: hf``), which have capabilities as engines do."""
+FSDP: Final = ("fsdp", "archon")
+TRAINING: Final = (*FSDP, "megatron")
+BUILT_IN: Final = (*FSDP, "native")
+"""Engines that generate with the built-in decoder."""
+
+
+class Capability(NamedTuple):
+    """Something that only some engines can do."""
+
+    engines: tuple[str, ...]
+    lack: str
+    """What the other engines do instead, after their names."""
+
+
+CAPABILITIES: Final[Mapping[str, Capability]] = {
+    "training": Capability(TRAINING, "only generates"),
+    "rollouts": Capability(("native", "sglang", "vllm"), "is for training"),
+    "generation": Capability((*BUILT_IN, "sglang", "vllm", HF), "cannot generate"),
+    "transformers": Capability((*BUILT_IN, HF), "runs its own models only"),
+    "cpu_offload": Capability((*FSDP, HF), "cannot keep weights and optimizer state on the CPU"),
+    "transformer_engine": Capability(
+        ("megatron", HF), "does not build layers from TransformerEngine"
+    ),
+    "adapters": Capability(FSDP, "does not train adapters"),
+    "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
+    "stop_strings": Capability(
+        (*TRAINING, "native", "sglang", "vllm"),
+        "generates whole batches, of which it sees tokens only: use stop_token_ids",
+    ),
+    "tasks": Capability(
+        (*TRAINING, "native", "sglang", "vllm"), "does not generate in rollout tasks"
+    ),
+    "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
+    "support": Capability(
+        (*BUILT_IN, "sglang", HF),
+        "does not report the tokens that each one is drawn from, which the losses need",
+    ),
+    "experts": Capability((*BUILT_IN, "sglang"), "does not record the experts of this model"),
+    "experts of mixtral": Capability(BUILT_IN, "does not record the experts of mixtral"),
+    "dense_layers": Capability(
+        (*TRAINING, "native", "vllm", HF),
+        "gives every layer experts, with weights that the actor does not have",
+    ),
+    "expert_layout": Capability(
+        ("megatron",),
+        "gives experts the layout of the rest of the model: "
+        "write one layout instead of (attn:…|ffn:…)",
+    ),
+    "whole_sequences": Capability(
+        (*FSDP, "native", "sglang", "vllm"),
+        "trains experts on several tensor ranks with sequence parallelism only",
+    ),
+    "head_copies": Capability(
+        (*FSDP, "native", "sglang", "vllm"), "does not copy heads of keys and values"
+    ),
+}
+"""What engines can do, by name. Checks and messages read nothing else about it."""
+
+
+def can(engine: str, capability: str) -> bool:
+    """Return whether an engine has a capability."""
+    return engine in CAPABILITIES[capability].engines
+
+
+def lacking(engine: str, capability: str) -> str:
+    """Return why an engine cannot do something, and which engines can; empty if it can.
+
+    If engines with the same task (training, or only generation) can, only these are named.
+    """
+    engines, lack = CAPABILITIES[capability]
+    if engine in engines:
+        return ""
+    if engine == HF:
+        return f"implementation hf {lack}; allowed: builtin"
+    trains, able = engine in TRAINING, [name for name in engines if name != HF]
+    others = [name for name in able if (name in TRAINING) == trains] or able
+    return f"{engine} {lack}; allowed backends: {', '.join(others)}"
 
 
 @dataclass(frozen=True)
 class EngineRules:
-    """The features that an engine supports.
-
-    They include the dimensions of its layouts, and ``module:Class`` of the torch-free class whose
-    ``from_hf`` rejects architectures that it cannot run.
-    """
+    """An engine's layouts, models and packages."""
 
     dimensions: str
+    """Dimensions of its layouts."""
     architectures: str
-    hf_architectures: str | None = None
-    """The same for ``implementation: hf``; None where the engine does not have it."""
-    generates: bool = True
-    copies_heads: bool = True
-    """Whether key and value heads are replicated when there are more tensor-parallel ranks."""
-    own_experts: bool = True
-    """Whether experts may have a layout of their own."""
-    cpu_offload: bool = False
-    adapters: bool = False
-    """Whether it trains low-rank adapters of the built-in decoder."""
-    transformer_engine: bool = False
-    """Whether it can build its layers from TransformerEngine's modules."""
-    context_heads: bool = False
-    """Whether context-parallel ranks share the attention heads, which must then divide evenly."""
-    records_support: bool = True
-    """Whether generation can report the tokens that each one was drawn from."""
-    records_experts: bool = False
-    """Whether generation can report the experts that read each token."""
-    records_no_experts_of: tuple[str, ...] = ()
-    """Kinds of models (``model_type``) of which it cannot."""
-    dense_layers: bool = True
-    """Whether some layers of a model with experts may be dense."""
-    experts_of_whole_sequences: bool = True
-    """Whether it trains experts on several tensor ranks without sequence parallelism."""
+    """``module:Class`` of the torch-free class whose ``from_hf`` rejects architectures that it
+    cannot run."""
     module: str = ""
     """Module that it needs beside slurmrl's own dependencies; of servers, in their own Python."""
     install: str = ""
     """Command that installs the module."""
     needs_gpu: bool = False
 
-    def records_experts_of(self, kind: object) -> bool:
-        """Whether generation can report the experts of models with this ``model_type``."""
-        return self.records_experts and kind not in self.records_no_experts_of
 
-
-FSDP: Final = EngineRules(
-    "dtc",
-    "slurmrl.models.config:ModelConfig",
-    hf_architectures="slurmrl.models.hf_config:HFConfig",
-    own_experts=False,
-    cpu_offload=True,
-    adapters=True,
-    context_heads=True,
-    records_experts=True,
-)
-"""FSDP2 around the built-in decoder; ``archon`` is another name for it."""
+DECODER: Final = "slurmrl.models.config:ModelConfig"
 EXPERTS_NEED: Final[Mapping[str, object]] = {
     "disaggregation_mode": "null",
     "enable_flexkv": False,
@@ -87,78 +128,29 @@ EXPERTS_NEED: Final[Mapping[str, object]] = {
 """What settings of SGLang must be where it reports experts. Other values bring keys and values into
 the cache, or move them, without the experts beside them, or leave out layers: the server would
 report those of other tokens."""
-SERVERS: Final = EngineRules("dt", "slurmrl.models.config:ModelConfig", own_experts=False)
-"""The leader of each data-parallel copy keeps a server on the GPUs of its tensor ranks."""
 ENGINES: Final = {
-    "fsdp": FSDP,
-    "archon": FSDP,
+    **dict.fromkeys(FSDP, EngineRules("dtc", DECODER)),
     "megatron": EngineRules(
         "dtpce",
         "slurmrl.engines.megatron.parts:MegatronModel",
-        generates=False,
-        copies_heads=False,
-        transformer_engine=True,
-        context_heads=True,
-        experts_of_whole_sequences=False,
         module="megatron.core",
         install="pip install megatron-core==0.16.1",
         needs_gpu=True,
     ),
-    "sglang": replace(
-        SERVERS,
-        records_experts=True,
-        records_no_experts_of=("mixtral",),
-        dense_layers=False,
-        module="sglang",
-    ),
-    "vllm": replace(
-        SERVERS,
-        records_support=False,
-        module="vllm",
-    ),
-    "native": EngineRules(
-        "dt",
-        "slurmrl.models.config:ModelConfig",
-        hf_architectures="slurmrl.models.hf_config:HFConfig",
-        own_experts=False,
-        records_experts=True,
-    ),
+    "sglang": EngineRules("dt", DECODER, module="sglang"),
+    "vllm": EngineRules("dt", DECODER, module="vllm"),
+    "native": EngineRules("dt", DECODER),
 }
-
-
-def able(supports: Callable[[EngineRules], object], *, trains: bool | None = None) -> list[str]:
-    """Return the names of the engines that support something.
-
-    ``trains`` selects engines that train or do not; None selects all.
-    """
-    return [
-        name
-        for name, rules in ENGINES.items()
-        if supports(rules) and trains in (None, BACKENDS[name].trains)
-    ]
-
-
-def known_backends(*, trains: bool) -> list[str]:
-    """Return the names of the backends that train, or that only generate.
-
-    The names come with and without an engine.
-    """
-    return [name for name, backend in BACKENDS.items() if backend.trains == trains]
+"""Every backend of the allocation grammar. ``archon`` is another name for FSDP2 around the built-in
+decoder. The leader of each data-parallel copy keeps a server on the GPUs of its tensor ranks."""
 
 
 def rules_of(allocation: Allocation) -> EngineRules:
-    """The rules of an allocation's engine.
+    """Return the rules of an allocation's engine.
 
-    Raises AllocationError for a backend or a dimension without an engine.
+    Raises AllocationError for a layout that the engine does not run in this version.
     """
-    rules = ENGINES.get(allocation.backend)
-    if rules is None:
-        trains = BACKENDS[allocation.backend].trains
-        others = ", ".join(able(lambda _: True, trains=trains))
-        raise AllocationError(
-            f"'{allocation}': there is no engine for {allocation.backend} in this version; "
-            f"allowed: {others}"
-        )
+    rules = ENGINES[allocation.backend]
     for letter, axis in AXIS_OF.items():
         if allocation.sizes[axis] > 1 and letter not in rules.dimensions:
             split = [name for name, other in ENGINES.items() if letter in other.dimensions]
@@ -167,11 +159,8 @@ def rules_of(allocation: Allocation) -> EngineRules:
                 f"'{allocation}': the {allocation.backend} engine of this version does not split "
                 f"'{letter}'{hint}; allowed: {', '.join(rules.dimensions)}"
             )
-    if allocation.experts is not None and not rules.own_experts:
-        raise AllocationError(
-            f"'{allocation}': with {allocation.backend}, experts have the layout of the rest of "
-            "the model; write one layout instead of (attn:…|ffn:…)"
-        )
+    if allocation.experts is not None and (reason := lacking(allocation.backend, "expert_layout")):
+        raise AllocationError(f"'{allocation}': {reason}")
     return rules
 
 

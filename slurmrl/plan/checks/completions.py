@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from slurmrl.config.schema import Config, EpisodeSettings, Model, evaluation_key
+from slurmrl.config.schema import Config, EpisodeSettings, evaluation_key
 from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engine_rules import ENGINES, able
+from slurmrl.plan.engine_rules import CAPABILITIES
 from slurmrl.plan.estimates.call_costs import GIB
-from slurmrl.plan.estimates.memory import BUILT_IN, PAGE_TOKENS, kv_bytes_per_token
+from slurmrl.plan.estimates.memory import PAGE_TOKENS, kv_bytes_per_token
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.metrics import generates, makes_rewards
 from slurmrl.plan.model_files import config_values
@@ -90,46 +90,26 @@ def _unrecorded(draft: Draft) -> Iterator[Problem]:
             f"at most {MOST_SUPPORT}"
         )
         yield draft.refuse((ROLLOUTS, "top_k"), reason, rollout.top_k)
-    rules = draft.rules(ROLLOUTS)
-    if rules is not None and not rules.records_support:
-        backend = draft.allocations()[ROLLOUTS].backend
-        reason = (
-            f" with {backend} and {name}: it does not report the tokens that each one is drawn "
-            "from, which the losses need; allowed backends: "
-            f"{', '.join(able(lambda rules: rules.generates and rules.records_support))}"
-        )
-        yield draft.refuse((ROLLOUTS, "top_k"), reason, rollout.top_k)
+    elif reason := draft.lacks(ROLLOUTS, "support"):
+        yield draft.refuse((ROLLOUTS, "top_k"), f" with {name}: {reason}", rollout.top_k)
 
 
 def experts(draft: Draft) -> Iterator[Problem]:
     """Only some engines record the experts of models that have some."""
     if not draft.config.rollout.replay_experts:
         return
-    actor, allocations = draft.config.actor, draft.allocations()
-    drawing = allocations.get(ROLLOUTS, allocations.get("actor"))
-    shape, reason = shape_of(actor), ""
+    name = ROLLOUTS if ROLLOUTS in draft.allocations() else "actor"
+    shape = shape_of(draft.config.actor)
+    reason = ""
     if not (draft.algorithm.trains_on_samples and draft.algorithm.replays):
         reason = f"{draft.algorithm.name} does not replay what generation records"
     elif shape is not None and not shape.experts:
         reason = "the actor has no experts"
-    elif actor.implementation == "hf":
-        reason = "only the built-in decoder replays experts, not implementation: hf"
-    elif shape is not None and drawing and drawing.backend in ENGINES:
-        reason = _unrecorded_experts(actor, drawing.backend)
+    elif shape is not None:
+        kind = f"experts of {config_values(draft.config.actor).get('model_type')}"
+        reason = draft.lacks(name, kind if kind in CAPABILITIES else "experts")
     if reason:
         yield draft.refuse((ROLLOUTS, "replay_experts"), f": {reason}", value=True)
-
-
-def _unrecorded_experts(actor: Model, backend: str) -> str:
-    """Why an engine cannot record the experts of the actor; empty if it can."""
-    kind = config_values(actor).get("model_type")
-    if ENGINES[backend].records_experts_of(kind):
-        return ""
-    others = able(lambda rules: rules.records_experts_of(kind), trains=False)
-    return (
-        f"{backend} does not record the experts of {kind}; "
-        f"rollout.backend may be {' or '.join(others)}"
-    )
 
 
 def episodes(draft: Draft) -> Iterator[Problem]:
@@ -157,14 +137,10 @@ def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
     if settings.cache_bytes is None or name not in placed:
         return
     where = (*EPISODE, "cache_gib")
-    model, allocation = model_of(draft.config, name), placed[name].allocation
-    if model.implementation == "hf" or allocation.backend not in BUILT_IN:
-        reason = (
-            f" with '{allocation}' and implementation {model.implementation}; it needs the "
-            "built-in decoder (fsdp or native)"
-        )
-        yield draft.refuse(where, reason)
+    if reason := draft.lacks(name, "cache_limit"):
+        yield draft.refuse(where, f": {reason}")
         return
+    model, allocation = model_of(draft.config, name), placed[name].allocation
     shape = shape_of(model)
     lengths = lengths_of(draft.config, draft.algorithm, shape)
     if shape is None or lengths is None or lengths.assumed:

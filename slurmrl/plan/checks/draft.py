@@ -11,8 +11,8 @@ from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
-from slurmrl.plan.engine_rules import ENGINES, EngineRules
-from slurmrl.plan.placement import Placement, placements
+from slurmrl.plan.engine_rules import HF, lacking
+from slurmrl.plan.placement import Placement, model_of, placements
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,17 @@ class Draft:
     def allocations(self) -> dict[str, Allocation]:
         return {name: place.allocation for name, place in self.placements().items()}
 
-    def rules(self, name: str) -> EngineRules | None:
-        """Return the rules of the engine of a role or of generation.
+    def lacks(self, name: str, capability: str) -> str:
+        """Return why a role or generation cannot do something.
 
-        Return None where its layout is invalid or no engine runs it.
+        The reason is its engine, or the implementation of its model. Return an empty string if it
+        can, or if its layout is invalid.
         """
         allocation = self.allocations().get(name)
-        return ENGINES.get(allocation.backend) if allocation else None
+        kinds = [allocation.backend] if allocation is not None else []
+        if model_of(self.config, name).implementation == HF:
+            kinds.append(HF)
+        return next((why for kind in kinds if (why := lacking(kind, capability))), "")
 
     def writes(self, *key_path: str) -> bool:
         """Whether the user wrote something at this key, valid or not."""

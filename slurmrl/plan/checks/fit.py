@@ -17,7 +17,7 @@ from slurmrl.config.source import dotted
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engine_rules import ENGINES
+from slurmrl.plan.engine_rules import can, lacking
 from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.call_costs import GIB, Checked, memories
 from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
@@ -100,8 +100,7 @@ def _widths(fit: Fit) -> Found:
         if number % tp:
             yield Misfit("tp", _indivisible("t", tp, what, number))
             return
-    rules = ENGINES.get(fit.allocation.backend)
-    if shape.kv_heads % tp and rules is not None and not rules.copies_heads:
+    if shape.kv_heads % tp and not can(fit.allocation.backend, "head_copies"):
         yield Misfit("tp", _indivisible("t", tp, "num_key_value_heads", shape.kv_heads))
     elif shape.kv_heads % tp and tp % shape.kv_heads:
         yield Misfit(
@@ -173,25 +172,17 @@ def _sequence_parallel(fit: Fit) -> Found:
 
 
 def _whole_sequences(fit: Fit) -> Found:
-    rules = ENGINES.get(fit.allocation.backend)
-    if rules is None or rules.experts_of_whole_sequences:
-        return
     trains_experts = fit.minibatches > 0 and fit.shape is not None and fit.shape.experts > 0
     split = fit.allocation.sizes["tp"] > 1
-    if trains_experts and split and fit.sizes.sequence_parallel is False:
-        yield Misfit(
-            "sequence_parallel",
-            f"{fit.allocation.backend} trains experts on several tensor ranks with sequence "
-            "parallelism only",
-            "false",
-        )
+    reason = lacking(fit.allocation.backend, "whole_sequences")
+    if reason and trains_experts and split and fit.sizes.sequence_parallel is False:
+        yield Misfit("sequence_parallel", reason, "false")
 
 
 def _context_heads(fit: Fit) -> Found:
     """In attention, context-parallel ranks exchange tokens for heads."""
     tp, cp, shape = fit.allocation.sizes["tp"], fit.allocation.sizes["cp"], fit.shape
-    rules = ENGINES.get(fit.allocation.backend)
-    if cp == 1 or shape is None or rules is None or not rules.context_heads or shape.heads % tp:
+    if cp == 1 or shape is None or shape.heads % tp:
         return
     heads, kv_heads = shape.heads // tp, shape.kv_heads_of_rank(tp)
     if heads % cp:

@@ -29,7 +29,7 @@ from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
-from slurmrl.plan.engine_rules import ENGINES, SERVER_KINDS, able, is_flag, known_backends, rules_of
+from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, rules_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.metrics import generates
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
@@ -79,9 +79,8 @@ def tasks(draft: Draft) -> Iterator[Problem]:
             f"(rollout.publish.every_steps), so it must be at least {publish.every_steps - 1}"
         )
         yield draft.refuse((ROLLOUTS, "tasks", "max_staleness"), reason, settings.max_staleness)
-    if draft.config.actor.implementation != "builtin":
-        reason = ": tasks generate with the built-in decoder (actor.implementation)"
-        yield draft.refuse((ROLLOUTS, "tasks"), reason)
+    if reason := draft.lacks("actor", "tasks"):
+        yield draft.refuse((ROLLOUTS, "tasks"), f": {reason}")
     yield from _inside(draft)
     allocation = draft.allocations().get(ROLLOUTS)
     if allocation is None:
@@ -175,11 +174,10 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
     try:
         allocation = parse(text) if text else own
         assert allocation is not None, "see above"
-        if not BACKENDS[allocation.backend].trains:
-            others = ", ".join(known_backends(trains=True))
-            yield draft.refuse(where, f": it is the layout of the actor; allowed: {others}", text)
+        if reason := lacking(allocation.backend, "training"):
+            yield draft.refuse(where, f": it is the layout of the actor, and {reason}", text)
             return
-        rules = rules_of(allocation)
+        rules_of(allocation)
     except AllocationError as error:
         yield draft.problem(where, str(error))
         return
@@ -194,9 +192,9 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
     for misfit in islice(fit.check(wanted) if text else (), 1):
         value = misfit.value or f"'{text}'"
         yield draft.problem(where, f"{value} is not allowed: {misfit.reason}")
-    if generates(calls) and not draft.config.evaluation_trials_roll_out and not rules.generates:
-        others = ", ".join(able(lambda other: other.generates, trains=True))
-        reason = f": the evaluation generates, which {allocation.backend} cannot; allowed: {others}"
+    reason = lacking(allocation.backend, "generation")
+    if reason and generates(calls) and not draft.config.evaluation_trials_roll_out:
+        reason = f": the evaluation generates, and {reason}"
         yield draft.refuse(where, reason, str(allocation))
 
 
@@ -206,12 +204,9 @@ def servers(draft: Draft) -> Iterator[Problem]:
     allocation = draft.allocations().get(ROLLOUTS)
     backend = allocation.backend if allocation else ""
     if allocation is None or not BACKENDS[backend].serves:
-        known = " or ".join(name for name in ENGINES if BACKENDS[name].serves)
-        reason = f": it is for servers (rollout.backend {known})"
+        reason = f": it is for servers (rollout.backend {' or '.join(SERVER_KINDS)})"
         yield from _refused(draft, (*OF_RUNNING, *OF_OURS, *OF_ALL), reason)
         return
-    if backend not in ENGINES:
-        return  # already reported
     if rollout.servers:
         yield from _running(draft, allocation)
     else:
@@ -220,7 +215,10 @@ def servers(draft: Draft) -> Iterator[Problem]:
         yield from _refused(draft, OF_RUNNING, " without rollout.servers")
         yield from _own(draft, backend)
         yield from _flags(draft, backend)
-    yield from _dense_layers(draft, backend)
+    shape, reason = shape_of(draft.config.actor), draft.lacks(ROLLOUTS, "dense_layers")
+    if reason and shape is not None and shape.experts and shape.dense_layers:
+        layers = f"{shape.dense_layers} of {shape.layers} layers of this actor are dense"
+        yield draft.refuse((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
     yield from _temperatures(draft, backend)
 
 
@@ -244,20 +242,6 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
         if temperature < least:
             reason = f" with {backend}, which draws at another temperature then; at least {least:g}"
             yield draft.refuse(key, reason, temperature)
-
-
-def _dense_layers(draft: Draft, backend: str) -> Iterator[Problem]:
-    """SGLang reads a model with experts and dense layers without a word, as another one."""
-    shape = shape_of(draft.config.actor)
-    if shape is None or ENGINES[backend].dense_layers:
-        return
-    if shape.experts and shape.dense_layers:
-        message = (
-            f"{backend} is not allowed with this actor, of which {shape.dense_layers} of "
-            f"{shape.layers} layers are dense: it gives every layer experts, with weights that the "
-            "actor does not have"
-        )
-        yield draft.problem((ROLLOUTS, "backend"), message)
 
 
 def _refused(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from slurmrl.plan import placement
 from slurmrl.plan.algorithms import all_calls
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engine_rules import able, known_backends, rules_of
+from slurmrl.plan.engine_rules import lacking, rules_of
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.metrics import generates
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
@@ -30,12 +30,9 @@ def backends(draft: Draft) -> Iterator[Problem]:
         except AllocationError as error:
             yield draft.problem((role, "backend"), str(error))
             continue
-        trains = role != ROLLOUTS
-        if BACKENDS[allocation.backend].trains != trains:
-            does = "only generates" if trains else "is for training"
-            others = ", ".join(known_backends(trains=trains))
-            reason = f": {allocation.backend} {does}; allowed: {others}"
-            yield draft.refuse((role, "backend"), reason, text)
+        needed = "rollouts" if role == ROLLOUTS else "training"
+        if reason := lacking(allocation.backend, needed):
+            yield draft.refuse((role, "backend"), f": {reason}", text)
 
 
 def _written(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -71,17 +68,18 @@ def generation(draft: Draft) -> Iterator[Problem]:
             reason = ": no call of this trial generates"
             yield draft.refuse((ROLLOUTS, "backend"), reason, config.rollout.backend)
         return
-    rules = draft.rules("actor")
-    if generating and allocation and rules and not rules.generates:
-        size, others = allocation.world_size, able(lambda other: other.generates, trains=True)
-        cause, remedy = "the actor generates", f"set rollout.backend, for example to native:d{size}"
+    if not generating or allocation is None:
+        return
+    if reason := draft.lacks("actor", "generation"):
+        cause = "the actor generates"
+        remedy = f"set rollout.backend, for example to native:d{allocation.world_size}"
         if config.rollout.tasks is not None:
             cause = (
                 "the trainers generate for `evaluation`, because rollout.tasks serve training only"
             )
             remedy = "evaluate in separate trials with evaluation.tasks={backend: fsdp:d1}"
-        reason = f": {cause}, which {allocation.backend} cannot; {remedy}, or use "
-        yield draft.refuse(("actor", "backend"), f"{reason}{', '.join(others)}", str(allocation))
+        text = f": {cause}, and {reason}; or {remedy}"
+        yield draft.refuse(("actor", "backend"), text, str(allocation))
 
 
 def gpus(draft: Draft) -> Iterator[Problem]:

@@ -13,13 +13,14 @@ from slurmrl.errors import Problem, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.plan import model_files
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engine_rules import ENGINES, able
+from slurmrl.plan.engine_rules import ENGINES, HF, lacking
 from slurmrl.plan.estimates.shape import bounded_parts, longest
 from slurmrl.plan.placement import REFERENCE, ROLLOUTS, uses_base
 from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
 from slurmrl.registry import resolve
 
 ADAPTER: Final = "adapter_config.json"
+HF_ARCHITECTURES: Final = "slurmrl.models.hf_config:HFConfig"
 LENGTH_LIMIT: Final = "slurmrl.models.hf_config:length_limit"
 REFUSAL: Final = "slurmrl.models.adapters:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.config:ModelConfig"
@@ -70,12 +71,11 @@ def _refusal(
     draft: Draft, role: str, model: Model, values: Mapping[str, Any], *, strict: bool
 ) -> str | None:
     """Why the role's engine cannot run an architecture."""
-    rules = draft.rules(role)
-    if rules is None:
+    allocation = draft.allocations().get(role)
+    if allocation is None:
         return None
-    reader = rules.architectures if model.implementation == "builtin" else rules.hf_architectures
-    if reader is None:
-        return None  # reported by the check of implementations
+    builtin = ENGINES[allocation.backend].architectures
+    reader = HF_ARCHITECTURES if model.implementation == HF else builtin
     try:
         resolve(reader).from_hf(values, strict=strict)
     except (ValueError, TypeError) as error:
@@ -102,10 +102,8 @@ def implementations(draft: Draft) -> Iterator[Problem]:
 
 
 def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
-    rules = ENGINES.get(allocation.backend)
-    if rules is None or rules.hf_architectures is None:
-        others = ", ".join(able(lambda other: other.hf_architectures))
-        yield f"{allocation.backend} runs its own models only; allowed backends: {others}"
+    if reason := lacking(allocation.backend, "transformers"):
+        yield reason
     split = [n for n, axis in AXIS_OF.items() if n != "d" and allocation.sizes[axis] > 1]
     if split:
         yield f"'{allocation}' uses {', '.join(split)}; models of transformers can only use d"
@@ -129,13 +127,8 @@ def adapters(draft: Draft) -> Iterator[Problem]:
 def _adapter_refusal(draft: Draft, role: str, model: Model, lora: Lora) -> str | None:
     if role not in draft.trained:
         return f"{role} is not trained"
-    rules = draft.rules(role)
-    if rules is not None and not rules.adapters:
-        others = ", ".join(able(lambda other: other.adapters))
-        backend = draft.allocations()[role].backend
-        return f"{backend} does not train adapters; allowed backends: {others}"
-    if model.implementation != "builtin":
-        return f"implementation {model.implementation} does not train adapters; allowed: builtin"
+    if lack := draft.lacks(role, "adapters"):
+        return lack
     own = draft.writes(role, "path") or draft.writes(role, "architecture")
     if draft.writes(role if own else "actor", "architecture"):
         return "the frozen weights of a new architecture would stay random; set a path instead"
@@ -210,12 +203,8 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
 
 def stop_strings(draft: Draft) -> Iterator[Problem]:
     """They are found in the text of single requests, which models of transformers do not serve."""
-    if draft.config.rollout.stop_strings and draft.config.actor.implementation == "hf":
-        reason = (
-            " with actor.implementation hf: it generates whole batches, of which it sees tokens "
-            "only; use stop_token_ids, or the built-in decoder"
-        )
-        yield draft.refuse(("rollout", "stop_strings"), reason)
+    if draft.config.rollout.stop_strings and (reason := draft.lacks("actor", "stop_strings")):
+        yield draft.refuse((ROLLOUTS, "stop_strings"), f": {reason}")
 
 
 def tokenizer(draft: Draft) -> Iterator[Problem]:

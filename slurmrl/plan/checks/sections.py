@@ -16,8 +16,6 @@ from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph
-from slurmrl.plan.engine_rules import able
-from slurmrl.plan.estimates.memory import SHARDED
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.metrics import RATES, evaluation_metric, known_metrics, makes_rewards
 from slurmrl.registry import near, resolve
@@ -155,14 +153,10 @@ def unused_roles(draft: Draft) -> Iterator[Problem]:
 def engine_options(draft: Draft) -> Iterator[Problem]:
     """Settings that not every engine supports."""
     for role, model in draft.models():
-        rules = draft.rules(role)
-        if rules is None:
-            continue
         for field in OF_ENGINES:
-            if getattr(model, field) and draft.writes(role, field) and not getattr(rules, field):
-                others = ", ".join(able(lambda other, field=field: getattr(other, field)))  # type: ignore[misc]
-                reason = f" with {draft.allocations()[role].backend}; allowed backends: {others}"
-                yield draft.refuse((role, field), reason, value=True)
+            reason = draft.lacks(role, field)
+            if reason and getattr(model, field) and draft.writes(role, field):
+                yield draft.refuse((role, field), f": {reason}", value=True)
 
 
 def averages(draft: Draft) -> Iterator[Problem]:
@@ -171,15 +165,11 @@ def averages(draft: Draft) -> Iterator[Problem]:
     for role, model in draft.models():
         if model.ema is None:
             continue
-        allocation = draft.allocations().get(role)
-        reason = ""
+        reason = draft.lacks(role, "averages")
         if role in draft.trained:
             reason = f"{role} is trained; only a reference can follow the actor"
-        elif allocation is not None and allocation.backend not in SHARDED:
-            others = ", ".join(sorted(SHARDED))
-            reason = f"{allocation.backend} has no float32 weights of a frozen model; use {others}"
-        elif model.implementation != actor.implementation or shape_of(model) != shape_of(actor):
-            reason = f"{role} and the actor are different architectures"
+        elif (model.implementation, shape_of(model)) != (actor.implementation, shape_of(actor)):
+            reason = reason or f"{role} and the actor are different architectures"
         if reason:
             yield draft.refuse((role, "ema"), f": {reason}", model.ema)
 
