@@ -19,7 +19,6 @@ from typing import Any, Final
 import slurmrl
 from slurmrl import child
 from slurmrl.child import ChildEnd, ChildRequest
-from slurmrl.config.allocation import parse
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Config, role_key
 from slurmrl.config.source import dotted
@@ -29,10 +28,10 @@ from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, SlurmrlError
 from slurmrl.fsio import variables
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.dataflow import Head
 from slurmrl.plan.engine_rules import ENGINES
-from slurmrl.plan.estimates.memory import BYTES
-from slurmrl.plan.estimates.shape import parameters, shape_of, trained_shard
+from slurmrl.plan.estimates.memory import saved, total_bytes, whole_weights
+from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.estimates.worker_memory import ONE_RANK, version_size
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.resources import lacking_gpus
@@ -49,8 +48,6 @@ ADAPTERS: Final = "adapters"
 SHOWN: Final = 300
 """Characters shown of the last output of a crashed child."""
 GIB: Final = 2**30
-SCALAR_BYTES: Final = 4
-"""Weights, moments and exports are kept in float32."""
 PREPARED_BYTES_PER_BYTE: Final = 2
 """The line, the tokens and the index entry of a row of 100 bytes or more take less than this."""
 ENGINE: Final = "engine"
@@ -309,8 +306,8 @@ def disk_space(settings: Settings) -> list[Finding]:
     """Check the disk space. Raises OSError for a file system that does not answer."""
     config = settings.config
     checkpoint, export = checkpoint_bytes(settings), 0
-    if config.checkpoint.export_at_end:
-        export = _parameters(settings, "actor", "lm") * SCALAR_BYTES
+    if config.checkpoint.export_at_end and (shape := shape_of(config.actor)) is not None:
+        export = round(whole_weights(shape, ONE_RANK, "float32"))
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     there = _checkpoints(paths)
     copies = max(config.checkpoint.keep_last + 1 - there, 1)
@@ -340,11 +337,9 @@ def checkpoint_bytes(settings: Settings) -> int:
     """
     total = 0
     for use in uses_of(settings.config, settings.algorithm):
-        if use.trained:
-            tensors = 1 + len(settings.config.model(use.role).optimizer.moments)
-            total += _trained(settings, use.role, use.head) * tensors * SCALAR_BYTES
-        elif settings.config.model(use.role).ema is not None:
-            total += _parameters(settings, use.role, use.head) * SCALAR_BYTES
+        model = settings.config.model(use.role)
+        if (shape := shape_of(model)) is not None:
+            total += total_bytes(saved(model, shape, ONE_RANK, use.head, trained=use.trained))
     return total
 
 
@@ -355,14 +350,7 @@ def version_bytes(settings: Settings) -> int:
     the versions between complete ones depends on the training.
     """
     publish = settings.config.rollout.publish
-    if publish is None:
-        return 0
-    actor = settings.config.actor
-    if actor.lora is None:
-        whole = _parameters(settings, "actor", "lm") * BYTES[actor.dtype]
-    else:
-        whole = _trained(settings, "actor", "lm") * SCALAR_BYTES
-    return (publish.keep_whole + 1) * whole
+    return 0 if publish is None else round((publish.keep_whole + 1) * version_size(settings.config))
 
 
 def data_bytes(settings: Settings) -> int:
@@ -373,17 +361,6 @@ def data_bytes(settings: Settings) -> int:
             files = path.rglob("*") if path.is_dir() else [path]
             total += sum(file.stat().st_size for file in files)
     return total * PREPARED_BYTES_PER_BYTE
-
-
-def _parameters(settings: Settings, role: str, head: Head) -> int:
-    shape = shape_of(settings.config.model(role))
-    return round(parameters(shape, parse("fsdp:d1"), head).total) if shape else 0
-
-
-def _trained(settings: Settings, role: str, head: Head) -> int:
-    model = settings.config.model(role)
-    shape = shape_of(model)
-    return round(trained_shard(model, shape, parse("fsdp:d1"), head)) if shape else 0
 
 
 def _checkpoints(paths: RunPaths) -> int:

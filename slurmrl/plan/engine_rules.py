@@ -29,7 +29,7 @@ class Capability(NamedTuple):
 
     engines: tuple[str, ...]
     lack: str
-    """What the other engines do instead, after their names."""
+    """A sentence about the other engines, without its subject."""
 
 
 CAPABILITIES: Final[Mapping[str, Capability]] = {
@@ -74,7 +74,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         (*FSDP, "native", "sglang", "vllm"), "does not copy heads of keys and values"
     ),
 }
-"""What engines can do, by name. Checks and messages read nothing else about it."""
+"""The capabilities of engines, by name. Checks and messages read only this table."""
 
 
 def can(engine: str, capability: str) -> bool:

@@ -20,7 +20,6 @@ from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Model, role_key
 from slurmrl.config.source import dotted, flat
-from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates import call_costs
@@ -41,7 +40,7 @@ from slurmrl.plan.estimates.worker_memory import (
     worker_bytes,
 )
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
-from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
+from slurmrl.plan.placement import ROLLOUTS, Placement, model_of
 from slurmrl.plan.precision import generating
 from slurmrl.plan.settings import Settings
 from slurmrl.run.reports import TRAINERS
@@ -52,9 +51,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
     """The report of a plan; ``warnings`` are added to its own."""
     sized = _sized(settings, plan)
     memories = call_costs.memories(sized)
-    placed = placements(
-        settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
-    )
+    placed = call_costs.placed_models(settings)
     groups = process_groups(plan)
     return {
         "experiment": plan.experiment,
@@ -88,9 +85,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
     """The estimates of a plan alone: of the fullest GPU, and of the calls by name."""
     sized = _sized(settings, plan)
-    placed = placements(
-        settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
-    )
+    placed = call_costs.placed_models(settings)
     calls = _calls(settings, plan, placed)
     lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
     return {

@@ -12,7 +12,8 @@ from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.engine_rules import HF, lacking
-from slurmrl.plan.placement import Placement, model_of, placements
+from slurmrl.plan.estimates.call_costs import placed_models
+from slurmrl.plan.placement import Placement, model_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Draft:
 
     def placements(self) -> dict[str, Placement]:
         """The placements of the models; invalid ones are left out."""
-        uses = uses_of(self.config, self.algorithm)
-        return placements(self.config, [use.role for use in uses])
+        return placed_models(self)
 
     def allocations(self) -> dict[str, Allocation]:
         return {name: place.allocation for name, place in self.placements().items()}

@@ -15,11 +15,11 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model, ParallelSizes, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import Problem
-from slurmrl.plan.algorithms import Algorithm, uses_of
+from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import can, lacking
 from slurmrl.plan.estimates import call_costs
-from slurmrl.plan.estimates.call_costs import GIB, Checked, memories
+from slurmrl.plan.estimates.call_costs import GIB, Checked, memories, placed_models
 from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
 from slurmrl.plan.estimates.worker_memory import (
     Fullest,
@@ -28,7 +28,7 @@ from slurmrl.plan.estimates.worker_memory import (
     share_in_task,
     trainers_gpus,
 )
-from slurmrl.plan.placement import ROLLOUTS, placements
+from slurmrl.plan.placement import ROLLOUTS
 
 
 @dataclass(frozen=True)
@@ -302,8 +302,7 @@ def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str 
     Return None if it may fit, or without such tasks. If ``certain``, assumed lengths of sequences
     do not count.
     """
-    uses = uses_of(checked.config, checked.algorithm)
-    rollout = placements(checked.config, [use.role for use in uses]).get(ROLLOUTS)
+    rollout = placed_models(checked).get(ROLLOUTS)
     estimate = memories(checked, certain=certain).get(ROLLOUTS)
     if rollout is None or rollout.group != ROLLOUTS or estimate is None:
         return None

@@ -111,6 +111,13 @@ class CallCost(NamedTuple):
     seconds: float | None
 
 
+def placed_models(checked: Checked) -> dict[str, Placement]:
+    """Return the placements of a configuration's models and of its generation (`placements`)."""
+    return placements(
+        checked.config, [use.role for use in uses_of(checked.config, checked.algorithm)]
+    )
+
+
 def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
     """The memory of each model whose architecture is known.
 
@@ -118,7 +125,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
     """
     config, algorithm = checked.config, checked.algorithm
     uses = {use.role: use for use in uses_of(config, algorithm)}
-    placed = placements(config, uses)
+    placed = placed_models(checked)
     on = [(call, layout_of(call, list(placed))) for call in algorithm.calls(config)]
     estimates = {}
     for name, placement in placed.items():
@@ -144,6 +151,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             minibatches=algorithm.minibatches if use.trained else 1,
             replays_experts=name in ("actor", ROLLOUTS) and replays_experts(checked),
             cache_bytes=config.rollout.episode.cache_bytes,
+            copies=config.checkpoint.asynchronous,
         )
         estimates[name] = estimate(demand)
     return estimates

@@ -1,18 +1,20 @@
 """Estimates of the bytes that a model needs on its fullest GPU. Sources: docs/allocation.md.
 
-With ``rollout.replay_experts`` each token also has the numbers of its experts in each layer that
-has some. Engines need further forms of these records while they compute a micro-batch.
+`tensors` lists the tensors that a rank keeps of a model, and their places. Estimates of GPUs, hosts
+and checkpoints are sums over such lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Model
 from slurmrl.plan.dataflow import Head
+from slurmrl.plan.engine_rules import BUILT_IN, FSDP
+from slurmrl.plan.estimates.expert_records import beside_cache, replayed
 from slurmrl.plan.estimates.shape import (
     Lengths,
     ModelShape,
@@ -24,11 +26,10 @@ from slurmrl.plan.estimates.shape import (
 )
 
 BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
-SHARDED: Final = frozenset({"fsdp", "archon"})
+SHARDED: Final = FSDP
 """Engines that shard weights, gradients and optimizer state over data- and context-parallel ranks
 (ZeRO stage 3)."""
-BUILT_IN: Final = SHARDED | {"native"}
-"""Engines that generate with the built-in decoder."""
+FLOAT32: Final = 4
 UNSHARDED_LAYERS: Final = 2
 """Layers that are gathered at a time: the current and the prefetched one."""
 LOGITS: Final = 2**22
@@ -42,10 +43,36 @@ PAGE_TOKENS: Final = 16
 """Tokens of a page of the native engine's key-value cache."""
 DRAWING_BYTES: Final = 20
 """To draw a token, each of its logits is held in float32 and its probability twice in 64 bits."""
-STANDING: Final = ("weights", "gradients", "optimizer")
+GPU: Final = "gpu"
+LOCKED: Final = "locked"
+"""Page-locked host memory, which torch may round up."""
+HOST: Final = "host"
+WEIGHTS: Final = "weights"
+GRADIENTS: Final = "gradients"
+OPTIMIZER: Final = "optimizer"
+COPIES: Final = "copies"
+"""Copies that checkpoints save of a model."""
+STANDING: Final = (WEIGHTS, GRADIENTS, OPTIMIZER)
 PASSING: Final = ("activations", "kv_cache")
 EXPERTS: Final = "experts"
 """What passes with activations where recorded experts are replayed."""
+
+
+class Tensors(NamedTuple):
+    """Tensors of one kind that a rank keeps of a model, in one place."""
+
+    kind: str
+    """One of `STANDING`, or ``copies``."""
+    where: str
+    elements: float
+    width: int
+    """Bytes of an element, or of all tensors of this kind that belong to it."""
+
+
+def total_bytes(tensors: Iterable[Tensors], *, kind: str = "", where: str = "") -> int:
+    """Return the bytes of the tensors of a kind in a place; an empty text selects all."""
+    chosen = (one for one in tensors if kind in ("", one.kind) and where in ("", one.where))
+    return round(sum(one.elements * one.width for one in chosen))
 
 
 @dataclass(frozen=True)
@@ -70,6 +97,10 @@ class Memory:
     sequence: int = 0
     """Keys and values of one sequence of the longest length."""
     frees_gradients: bool = False
+    locked: int = 0
+    """Bytes of page-locked host memory."""
+    host: int = 0
+    """Bytes of other host memory."""
 
     @property
     def standing(self) -> int:
@@ -109,6 +140,8 @@ class MemoryDemand:
     """Whether it records experts as it generates, and replays them as it computes."""
     cache_bytes: int | None = None
     """Limit of the key-value cache, beyond which sequences wait."""
+    copies: bool = False
+    """Whether it keeps copies for checkpoints, which are written while it computes."""
 
 
 def adapts(job: MemoryDemand) -> bool:
@@ -117,55 +150,64 @@ def adapts(job: MemoryDemand) -> bool:
 
 
 def estimate(job: MemoryDemand) -> Memory:
-    size = _weight_bytes(job)
-    gradients, optimizer = _training_bytes(job) if job.trained else (0, 0)
+    kept = list(tensors(job))
+    gradients = total_bytes(kept, kind=GRADIENTS, where=GPU)
     return Memory(
-        weights=size,
+        weights=total_bytes(kept, kind=WEIGHTS, where=GPU),
         gradients=gradients,
-        optimizer=optimizer,
+        optimizer=total_bytes(kept, kind=OPTIMIZER, where=GPU),
         activations=_activations(job, gradients) if job.computes else 0,
         kv_cache=_generation(job) if job.generates else 0,
         experts=_experts(job) if job.computes and job.replays_experts else 0,
         sequence=_cache(job, 1) if job.generates else 0,
         frees_gradients=job.allocation.backend in SHARDED,
+        locked=total_bytes(kept, where=LOCKED),
+        host=total_bytes(kept, where=HOST),
     )
 
 
-def _per_rank(job: MemoryDemand) -> float:
-    return shard_parameters(job.shape, job.allocation, job.head)
+def tensors(job: MemoryDemand) -> Iterator[Tensors]:
+    """Yield the tensors that a rank keeps of a model.
 
-
-def _trained_per_rank(job: MemoryDemand) -> float:
-    return trained_shard(job.model, job.shape, job.allocation, job.head)
-
-
-def _weight_bytes(job: MemoryDemand) -> int:
-    if job.allocation.backend in SHARDED:
-        if job.model.cpu_offload:
-            return 0
-        if adapts(job):
-            return round(_per_rank(job) * BYTES[job.model.dtype] + _trained_per_rank(job) * 4)
-        changes = job.trained or job.model.ema is not None
-        return round(_per_rank(job) * (4 if changes else BYTES[job.model.dtype]))
-    own = parameters(job.shape, job.allocation, job.head)
-    return round(own.total * BYTES[job.model.dtype])
-
-
-def _training_bytes(job: MemoryDemand) -> tuple[int, int]:
-    """Gradients and optimizer state.
-
-    Sharded engines: 4 bytes per trained parameter and 4 for each of its moments, 0 with
-    ``cpu_offload``. megatron with its distributed optimizer: float32 gradients on every replica,
-    and sharded moments and float32 copies of bfloat16 weights.
+    Sharded engines keep float32 shards of weights that change, of gradients and of moments, which
+    ``cpu_offload`` moves to the host. megatron with its distributed optimizer keeps float32
+    gradients on every replica, and shards of moments and of float32 copies of bfloat16 weights.
     """
-    sharded, moments = _trained_per_rank(job), len(job.model.optimizer.moments)
+    width, moments = BYTES[job.model.dtype], len(job.model.optimizer.moments)
+    trained = trained_shard(job.model, job.shape, job.allocation, job.head)
     if job.allocation.backend in SHARDED:
-        if job.model.cpu_offload:
-            return 0, 0
-        return round(sharded * 4), round(sharded * 4 * moments)
-    own = parameters(job.shape, job.allocation, job.head).total
-    master = 4 if job.model.dtype == "bfloat16" else 0
-    return round(own * 4), round(sharded * (4 * moments + master))
+        shard = shard_parameters(job.shape, job.allocation, job.head)
+        locked, host = (LOCKED, HOST) if job.model.cpu_offload else (GPU, GPU)
+        changes = (job.trained and not adapts(job)) or job.model.ema is not None
+        yield Tensors(WEIGHTS, locked, shard, FLOAT32 if changes else width)
+        if adapts(job):
+            yield Tensors(WEIGHTS, locked, trained, FLOAT32)
+        if job.trained:
+            yield Tensors(GRADIENTS, locked, trained, FLOAT32)
+            yield Tensors(OPTIMIZER, host, trained, FLOAT32 * moments)
+    else:
+        own = parameters(job.shape, job.allocation, job.head).total
+        yield Tensors(WEIGHTS, GPU, own, width)
+        if job.trained:
+            master = FLOAT32 if job.model.dtype == "bfloat16" else 0
+            yield Tensors(GRADIENTS, GPU, own, FLOAT32)
+            yield Tensors(OPTIMIZER, GPU, trained, FLOAT32 * moments + master)
+    if job.copies:
+        yield from saved(job.model, job.shape, job.allocation, job.head, trained=job.trained)
+
+
+def saved(
+    model: Model, shape: ModelShape, allocation: Allocation, head: Head, *, trained: bool
+) -> Iterator[Tensors]:
+    """Yield the tensors that checkpoints have of one rank's shard.
+
+    They are the trained weights with their moments, or the weights of an average, in float32.
+    """
+    if trained:
+        width = FLOAT32 * (1 + len(model.optimizer.moments))
+        yield Tensors(COPIES, HOST, trained_shard(model, shape, allocation, head), width)
+    elif model.ema is not None:
+        yield Tensors(COPIES, HOST, shard_parameters(shape, allocation, head), FLOAT32)
 
 
 def _layer_total(job: MemoryDemand) -> float:
@@ -427,50 +469,3 @@ def _prefill(job: MemoryDemand, lengths: Lengths) -> float:
 def _drawing(job: MemoryDemand, sequences: int) -> float:
     """Bytes to draw a token of each sequence."""
     return sequences * job.shape.vocabulary * (BYTES[job.model.dtype] + DRAWING_BYTES)
-
-
-NUMBER: Final = 2
-"""Bytes of the number of an expert in a sample and in the built-in engine's cache: int16."""
-REPLAYED: Final = 8
-"""The same where the built-in decoder replays it: int64."""
-SERVED: Final = 4
-"""The same in SGLang's host memory: int32."""
-
-
-def numbers(shape: ModelShape) -> int:
-    """Experts of a token in all layers."""
-    return shape.expert_layers * shape.experts_per_token
-
-
-def replayed(
-    shape: ModelShape, allocation: Allocation, *, batch: int, micro: int, layers: float
-) -> int:
-    """Return the bytes on a GPU of replayed experts while a model computes.
-
-    They hold records of ``batch`` tokens, a copy of the records of a micro-batch, and the engine's
-    own form of it. ``micro`` is the tokens of a micro-batch on one context rank; each rank has the
-    record of all of them. ``layers`` is the layers of a stage times the micro-batches that are on
-    their way through it.
-
-    megatron's routers have a mask with a byte for each token, layer and expert.
-    """
-    whole = micro * allocation.sizes["cp"]
-    size: float = NUMBER * numbers(shape) * (max(batch, whole) + whole)
-    if allocation.backend == "megatron":
-        share = shape.expert_layers / shape.layers
-        return round(size + micro * layers * share * shape.experts)
-    return round(size + REPLAYED * numbers(shape) * (whole + micro))
-
-
-def beside_cache(shape: ModelShape) -> int:
-    """Of a token in the cache of the built-in engine."""
-    return NUMBER * numbers(shape)
-
-
-def on_host_of_server(shape: ModelShape, tokens: float) -> int:
-    """Return the page-locked host memory in bytes of each tensor rank of an SGLang server.
-
-    It holds the experts of all layers, dense ones included, for each of the ``tokens`` that the
-    server's cache of keys and values takes.
-    """
-    return round(SERVED * shape.layers * shape.experts_per_token * tokens)

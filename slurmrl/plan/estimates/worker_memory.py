@@ -9,30 +9,35 @@ from typing import Final, NamedTuple
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
-from slurmrl.config.schema import Config, Lora, Model
+from slurmrl.config.schema import Config
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import RoleUse
 from slurmrl.plan.engine_rules import last_value
 from slurmrl.plan.estimates import call_costs
-from slurmrl.plan.estimates.call_costs import GIB, Checked, margin, memories, replays_experts
+from slurmrl.plan.estimates.call_costs import (
+    GIB,
+    Checked,
+    margin,
+    memories,
+    placed_models,
+    replays_experts,
+)
+from slurmrl.plan.estimates.expert_records import on_host_of_server
 from slurmrl.plan.estimates.memory import (
     BYTES,
-    SHARDED,
+    FLOAT32,
     Memory,
     kv_bytes_per_token,
-    on_host_of_server,
+    whole_weights,
 )
 from slurmrl.plan.estimates.shape import (
-    ModelShape,
     adapted_parameters,
     adapter_parameters,
     parameters,
     shape_of,
-    shard_parameters,
-    trained_shard,
 )
 from slurmrl.plan.model import GroupPlan
-from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
+from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded
 from slurmrl.run.reports import TRAINERS
 
 SERVER: Final = "server"
@@ -220,8 +225,7 @@ def trainers_gpus(
 
     ``limit`` is by default the size of the cluster's GPUs, if it is known.
     """
-    uses = uses_of(checked.config, checked.algorithm)
-    placed = placements(checked.config, [use.role for use in uses])
+    placed = placed_models(checked)
     known = call_costs.memory_bytes(checked.config.cluster) if limit is None else limit
     if checked.config.cluster.gpus_per_worker == 0:
         known = None
@@ -293,6 +297,8 @@ def own_share(arguments: Sequence[str]) -> float | None:
 
 SGLANG: Final = "sglang"
 """The only servers that report experts."""
+ONE_RANK: Final = parse("fsdp:d1")
+"""The layout of whole weights."""
 WORKER: Final = 8 * GIB
 """Of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA context,
 NCCL's buffers, a tokenized dataset, and its part of the host's agent and master."""
@@ -329,21 +335,23 @@ def worker_bytes(checked: Checked) -> int | None:
     Return None if a model's architecture is unknown.
     """
     uses = {use.role: use for use in uses_of(checked.config, checked.algorithm)}
-    placed = placements(checked.config, uses)
+    placed = placed_models(checked)
     away, sizes = offloaded(checked.config, placed), memories(checked)
     on_rank: dict[int, int] = {}
     loading = 0
     for name, placement in placed.items():
         if placement.group != TRAINERS or name not in uses:
             continue
-        size = _model_bytes(checked.config, uses[name], placement)
-        if size is None:
+        if (memory := sizes.get(name)) is None:
             return None
+        size = memory.host + _rounding(checked.config) * memory.locked
         if name in away:
-            size += sizes[name].standing
+            size += memory.standing
+        if name == "actor":
+            size += round(_published_bytes(checked.config) / len(placement.ranks))
         for rank in placement.ranks:
             on_rank[rank] = on_rank.get(rank, 0) + size
-        loading = max(loading, _loading_bytes(checked.config, uses[name]))
+        loading = max(loading, _loading_bytes(checked.config, uses[name], placement))
     rollout = placed.get(ROLLOUTS)
     own = not checked.config.rollout.servers
     if rollout is not None and BACKENDS[rollout.allocation.backend].serves and own:
@@ -367,13 +375,13 @@ def task_bytes(checked: Checked) -> int | None:
     shape = shape_of(actor)
     if shape is None:
         return None
-    whole, kept = _whole_bytes(checked.config, shape), WORKER
+    whole, kept = whole_weights(shape, ONE_RANK, actor.dtype), WORKER
     if (rollout := _rollouts(checked)) is not None:
         kept += rollout.allocation.instance_size * server_experts_bytes(checked)
     if actor.lora is None:
         return kept + round(VERSIONS * whole)
     merged = VERSIONS * adapted_parameters(shape, actor.lora) * BYTES[actor.dtype]
-    return kept + round(whole + merged + VERSIONS * _adapter_bytes(shape, actor.lora))
+    return kept + round(whole + merged + VERSIONS * version_size(checked.config))
 
 
 def server_experts_bytes(checked: Checked) -> int:
@@ -399,65 +407,30 @@ def server_experts_bytes(checked: Checked) -> int:
 
 def _rollouts(checked: Checked) -> Placement | None:
     """Where completions are made, if not by the trainers' actor."""
-    config = checked.config
-    placed = placements(config, [use.role for use in uses_of(config, checked.algorithm)])
-    return placed.get(ROLLOUTS)
+    return placed_models(checked).get(ROLLOUTS)
 
 
-def _adapter_bytes(shape: ModelShape, lora: Lora) -> float:
-    """All adapters, which are float32."""
-    return 4 * adapter_parameters(shape, parse("fsdp:d1"), lora, "lm")
+def version_size(config: Config) -> float:
+    """Return the bytes of a complete weight version.
 
-
-def _whole_bytes(config: Config, shape: ModelShape) -> float:
-    """All weights in the precision in which they generate."""
-    return parameters(shape, parse("fsdp:d1"), "lm").total * BYTES[config.actor.dtype]
-
-
-def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
-    """Return the bytes of a model that its ranks keep in host memory.
-
-    They are the copies of a trained model for checkpoints and weight versions, and the tensors that
-    ``cpu_offload`` moves: weights, and for a trained model gradients and moments.
+    It has the actor's weights in the type in which they generate, or only its adapters, which are
+    float32. Return 0 if the actor's architecture is unknown.
     """
-    model = model_of(config, use.role)
-    shape = shape_of(model)
+    actor, shape = config.actor, shape_of(config.actor)
     if shape is None:
-        return None
-    own = shard_parameters(shape, placed.allocation, use.head)
-    trained = trained_shard(model, shape, placed.allocation, use.head)
-    moments, size = len(model.optimizer.moments), 0.0
-    if use.trained and config.checkpoint.asynchronous:
-        size += 4 * trained * (1 + moments)
-    elif model.ema is not None and config.checkpoint.asynchronous:
-        size += 4 * own
-    if use.role == "actor":
-        size += _published_bytes(config, shape) / len(placed.ranks)
-    if model.cpu_offload and placed.allocation.backend in SHARDED:
-        size += _rounding(config) * _weight_width(model, use) * own
-        if use.trained:
-            size += 4 * trained * (_rounding(config) + moments)
-        if use.trained and model.lora is not None:
-            size += 4 * trained * _rounding(config)
-    return round(size)
+        return 0.0
+    if actor.lora is None:
+        return whole_weights(shape, ONE_RANK, actor.dtype)
+    return FLOAT32 * adapter_parameters(shape, ONE_RANK, actor.lora, "lm")
 
 
-def _published_bytes(config: Config, shape: ModelShape) -> float:
+def _published_bytes(config: Config) -> float:
     """Return the bytes of the copies that all ranks keep together for weight versions.
 
-    They hold the weights, or only the adapters: the newest copy, and the previous one to find the
-    changes since.
+    They are the newest copy, and the previous one to find the changes since.
     """
-    publish, lora = config.rollout.publish, config.actor.lora
-    if publish is None:
-        return 0.0
-    size = _whole_bytes(config, shape) if lora is None else _adapter_bytes(shape, lora)
-    return publish.copies * size
-
-
-def _weight_width(model: Model, use: RoleUse) -> int:
-    """Bytes of an element of its weights."""
-    return 4 if use.trained and model.lora is None else BYTES[model.dtype]
+    publish = config.rollout.publish
+    return 0.0 if publish is None else publish.copies * version_size(config)
 
 
 def _rounding(config: Config) -> int:
@@ -469,12 +442,11 @@ def _rounding(config: Config) -> int:
     return ROUNDED if config.cluster.slurm.container or release < EXACT_FROM else 1
 
 
-def _loading_bytes(config: Config, use: RoleUse) -> int:
+def _loading_bytes(config: Config, use: RoleUse, placed: Placement) -> int:
     """A model of transformers is built whole on the CPU before it is sharded."""
     model = model_of(config, use.role)
     shape = shape_of(model)
     if model.implementation != "hf" or shape is None:
         return 0
-    placed = placements(config, [use.role])[use.role]
-    width = 4 if use.trained else BYTES[model.dtype]
+    width = FLOAT32 if use.trained else BYTES[model.dtype]
     return round(parameters(shape, placed.allocation, use.head).total * width)

@@ -24,9 +24,8 @@ from slurmrl.plan.estimates.memory import (
     estimate,
     kv_bytes_per_token,
     layer_activations,
-    parameters,
 )
-from slurmrl.plan.estimates.shape import Lengths, ModelShape, read
+from slurmrl.plan.estimates.shape import Lengths, ModelShape, parameters, read
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.ops import logprobs
 

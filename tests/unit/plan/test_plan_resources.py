@@ -179,6 +179,15 @@ def test_offloaded_models_are_counted_as_torch_locks_them(
     assert (found - WORKER) / GIB == pytest.approx(10.64 / 3 * (2 * factor + 2), rel=0.01)
 
 
+def test_an_offloaded_average_of_the_actor_has_float32_weights(plan_ppo: Load) -> None:
+    fixed = ("cluster.gpus_per_worker=1", "checkpoint.asynchronous=false", "actor.dtype=bfloat16")
+    plain, average = (
+        worker_bytes(plan_ppo(*fixed, "ref.cpu_offload=true", *more))
+        for more in ((), ("ref.ema=0.5",))
+    )
+    assert ((average or 0) - WORKER) == 2 * ((plain or 0) - WORKER) > 0
+
+
 def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
     """The message has the number, what hosts have, and the key to change."""
     for key, value, expected in [
