@@ -4,7 +4,6 @@ figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Cluster, Model, Optimizer, Slurm
-from slurmrl.models import config as decoder_flops
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.dataflow import Method
@@ -26,10 +24,9 @@ from slurmrl.plan.estimates.memory import (
     layer_activations,
 )
 from slurmrl.plan.estimates.shape import Lengths, ModelShape, parameters, read
-from slurmrl.plan.settings import Settings
 from slurmrl.tensors.ops import logprobs
+from tests.unit.plan.conftest import Load
 
-Load = Callable[..., Settings]
 LLAMA_8B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -117,24 +114,14 @@ def test_parameters_are_the_published_ones(values: dict[str, Any], billions: flo
     assert own / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("method", [Method.GENERATE, Method.INFERENCE, Method.TRAIN_STEP])
-def test_flops_are_those_that_utilisation_is_counted_with(head: Any, method: Method) -> None:
-    config, lengths = ModelConfig.from_hf(LLAMA_8B), [LENGTHS.longest] * LENGTHS.sequences
-    train = method is Method.TRAIN_STEP
-    count = decoder_flops.train_flops if train else decoder_flops.forward_flops
-    expected = count(config, lengths, head) * (3 if train else 1)
-    assert call_flops(shape_of(LLAMA_8B), head, method, LENGTHS, passes=3) == expected
-
-
 def test_a_prompt_is_read_once_for_all_of_its_completions() -> None:
     """Each completion costs the forward pass of its sequence but, after the first one, that of the
     prompt. Other calls read whole sequences.
     """
-    shape, config = shape_of(LLAMA_8B), ModelConfig.from_hf(LLAMA_8B)
+    shape = shape_of(LLAMA_8B)
     group, prompt = replace(LENGTHS, group=4), LENGTHS.longest - LENGTHS.new_tokens
     alone = call_flops(shape, "lm", Method.GENERATE, LENGTHS, passes=1)
-    shared = decoder_flops.forward_flops(config, [prompt] * 48, "lm")
+    shared = 48 * call_costs.forward_flops(shape, "lm", prompt)
     assert call_flops(shape, "lm", Method.GENERATE, group, passes=1) == alone - shared
     inference = call_flops(shape, "lm", Method.INFERENCE, LENGTHS, passes=1)
     assert call_flops(shape, "lm", Method.INFERENCE, group, passes=1) == inference

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,10 +24,9 @@ from slurmrl.plan.estimates.worker_memory import (
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import EXPERTS
+from tests.unit.plan.conftest import EXPERTS, Load
 from tests.unit.plan.test_plan_estimates import LENGTHS, QWEN3_30B_A3B, job, shape_of
 
-Load = Callable[..., Settings]
 LAYERS, EACH = 48, 8
 KV = 2 * 4 * 128 * 2 * LAYERS
 """Bytes of a token's keys and values in bfloat16."""

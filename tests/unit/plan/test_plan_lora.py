@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ from slurmrl.plan.settings import Settings
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin
 from slurmrl.run.paths import RunPaths
-from tests.unit.plan.conftest import LARGE
+from tests.unit.plan.conftest import LARGE, Load
 
-Load = Callable[..., Settings]
 GPT2 = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
 LORA = "actor.lora={rank: 4}"
 

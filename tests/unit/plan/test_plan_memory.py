@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -15,10 +14,9 @@ from slurmrl.plan.estimates.worker_memory import fullest_gpu, worker_bytes
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report
 from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import memory_problems
+from tests.unit.plan.conftest import Load, memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
-Load = Callable[..., Settings]
 LAYOUT = (
     "cluster.gpus_per_worker=1",
     "actor.backend=fsdp:d16",

@@ -219,11 +219,7 @@ def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> No
         ('("opinions",)', '("opinion",)', "reads key 'opinions', which nothing produces"),
         ('("opinions",)', '("prompt_ids",)', "key 'prompt_ids' has 2 producers"),
         ('Call("train"', 'Call("judge_inf"', "two calls are named 'judge_inf'"),
-        (
-            '("prompt_ids",), (',
-            '["prompt_ids"], (',
-            "the inputs ['prompt_ids'], must be a tuple",
-        ),
+        ('("prompt_ids",), (', '["prompt_ids"], (', "the inputs ['prompt_ids'], must be a tuple"),
         ("Method.INFERENCE", '"inference"', "has the method 'inference'; allowed: Method.GENERATE"),
         ('f"{__name__}:Own"', '"Own"', "has the interface 'Own', must be 'module:Class'"),
         ('own = f"{__name__}:Own"', "own = config.nothing", "has no attribute 'nothing'"),
@@ -231,24 +227,12 @@ def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> No
         (
             "def calls",
             'def evaluation_measures(self, config): return {"beauty": "mean"}\n    def calls',
-            "returns 'beauty': 'mean', must be the name of a metric with one of Measure.MEAN, Me",
+            "must be the name of a metric with one of Measure.MEAN",
         ),
-        (
-            "strength: PositiveFloat = 1.0",
-            "epochs: float = 0.5",
-            "has the name of AlgorithmSchema.epochs",
-        ),
-        (
-            "strength: PositiveFloat = 1.0",
-            'strength: PositiveFloat = "x"',
-            "the default of Mine.strength is wrong: 'x' is not allowed: must be a number",
-        ),
+        ("strength: PositiveFloat", "epochs: float", "has the name of AlgorithmSchema.epochs"),
+        ("PositiveFloat = 1.0", 'PositiveFloat = "x"', "Mine.strength is wrong: 'x' is not"),
         ("PositiveFloat = 1.0", "PositiveFloat = 0.0", "must be greater than 0"),
-        (
-            'based_on: ClassVar = "grpo"',
-            'based_on: ClassVar = "grop"',
-            "Grouped.based_on is 'grop', no preset; did you mean 'grpo'? allowed: cispo, dapo",
-        ),
+        ('ClassVar = "grpo"', 'ClassVar = "grop"', "is 'grop', no preset; did you mean 'grpo'?"),
     ],
 )
 def test_what_breaks_the_contract_is_one_problem_at_submission(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from slurmrl.config.allocation.parser import parse_gpus
@@ -13,11 +11,9 @@ from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.model import Plan, Reallocation
 from slurmrl.plan.placement import place, workers_per_host
 from slurmrl.plan.plan_values import process_groups, rows, split_over_hosts
-from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.parse import HostRow, cluster_hosts
-from tests.unit.plan.conftest import EXPERTS
+from tests.unit.plan.conftest import EXPERTS, Load
 
-Load = Callable[..., Settings]
 SEED = (
     "actor.backend=megatron:t2",
     "actor.gpus=0-1",
@@ -65,17 +61,6 @@ def test_experts_have_groups_of_their_own(plan_ppo: Load) -> None:
     groups = {ranks: uses for uses, ranks in ((g.uses, g.ranks) for g in process_groups(found))}
     assert "actor expert ep" in groups[(0, 1)]
     assert "actor expert dp" in groups[(0, 2)]
-
-
-def test_servers_are_an_array_with_a_task_for_each_copy(plan_ppo: Load) -> None:
-    found = plan(plan_ppo, "rollout.backend=vllm:d3t2p2")
-    trainer, rollout = found.groups
-    assert (trainer.elastic, rollout.elastic) == (False, True)
-    assert (rollout.hosts, rollout.workers_per_host, rollout.gpus_per_worker) == (3, 1, 4)
-    assert found.trainers.world_size == 2
-    for row in rows(found, found.models["rollout"]):
-        assert row.host == row.coordinates["dp"]
-    assert found.calls[0].ranks == found.models["actor"].ranks  # they read what tasks have made
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [("0-3", (0, 1, 2, 3)), ("4-7", (4, 5, 6, 7))])
@@ -140,15 +125,6 @@ def test_weights_of_running_servers_are_gathered_on_the_first_gpus(plan_ppo: Loa
         assert [group.name for group in plan.groups] == ["trainer"]
         assert plan.models["rollout"].ranks == ranks
         assert memories(settings)["rollout"].kv_cache == 0
-
-
-def test_servers_on_the_trainers_gpus_are_part_of_their_job(plan_ppo: Load) -> None:
-    found = plan(
-        plan_ppo, "actor.backend=fsdp:d4", "rollout.backend=sglang:d2t2", "rollout.gpus=0-3"
-    )
-    [group] = found.groups
-    assert group.world_size == 4
-    assert found.models["rollout"].ranks == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -292,17 +268,6 @@ def test_cluster_without_gpus_is_answered_with_a_way_to_compute_on_cpus(plan_ppo
     assert line.endswith("compute on CPUs: cluster.gpus_per_worker=0")
 
 
-def test_an_older_mode_is_put_into_the_roles_fields(plan_ppo: Load) -> None:
-    settings = plan_ppo('actor.backend=""', "allocation_mode=sglang.d2t2p1+d1t4p1")
-    config = settings.config
-    assert (config.actor.backend, config.rollout.backend) == ("fsdp:t4", "sglang:d2t2")
-    assert config.allocation_mode == ""
-    assert settings.notes == (
-        "allocation_mode is deprecated; write instead: rollout.backend: sglang:d2t2, "
-        "rollout.gpus: 4-7, actor.backend: fsdp:t4, rollout.python: a Python with sglang",
-    )
-
-
 def test_components_lie_one_after_the_other(plan_ppo: Load) -> None:
     text = "fsdp[actor]:d4|fsdp[ref]:t4+fsdp[critic]:d2+sglang[rollout]:d2"
     config = plan_ppo('actor.backend=""', f'allocation_mode="{text}"').config
@@ -326,6 +291,7 @@ def test_settings_written_instead_of_an_older_mode_are_accepted(
     python = "rollout.python=/bin/sh"
     settings = plan_ppo('actor.backend=""', f"allocation_mode={mode}", python)
     assert (settings.config.rollout.gpus, settings.config.actor.backend) == (gpus, actor)
+    assert settings.config.allocation_mode == ""
     spelled = settings.notes[0].partition("write instead: ")[2].replace(": ", "=").split(", ")
     again = plan_ppo(*spelled, python)
     assert again.config.model_dump() == settings.config.model_dump()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from slurmrl.errors import ConfigError, Problem
-from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import ARCHITECTURE, EXPERTS, LARGE
+from tests.unit.plan.conftest import ARCHITECTURE, EXPERTS, LARGE, Load
 
-Load = Callable[..., Settings]
 ROWS = (Path(__file__).parent / "refused.txt").read_text().splitlines()
 ARCHITECTURES = {
     "llama": LARGE,

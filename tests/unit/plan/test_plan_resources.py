@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from slurmrl.plan.resolve import inherited_settings
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
+from tests.unit.plan.conftest import Load
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
-Load = Callable[..., Settings]
 GIB = 2**30
 LARGE_HOST = HostRow("large", "idle", 8, 128, 2_000_000)
 SMALL_HOST = HostRow("small", "idle", 4, 8, 16_000)
@@ -31,19 +31,19 @@ def group_of(settings: Settings, hosts: Sequence[HostRow] | None = None) -> Grou
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "device", "override", "dtype"),
+    ("scheduler", "device", "override", "dtype", "gpus"),
     [
-        ("slurm", False, "seed=1", "bfloat16"),
-        ("slurm", False, "cluster.gpus_per_worker=0", "float32"),
-        ("slurm", False, "actor.dtype=float32", "float32"),
-        ("local", False, "seed=1", "float32"),
-        ("local", False, "cluster.gpus_per_worker=1", "bfloat16"),
-        ("local", True, "seed=1", "bfloat16"),
-        ("local", True, "cluster.gpus_per_worker=0", "float32"),
-        ("local", False, "actor.dtype=bfloat16", "bfloat16"),
+        ("slurm", False, "seed=1", "bfloat16", 1),
+        ("slurm", False, "cluster.gpus_per_worker=0", "float32", 0),
+        ("slurm", False, "actor.dtype=float32", "float32", 1),
+        ("local", False, "seed=1", "float32", 0),
+        ("local", False, "cluster.gpus_per_worker=1", "bfloat16", 1),
+        ("local", True, "seed=1", "bfloat16", 1),
+        ("local", True, "cluster.gpus_per_worker=0", "float32", 0),
+        ("local", False, "actor.dtype=bfloat16", "bfloat16", 0),
     ],
 )
-def test_the_default_precision_is_bfloat16_on_gpus_and_float32_on_cpus(
+def test_default_precision_is_bfloat16_on_expected_gpus_and_float32_on_cpus(
     plan_ppo: Load,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -51,13 +51,16 @@ def test_the_default_precision_is_bfloat16_on_gpus_and_float32_on_cpus(
     device: bool,
     override: str,
     dtype: str,
+    gpus: int,
 ) -> None:
     """All roles have it, and what the configuration says takes precedence."""
     path = tmp_path / "nvidia0"
     if device:
         path.touch()
     monkeypatch.setattr(inherited_settings, "FIRST_GPU", path)
-    config = plan_ppo(override, f"cluster.scheduler={scheduler}").config
+    settings = plan_ppo(override, f"cluster.scheduler={scheduler}")
+    config = settings.config
+    assert make_plan(settings, scheduler=scheduler).groups[0].gpus_per_worker == gpus
     assert config.critic is not None
     assert config.ref is not None
     assert {config.actor.dtype, config.critic.dtype, config.ref.dtype} == {dtype}
@@ -90,6 +93,8 @@ def test_the_plan_says_which_precision_is_used_and_why(plan_ppo: Load) -> None:
         ([SMALL_HOST], ("cluster.threads_per_worker=3",), 3),
         ([SMALL_HOST], ("cluster.cpus_per_worker=4",), 4),
         (None, ("cluster.cpus_per_worker=1",), 1),
+        (None, ("cluster.gpus_per_worker=0", "cluster.threads_per_worker=3"), 3),
+        (None, ("cluster.gpus_per_worker=0", "cluster.cpus_per_worker=5"), 5),
     ],
 )
 def test_a_gpu_gets_eight_cores_or_its_share_of_a_small_host(
@@ -110,6 +115,7 @@ def test_a_gpu_gets_eight_cores_or_its_share_of_a_small_host(
         (None, ("cluster.slurm.extra_lines=['--mem=0']",), None),
         (None, ("cluster.slurm.extra_lines=['#SBATCH --mem-per-gpu 4G']",), None),
         (None, ("cluster.slurm.extra_lines=['--exclusive']",), "9G"),
+        (None, ("cluster.gpus_per_worker=0",), None),
     ],
 )
 def test_the_estimated_host_memory_is_requested_as_far_as_hosts_have_it(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -25,10 +24,9 @@ from slurmrl.plan.precision import generating
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
-from tests.unit.plan.conftest import memory_problems
+from tests.unit.plan.conftest import Load, memory_problems
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
-Load = Callable[..., Settings]
 GPU = 80 * GIB
 LAYOUT = (
     "cluster.gpus_per_worker=1",

@@ -2,28 +2,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 
-from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.config.allocation.legacy_spellings import HostShape
 from slurmrl.config.load import dump
-from slurmrl.config.schema import Config
 from slurmrl.env import user_name
 from slurmrl.errors import AllocationError, ConfigError, Problem
-from slurmrl.plan.algorithms import ALGORITHMS
-from slurmrl.plan.dataflow import Call, Method, RoleUse
 from slurmrl.plan.plan_values import in_force
 from slurmrl.plan.resolve import inherited_settings
-from slurmrl.plan.settings import Settings, load_run_settings, load_settings
-from slurmrl.registry import Registry
+from slurmrl.plan.settings import load_run_settings, load_settings
 from slurmrl.run.paths import RunPaths
-from tests.unit.plan.conftest import PPO, write_model
-
-Load = Callable[..., Settings]
+from tests.unit.plan.conftest import PPO, Load
 
 
 def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
@@ -143,61 +135,6 @@ def test_the_name_of_a_trial_means_its_newest_export(load_ppo: Load, folder: Pat
     assert config.ref is not None
     newest = str(exports / "step-00001000")
     assert (config.actor.path, config.actor.tokenizer, config.ref.path) == (newest,) * 3
-
-
-def test_a_trial_at_a_step_is_that_export(load_ppo: Load, folder: Path) -> None:
-    """Whether or not it is the newest."""
-    exports = RunPaths.of(folder / "runs", user_name(), "sft", "1").exports
-    for step in (90, 1000):
-        write_model(exports / f"step-{step:08d}")
-    config = load_ppo("actor.path=trial:sft/1@90").config
-    assert config.actor.path == config.actor.tokenizer == str(exports / "step-00000090")
-    [problem] = problems(load_ppo, "actor.path=trial:sft/1@91")
-    assert "of step 91 (exports: 90, 1000; checkpoints: none)" in problem.message
-    for text in ("trial:sft/1@", "trial:sft/1@first", "trial:sft@90", "trial:sft/1@-1"):
-        [problem] = problems(load_ppo, f"actor.path={text}")
-        assert "expected trial:EXPERIMENT/TRIAL, with @STEP" in problem.message
-
-
-def test_a_trial_without_export_names_the_configuration_to_submit_first(
-    load_ppo: Load, folder: Path
-) -> None:
-    """Other files are passed over, whether they are configurations or not."""
-    (folder / "broken.yaml").write_text("experiment: addition_sft\n  x: [")
-    (folder / "other.yaml").write_text("experiment: addition_sft_2\n")
-    (folder / "start.yaml").write_text('{"experiment": addition_sft, total_steps: 3}\n')
-    [problem] = problems(load_ppo, "actor.path=trial:addition_sft/1")
-    assert f"slurmrl submit {folder / 'start.yaml'}" in problem.message
-
-
-class Broken(AlgorithmSchema):
-    """An algorithm whose calls do not fit together."""
-
-    name: Literal["broken"] = "broken"
-    batch_size: int = 2
-    dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
-    evaluation_types: ClassVar[tuple[str, ...]] = ("prompt",)
-
-    def roles(self) -> tuple[RoleUse, ...]:
-        return (RoleUse("actor", trained=True),)
-
-    def calls(self, config: Config) -> tuple[Call, ...]:
-        return (Call("train", "actor", Method.TRAIN_STEP, "m:C", ("prompt_ids", "rewords")),)
-
-    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        return ()
-
-
-def test_a_graph_that_does_not_fit_is_a_problem_of_the_algorithm(
-    load_ppo: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    entries = {name: ALGORITHMS.reference(name) for name in ALGORITHMS}
-    table = Registry("algorithm", {**entries, "broken": f"{__name__}:Broken"})
-    monkeypatch.setattr("slurmrl.plan.settings.ALGORITHMS", table)
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[Broken.__module__])
-    [problem] = problems(load_ppo, "algorithm={name: broken}")
-    assert problem.key == "algorithm"
-    assert "reads key 'rewords', which nothing produces" in problem.message
 
 
 def test_loading_settings_imports_no_torch(folder: Path) -> None:

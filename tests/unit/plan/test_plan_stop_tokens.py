@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,7 @@ from slurmrl.config.schema import Model
 from slurmrl.data.tokenizer import end_id, load_tokenizer, save_tokenizer
 from slurmrl.errors import ConfigError, UnreadableInputError
 from slurmrl.plan.model_files import config_values, stop_tokens
-from slurmrl.plan.settings import Settings
-from tests.unit.plan.conftest import ARCHITECTURE
-
-Load = Callable[..., Settings]
+from tests.unit.plan.conftest import ARCHITECTURE, Load
 
 
 def write(folder: Path, tokens: list[str], eos: str, config: Any, generation: Any) -> None:

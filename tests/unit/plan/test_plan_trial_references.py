@@ -168,6 +168,7 @@ def test_the_command_that_is_proposed_makes_the_trial_that_is_missing(
     """Also where the configuration of its experiment makes another one by default."""
     file = judge.root / "teacher.yaml"
     file.write_text(f"experiment: other\n{own}\n")
+    (judge.root / "broken.yaml").write_text("experiment: other\n  x: [")
     for at in ("", "@last"):
         assert f"slurmrl submit {file}{which};" in f"{judge.problem(f'trial:other/{trial}{at}')};"
 
