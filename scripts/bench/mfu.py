@@ -31,7 +31,8 @@ from slurmrl.algorithms.sft import sft_loss
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.models.config import ModelConfig, train_flops
+from slurmrl.plan.estimates.call_costs import BACKWARD, forward_flops
+from slurmrl.plan.estimates.shape import read
 from slurmrl.tensors.parallel import device
 from slurmrl.tensors.parallel.groups import build
 
@@ -140,7 +141,9 @@ def main() -> None:
     print(f"{name}, {dtype}: matrix product {rate / 1e12:.3g} TFLOP/s", flush=True)
     shape = architecture(GPU if gpu else CPU, length)
     ids = torch.randint(shape["vocab_size"], (options.sequences, length))
-    work = train_flops(ModelConfig.from_hf(shape), [length] * options.sequences)
+    sizes = read(shape)
+    assert sizes is not None
+    work = (1 + BACKWARD) * options.sequences * forward_flops(sizes, "lm", length)
     for label, make in (
         ("slurmrl", lambda: slurmrl_step(shape, ids, dtype, options.checkpointing, where)),
         ("transformers", lambda: transformers_step(shape, ids, dtype, where)),

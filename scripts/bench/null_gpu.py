@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.models.config import ModelConfig, forward_flops, train_flops
+from slurmrl.plan.estimates.call_costs import BACKWARD, forward_flops
+from slurmrl.plan.estimates.shape import read
 from slurmrl.rollouts.generation.base import GenerationOptions
 from tests.null_gpu import cases, device
 from tests.null_gpu.roofline import PEAK_FLOPS_PER_S, Roofline
@@ -57,6 +58,13 @@ Figures = dict[str, float]
 Case = Callable[[], tuple[Figures, Roofline]]
 
 
+def sequence_flops(architecture: dict[str, Any], length: int) -> int:
+    """Return the operations of a forward pass over one sequence."""
+    shape = read(architecture)
+    assert shape is not None
+    return forward_flops(shape, "lm", length)
+
+
 def training(architecture: dict[str, Any], sequences: int, mode: str) -> tuple[Figures, Roofline]:
     tokens = sequences * LENGTH
     engine = cases.engine(
@@ -67,7 +75,7 @@ def training(architecture: dict[str, Any], sequences: int, mode: str) -> tuple[F
     step()
     found = measured(step)
     roofline = traced(step)
-    work = train_flops(ModelConfig.from_hf(architecture), [LENGTH] * sequences)
+    work = (1 + BACKWARD) * sequences * sequence_flops(architecture, LENGTH)
     return found | timed(roofline, work), roofline
 
 
@@ -76,7 +84,7 @@ def prefill(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]
     run = partial(generate, engine, rows, PROMPT["prefill"], 1)
     found = measured(run)
     roofline = traced(run)
-    work = forward_flops(ModelConfig.from_hf(architecture), [PROMPT["prefill"]] * rows)
+    work = rows * sequence_flops(architecture, PROMPT["prefill"])
     return found | timed(roofline, work), roofline
 
 

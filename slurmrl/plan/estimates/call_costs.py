@@ -210,7 +210,10 @@ BACKWARD: Final = 2
 
 
 def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
-    """Operations of the matrix products with the parameters that are active for a token."""
+    """Operations of the matrix products with the parameters that are active for a token.
+
+    The embedding lookup is free.
+    """
     attention = 2 * shape.hidden * (shape.queries + shape.keys)
     dense = shape.mlp_matrices * shape.hidden * shape.inner
     routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner

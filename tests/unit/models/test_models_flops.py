@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slurmrl.models.config import attention_flops, forward_flops, train_flops
+from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
+from slurmrl.plan.estimates.call_costs import attention_flops, forward_flops_per_token
+from slurmrl.plan.estimates.shape import ModelShape, read
 from tests.unit.models.conftest import small_decoder
+
+
+def shape_of(config: ModelConfig) -> ModelShape:
+    shape = read(config.to_hf())
+    assert shape is not None
+    return shape
 
 
 @pytest.mark.parametrize(
@@ -20,20 +28,10 @@ def test_estimate_equals_what_torch_counts(name: str) -> None:
     counted = counter.get_flop_counts()["Global"]
     kinds = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm)
     products = sum(n for op, n in counted.items() if op in kinds)
-    config = decoder.config
-    assert products == forward_flops(config, [30]) - attention_flops(config, 30)
+    assert products == 30 * forward_flops_per_token(shape_of(decoder.config), "lm")
 
 
 def test_attention_counts_causal_pairs() -> None:
     config = small_decoder("llama").config
-    pairs = sum(range(1, 8))
     per_pair = 2 * 2 * config.head_dim * config.num_heads * config.num_layers
-    assert attention_flops(config, 7) == pairs * per_pair
-    assert train_flops(config, [7, 7]) == 6 * forward_flops(config, [7])
-
-
-def test_a_window_leaves_out_pairs() -> None:
-    config = small_decoder("qwen2-windows").config  # one of the two layers sees 5 tokens
-    per_pair = 2 * 2 * config.head_dim * config.num_heads
-    assert attention_flops(config, 4) == 2 * per_pair * 10
-    assert attention_flops(config, 8) == per_pair * (36 + 1 + 2 + 3 + 4 + 4 * 5)
+    assert attention_flops(shape_of(config), 7) == sum(range(1, 8)) * per_pair
