@@ -112,16 +112,6 @@ def test_a_file_of_ones_own_is_an_algorithm(load_own: Load, folder: Path) -> Non
     assert found.paths == (folder / "my_algorithm.py",)
 
 
-def test_wrong_values_are_problems_with_their_lines(load_own: Load) -> None:
-    (problem,) = problems(load_own, "algorithm.strength=-1")
-    assert (problem.key, problem.message) == (
-        "algorithm.strength",
-        "-1 is not allowed: must be greater than 0",
-    )
-    (problem,) = problems(load_own, "algorithm.strenght=1")
-    assert "did you mean 'strength'?" in problem.message
-
-
 def test_the_copy_of_the_trial_is_what_a_run_loads(load_own: Load, tmp_path: Path) -> None:
     """The resolved configuration names the module, not a file that may change."""
     copy = tmp_path / "copy"
@@ -180,22 +170,37 @@ def test_torch_on_the_login_node_is_refused_with_its_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("setting", "message", "key"),
     [
-        ("nowhere.py:Mine", "there is no file"),
-        ("my_algorithm:Nothing", "my_algorithm has no 'Nothing'; "),
-        ("no_such_module:Mine", "there is no module 'no_such_module'"),
-        ("my_algorithm.py:Own", "Own is not a subclass of slurmrl.algorithms.schema"),
-        ("json:loads", "a function is not a subclass"),
-        ("gprpo", "did you mean 'grpo'?"),
+        ("algorithm.name=nowhere.py:Mine", "there is no file", None),
+        ("algorithm.name=my_algorithm:Nothing", "my_algorithm has no 'Nothing'; ", None),
+        ("algorithm.name=no_such_module:Mine", "there is no module 'no_such_module'", None),
+        ("algorithm.name=my_algorithm.py:Own", "Own is not a subclass of slurmrl.alg", None),
+        ("algorithm.name=json:loads", "a function is not a subclass", None),
+        ("algorithm.name=gprpo", "did you mean 'grpo'?", None),
+        ("algorithm.strength=-1", "-1 is not allowed: must be greater than 0", None),
+        ("algorithm.strenght=1", "did you mean 'strength'?", None),
+        ("models.jugde.backend=fsdp:d1", "did you mean 'judge'? allowed: judge", "models.jugde"),
+        (
+            "models.reward.backend=fsdp:d1",
+            "'reward' is a section of its own",
+            "models.reward.[key]",
+        ),
+        ("models.judge.path=nowhere", "there is no such folder", None),
+        ("models.judge.backend=fsdp:d1p2", "fsdp has no dimension 'p'", None),
     ],
 )
-def test_a_name_that_is_no_algorithm_is_one_problem(
-    load_own: Load, name: str, message: str
+def test_wrong_setting_is_one_problem_at_its_key(
+    load_own: Load, setting: str, message: str, key: str | None
 ) -> None:
-    (problem,) = problems(load_own, f"algorithm.name={name}")
-    assert problem.key == "algorithm.name"
+    (problem,) = problems(load_own, setting)
+    assert problem.key == (key or setting.partition("=")[0])
     assert message in problem.message
+
+
+def test_only_an_algorithm_of_ones_own_has_further_roles(load_ppo: Load) -> None:
+    with pytest.raises(ConfigError, match="only an algorithm of your own has such roles"):
+        load_ppo("models.judge.backend=fsdp:d1")
 
 
 def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> None:
@@ -323,25 +328,6 @@ def test_an_inherited_list_of_names_is_explained(load_own: Load, code: Path) -> 
     code.write_text(CODE.replace("    name: str\n", ""))
     (problem,) = problems(load_own, "algorithm.name=my_algorithm.py:Grouped")
     assert "declare in it: name: str" in problem.message
-
-
-def test_models_belong_to_the_roles_of_an_algorithm(load_own: Load, load_ppo: Load) -> None:
-    (problem,) = problems(load_own, "models.jugde.backend=fsdp:d1")
-    assert (problem.key, problem.message) == (
-        "models.jugde",
-        "is not used by the algorithm; did you mean 'judge'? allowed: judge",
-    )
-    (problem,) = problems(load_own, "models.reward.backend=fsdp:d1")
-    assert "'reward' is a section of its own" in problem.message
-    with pytest.raises(ConfigError, match="only an algorithm of your own has such roles"):
-        load_ppo("models.judge.backend=fsdp:d1")
-
-
-def test_problems_of_a_role_name_its_section(load_own: Load, folder: Path) -> None:
-    (problem,) = problems(load_own, "models.judge.path=nowhere")
-    assert problem.key == "models.judge.path"
-    (problem,) = problems(load_own, "models.judge.backend=fsdp:d1p2")
-    assert problem.key == "models.judge.backend"
 
 
 def test_a_layout_of_a_role_may_change_and_its_weights_may_not(

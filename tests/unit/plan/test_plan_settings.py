@@ -9,7 +9,6 @@ import pytest
 
 from slurmrl.config.allocation.legacy_spellings import HostShape
 from slurmrl.config.load import dump
-from slurmrl.env import user_name
 from slurmrl.errors import AllocationError, ConfigError, Problem
 from slurmrl.plan.plan_values import in_force
 from slurmrl.plan.resolve import inherited_settings
@@ -121,20 +120,6 @@ def test_a_folder_without_a_readable_model_is_refused_with_the_reason(
     assert "is not JSON" in problems(load_ppo)[0].message
     config.unlink()
     assert "config.json cannot be read" in problems(load_ppo)[0].message
-
-
-def test_the_name_of_a_trial_means_its_newest_export(load_ppo: Load, folder: Path) -> None:
-    exports = RunPaths.of(folder / "runs", user_name(), "sft", "1").exports
-    for step in (90, 1000, 200):
-        (exports / f"step-{step:08d}").mkdir(parents=True)
-    (exports / ".tmp.step-00009999").mkdir()
-    (exports / "step-00001000" / "config.json").write_text(
-        (folder / "model" / "config.json").read_text()
-    )
-    config = load_ppo("actor.path=trial:sft/1").config
-    assert config.ref is not None
-    newest = str(exports / "step-00001000")
-    assert (config.actor.path, config.actor.tokenizer, config.ref.path) == (newest,) * 3
 
 
 def test_loading_settings_imports_no_torch(folder: Path) -> None:

@@ -110,8 +110,8 @@ def test_a_model_that_is_not_trained_is_a_checkpoint_itself(
 
 
 def test_an_export_of_the_step_comes_first(judge: Judge) -> None:
-    for step in (8, 12):
-        write_model(judge.exports / f"step-{step:08d}")
+    for name in ("step-00000008", "step-00000012", ".tmp.step-00000099"):
+        write_model(judge.exports / name)
     for text, step in (("", 12), ("@8", 8), ("@last", 12)):
         assert judge.load(f"trial:sft/1{text}").config.actor.path == str(
             judge.exports / f"step-{step:08d}"
