@@ -83,31 +83,51 @@ def divisors(number: int) -> str:
     return ", ".join(str(size) for size in range(1, min(number, 256) + 1) if number % size == 0)
 
 
-def _indivisible(letter: str, size: int, what: str, number: int) -> str:
-    return f"{letter}{size} does not divide {what} {number}; allowed: {divisors(number)}"
-
-
-def _widths(fit: Fit) -> Found:
-    tp, shape = fit.allocation.sizes["tp"], fit.shape
-    if tp == 1 or shape is None:
+def _divisions(fit: Fit) -> Found:
+    """Sizes divide the numbers that they split."""
+    allocation, shape = fit.allocation, fit.shape
+    if shape is None:
         return
-    widths = [("num_attention_heads", shape.heads), ("hidden_size", shape.hidden)]
+    tp, pp, cp, ep = (allocation.sizes[axis] for axis in ("tp", "pp", "cp", "ep"))
+    split = [
+        ("tp", f"t{tp}", tp, "num_attention_heads", shape.heads),
+        ("tp", f"t{tp}", tp, "hidden_size", shape.hidden),
+        ("pp", f"p{pp}", pp, "num_hidden_layers", shape.layers),
+        ("ep", f"e{ep}", ep, "the number of experts", shape.experts),
+    ]
     if shape.expert_layers < shape.layers:
-        widths.append(("intermediate_size", shape.inner))
-    if shape.expert_layers and fit.allocation.experts is None:
-        widths.append(("the inner size of experts", shape.expert_inner))
-    for what, number in widths:
-        if number % tp:
-            yield Misfit("tp", _indivisible("t", tp, what, number))
-            return
-    if shape.kv_heads % tp and not can(fit.allocation.backend, "head_copies"):
-        yield Misfit("tp", _indivisible("t", tp, "num_key_value_heads", shape.kv_heads))
-    elif shape.kv_heads % tp and tp % shape.kv_heads:
-        yield Misfit(
-            "tp",
-            f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it "
-            "(heads are divided, or replicated as a whole)",
-        )
+        split.append(("tp", f"t{tp}", tp, "intermediate_size", shape.inner))
+    if shape.expert_layers and allocation.experts is None:
+        split.append(("tp", f"t{tp}", tp, "the inner size of experts", shape.expert_inner))
+    if not can(allocation.backend, "head_copies"):
+        split.append(("tp", f"t{tp}", tp, "num_key_value_heads", shape.kv_heads))
+    if shape.heads % tp == 0:  # context-parallel ranks exchange tokens for heads
+        split.append(("cp", f"c{cp}", cp, "the attention heads of a rank,", shape.heads // tp))
+    if shape.experts:
+        etp = allocation.etp
+        split.append(("etp", f"t{etp}", etp, "moe_intermediate_size", shape.expert_inner))
+    for axis, name, size, what, number in split:
+        if number % size:
+            reason = f"{name} does not divide {what} {number}; allowed: {divisors(number)}"
+            yield Misfit(axis, reason)
+
+
+def _copied_heads(fit: Fit) -> Found:
+    """Heads of keys and values are divided, or replicated as a whole."""
+    shape, sizes = fit.shape, fit.allocation.sizes
+    if shape is None or shape.heads % sizes["tp"]:
+        return
+    of_rank = shape.kv_heads_of_rank(sizes["tp"])
+    for axis, size, what, number in (
+        ("tp", sizes["tp"], "num_key_value_heads", shape.kv_heads),
+        ("cp", sizes["cp"], "the key and value heads of a rank,", of_rank),
+    ):
+        if number % size and size % number:
+            reason = (
+                f"{axis[0]}{size} neither divides {what} {number} nor is a multiple of it "
+                "(heads are divided, or replicated as a whole)"
+            )
+            yield Misfit(axis, reason)
 
 
 def padded_vocabulary(fit: Fit) -> int | None:
@@ -152,8 +172,6 @@ def _layers(fit: Fit) -> Found:
             "it needs more than one pipeline stage (p above 1)",
             f"{virtual}",
         )
-    elif fit.shape is not None and fit.shape.layers % pp:
-        yield Misfit("pp", _indivisible("p", pp, "num_hidden_layers", fit.shape.layers))
     elif fit.shape is not None and fit.shape.layers % (pp * virtual):
         yield Misfit(
             "virtual_pipeline_model_parallel_size",
@@ -179,22 +197,6 @@ def _whole_sequences(fit: Fit) -> Found:
         yield Misfit("sequence_parallel", reason, "false")
 
 
-def _context_heads(fit: Fit) -> Found:
-    """In attention, context-parallel ranks exchange tokens for heads."""
-    tp, cp, shape = fit.allocation.sizes["tp"], fit.allocation.sizes["cp"], fit.shape
-    if cp == 1 or shape is None or shape.heads % tp:
-        return
-    heads, kv_heads = shape.heads // tp, shape.kv_heads_of_rank(tp)
-    if heads % cp:
-        yield Misfit("cp", _indivisible("c", cp, "the attention heads of a rank,", heads))
-    elif kv_heads % cp and cp % kv_heads:
-        yield Misfit(
-            "cp",
-            f"c{cp} neither divides the {kv_heads} key and value heads of a rank nor is a multiple "
-            "of them (heads are divided, or replicated as a whole)",
-        )
-
-
 def _positions(fit: Fit) -> Found:
     if fit.shape is None or fit.lengths is None or fit.shape.positions is None:
         return
@@ -207,17 +209,10 @@ def _positions(fit: Fit) -> Found:
 
 
 def _experts(fit: Fit) -> Found:
-    allocation, shape = fit.allocation, fit.shape
-    ep, etp = allocation.sizes["ep"], allocation.etp
-    if shape is None or (ep == 1 and etp == 1):
-        return
-    if not shape.experts:
+    ep, etp = fit.allocation.sizes["ep"], fit.allocation.etp
+    if fit.shape is not None and not fit.shape.experts and (ep > 1 or etp > 1):
         axis, size = ("ep", f"e{ep}") if ep > 1 else ("etp", f"t{etp} of ffn")
         yield Misfit(axis, "the model has no experts", size)
-    elif shape.experts % ep:
-        yield Misfit("ep", _indivisible("e", ep, "the number of experts", shape.experts))
-    elif shape.expert_inner % etp:
-        yield Misfit("etp", _indivisible("t", etp, "moe_intermediate_size", shape.expert_inner))
 
 
 def _microbatches(fit: Fit) -> Found:
@@ -254,12 +249,12 @@ PART_OF: Final = {
 }
 """Fields that are valid or invalid together with an axis."""
 RULES: Final[tuple[Rule, ...]] = (
-    _widths,
+    _divisions,
+    _copied_heads,
     _vocabulary,
     _layers,
     _sequence_parallel,
     _whole_sequences,
-    _context_heads,
     _positions,
     _experts,
     _microbatches,
