@@ -13,13 +13,15 @@ from itertools import pairwise, takewhile
 from typing import Final, NamedTuple
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.allocation.allocation import AXIS_OF
+from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.errors import AllocationError
 
 HF: Final = "hf"
 """Models of transformers (``implementation: hf``), which have capabilities as engines do."""
 FSDP: Final = ("fsdp", "archon")
-TRAINING: Final = (*FSDP, "megatron")
+EVERY: Final = tuple(BACKENDS)
+TRAINING: Final = tuple(name for name, backend in BACKENDS.items() if backend.trains)
+GENERATING: Final = tuple(name for name in EVERY if name not in TRAINING)
 BUILT_IN: Final = (*FSDP, "native")
 """Engines that generate with the built-in decoder."""
 
@@ -34,7 +36,7 @@ class Capability(NamedTuple):
 
 CAPABILITIES: Final[Mapping[str, Capability]] = {
     "training": Capability(TRAINING, "only generates"),
-    "rollouts": Capability(("native", "sglang", "vllm"), "is for training"),
+    "rollouts": Capability(GENERATING, "is for training"),
     "generation": Capability((*BUILT_IN, "sglang", "vllm", HF), "cannot generate"),
     "transformers": Capability((*BUILT_IN, HF), "runs its own models only"),
     "cpu_offload": Capability((*FSDP, HF), "cannot keep weights and optimizer state on the CPU"),
@@ -44,16 +46,14 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "adapters": Capability(FSDP, "does not train adapters"),
     "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
     "stop_strings": Capability(
-        (*TRAINING, "native", "sglang", "vllm"),
+        EVERY,
         "generates whole batches, of which it sees tokens only: use stop_token_ids",
     ),
-    "tasks": Capability(
-        (*TRAINING, "native", "sglang", "vllm"), "does not generate in rollout tasks"
-    ),
+    "tasks": Capability(EVERY, "does not generate in rollout tasks"),
     "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
     "support": Capability(
         (*BUILT_IN, "sglang", HF),
-        "does not report the tokens that each one is drawn from, which the losses need",
+        "does not report the tokens that each one is sampled from, which the losses need",
     ),
     "experts": Capability((*BUILT_IN, "sglang"), "does not record the experts of this model"),
     "experts of mixtral": Capability(BUILT_IN, "does not record the experts of mixtral"),
@@ -67,12 +67,10 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         "write one layout instead of (attn:…|ffn:…)",
     ),
     "whole_sequences": Capability(
-        (*FSDP, "native", "sglang", "vllm"),
+        (*FSDP, *GENERATING),
         "trains experts on several tensor ranks with sequence parallelism only",
     ),
-    "head_copies": Capability(
-        (*FSDP, "native", "sglang", "vllm"), "does not copy heads of keys and values"
-    ),
+    "head_copies": Capability((*FSDP, *GENERATING), "does not copy heads of keys and values"),
 }
 """The capabilities of engines, by name. Checks and messages read only this table."""
 
