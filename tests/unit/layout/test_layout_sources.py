@@ -137,8 +137,3 @@ def test_a_copy_never_leaves_its_storage() -> None:
     with pytest.raises(LayoutError, match="exceeds"):
         view(np.zeros(6), -1, (1,), (2,))
     assert view(np.arange(6), 0, (3, 1), (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_pieces_survive_json() -> None:
-    for _, shard in columns(2).all_shards():
-        assert Shard.from_json(shard.to_json()) == shard
