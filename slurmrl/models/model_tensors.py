@@ -27,7 +27,7 @@ from slurmrl.models.adapters import (
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes, storage_of
-from slurmrl.tensors.checkpoint.export import ExportedWeights, narrowed, widened
+from slurmrl.tensors.checkpoint.export import INDEX_FILE, ExportedWeights, narrowed, widened
 from slurmrl.tensors.checkpoint.manifest import PinnedOrigin, is_pinned, read_origin
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import (
@@ -41,7 +41,6 @@ from slurmrl.tensors.checkpoint.tensors import (
 from slurmrl.tensors.layout import Array, Box, TensorSpec, blocks
 
 SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 """The dtypes from which weights are read. Others are quantised, which no engine trains."""
 HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")

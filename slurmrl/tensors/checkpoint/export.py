@@ -60,6 +60,7 @@ TOKENIZER_FILES = (
     "tekken.json",
     *TEMPLATES,
 )
+INDEX_FILE: Final = "model.safetensors.index.json"
 MORE_TEMPLATES = "additional_chat_templates"
 """Folder beside the tokenizer's files with additional chat templates, one in each file."""
 SHARD_BYTES = 50 * 10**9
@@ -221,9 +222,13 @@ def write_weights(
         write_tensors(folder / name, shard, {"format": "pt"}, calls=calls)
     if len(shards) > 1:
         places = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
-        total = sum(entry.spec.bytes for entry in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_json(folder / "model.safetensors.index.json", index, calls)
+        write_index(folder, places, sum(entry.spec.bytes for entry in entries), calls)
+
+
+def write_index(folder: Path, places: Mapping[str, str], size: int, calls: SystemCalls) -> None:
+    """Write the index of a model folder: the file of each tensor, and all tensors' bytes."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+    write_json(folder / INDEX_FILE, index, calls)
 
 
 def in_written_order(

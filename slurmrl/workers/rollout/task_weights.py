@@ -27,10 +27,9 @@ from slurmrl.fsio.failures import explain
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name, trained_shapes
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, as_tensor
-from slurmrl.models.model_tensors import INDEX_FILE
 from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.base import WeightVersion
-from slurmrl.tensors.checkpoint.export import write_json
+from slurmrl.tensors.checkpoint.export import write_index, write_json
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, file_entries, write_tensors
 from slurmrl.tensors.layout import Array, Box, TensorSpec
 from slurmrl.tensors.weights.format import MANIFEST, VersionId, version_ids
@@ -206,8 +205,7 @@ class MergingHost:
         write_tensors(target / ADAPTED, entries, METADATA, calls=self._calls)
         places = dict.fromkeys(shared.specs, SHARED) | dict.fromkeys(frozen.specs, ADAPTED)
         size = sum(spec.bytes for file in (shared, frozen) for spec in file.specs.values())
-        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
-        write_json(target / INDEX_FILE, index, self._calls)
+        write_index(target, places, size, self._calls)
 
     def _check(self, version: CopiedVersion) -> None:
         """Raise UsageError unless the version's adapters belong to the frozen weights."""

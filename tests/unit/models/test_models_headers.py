@@ -13,13 +13,13 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.folder_checks import other_projection, small_not_finite
 from slurmrl.models.hf import Weights
 from slurmrl.models.model_tensors import (
-    INDEX_FILE,
     SINGLE_FILE,
     implied_shapes,
     mismatches,
     read_headers,
     unused,
 )
+from slurmrl.tensors.checkpoint.export import INDEX_FILE
 from slurmrl.tensors.layout import Box
 
 VALUES = {
