@@ -133,7 +133,25 @@ def as_array(tensor: Tensor) -> Array:
 
 
 def as_tensor(values: Array, dtype: str) -> Tensor:
-    """An array of `as_array` as a tensor of type ``dtype``, in the same memory."""
-    if dtype == "bfloat16":
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
+    """An array of `as_array` as a tensor of type ``dtype``, in the same memory.
+
+    The array may be a part of a mapped file. Then nothing may write to the tensor.
+    """
+    bits = values.view(np.int16) if dtype == "bfloat16" else values
+    if not bits.flags.writeable:
+        bits = np.asarray(_Unlocked(bits))
+    tensor = torch.from_numpy(bits)
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+class _Unlocked:
+    """The memory of a read-only array, of which torch makes tensors without a warning.
+
+    A mapping that may be written would count as memory of the process on hosts that promise no
+    more memory than they have.
+    """
+
+    def __init__(self, values: Array) -> None:
+        self._values = values
+        interface = values.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}

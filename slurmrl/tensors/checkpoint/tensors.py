@@ -139,7 +139,7 @@ class TensorFile:
     def _mapped(self) -> mmap.mmap:
         try:
             with os.fdopen(REAL.open(self.path, os.O_RDONLY), "rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             if not any(map(is_absent, (self.path, self.path.parent))):
                 raise explain(error, "read", self.path) from error
@@ -176,9 +176,7 @@ class TensorFile:
             raise ValueError(f"{self._data + last} of its {self._size} bytes are described")
 
     def flat(self, name: str) -> Array:
-        """A tensor's elements as a flat array; KeyError for an unknown name.
-
-        The array is a view of the mapped file. Writing to it does not change the file.
+        """A tensor's elements as a flat read-only array; KeyError for an unknown name.
 
         Raises CorruptFileError for a type that this program does not read.
         """

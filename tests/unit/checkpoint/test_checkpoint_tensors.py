@@ -60,6 +60,7 @@ def test_the_package_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:
     assert np.array_equal(file.flat("z").reshape(3, 4), TENSORS["z"].numpy())
     bits = TENSORS["a"].view(torch.int16).numpy().view(np.uint16)
     assert np.array_equal(file.flat("a"), bits)
+    assert not file.flat("a").flags.writeable
     assert file.specs["a"] == TensorSpec((7,), "bfloat16")
     assert file.flat("empty").size == 0
 
