@@ -211,28 +211,21 @@ def test_damage_is_one_error_and_the_next_incarnation_makes_the_data_again(
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"version": 3, "rows": "x"}', '{"version": 3, "rows": -1}', "[" * 9999]
+    "change",
+    [
+        *("", "{}", '{"version": 3, "rows": "x"}', '{"version": 3, "rows": -1}', "[" * 9999),
+        *({"token_bytes": 3}, {"token_bytes": 2.0}, {"rows": 10**15}, {"version": 1}),
+    ],
+    ids=lambda change: str(change)[:40],
 )
-def test_a_damaged_manifest_is_made_again(site: Site, text: str) -> None:
-    (site.prepare(1) / prepared.MANIFEST).write_text(text)
-    assert read(site.prepare(2), 3)[0][0] == "r3"
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("token_bytes", 3), ("token_bytes", 2.0), ("rows", 10**15)]
-)
-def test_a_manifest_with_impossible_numbers_is_made_again(
-    site: Site, field: str, value: float
-) -> None:
+def test_data_is_made_again_if_manifest_is_wrong(site: Site, change: str | dict[str, Any]) -> None:
     path = site.prepare(1) / prepared.MANIFEST
-    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
-    assert read(site.prepare(2), 3)[0][0] == "r3"
-
-
-def test_the_manifest_of_another_version_does_not_count(site: Site) -> None:
-    path = site.prepare(1) / prepared.MANIFEST
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 1}))
-    assert site.prepare(2).name.endswith(".2")
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads(path.read_text()), **change})
+    path.write_text(change)
+    again = site.prepare(2)
+    assert again.name.endswith(".2")
+    assert read(again, 3)[0][0] == "r3"
 
 
 def test_large_vocabularies_have_larger_tokens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
