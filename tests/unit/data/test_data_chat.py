@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import dataset, preparation
-from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer, train_bpe
 from slurmrl.errors import ConfigError
+from tests.support.datasets import prepared, write_rows
 
 CHATML = (
     "{%- if tools %}<|im_start|>tools\n{{ tools | map(attribute='name') | join(',') }}<|im_end|>\n"
@@ -76,12 +75,9 @@ class Site:
         return load_tokenizer(self.folder)
 
     def sample(self, *rows: Mapping[str, Any], **settings: Any) -> SequenceSample:
-        path = self.folder / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = Dataset(**{"type": "messages", "path": str(path), **settings})
-        data = self.folder / "data"
-        directory = preparation.prepare(data, 1, config, self.tokenizer, lambda what: None)
-        made = dataset.make(config, [PreparedRows(directory)])
+        path = write_rows(self.folder, *rows)
+        config = Dataset(**{"type": "messages", "path": path, **settings})
+        made = prepared(config, self.tokenizer, self.folder / "data")
         return made.sample([(0, row) for row in range(made.size)])
 
     def marked(self, sample: SequenceSample) -> str:

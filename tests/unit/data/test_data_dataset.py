@@ -11,11 +11,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import dataset, preparation
 from slurmrl.data.dataset import SampleRows
-from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.tokenizer import load_tokenizer, save_tokenizer, text_ids, train_bpe
 from slurmrl.errors import ConfigError, UsageError
+from tests.support.datasets import prepared, write_rows
 
 SYMBOLS = ["<pad>", "<eos>", "<bos>", *"0123456789+="]
 
@@ -36,16 +35,8 @@ def characters(folder: Path, *, begin: bool = False) -> Any:
     return load_tokenizer(folder)
 
 
-def rows(folder: Path, *rows: dict[str, Any]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def make(config: Dataset, tokenizer: Any) -> SampleRows:
-    folder = Path(config.path).parent / "data"
-    directory = preparation.prepare(folder, 1, config, tokenizer, lambda what: None)
-    return dataset.make(config, [PreparedRows(directory)])
+    return prepared(config, tokenizer, Path(config.path).parent / "data")
 
 
 SUM = {"id": "a", "prompt": "1+2=", "answer": "3"}
@@ -53,7 +44,7 @@ LONG = {"id": "b", "prompt": "11+22=", "answer": "33"}
 
 
 def test_prompts_carry_their_rows(tmp_path: Path) -> None:
-    config = Dataset(type="prompt", path=rows(tmp_path, SUM, LONG), answer_key="answer")
+    config = Dataset(type="prompt", path=write_rows(tmp_path, SUM, LONG), answer_key="answer")
     sample = make(config, characters(tmp_path)).sample([(4, 1), (4, 0)])
     assert sample.ids == ("b@4", "a@4")
     assert sample.lengths == {"prompt_ids": [[6], [4]]}
@@ -64,7 +55,7 @@ def test_prompts_carry_their_rows(tmp_path: Path) -> None:
 
 
 def test_answers_end_with_the_end_of_text_token(tmp_path: Path) -> None:
-    config = Dataset(type="prompt_answer", path=rows(tmp_path, SUM))
+    config = Dataset(type="prompt_answer", path=write_rows(tmp_path, SUM))
     sample = make(config, characters(tmp_path)).sample([(0, 0)])
     assert sample.tensor("input_ids").tolist() == [4, 13, 5, 14, 6, 1]
     assert sample.tensor("prompt_mask").tolist() == [True] * 4 + [False] * 2
@@ -83,7 +74,7 @@ def test_answers_end_with_the_end_of_text_token(tmp_path: Path) -> None:
 def test_rows_that_are_too_long_are_left_out(
     tmp_path: Path, kind: str, limits: dict[str, int], size: int
 ) -> None:
-    config = Dataset(type=kind, path=rows(tmp_path, LONG, SUM), **limits)
+    config = Dataset(type=kind, path=write_rows(tmp_path, LONG, SUM), **limits)
     made = make(config, characters(tmp_path))
     assert made.size == size
     assert made.left_out == 2 - size
@@ -91,13 +82,13 @@ def test_rows_that_are_too_long_are_left_out(
 
 
 def test_a_limit_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
-    config = Dataset(type="prompt", path=rows(tmp_path, SUM), max_prompt_tokens=1)
+    config = Dataset(type="prompt", path=write_rows(tmp_path, SUM), max_prompt_tokens=1)
     with pytest.raises(ConfigError, match="every row is longer"):
         make(config, characters(tmp_path))
 
 
 def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
-    path = rows(tmp_path, SUM, {"id": "c", "prompt": " ", "answer": "1"}, {"id": "d", "x": 1})
+    path = write_rows(tmp_path, SUM, {"id": "c", "prompt": " ", "answer": "1"}, {"id": "d", "x": 1})
     with pytest.raises(ConfigError) as caught:
         make(Dataset(type="prompt_answer", path=path), characters(tmp_path))
     found = [(p.where.rpartition(":")[2], p.key) for p in caught.value.problems]
@@ -123,7 +114,7 @@ def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
 def test_what_is_no_text_is_refused_with_line_and_key(
     tmp_path: Path, kind: str, key: str, value: Any, found: str
 ) -> None:
-    config = Dataset(type=kind, path=rows(tmp_path, LONG, {**SUM, key: value}))
+    config = Dataset(type=kind, path=write_rows(tmp_path, LONG, {**SUM, key: value}))
     with pytest.raises(ConfigError) as caught:
         make(config, characters(tmp_path))
     (problem,) = caught.value.problems
@@ -151,7 +142,7 @@ def test_what_is_no_text_is_refused_with_line_and_key(
 def test_keys_that_no_line_has_are_the_setting_s_fault(
     tmp_path: Path, settings: dict[str, str], key: str, message: str
 ) -> None:
-    config = Dataset(type="prompt_answer", path=rows(tmp_path, SUM, LONG), **settings)
+    config = Dataset(type="prompt_answer", path=write_rows(tmp_path, SUM, LONG), **settings)
     with pytest.raises(ConfigError) as caught:
         make(config, characters(tmp_path))
     (problem,) = caught.value.problems
@@ -160,7 +151,7 @@ def test_keys_that_no_line_has_are_the_setting_s_fault(
 
 
 def test_default_keys_that_no_line_has_are_named_with_those_that_lines_have(tmp_path: Path) -> None:
-    path = rows(tmp_path, {"question": "1+2", "solution": "3"})
+    path = write_rows(tmp_path, {"question": "1+2", "solution": "3"})
     with pytest.raises(ConfigError) as caught:
         make(Dataset(type="prompt_answer", path=path), characters(tmp_path))
     assert [(one.key, one.message.partition(path)[2]) for one in caught.value.problems] == [
@@ -172,18 +163,21 @@ def test_default_keys_that_no_line_has_are_named_with_those_that_lines_have(tmp_
 def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> None:
     without = {"prompt": "1+2="}
     tokenizer = characters(tmp_path)
-    none = make(Dataset(type="prompt", path=rows(tmp_path, without)), tokenizer)
+    none = make(Dataset(type="prompt", path=write_rows(tmp_path, without)), tokenizer)
     assert none.sample([(0, 0)]).metadata["answer"] == [""]
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: answer: missing"):
-        make(Dataset(type="prompt", path=rows(tmp_path, SUM, {**without, "id": "c"})), tokenizer)
-    config = Dataset(type="prompt", path=rows(tmp_path, SUM), answer_key="solution")
+        make(
+            Dataset(type="prompt", path=write_rows(tmp_path, SUM, {**without, "id": "c"})),
+            tokenizer,
+        )
+    config = Dataset(type="prompt", path=write_rows(tmp_path, SUM), answer_key="solution")
     with pytest.raises(ConfigError, match=r"answer_key: .*'solution', which is not a key"):
         make(config, tokenizer)
 
 
 def test_an_id_key_that_no_row_has_is_no_choice_of_line_numbers(tmp_path: Path) -> None:
     """A misspelt key would lose the ids without a word."""
-    path = rows(tmp_path, {"prompt": "1+2=", "meta": {"uid": "a"}})
+    path = write_rows(tmp_path, {"prompt": "1+2=", "meta": {"uid": "a"}})
     config = Dataset(type="prompt", path=path, id_key="meta.uid")
     assert make(config, characters(tmp_path)).sample([(0, 0)]).ids == ("a@0",)
     config = Dataset(type="prompt", path=path, id_key="meta.uuid")
@@ -205,7 +199,7 @@ def test_a_row_may_be_nested_deeply(tmp_path: Path) -> None:
 
 
 def test_a_key_other_than_prompt_and_answer_may_be_empty(tmp_path: Path) -> None:
-    path = rows(tmp_path, {"a": "1", "b": ""}, {"a": "", "b": " "})
+    path = write_rows(tmp_path, {"a": "1", "b": ""}, {"a": "", "b": " "})
     config = Dataset(type="prompt", path=path, prompt_template="{a}{b}")
     with pytest.raises(ConfigError, match=r"rows.jsonl:2: a, b: must not all be empty$"):
         make(config, characters(tmp_path))
@@ -215,7 +209,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
     tokenizer = characters(tmp_path)
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("=", "")
     config = Dataset(
-        type="prompt", path=rows(tmp_path, SUM, {"id": "e", "prompt": "=", "answer": "1"})
+        type="prompt", path=write_rows(tmp_path, SUM, {"id": "e", "prompt": "=", "answer": "1"})
     )
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: .* makes no token of this prompt"):
         make(config, tokenizer).sample([(0, 1)])

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import dataset, preparation
 from slurmrl.data.dataset import SampleRows
-from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import ConfigError
+from tests.support.datasets import prepared, write_rows
 
 TOKENIZER = load_tokenizer(Path(__file__).parents[3] / "examples" / "addition" / "tokenizer")
 
 
-def write(folder: Path, *rows: dict[str, Any]) -> str:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 def make(kind: str, folder: Path, *rows: dict[str, Any], **options: Any) -> SampleRows:
-    config = Dataset(type=kind, path=write(folder, *rows), **options)
-    directory = preparation.prepare(folder / "data", 1, config, TOKENIZER, lambda what: None)
-    return dataset.make(config, [PreparedRows(directory)])
+    config = Dataset(type=kind, path=write_rows(folder, *rows), **options)
+    return prepared(config, TOKENIZER, folder / "data")
 
 
 def texts(made: SampleRows, *indices: int) -> list[list[tuple[str, str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import dataset, preparation
 from slurmrl.data.dataset import SampleRows
 from slurmrl.data.order import order_of
-from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import ConfigError
 from tests.support.chaos.preparations import Characters
+from tests.support.datasets import prepared, write_rows
 
 
 class Site:
@@ -25,18 +23,11 @@ class Site:
         self.folder = folder
 
     def write(self, name: str, *rows: dict[str, Any]) -> str:
-        path = self.folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
+        return write_rows(self.folder, *rows, name=name)
 
     def make(self, **settings: Any) -> tuple[Dataset, SampleRows]:
         config = Dataset(**{"type": "prompt", **settings})
-        tokenizer: Any = Characters(self.folder)
-        prepared = [
-            PreparedRows(preparation.prepare(self.folder / "data", 1, part, tokenizer, str))
-            for part in config.parts.values()
-        ]
-        return config, dataset.make(config, prepared)
+        return config, prepared(config, Characters(self.folder), self.folder / "data")
 
     def order(self, made: tuple[Dataset, SampleRows], count: int, batch: int = 2) -> list[str]:
         """The ids of the first items."""

@@ -10,11 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import dataset, preparation
-from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import ConfigError, UnreadableInputError, UsageError
 from tests.support.chaos.preparations import Characters
+from tests.support.datasets import prepared
 
 CODE = """
 from slurmrl.data.types.prompt import Prompts
@@ -50,9 +49,8 @@ def sample(module: Path, name: str = "Sums", **settings: Any) -> SequenceSample:
     path = module.with_name("rows.jsonl")
     values = {"type": f"{module.stem}:{name}", "like": "prompt", "path": str(path), **settings}
     config = Dataset(**values)
-    tokenizer: Any = Characters(module.parent)
-    directory = preparation.prepare(module.with_name("data"), 1, config, tokenizer, str)
-    return dataset.make(config, [PreparedRows(directory)]).sample([(0, 0)])
+    made = prepared(config, Characters(module.parent), module.with_name("data"))
+    return made.sample([(0, 0)])
 
 
 def test_a_class_makes_rows_of_a_built_in_type(module: Path) -> None:

@@ -15,12 +15,12 @@ import pytest
 from pyarrow import ipc, parquet
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import dataset, preparation, source_files, sources
-from slurmrl.data.prepared import PreparedRows
+from slurmrl.data import source_files, sources
 from slurmrl.data.records import RecordReader, read_records
 from slurmrl.data.sources import open_source
 from slurmrl.errors import ConfigError, EnvironmentFailure
 from tests.support.chaos.preparations import Characters
+from tests.support.datasets import prepared, write_rows
 
 ROWS = [{"id": "a", "x": 1, "n": {"m": ["é"]}}, {"id": "b", "x": 2, "n": {"m": []}}]
 
@@ -46,7 +46,7 @@ def write(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]]) -> Path:
     elif kind == "json":
         path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder, *rows)
     return path
 
 
@@ -241,12 +241,6 @@ def test_files_of_a_folder_follow_each_other(tmp_path: Path) -> None:
         read_records(write(tmp_path, "jsonl", ROWS), "id", "train")
 
 
-def prepared(config: Dataset, folder: Path) -> Any:
-    tokenizer: Any = Characters(folder)
-    directory = preparation.prepare(folder / "data", 1, config, tokenizer, str)
-    return dataset.make(config, [PreparedRows(directory)])
-
-
 def test_nested_keys_and_their_values_reach_the_reward_untouched(tmp_path: Path) -> None:
     row = {
         "meta": {"id": 7},
@@ -261,7 +255,7 @@ def test_nested_keys_and_their_values_reach_the_reward_untouched(tmp_path: Path)
         answer_key="reward_model.ground_truth",
         id_key="meta.id",
     )
-    sample = prepared(config, tmp_path).sample([(0, 0)])
+    sample = prepared(config, Characters(tmp_path), tmp_path / "data").sample([(0, 0)])
     assert sample.ids == ("7@0",)
     assert bytes(sample.tensor("prompt_ids").tolist()) == b"1+1=!"
     assert sample.metadata["answer"] == ["2"]
@@ -272,7 +266,7 @@ def test_a_misspelt_nested_key_is_the_setting_s_fault(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl", [{"prompt": "x", "reward_model": {"ground_truth": "2"}}])
     config = Dataset(type="prompt", path=str(path), answer_key="reward_model.ground_thruth")
     with pytest.raises(ConfigError, match=r"did you mean 'reward_model\.ground_truth'\?"):
-        prepared(config, tmp_path)
+        prepared(config, Characters(tmp_path), tmp_path / "data")
 
 
 def test_fingerprints_in_commits_of_earlier_versions_stay_valid(tmp_path: Path) -> None:
@@ -280,6 +274,9 @@ def test_fingerprints_in_commits_of_earlier_versions_stay_valid(tmp_path: Path) 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"id": "a", "prompt": "1+1=", "answer": "2"}\n')
     plain = Dataset(type="prompt", path=str(path))
-    assert prepared(plain, tmp_path).fingerprint == "d4c808dc1e97a6312ed10395a65ef2ce"
+    assert (
+        prepared(plain, Characters(tmp_path), tmp_path / "data").fingerprint
+        == "d4c808dc1e97a6312ed10395a65ef2ce"
+    )
     other = plain.model_copy(update={"split": "x"})
     assert other.rules() == {**plain.rules(), "split": "x"}
