@@ -83,21 +83,20 @@ class FakeRun:
         self, job_id: str, *, task: int = 0, number: int = 0, host: str = "n0", job: str = ""
     ) -> None:
         value = {"group": "trainer", "task": task, "attempt": number, "host": host, "job": job}
-        with NameStore(self.paths.names) as names:
-            names.add(
-                keys.attempt("trainer", task, number),
-                json.dumps({**value, "job_id": job_id}),
-                delete_on_exit=False,
-            )
+        names = NameStore(self.paths.names)
+        names.add(
+            keys.attempt("trainer", task, number),
+            json.dumps({**value, "job_id": job_id}),
+        )
 
     def say(self, incarnation: int, **said: Any) -> None:
-        with NameStore(self.paths.names) as names:
-            value = {"incarnation": incarnation, **said}
-            names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
+        names = NameStore(self.paths.names)
+        value = {"incarnation": incarnation, **said}
+        names.add(keys.status(), json.dumps(value), replace=True)
 
     def name(self, key: str, **value: Any) -> None:
-        with NameStore(self.paths.names) as names:
-            names.add(key, json.dumps(value), delete_on_exit=False)
+        names = NameStore(self.paths.names)
+        names.add(key, json.dumps(value))
 
     def event(self, writer: str, kind: str, **data: Any) -> None:
         EventWriter(self.paths, writer).write(kind, **data)

@@ -128,10 +128,10 @@ def serving(paths: RunPaths, incarnation: int) -> Attempts:
     if begin is None:
         raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")
     found = {}
-    with NameStore(paths.names) as names:
-        for attempt in published.attempts(names):
-            if attempt.job == begin.data.get("job"):
-                found[attempt.group, attempt.task] = attempt.attempt
+    names = NameStore(paths.names)
+    for attempt in published.attempts(names):
+        if attempt.job == begin.data.get("job"):
+            found[attempt.group, attempt.task] = attempt.attempt
     if (TRAINERS, 0) in found:
         found[MASTER, 0] = found[TRAINERS, 0]
     return found

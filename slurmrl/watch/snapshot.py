@@ -201,12 +201,12 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         groups = read_groups(paths)
     except CorruptFileError:
         groups = ()  # as if it were missing: only the tables of tasks need it
-    with NameStore(paths.names) as names:
-        said = _said(names, state.incarnation)
-        attempts = _attempts(names, groups)
-        task_failures = _task_failures(names, groups)
-        leaders = _leaders(names, attempts, incarnations)
-        traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
+    names = NameStore(paths.names)
+    said = _said(names, state.incarnation)
+    attempts = _attempts(names, groups)
+    task_failures = _task_failures(names, groups)
+    leaders = _leaders(names, attempts, incarnations)
+    traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
     lines = metrics.read_latest(paths.metrics, LINES)
     if incarnations > GLANCE and _are_too_few(lines, state):
         lines = metrics.read_latest(paths.metrics, MORE_LINES)

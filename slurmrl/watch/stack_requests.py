@@ -87,11 +87,11 @@ def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
     """Publish the request and return its number."""
     ranks = None if rank is None else (rank,)
     value = json.dumps(objects.to_json(StacksRequest(ranks, time.time())))
-    with NameStore(paths.names) as names:
-        for number in itertools.count(1):
-            try:
-                names.add(keys.stacks(incarnation, number), value, delete_on_exit=False)
-            except NameExistsError:
-                continue
-            return number
+    names = NameStore(paths.names)
+    for number in itertools.count(1):
+        try:
+            names.add(keys.stacks(incarnation, number), value)
+        except NameExistsError:
+            continue
+        return number
     raise AssertionError("unreachable: requests are unbounded")

@@ -117,7 +117,7 @@ def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
     try:
         retry(
             "publish the failure",
-            lambda: names.add(keys.failure(incarnation), value, delete_on_exit=False),
+            lambda: names.add(keys.failure(incarnation), value),
             timeout_s=PUBLISH_TIMEOUT_S,
         )
     except NameExistsError:
@@ -138,7 +138,7 @@ def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> N
     value = json.dumps(objects.to_json(failure))
     retry(
         "publish the failure",
-        lambda: names.add(key, value, replace=True, delete_on_exit=False),
+        lambda: names.add(key, value, replace=True),
         timeout_s=PUBLISH_TIMEOUT_S,
     )
 
@@ -151,7 +151,7 @@ def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> Non
     note = json.dumps(objects.to_json(LostHost(incarnation=incarnation, job=job)))
     retry(
         "report a lost host",
-        lambda: names.add(keys.lost(host), note, replace=True, delete_on_exit=False),
+        lambda: names.add(keys.lost(host), note, replace=True),
         timeout_s=PUBLISH_TIMEOUT_S,
     )
 
@@ -172,7 +172,7 @@ def publish_hang(
     events.write("hang", incarnation=incarnation, text=explained.text, files=list(files))
     value = json.dumps(objects.to_json(explained))
     try:
-        names.add(keys.hang(incarnation), value, delete_on_exit=False)
+        names.add(keys.hang(incarnation), value)
     except NameExistsError:
         return
     except EnvironmentFailure as error:

@@ -124,11 +124,6 @@ class Remove(Replace):
         assert _content(folder / "a") in ((None,) if result.done else (OLD, None))
 
 
-class RemoveExactly(Remove):
-    def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
-        done.append(atomic.remove_exactly(folder / "a", OLD, calls=calls))
-
-
 class MakeDirectory(Protocol):
     gives_up = True
 
@@ -377,7 +372,7 @@ class ReadSamples(Protocol):
 PROTOCOLS: dict[str, Protocol] = {
     kind.__name__: kind()
     for kind in (
-        *(ExclusiveCreate, ExclusiveCreateTaken, Replace, Read, Remove, RemoveExactly),
+        *(ExclusiveCreate, ExclusiveCreateTaken, Replace, Read, Remove),
         *(MakeDirectory, Sweep, Names, AppendHistory, Log, FollowLog, Beat, ReadCounter),
         *(WriteManifest, PublishWeights, PruneWeights),
         *(WriteSamples, ReadSamples),

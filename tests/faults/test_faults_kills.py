@@ -28,7 +28,6 @@ SCHEDULES = {
     "attempts": 90,
     "commit": 80,
     "control": 70,
-    "delete-on-exit": 90,
     "deletion": 60,
     "exclusive": 120,
     "history": 120,
@@ -151,7 +150,6 @@ def op(kind: str, argument: str | None, result: Any, begin: int, end: int | None
         ([op("put", "a", None, 0, 1)], None, False),
         ([op("put", "a", None, 0, 1), op("get", None, "b", 2, 3)], "a", False),
         ([op("put", "a", None, 0, 1), op("delete", None, True, 2, None)], "a", True),
-        ([op("add", "a", True, 0, 1), op("drop", "b", None, 2, 3)], "a", True),
     ],
 )
 def test_the_checker_of_histories(

@@ -79,29 +79,27 @@ class InFolder(RuleBasedStateMachine):
 
 
 class Names(InFolder):
-    """Two clients of one store. A client's reset deletes what it added, unless it was replaced."""
+    """Two clients of one store."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stores = [NameStore(self.folder, calls=CALLS) for _ in range(2)]
         self.model: dict[str, str] = {}
-        self.owner: dict[str, NameStore] = {}
 
-    @rule(client=st.integers(0, 1), key=KEYS, how=SPELLINGS, value=VALUES, stays=st.booleans())
-    def add(self, client: int, key: str, how: str, value: str, stays: bool) -> None:
+    @rule(client=st.integers(0, 1), key=KEYS, how=SPELLINGS, value=VALUES)
+    def add(self, client: int, key: str, how: str, value: str) -> None:
         store = self.stores[client]
         if key in self.model:
             with pytest.raises(NameExistsError):
                 store.add(how.format(key), value)
             return
-        store.add(how.format(key), value, delete_on_exit=not stays)
-        self._hold(key, value, None if stays else store)
+        store.add(how.format(key), value)
+        self.model[key] = value
 
-    @rule(client=st.integers(0, 1), key=KEYS, value=VALUES, stays=st.booleans())
-    def replace(self, client: int, key: str, value: str, stays: bool) -> None:
-        store = self.stores[client]
-        store.add(key, value, replace=True, delete_on_exit=not stays)
-        self._hold(key, value, None if stays else store)
+    @rule(client=st.integers(0, 1), key=KEYS, value=VALUES)
+    def replace(self, client: int, key: str, value: str) -> None:
+        self.stores[client].add(key, value, replace=True)
+        self.model[key] = value
 
     @rule(client=st.integers(0, 1), key=KEYS, how=SPELLINGS)
     def get(self, client: int, key: str, how: str) -> None:
@@ -115,40 +113,20 @@ class Names(InFolder):
     def delete(self, client: int, key: str) -> None:
         if key in self.model:
             self.stores[client].delete(key)
-            self._drop(key)
+            self.model.pop(key)
         else:
             with pytest.raises(NameNotFoundError):
                 self.stores[client].delete(key)
 
-    @rule(client=st.integers(0, 1))
-    def reset(self, client: int) -> None:
-        store = self.stores[client]
-        store.reset()
-        for key in [key for key, owner in self.owner.items() if owner is store]:
-            self._drop(key)
-
     @rule(client=st.integers(0, 1), root=KEYS)
     def subtree(self, client: int, root: str) -> None:
-        keys = sorted(self._below(root))
+        keys = sorted(key for key in self.model if key == root or key.startswith(f"{root}/"))
         assert self.stores[client].find_subtree(root) == keys
         assert self.stores[client].get_subtree(root) == [self.model[key] for key in keys]
 
     @invariant()
     def all_keys(self) -> None:
         assert self.stores[0].find_subtree("") == sorted(self.model)
-
-    def _hold(self, key: str, value: str, owner: NameStore | None) -> None:
-        self.model[key] = value
-        self.owner.pop(key, None)
-        if owner is not None:
-            self.owner[key] = owner
-
-    def _drop(self, key: str) -> None:
-        self.model.pop(key)
-        self.owner.pop(key, None)
-
-    def _below(self, root: str) -> list[str]:
-        return [key for key in self.model if key == root or key.startswith(f"{root}/")]
 
 
 # -- history -----------------------------------------------------------------------------------

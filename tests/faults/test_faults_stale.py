@@ -242,7 +242,7 @@ def test_protocols_on_two_mounts(
         )
         assert seen == [number]
     assert not _has(NameStore(theirs), "a", "1")
-    NameStore(ours).add("a", "1", delete_on_exit=False)
+    NameStore(ours).add("a", "1")
     with pytest.raises(NameExistsError):
         NameStore(theirs).add("a", "2")
     _seen(lambda: _has(NameStore(theirs), "a", "1"), record_property, "name")

@@ -329,13 +329,13 @@ def command(paths: RunPaths, words: tuple[str, ...]) -> None:
 
 
 def _master(paths: RunPaths) -> None:
-    with NameStore(paths.names) as names:
-        records = History(paths.history).read()
-        judge(records, names, "9.0.0", 3)
-        state = fold(records)
-        choose(paths, names, state, lambda seconds: None)
-        published.failure(names, 1)
-        Progress(load_run_settings(paths), restore(paths, state))
+    names = NameStore(paths.names)
+    records = History(paths.history).read()
+    judge(records, names, "9.0.0", 3)
+    state = fold(records)
+    choose(paths, names, state, lambda seconds: None)
+    published.failure(names, 1)
+    Progress(load_run_settings(paths), restore(paths, state))
 
 
 def _scheduler(paths: RunPaths) -> None:

@@ -171,11 +171,11 @@ def _commits(paths: RunPaths, events: Sequence[Event]) -> list[CommitRow]:
 
 
 def _rollouts(paths: RunPaths) -> dict[str, Any] | None:
-    with NameStore(paths.names) as names:
-        try:
-            said = published.rollouts(published.status(names))
-        except CorruptFileError:
-            return None
+    names = NameStore(paths.names)
+    try:
+        said = published.rollouts(published.status(names))
+    except CorruptFileError:
+        return None
     return None if said is None else asdict(said)
 
 

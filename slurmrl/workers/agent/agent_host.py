@@ -85,10 +85,10 @@ class Host:
         self.plan = Plan.read(paths.plan)
         self.group = self.plan.group(group)
         self.history = History(paths.history)
-        self.identity = claim(NameStore(paths.names), group, elastic=self.group.elastic, task=task)
+        self.names = NameStore(paths.names)
+        self.identity = claim(self.names, group, elastic=self.group.elastic, task=task)
         self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
-        self.names = NameStore(paths.names, owner=lease.name)
         self.serving = 0
         """The incarnation that is served now; 0 between two of them. Of a rollout task: the newest
         one."""
@@ -245,15 +245,8 @@ class Host:
         self.children.turn(seconds)
 
     def close(self) -> None:
-        """End all processes and delete the names that this process owns.
-
-        If it is killed before, they expire with its lease.
-        """
+        """End all processes."""
         self.children.close(self.renew_lease)
-        try:
-            self.names.reset()
-        except EnvironmentFailure as error:
-            logger.warning("cannot delete the names of this agent: %s", error)
 
 
 def _is_local(paths: RunPaths, submission: int) -> bool:
@@ -291,7 +284,6 @@ def claim(
             store.add(
                 keys.attempt(group, task, attempt),
                 json.dumps(objects.to_json(identity)),
-                delete_on_exit=False,
             )
         except NameExistsError:
             continue

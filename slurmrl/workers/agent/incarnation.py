@@ -285,7 +285,7 @@ class Incarnation:
         self.send(warned)
         self.host.events.write("warned", **known)
         with contextlib.suppress(NameExistsError, EnvironmentFailure):  # or another host was first
-            self.host.names.add(keys.warned(self.number), json.dumps(known), delete_on_exit=False)
+            self.host.names.add(keys.warned(self.number), json.dumps(known))
 
     def send(self, *news: FromAgent) -> None:
         """Send messages to the master, once there is an incarnation."""

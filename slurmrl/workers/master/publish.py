@@ -150,9 +150,7 @@ class StatusPublisher:
             "time": time.time(),
         }
         try:
-            self._names.add(
-                keys.status(), json.dumps(value), replace=True, delete_on_exit=False, durable=False
-            )
+            self._names.add(keys.status(), json.dumps(value), replace=True, durable=False)
         except EnvironmentFailure as error:  # only the display is delayed
             logger.warning("cannot publish the status, will retry: %s", error)
 

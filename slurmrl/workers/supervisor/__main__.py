@@ -229,10 +229,10 @@ def run_task(link: Link, rounds: Rounds) -> int:
 def takes_over(link: Link, events: EventWriter) -> bool:
     """Return whether this job continues the trial, rather than another one that is also alive."""
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
-    with NameStore(link.run.names) as names:
-        ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
-        baton = Baton(link.run, names, link, job_tag(), host, scheduler, lease_ttl_s=ttl_s)
-        return wait_for_turn(baton, link, scheduler, events)
+    names = NameStore(link.run.names)
+    ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
+    baton = Baton(link.run, names, link, job_tag(), host, scheduler, lease_ttl_s=ttl_s)
+    return wait_for_turn(baton, link, scheduler, events)
 
 
 def lease_ttl_s(paths: RunPaths) -> float:

@@ -76,7 +76,7 @@ class Baton:
             mine = replace(self._mine, before=before, left=left)
             try:
                 value = json.dumps(asdict(mine))
-                self._names.add(keys.baton(number + 1), value, delete_on_exit=False)
+                self._names.add(keys.baton(number + 1), value)
             except NameExistsError:
                 number, holder = self._newest(number + 1)
                 continue

@@ -117,8 +117,8 @@ class JobHosts:
     def lost(self) -> set[str]:
         """Return the hosts whose agents died in this start of the job."""
         try:
-            with NameStore(self.paths.names) as names:
-                return {host for host in self.hosts if self._is_lost(names, host)}
+            names = NameStore(self.paths.names)
+            return {host for host in self.hosts if self._is_lost(names, host)}
         except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot look for lost hosts, will retry: %s", error)
             return set()
@@ -240,12 +240,12 @@ class Rounds:
         if not self.allocation.hosts:
             return
         try:
-            with NameStore(self.paths.names) as names:
-                claim = published.newest_claim(names, ROLLOUTS, task, job_tag())
-                if claim is None:
-                    return
-                attempt = task, claim.attempt
-                failure = published.attempt_failure(names, ROLLOUTS, *attempt)
+            names = NameStore(self.paths.names)
+            claim = published.newest_claim(names, ROLLOUTS, task, job_tag())
+            if claim is None:
+                return
+            attempt = task, claim.attempt
+            failure = published.attempt_failure(names, ROLLOUTS, *attempt)
             _blame(self.paths, self.options, failure, self._incarnation(), attempt)
         except (CorruptFileError, EnvironmentFailure) as error:
             logger.warning("cannot record why %s/%d failed: %s", ROLLOUTS, task, error)
@@ -389,8 +389,8 @@ def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[BadHost])
 def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
     """Record the hosts that made these incarnations fail, and exclude them if `_blame` says so."""
     try:
-        with NameStore(paths.names) as names:
-            failures = [(number, published.failure(names, number)) for number in incarnations]
+        names = NameStore(paths.names)
+        failures = [(number, published.failure(names, number)) for number in incarnations]
         for number, failure in failures:
             _blame(paths, options, failure, number)
     except (CorruptFileError, EnvironmentFailure) as error:

@@ -215,8 +215,8 @@ def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None
     ``job``: the start of a job (``JOBID.RESTART``), of which the task's agent has ended.
     """
     try:
-        with NameStore(paths.names) as names:
-            claim = published.newest_claim(names, group, task, job)
+        names = NameStore(paths.names)
+        claim = published.newest_claim(names, group, task, job)
         if claim is not None:
             atomic.make_private_directory(paths.rollout_task(group, task, claim.attempt + 1))
     except (CorruptFileError, EnvironmentFailure) as error:

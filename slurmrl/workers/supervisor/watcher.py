@@ -166,8 +166,8 @@ def main() -> int:
     paths = RunPaths(options.run)
     link = Link.here(paths, options.submission, options.group)
     config = retry("read the configuration", lambda: load_resolved(paths.config))
-    with NameStore(paths.names) as names:
-        Watcher(link, names, options.host, config.cluster.lease_ttl_s).watch()
+    names = NameStore(paths.names)
+    Watcher(link, names, options.host, config.cluster.lease_ttl_s).watch()
     return 0
 
 

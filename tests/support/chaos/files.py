@@ -141,17 +141,6 @@ def namer(folder: Path, me: int, note: Note) -> None:
         recorder.call("delete", "a", lambda: _deleted(store, "a"))
 
 
-def owner(folder: Path, me: int, note: Note) -> None:
-    """Adds keys that no other actor replaces, and deletes them at the end."""
-    recorder = Recorder(note)
-    with NameStore(folder) as store:
-        value = f"{me}.own"
-        recorder.call("add", "own", lambda: _added(store, "own", value), value)
-        recorder.call("get", "own", lambda: _got(store, "own"))
-        note(event="call", kind="drop", key="own", argument=value)
-    note(event="return", result=None)
-
-
 def claimer(folder: Path, me: int, note: Note) -> None:
     """Claims the next free number, like an agent's attempt."""
     store, recorder = NameStore(folder), Recorder(note)
@@ -227,8 +216,7 @@ SCENARIOS = (
     Scenario(
         "replace", _nothing, (replacer, replacer, slot_reader, sweeper), check_folder, replacer
     ),
-    Scenario("names", _nothing, (namer, namer, owner), _check_names, namer),
-    Scenario("delete-on-exit", _nothing, _three(owner), _check_names, owner),
+    Scenario("names", _nothing, (namer, namer), _check_names, namer),
     Scenario("attempts", _nothing, _three(claimer), _check_names, claimer),
     Scenario("lease", _nothing, (holder, observer, observer), _check_lease),
 )

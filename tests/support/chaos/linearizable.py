@@ -18,7 +18,7 @@ class Operation:
     """One call.
 
     ``add``: (value) → True/False, ``put``: (value) → None, ``get`` → value or None, ``delete`` →
-    True/False, ``drop``: (value) delete it if it is still this one → None.
+    True/False.
     """
 
     kind: str
@@ -61,8 +61,6 @@ def apply(operation: Operation, value: str | None) -> tuple[bool, str | None]:
         return not returned or operation.result == value, value
     if operation.kind == "delete":
         return not returned or operation.result == (value is not ABSENT), ABSENT
-    if operation.kind == "drop":
-        return True, ABSENT if value == operation.argument else value
     raise ValueError(operation.kind)
 
 

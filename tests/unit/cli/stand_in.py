@@ -32,7 +32,7 @@ def main(run: str, total: str, mode: str) -> int:
     names = NameStore(paths.names)
     identity = {"group": "trainer", "task": 0, "attempt": writer.incarnation, "host": "here"}
     key = keys.attempt("trainer", 0, writer.incarnation)
-    names.add(key, json.dumps({**identity, "job": "", "job_id": ""}), delete_on_exit=False)
+    names.add(key, json.dumps({**identity, "job": "", "job_id": ""}))
     step = state.last_commit.step if state.last_commit else 0
     cut(paths.metrics, step)
     metrics = MetricsWriter(paths.metrics)
@@ -50,7 +50,7 @@ def main(run: str, total: str, mode: str) -> int:
         line = {"step": step, "reward": step / int(total), "tokens_per_s": 10.0}
         metrics.write(line)
         said = {"incarnation": writer.incarnation, "step": step, "metrics": line, "tasks": {}}
-        names.add(keys.status(), json.dumps(said), replace=True, delete_on_exit=False)
+        names.add(keys.status(), json.dumps(said), replace=True)
     writer.append(Kind.COMMIT, {"step": step, "directory": f"step-{step:08d}"})
     if step >= int(total):
         writer.append(Kind.FINISHED, {"step": step, "reason": "total_steps"})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,23 +16,13 @@ from slurmrl.errors import (
     NameExistsError,
     NameNotFoundError,
 )
-from slurmrl.fsio.calls import SystemCalls
 from slurmrl.name_resolve import store as module
 from slurmrl.name_resolve.store import NameStore, decode, encode, normalise
-from slurmrl.run.lease import Lease, LeaseBoard
-
-Connect = Callable[..., NameStore]
 
 
 @pytest.fixture
-def connect(tmp_path: Path) -> Connect:
-    """Makes stores with the same content."""
-    return partial(NameStore, tmp_path)
-
-
-@pytest.fixture
-def store(connect: Connect) -> NameStore:
-    return connect()
+def store(tmp_path: Path) -> NameStore:
+    return NameStore(tmp_path)
 
 
 def test_add_and_get(store: NameStore) -> None:
@@ -128,83 +116,12 @@ def test_encoding_is_one_to_one(name: str) -> None:
     assert not encode(key).startswith(".")
 
 
-def test_reset_deletes_only_own_keys_marked_for_it(store: NameStore) -> None:
-    store.add("gone", "1")
-    store.add("stays", "1", delete_on_exit=False)
-    store.add("given up", "1")
-    store.add("given up", "2", replace=True, delete_on_exit=False)
-    store.reset()
-    assert store.find_subtree("") == ["given up", "stays"]
-    store.add("gone", "2")
-    store.reset()
-    assert store.find_subtree("") == ["given up", "stays"]
-
-
-def test_context_manager_resets(store: NameStore) -> None:
-    with store:
-        store.add("a", "1")
-        store.add("b", "1", delete_on_exit=False)
-    assert store.find_subtree("") == ["b"]
-
-
-class Owners:
-    """Who is alive, in the eyes of one observer."""
-
-    def __init__(self) -> None:
-        self.dead: set[str] = set()
-
-    def alive(self, owner: str) -> bool:
-        return owner not in self.dead
-
-
-def test_keys_die_with_their_owner(connect: Connect) -> None:
-    owners = Owners()
-    theirs = connect(owner="trainer.0.0")
-    ours = connect(alive=owners.alive)
-    theirs.add("root/theirs", "1")
-    theirs.add("root/stays", "2", delete_on_exit=False)
-    ours.add("root/ours", "3")
-    assert ours.get_subtree("root") == ["3", "2", "1"]
-    owners.dead.add("trainer.0.0")
-    assert ours.find_subtree("root") == ["root/ours", "root/stays"]
-    assert ours.get_subtree("root") == ["3", "2"]
-    with pytest.raises(NameNotFoundError):
-        ours.get("root/theirs")
-    assert connect().get("root/theirs") == "1"
-    assert ours.entries("root")["root/theirs"].owner == "trainer.0.0"
-    owners.dead.clear()
-    assert ours.get("root/theirs") == "1"
-
-
-def test_a_dead_owners_key_can_be_added_again(connect: Connect) -> None:
-    owners = Owners()
-    first = connect(owner="a.0.0")
-    first.add("key", "1")
-    second = connect(owner="a.0.1", alive=owners.alive)
-    with pytest.raises(NameExistsError):
-        second.add("key", "2")
-    owners.dead.add("a.0.0")
-    second.add("key", "2")
-    assert connect().get("key") == "2"
-    assert connect().find_subtree("") == ["key"]
-    with pytest.raises(NameExistsError):
-        connect(owner="a.0.2", alive=owners.alive).add("key", "3")
-    first.reset()
-    assert connect().get("key") == "2"
-    owners.dead.add("a.0.1")
-    connect(owner="a.0.2", alive=owners.alive).add("key", "3")
-    assert connect().get("key") == "3"
-
-
 def test_stores_share_a_directory_and_nothing_else(tmp_path: Path) -> None:
     ours, theirs = NameStore(tmp_path), NameStore(tmp_path)
     ours.add("a", "1")
-    ours.add("b", "1")
-    theirs.add("c", "1")
     assert theirs.get("a") == "1"
-    theirs.add("b", "1", replace=True)
-    ours.reset()
-    assert ours.find_subtree("") == ["b", "c"]
+    theirs.add("a", "2", replace=True)
+    assert ours.get("a") == "2"
 
 
 def test_files_are_flat_and_private(tmp_path: Path) -> None:
@@ -226,8 +143,6 @@ def test_files_are_flat_and_private(tmp_path: Path) -> None:
         b"1",
         b'{"value": "x"}',
         b'{"value": "x", "nonce": "../x"}',
-        b'{"value": "x", "nonce": "x", "owner": "../../x"}',
-        b'{"value": "x", "nonce": "x", "owner": 1}',
         b'{"value": 1, "nonce": "x"}',
         b"\xff\x00",
         b"[" * 10**5,
@@ -271,79 +186,3 @@ def test_listing_a_subtree_decodes_its_names_only(
     assert store.find_subtree("a") == ["a", "a/b"]
     assert sorted(decoded) == ["a", "a%20b+c", "a+b", "ab"]
     assert store.find_subtree(".a") == [".a/b"]
-
-
-def test_an_heir_that_dies_before_it_takes_over_has_an_heir(tmp_path: Path) -> None:
-    dead = {"a.0.0"}
-
-    def alive(owner: str) -> bool:
-        return owner not in dead
-
-    class Killed(BaseException):
-        pass
-
-    class Dying(SystemCalls):
-        def rename(self, source: Path, target: Path) -> None:
-            raise Killed
-
-    NameStore(tmp_path, owner="a.0.0").add("key", "1")
-    with pytest.raises(Killed):
-        NameStore(tmp_path, owner="a.0.1", alive=alive, calls=Dying()).add("key", "2")
-    third = NameStore(tmp_path, owner="a.0.2", alive=alive)
-    with pytest.raises(NameExistsError):
-        third.add("key", "3")
-    dead.add("a.0.1")
-    third.add("key", "3")
-    assert NameStore(tmp_path).entries() == {"key": third._get("key")}
-    assert third.get("key") == "3"
-
-
-def test_owners_are_judged_by_their_leases(tmp_path: Path) -> None:
-    now = 0.0
-    for folder in ("names", "leases"):
-        (tmp_path / folder).mkdir()
-    lease = Lease(tmp_path / "leases" / "a.0.0")
-    lease.beat()
-    board = LeaseBoard(tmp_path / "leases", ttl_s=60.0, look_s=5.0, clock=lambda: now)
-    NameStore(tmp_path / "names", owner="a.0.0").add("key", "1")
-    store = NameStore(tmp_path / "names", alive=board.alive)
-    for _ in range(100):
-        lease.beat()
-        now += 10.0
-        assert store.get("key") == "1"
-    looks = 0
-    while store.find_subtree("") == ["key"]:
-        now += 10.0
-        looks += 1
-    assert looks == 6
-
-
-class PausedReplace(SystemCalls):
-    """Stops before the first rename, to let another process continue, and does it afterwards."""
-
-    def __init__(self, meanwhile: Callable[[], None]) -> None:
-        self.meanwhile: Callable[[], None] | None = meanwhile
-
-    def rename(self, source: Path, target: Path) -> None:
-        meanwhile, self.meanwhile = self.meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
-        super().rename(source, target)
-
-
-def test_an_heir_that_was_paused_takes_nothing_back(tmp_path: Path) -> None:
-    dead = {"first", "second"}
-
-    def alive(owner: str) -> bool:
-        return owner not in dead
-
-    def store(owner: str, calls: SystemCalls | None = None) -> NameStore:
-        return NameStore(tmp_path, owner=owner, alive=alive, calls=calls or SystemCalls())
-
-    store("first").add("a", "1")
-    third = store("third")
-    paused = PausedReplace(lambda: third.add("a", "3"))
-    store("second", paused).add("a", "2")
-    assert paused.meanwhile is None, "the second heir was paused before its replace"
-    assert third.get("a") == "3", "acknowledged, and not overwritten when the second went on"
-    assert store("fourth").get("a") == "3"

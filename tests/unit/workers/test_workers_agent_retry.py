@@ -83,14 +83,3 @@ def test_news_wait_for_the_directory_and_keep_their_order(
     size = run.agent_log(1, "trainer", 0).stat().st_size
     incarnation.turn(0.0)
     assert run.agent_log(1, "trainer", 0).stat().st_size == size
-
-
-def test_names_that_go_with_the_agent_carry_its_lease(incarnation: Incarnation) -> None:
-    host = incarnation.host
-    host.names.add("address", "x")
-    host.names.add("stays", "x", delete_on_exit=False)
-    owners = {key: entry.owner for key, entry in host.names.entries().items()}
-    assert owners["address"] == "trainer.0.0"
-    assert owners["stays"] == owners["attempt/trainer/0/0"] == ""
-    host.close()
-    assert sorted(host.names.entries()) == ["attempt/trainer/0/0", "stays"]

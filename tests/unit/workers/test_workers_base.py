@@ -136,7 +136,7 @@ def test_without_a_commit_that_can_be_used_the_trial_starts_anew(past: Past) -> 
 
 def test_what_ranks_found_damaged_is_believed(past: Past) -> None:
     said: dict[str, Any] = {"damaged": past.directory(6).name, "exception": "another checksum"}
-    past.names.add(keys.failure(1), json.dumps(said), delete_on_exit=False)
+    past.names.add(keys.failure(1), json.dumps(said))
     _, damages = past.begin()
     assert [damage.reason for damage in damages] == ["another checksum"]
     assert past.state.base == past.directory(4).name
@@ -152,7 +152,7 @@ def test_what_a_master_found_damaged_when_it_exported_is_believed(past: Past) ->
 
 def test_killed_before_the_deletion_it_is_found_again(past: Past) -> None:
     said = {"damaged": past.directory(6).name, "exception": "another checksum"}
-    past.names.add(keys.failure(1), json.dumps(said), delete_on_exit=False)
+    past.names.add(keys.failure(1), json.dumps(said))
     begin_on_base(past.paths, past.names, past.history, {}, lambda records: None)
     assert past.state.base == past.directory(4).name, "the agents take it from BEGIN"
     _, damages = past.begin()

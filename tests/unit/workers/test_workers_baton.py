@@ -131,7 +131,7 @@ def test_where_slurm_does_not_answer_the_lease_says_who_lives(
     cluster = Cluster({})
     assert baton(paths, names, link(paths), "41.0", cluster).take() is None
     cluster.silent = True
-    names.add(keys.attempt("trainer", 0, 0), json.dumps(CLAIM), delete_on_exit=False)
+    names.add(keys.attempt("trainer", 0, 0), json.dumps(CLAIM))
     lease = Lease(paths.lease("trainer", 0, 0))
     lease.beat()
     if said_end:
@@ -201,7 +201,7 @@ def test_a_trial_that_ends_meanwhile(paths: RunPaths, names: NameStore) -> None:
 
 @pytest.mark.parametrize("text", ["[]", '{"start": "41"}', '{"start":"a","element":"b"}'])
 def test_a_baton_that_is_not_ours(paths: RunPaths, names: NameStore, text: str) -> None:
-    names.add(keys.baton(1), text, delete_on_exit=False)
+    names.add(keys.baton(1), text)
     with pytest.raises(CorruptFileError, match="baton/1"):
         read_turn(names, 1)
     assert starts_put_back(names) == set()

@@ -64,8 +64,8 @@ def test_attempts_count_up_per_task(tmp_path: Path) -> None:
 
 
 def test_claim_says_who_holds_it_and_stays(tmp_path: Path) -> None:
-    with NameStore(tmp_path) as store:
-        identity = claim(store, "trainer", elastic=False, environ=SLURM)
+    store = NameStore(tmp_path)
+    identity = claim(store, "trainer", elastic=False, environ=SLURM)
     said = json.loads(NameStore(tmp_path).get(keys.attempt("trainer", 3, 0)))
     assert Identity(**said) == identity
 

@@ -34,10 +34,10 @@ class Bed:
 
     def claims(self, attempt: int, host: str, job: str) -> Lease:
         """The first agent of a round starts."""
-        with NameStore(self.paths.names) as names:
-            identity = replace(self.identity(0, job), attempt=attempt, host=host)
-            said = json.dumps(objects.to_json(identity))
-            names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
+        names = NameStore(self.paths.names)
+        identity = replace(self.identity(0, job), attempt=attempt, host=host)
+        said = json.dumps(objects.to_json(identity))
+        names.add(keys.attempt("trainer", 0, attempt), said)
         lease = Lease(self.paths.lease("trainer", 0, attempt))
         lease.beat()
         return lease
@@ -170,7 +170,7 @@ def test_other_groups_do_not_watch_the_trainers(bed: Bed) -> None:
     lease = bed.claims(0, "n0", "7.0.0")
     names = NameStore(bed.paths.names)
     said = json.dumps({"job": "7.0.0", "host": "n0"})
-    names.add(keys.attempt("rollout", 0, 0), said, delete_on_exit=False)
+    names.add(keys.attempt("rollout", 0, 0), said)
     rollout = replace(bed.identity(1), group="rollout")
     assert bed.lost(Leader(bed.paths, names, rollout, TTL_S, lambda: bed.now)) is None
     del lease

@@ -96,7 +96,7 @@ class Master:
         if self.clock() >= self.next_status:
             self.next_status = self.clock() + self.status_s
             ages = [observer.observe().age_s for observer in self.observers]
-            self.names.add("status", str(ages)[:100], replace=True, delete_on_exit=False)
+            self.names.add("status", str(ages)[:100], replace=True)
         return self.agents.pause_s()
 
 

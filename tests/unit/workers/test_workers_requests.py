@@ -39,7 +39,7 @@ class Desk:
 
     def ask(self, number: int, ranks: Any, incarnation: int = 3) -> None:
         value = json.dumps({"ranks": ranks})
-        self.names.add(keys.stacks(incarnation, number), value, delete_on_exit=False)
+        self.names.add(keys.stacks(incarnation, number), value)
 
     def pass_time(self, seconds: float) -> list[tuple[int, Any]]:
         end = self.now + seconds
@@ -64,7 +64,7 @@ def test_requests_are_passed_on_once_and_in_order(desk: Desk) -> None:
 
 
 def test_broken_requests_and_a_silent_directory_hold_up_nothing(desk: Desk) -> None:
-    desk.names.add(keys.stacks(3, 1), "no JSON", delete_on_exit=False)
+    desk.names.add(keys.stacks(3, 1), "no JSON")
     desk.ask(2, "all of them")
     desk.ask(3, None)
     desk.names.stalled = True

@@ -82,9 +82,9 @@ class Bed:
     def begin(self, job: str, attempt: int) -> None:
         """The trainers of a job begin an incarnation."""
         identity = Identity("trainer", 0, attempt, "n0", job, "41_0", 1)
-        with NameStore(self.paths.names) as names:
-            said = json.dumps(objects.to_json(identity))
-            names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
+        names = NameStore(self.paths.names)
+        said = json.dumps(objects.to_json(identity))
+        names.add(keys.attempt("trainer", 0, attempt), said)
         self._lease = Lease(self.paths.lease("trainer", 0, attempt))
         begin(self.host.history, {"job": job})
 
@@ -294,9 +294,9 @@ def test_a_gpu_that_fails_costs_its_host_unless_trainers_go_on_there(
 
     monkeypatch.setattr(RolloutTask, "run", run)
     bed.host.inside = inside
-    with NameStore(bed.paths.names) as names:
-        assert bed.run(iter(())) == FAILED
-        assert (published.lost(names, bed.host.identity.host) is None) == inside
+    names = NameStore(bed.paths.names)
+    assert bed.run(iter(())) == FAILED
+    assert (published.lost(names, bed.host.identity.host) is None) == inside
 
 
 def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:
@@ -313,10 +313,10 @@ def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:
     assert failure["reason"].endswith("was ended by SIGKILL")
     assert [record.kind for record in bed.host.history.read()] == [Kind.BEGIN]
     assert keys.failure(1) not in bed.host.names.find_subtree("incarnation")
-    with NameStore(bed.paths.names) as names:
-        told = published.attempt_failure(names, "rollout", 0, 0)
-        assert told is not None
-        assert (told.reason, told.world) == (failure["reason"], "rollout/0")
+    names = NameStore(bed.paths.names)
+    told = published.attempt_failure(names, "rollout", 0, 0)
+    assert told is not None
+    assert (told.reason, told.world) == (failure["reason"], "rollout/0")
 
 
 def test_a_worker_that_exits_normally_was_told_to_by_the_master(bed: Bed) -> None:

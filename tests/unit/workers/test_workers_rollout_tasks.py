@@ -992,10 +992,10 @@ def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) ->
     """An attempt at a task fails."""
     place = Identity("rollout", task, attempt, host, "50.0.0", f"50_{task}", 1)
     rank = Failure(cause=Cause.EXCEPTION, world=place.world, rank=0, exception=exception, host=host)
-    with NameStore(paths.names) as names:
-        claim = json.dumps(objects.to_json(place))
-        names.add(keys.attempt("rollout", task, attempt), claim, delete_on_exit=False)
-        publish_attempt(names, place, rank)
+    names = NameStore(paths.names)
+    claim = json.dumps(objects.to_json(place))
+    names.add(keys.attempt("rollout", task, attempt), claim)
+    publish_attempt(names, place, rank)
 
 
 FOREIGN = "OwnershipError: /dev/shm/slurmrl-7 belongs to another user (uid {})"
@@ -1044,9 +1044,9 @@ def test_trial_goes_on_with_failed_tasks_where_others_may_work(
     if case == "another works":
         bed.begin(7, "1.0")
     elif case == "another host starts":
-        with NameStore(bed.paths.names) as names:
-            claim = json.dumps(objects.to_json(bed.begin(7).agent))
-            names.add(keys.attempt("rollout", 7, 0), claim, delete_on_exit=False)
+        names = NameStore(bed.paths.names)
+        claim = json.dumps(objects.to_json(bed.begin(7).agent))
+        names.add(keys.attempt("rollout", 7, 0), claim)
     for number in range(1, 6 if case != "earlier" else 1):
         text = "".join(chr(97 + number) * 8) if case == "unlike" else FOREIGN
         fail(bed.paths, number, 0, "r1" if case == "one host" else f"r{number}", text)

@@ -237,11 +237,11 @@ def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> N
     paths = RunPaths(tmp_path / "run")
     with job(tmp_path, "direct", "rollout") as running:
         agent = int(running.line().split()[1])
-        with NameStore(paths.names) as names:
-            for attempt, claimed_by in ((2, f"{running.process.pid}.0.0"), (3, "another.0.0")):
-                claim = Identity("rollout", 0, attempt, "n1", claimed_by, "", agent)
-                text = json.dumps(objects.to_json(claim))
-                names.add(keys.attempt("rollout", 0, attempt), text, delete_on_exit=False)
+        names = NameStore(paths.names)
+        for attempt, claimed_by in ((2, f"{running.process.pid}.0.0"), (3, "another.0.0")):
+            claim = Identity("rollout", 0, attempt, "n1", claimed_by, "", agent)
+            text = json.dumps(objects.to_json(claim))
+            names.add(keys.attempt("rollout", 0, attempt), text)
         os.kill(agent, signal.SIGKILL)
         assert running.line().startswith("agent")
         assert [one.name for one in paths.rollouts.iterdir()] == ["rollout.0.3"]
@@ -284,9 +284,9 @@ def test_hosts_that_nothing_is_started_on(dead: bool, states: tuple[str, ...]) -
 
 
 def lose(paths: RunPaths, host: str, job: str) -> None:
-    with NameStore(paths.names) as names:
-        value = json.dumps({"incarnation": 1, "job": job})
-        names.add(keys.lost(host), value, delete_on_exit=False)
+    names = NameStore(paths.names)
+    value = json.dumps({"incarnation": 1, "job": job})
+    names.add(keys.lost(host), value)
 
 
 def test_spares_take_the_place_of_lost_hosts(
@@ -315,8 +315,8 @@ def test_a_spare_replaces_a_host_that_could_not_do_what_was_needed(
     allocation = JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0")
     for number, host, chosen in ((1, "n1", ("n0", "n2")), (2, "n0", ("n1", "n2"))):
         lacks = Failure(cause="environment", reason="cannot read /data", host=host)
-        with NameStore(paths.names) as names:
-            publish(names, number, lacks)
+        names = NameStore(paths.names)
+        publish(names, number, lacks)
         blame_hosts(paths, options(paths), [number])
         assert allocation.choose() == chosen
 
@@ -326,8 +326,8 @@ def test_no_host_is_blamed_for_a_connection_that_failed(
 ) -> None:
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
     refused = Failure(cause="environment", reason="refused", host="n0", echo=True)
-    with NameStore(paths.names) as names:
-        publish(names, 1, refused)
+    names = NameStore(paths.names)
+    publish(names, 1, refused)
     blame_hosts(paths, options(paths), [1])
     assert JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0").choose() == ("n0", "n1")
 
@@ -346,11 +346,11 @@ class FailingTask:
     def fail(self) -> int:
         number, self._attempts = self._attempts, self._attempts + 1
         claim = Identity("rollout", 0, number, "n0", f"{rounds.job_tag()}.0", "", 1)
-        with NameStore(self._paths.names) as names:
-            key = keys.attempt("rollout", 0, number)
-            names.add(key, json.dumps(objects.to_json(claim)), delete_on_exit=False)
-            lacks = Failure(cause="environment", reason="cannot read /data", host="n0")
-            publish_attempt(names, claim, lacks)
+        names = NameStore(self._paths.names)
+        key = keys.attempt("rollout", 0, number)
+        names.add(key, json.dumps(objects.to_json(claim)))
+        lacks = Failure(cause="environment", reason="cannot read /data", host="n0")
+        publish_attempt(names, claim, lacks)
         return 1
 
 

@@ -50,9 +50,9 @@ def test_a_task_that_fails_is_started_again_so_many_times(
     The items of what has failed do not wait for the next agent: its attempt has begun.
     """
     now = 0.0
-    with NameStore(paths.names) as names:
-        claim = json.dumps(objects.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))
-        names.add(keys.attempt("rollout", 0, 0), claim, delete_on_exit=False)
+    names = NameStore(paths.names)
+    claim = json.dumps(objects.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))
+    names.add(keys.attempt("rollout", 0, 0), claim)
     tasks = tasks_of(paths, monkeypatch, ["false"], hosts=1, each=1, clock=lambda: now)
     tasks.start(())
     wait_until("the last start", lambda: tasks.keep(()) or len(started(paths)) == MOST_FAILURES)

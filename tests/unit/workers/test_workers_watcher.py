@@ -49,14 +49,14 @@ class Slurm:
 
     def watch(self) -> None:
         link = Link(self._paths, 1, "trainer", "41", 0)
-        with NameStore(self._paths.names) as names:
-            Watcher(link, names, "n0", TTL_S, lambda: self.now).watch(self._sleep)
+        names = NameStore(self._paths.names)
+        Watcher(link, names, "n0", TTL_S, lambda: self.now).watch(self._sleep)
 
     def first_agent(self, round_of: str, attempt: int) -> None:
         identity = Identity("trainer", 0, attempt, "n0", round_of, "41_0", 1)
         said = json.dumps(objects.to_json(identity))
-        with NameStore(self._paths.names) as names:
-            names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
+        names = NameStore(self._paths.names)
+        names.add(keys.attempt("trainer", 0, attempt), said)
         self.lease = Lease(self._paths.lease("trainer", 0, attempt))
 
     def _sleep(self, seconds: float) -> None:
