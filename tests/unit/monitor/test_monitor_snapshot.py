@@ -132,10 +132,12 @@ def test_a_claim_whose_content_a_cache_hides(
 ) -> None:
     """The listing shows a newer attempt, its file is not seen yet."""
     run = live(tmp_path, 2)
-    real = NameStore._keys
-    monkeypatch.setattr(
-        NameStore, "_keys", lambda store, root: [*real(store, root), "attempt/trainer/0/2"]
-    )
+    real, hidden = NameStore.find_subtree, "attempt/trainer/0/2"
+
+    def listing(store: NameStore, root: str) -> list[str]:
+        return real(store, root) + [hidden] * hidden.startswith(root)
+
+    monkeypatch.setattr(NameStore, "find_subtree", listing)
     status = assemble(read(run.paths, STORY), [])
     assert status["groups"][0]["tasks"][0]["attempt"] == 2
     assert [row["job_id"] for row in status["incarnations"]] == ["41_1", "41_2"]
