@@ -1,7 +1,7 @@
 """Name store in a shared directory: one value per key; of concurrent exclusive adds one wins.
 
-There is one file per key, named by the encoded key. The directory is flat, so that adding and
-deleting never race over subdirectories. The content is a JSON object with the value and a nonce
+There is one file per key, named by the encoded key. The directory is flat, so that adding
+never races over subdirectories. The content is a JSON object with the value and a nonce
 that identifies its writer (see `fsio.atomic.exclusive_create`).
 """
 
@@ -77,12 +77,6 @@ class NameStore:
         """Return the values of `find_subtree`'s keys, in its order."""
         values = map(self._read, self.find_subtree(root))
         return [value for value in values if value is not None]
-
-    def delete(self, name: str) -> None:
-        """Delete a key. Raises NameNotFoundError."""
-        key = normalise(name)
-        if not atomic.remove(self._path(key), calls=self._calls):
-            raise NameNotFoundError(f"no key {key!r}")
 
     def refresh(self) -> None:
         """List the directory, so that an NFS client notices that it has changed.

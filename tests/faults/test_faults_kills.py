@@ -149,7 +149,6 @@ def op(kind: str, argument: str | None, result: Any, begin: int, end: int | None
         ([op("put", "a", None, 0, None)], None, True),
         ([op("put", "a", None, 0, 1)], None, False),
         ([op("put", "a", None, 0, 1), op("get", None, "b", 2, 3)], "a", False),
-        ([op("put", "a", None, 0, 1), op("delete", None, True, 2, None)], "a", True),
     ],
 )
 def test_the_checker_of_histories(

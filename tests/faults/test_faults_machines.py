@@ -109,15 +109,6 @@ class Names(InFolder):
             with pytest.raises(NameNotFoundError):
                 self.stores[client].get(how.format(key))
 
-    @rule(client=st.integers(0, 1), key=KEYS)
-    def delete(self, client: int, key: str) -> None:
-        if key in self.model:
-            self.stores[client].delete(key)
-            self.model.pop(key)
-        else:
-            with pytest.raises(NameNotFoundError):
-                self.stores[client].delete(key)
-
     @rule(client=st.integers(0, 1), root=KEYS)
     def subtree(self, client: int, root: str) -> None:
         keys = sorted(key for key in self.model if key == root or key.startswith(f"{root}/"))

@@ -121,16 +121,8 @@ def _got(store: NameStore, key: str) -> str | None:
         return None
 
 
-def _deleted(store: NameStore, key: str) -> bool:
-    try:
-        store.delete(key)
-    except NameNotFoundError:
-        return False
-    return True
-
-
 def namer(folder: Path, me: int, note: Note) -> None:
-    """Adds, replaces and deletes keys that other actors change too."""
+    """Adds and replaces keys that other actors change too."""
     store, recorder = NameStore(folder), Recorder(note)
     for number in range(2):
         value = f"{me}.{number}"
@@ -138,7 +130,6 @@ def namer(folder: Path, me: int, note: Note) -> None:
         recorder.call("get", "a", lambda: _got(store, "a"))
         put = lambda v=value: store.add("a/b", v, replace=True)  # noqa: E731
         recorder.call("put", "a/b", put, value)
-        recorder.call("delete", "a", lambda: _deleted(store, "a"))
 
 
 def claimer(folder: Path, me: int, note: Note) -> None:

@@ -17,8 +17,7 @@ ABSENT = None
 class Operation:
     """One call.
 
-    ``add``: (value) → True/False, ``put``: (value) → None, ``get`` → value or None, ``delete`` →
-    True/False.
+    ``add``: (value) → True/False, ``put``: (value) → None, ``get`` → value or None.
     """
 
     kind: str
@@ -59,8 +58,6 @@ def apply(operation: Operation, value: str | None) -> tuple[bool, str | None]:
         return True, operation.argument
     if operation.kind == "get":
         return not returned or operation.result == value, value
-    if operation.kind == "delete":
-        return not returned or operation.result == (value is not ABSENT), ABSENT
     raise ValueError(operation.kind)
 
 
