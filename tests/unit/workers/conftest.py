@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run.paths import RunPaths
+from slurmrl.workers.agent.agent_host import SIGNALS
 from tests.fake_runs import write_config
 
 MODEL = {
@@ -56,6 +58,15 @@ def run(tmp_path: Path, prepared: RunPaths) -> RunPaths:
     place = tmp_path / "runs" / prepared.run.relative_to(prepared.run.parents[2])
     shutil.copytree(prepared.run, place, symlinks=True)
     return RunPaths(place)
+
+
+@pytest.fixture
+def signal_handlers() -> Iterator[None]:
+    """Those of warnings, restored afterwards."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -30,10 +30,11 @@ from slurmrl.watch import published
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent import incarnation as incarnation_module
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
-from slurmrl.workers.agent.agent_host import SIGNALS, Host
+from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 from slurmrl.workers.polling import PollIntervals
 
+pytestmark = pytest.mark.usefixtures("signal_handlers")
 DIED = ReportedError(Failure(cause="died", reason="rank 1 died", rank=1, exit_code=-9))
 Step = Callable[[Incarnation], None]
 
@@ -45,14 +46,6 @@ class Script(Incarnation):
 
     def run(self) -> None:
         type(self).steps.pop(0)(self)
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -38,6 +38,22 @@ from slurmrl.workers.messages import (
     StartRollout,
     WriteVersion,
 )
+from slurmrl.workers.rollout_messages import (
+    REQUEST_LOG,
+    RESULT_LOG,
+    Abort,
+    Confirm,
+    GaveBack,
+    GenerateItems,
+    GroupsFinished,
+    Hears,
+    Holds,
+    Joined,
+    Leave,
+    Leaving,
+    RequestedItem,
+    RolloutCounts,
+)
 
 SAMPLE = StoredGroup(
     item=5, task="rollout.0.1", lease="1.7", file="0.samples", offset=8, length=9,
@@ -46,6 +62,7 @@ SAMPLE = StoredGroup(
 BELL = BellAddress("10.0.0.1", 4711, "ab" * 16)
 WAITS = PendingCollective(name="all_reduce", number=3, group="0", ranks=(0, 1), since_s=2.0)
 DOING = RankProgress(rank=1, call="gen", step=4, since_s=3.5, collective=WAITS)
+ITEMS = (RequestedItem(item=5, epoch=0, index=3), RequestedItem(item=9, epoch=1, index=3))
 TASK = Identity("rollout", 3, 1, "r3", "50.0.0", "50_3", 7)
 MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (CONTROL_LOG, LoadBatch(seq=3, step=4, items=((0, 7), (1, 2)), evaluation=True)),
@@ -71,6 +88,18 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (TO_ROLLOUT_WORKER, StartRollout(world_size=2, agent=TASK)),
     (TO_ROLLOUT_WORKER, Serve(incarnation=3)),
     (TO_ROLLOUT_WORKER, Retire(reason="preemption", within_s=25.5)),
+    (REQUEST_LOG, Confirm(bell=BELL)),
+    (REQUEST_LOG, Confirm(leases=(GenerateItems(lease="1.7", items=ITEMS, oldest="4.1"),))),
+    (REQUEST_LOG, GenerateItems(lease="1.7", items=ITEMS, oldest="4.1")),
+    (REQUEST_LOG, Abort(lease="1.7", items=(5,))),
+    (REQUEST_LOG, Leave(within_s=30.0)),
+    (RESULT_LOG, Joined(agent=TASK)),
+    (RESULT_LOG, GroupsFinished(groups=(SAMPLE,))),
+    (RESULT_LOG, GaveBack(lease="1.7", items=(5, 9), reason="leaving")),
+    (RESULT_LOG, Leaving(reason="preemption")),
+    (RESULT_LOG, Holds(version="5.1")),
+    (RESULT_LOG, Hears(bell=BELL)),
+    (RESULT_LOG, RolloutCounts(counts={"tokens": 17.0})),
 ]
 
 

@@ -32,7 +32,7 @@ from slurmrl.watch import published
 from slurmrl.workers import child_process
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent.agent import FAILED, OK, Agent
-from slurmrl.workers.agent.agent_host import SIGNALS, Host
+from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.rollout_task import FOLDER_GONE_S, RolloutTask, time_to_retire_s
 
 REPOSITORY = Path(__file__).parents[3]
@@ -122,7 +122,9 @@ class Bed:
 
 
 @pytest.fixture
-def bed(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
+def bed(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signal_handlers: None
+) -> Iterator[Bed]:
     plan = Plan.read(run.plan)
     change = {"name": "rollout", "elastic": True, "workers_per_host": 1, "gpus_per_worker": 0}
     groups = (*plan.groups, plan.trainers.model_copy(update=change))
@@ -156,10 +158,7 @@ def bed(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
             super().turn(0.02)
 
     monkeypatch.setattr(agent_module, "RolloutTask", Scripted)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield found
-    for number, handler in before.items():
-        signal.signal(number, handler)
     assert list(run.control.iterdir()) == [], "the channel of an incarnation is not its own"
 
 

@@ -11,26 +11,11 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.run.channel import message_log
-from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.message_log import LogPosition, LogReader, LogWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import Identity
-from slurmrl.workers.messages import MessageSet
 from slurmrl.workers.rollout_messages import (
-    REQUEST_LOG,
     RESULT_LOG,
-    Abort,
-    Confirm,
-    GaveBack,
-    GenerateItems,
     GroupsFinished,
-    Hears,
-    Holds,
-    Joined,
-    Leave,
-    Leaving,
-    RequestedItem,
-    RolloutCounts,
 )
 from tests.support.sample_groups import small_group
 
@@ -38,29 +23,6 @@ STORED = StoredGroup(
     item=5, lease="1.7", file="0.samples", offset=8, length=9, checksum="xxh3_128:0",
     versions=("4.1", "5.1"),
 )  # fmt: skip
-ITEMS = (RequestedItem(item=5, epoch=0, index=3), RequestedItem(item=9, epoch=1, index=3))
-AGENT = Identity("rollout", 7, 2, "n03", "50.0.0", "50_7", 99)
-BELL = BellAddress("10.0.0.7", 4711, 16 * "0a")
-MESSAGES: list[tuple[MessageSet[Any], Any]] = [
-    (REQUEST_LOG, Confirm(bell=BELL)),
-    (REQUEST_LOG, Confirm(leases=(GenerateItems(lease="1.7", items=ITEMS, oldest="4.1"),))),
-    (REQUEST_LOG, GenerateItems(lease="1.7", items=ITEMS, oldest="4.1")),
-    (REQUEST_LOG, Abort(lease="1.7", items=(5,))),
-    (REQUEST_LOG, Leave(within_s=30.0)),
-    (RESULT_LOG, Joined(agent=AGENT)),
-    (RESULT_LOG, GroupsFinished(groups=(STORED,))),
-    (RESULT_LOG, GaveBack(lease="1.7", items=(5, 9), reason="leaving")),
-    (RESULT_LOG, Leaving(reason="preemption")),
-    (RESULT_LOG, Holds(version="5.1")),
-    (RESULT_LOG, Hears(bell=BELL)),
-    (RESULT_LOG, RolloutCounts(counts={"tokens": 17.0})),
-]
-
-
-@pytest.mark.parametrize(("channel", "message"), MESSAGES)
-def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: Any) -> None:
-    [values], _ = message_log.decode(message_log.encode(channel.to_json(message)))
-    assert channel.from_json(values) == message
 
 
 @pytest.mark.parametrize(

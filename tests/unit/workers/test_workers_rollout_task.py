@@ -113,6 +113,11 @@ class Trial:
                 writer.add(name, spec.dtype, spec.shape, file.flat(name).view(np.uint8))
             publish(folder, [writer.finish()], version, None, clock=lambda: 1e9)
 
+    def engine(self) -> NativeRollout:
+        actor = self.config.actor
+        decoder = undefined_decoder(actor_config(actor), actor.dtype, torch.device("cpu"))
+        return NativeRollout(decoder)
+
     def task(
         self, engine: NativeRollout, *, bell: Bell | None = None, **options: Any
     ) -> TaskAtWork:
@@ -188,8 +193,7 @@ def test_tasks_draw_what_the_trainers_would(trial: Trial, monkeypatch: pytest.Mo
 
     async def run() -> None:
         nonlocal engine, first
-        config, dtype = actor_config(trial.config.actor), trial.config.actor.dtype
-        engine = NativeRollout(undefined_decoder(config, dtype, torch.device("cpu")))
+        engine = trial.engine()
         task = trial.task(engine)
         running = asyncio.create_task(task.run())
         log = LogWriter(trial.requests(3))
@@ -241,8 +245,7 @@ def test_completions_that_are_not_interrupted_end_with_the_weights_that_began_th
 
     async def run() -> None:
         nonlocal engine
-        config, dtype = actor_config(trial.config.actor), trial.config.actor.dtype
-        engine = NativeRollout(undefined_decoder(config, dtype, torch.device("cpu")))
+        engine = trial.engine()
         task = trial.task(engine, interruptible=False)
         running = asyncio.create_task(task.run())
         log = LogWriter(trial.requests(3))
@@ -281,8 +284,7 @@ def test_a_task_is_as_fast_as_its_doorbell(trial: Trial) -> None:
 
     async def run() -> None:
         nonlocal engine
-        config, dtype = actor_config(trial.config.actor), trial.config.actor.dtype
-        engine = NativeRollout(undefined_decoder(config, dtype, torch.device("cpu")))
+        engine = trial.engine()
         task = trial.task(engine, bell=own, poll_s=(600.0, 600.0), gather_s=600.0, spread_s=0.01)
         running = asyncio.create_task(task.run())
         log = LogWriter(trial.requests(3))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,15 +11,8 @@ from slurmrl import env
 from slurmrl.run.reports import Warned
 from slurmrl.workers.agent.agent_host import SIGNALS, Warnings
 
+pytestmark = pytest.mark.usefixtures("signal_handlers")
 NOW = 1_000_000.0
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def send(number: int) -> None:
