@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISGID
 from typing import IO
@@ -160,6 +161,29 @@ def remove(path: Path, *, calls: SystemCalls = REAL) -> bool:
     except OSError as error:
         raise explain(error, "remove", path) from error
     return True
+
+
+def remove_exactly(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> bool:
+    """Remove a file only if it holds ``data``; return whether it was removed.
+
+    The file is renamed before its content is compared for the last time, and put back if another
+    writer has replaced it. Raises EnvironmentFailure.
+    """
+    if _read_if_there(path, calls) != data:
+        return False
+    aside = temporary_beside(path)
+    try:
+        calls.rename(path, aside)
+        ours = read(aside, calls=calls) == data
+        if not ours:
+            with suppress(FileExistsError):
+                calls.link(aside, path)
+        calls.unlink(aside)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise explain(error, "remove", path) from error
+    return ours
 
 
 def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:

@@ -1,7 +1,7 @@
 """Name store in a shared directory: one value per key; of concurrent exclusive adds one wins.
 
-There is one file per key, named by the encoded key. The directory is flat, so that adding
-never races over subdirectories. The content is a JSON object with the value and a nonce
+There is one file per key, named by the encoded key. The directory is flat, so that adding and
+deleting never race over subdirectories. The content is a JSON object with the value and a nonce
 that identifies its writer (see `fsio.atomic.exclusive_create`).
 """
 
@@ -30,7 +30,7 @@ class NameStore:
     A key (see `normalise`) can have a value and be a prefix of other keys at once.
 
     The directory is created with the run directory. Without it, reads find nothing and adds raise
-    EnvironmentFailure.
+    EnvironmentFailure. `reset` deletes the keys that this object added with ``delete_on_exit``.
     """
 
     def __init__(self, directory: Path, *, calls: SystemCalls = REAL) -> None:
@@ -38,8 +38,18 @@ class NameStore:
         self._calls = calls
         self._paths: dict[str, Path] = {}
         """Cache of paths by key: making a path takes longer than reading its file."""
+        self._temporary: dict[str, bytes] = {}
+        """Contents of the keys that `reset` deletes."""
 
-    def add(self, name: str, value: object, *, replace: bool = False, durable: bool = True) -> None:
+    def add(
+        self,
+        name: str,
+        value: object,
+        *,
+        replace: bool = False,
+        delete_on_exit: bool = False,
+        durable: bool = True,
+    ) -> None:
         """Set the value of a key to ``str(value)``.
 
         Without ``durable``, a crash of the server that holds the key may lose or damage the value.
@@ -53,6 +63,10 @@ class NameStore:
             atomic.replace(path, data, durable=durable, calls=self._calls)
         elif not atomic.exclusive_create(path, data, durable=durable, calls=self._calls):
             raise NameExistsError(f"key {key!r} exists already")
+        if delete_on_exit:
+            self._temporary[key] = data
+        else:
+            self._temporary.pop(key, None)
 
     def get(self, name: str) -> str:
         """Return the value of a key. Raises NameNotFoundError."""
@@ -77,6 +91,19 @@ class NameStore:
         """Return the values of `find_subtree`'s keys, in its order."""
         values = map(self._read, self.find_subtree(root))
         return [value for value in values if value is not None]
+
+    def delete(self, name: str) -> None:
+        """Delete a key. Raises NameNotFoundError."""
+        key = normalise(name)
+        self._temporary.pop(key, None)
+        if not atomic.remove(self._path(key), calls=self._calls):
+            raise NameNotFoundError(f"no key {key!r}")
+
+    def reset(self) -> None:
+        """Delete the keys that were added with ``delete_on_exit``, unless others replaced them."""
+        while self._temporary:
+            key, data = self._temporary.popitem()
+            atomic.remove_exactly(self._path(key), data, calls=self._calls)
 
     def refresh(self) -> None:
         """List the directory, so that an NFS client notices that it has changed.

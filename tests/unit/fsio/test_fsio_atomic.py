@@ -189,6 +189,35 @@ def test_remove(tmp_path: Path) -> None:
     assert not atomic.remove(tmp_path / "a")
 
 
+def test_remove_exactly_spares_what_others_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    atomic.replace(path, b"theirs")
+    assert not atomic.remove_exactly(path, b"ours")
+    assert atomic.remove_exactly(path, b"theirs")
+    assert not atomic.remove_exactly(path, b"theirs")
+    assert os.listdir(tmp_path) == []
+
+
+class ReplacedInBetween(SystemCalls):
+    """Another writer replaces the file between our look and our rename."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rename(self, source: Path, target: Path) -> None:
+        if source == self.path:
+            atomic.replace(self.path, b"theirs")
+        super().rename(source, target)
+
+
+def test_remove_exactly_puts_back_what_came_in_between(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    atomic.replace(path, b"ours")
+    assert not atomic.remove_exactly(path, b"ours", calls=ReplacedInBetween(path))
+    assert atomic.read(path) == b"theirs"
+    assert temporaries(tmp_path) == []
+
+
 def test_listing_and_sweeping_temporaries(tmp_path: Path) -> None:
     for name in ("b", "a", f"{TEMPORARY_PREFIX}1", f"{TEMPORARY_PREFIX}2"):
         (tmp_path / name).touch()

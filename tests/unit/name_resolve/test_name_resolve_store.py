@@ -51,6 +51,25 @@ def test_subtrees(store: NameStore) -> None:
     assert store.find_subtree("") == store.find_subtree("/") == sorted([*keys, "runner", "other"])
 
 
+def test_deleted_name_can_be_added_again(store: NameStore) -> None:
+    store.add("a", "1")
+    store.delete("a")
+    with pytest.raises(NameNotFoundError, match="'a'"):
+        store.delete("a")
+    store.add("a", "2")
+    assert store.get("a") == "2"
+
+
+def test_reset_deletes_only_keys_marked_for_it(store: NameStore, tmp_path: Path) -> None:
+    for key in ("gone", "given up", "replaced by others"):
+        store.add(key, "1", delete_on_exit=True)
+    store.add("stays", "1")
+    store.add("given up", "2", replace=True)
+    NameStore(tmp_path).add("replaced by others", "1", replace=True)
+    store.reset()
+    assert store.find_subtree("") == ["given up", "replaced by others", "stays"]
+
+
 @pytest.mark.parametrize(
     ("name", "same"),
     [("a/", "a"), ("a//b", "a/b"), ("./a", "a"), ("a/./b/", "a/b"), ("/a", "a"), ("//a", "a")],
