@@ -39,7 +39,7 @@ OWN: Final = re.compile(r"[\w.]+:\w+")
 OWN_FILE: Final = re.compile(r"(.+\.py):(\w+)")
 FORMS: Final = "my_file.py:Class or package.module:Class of your own"
 INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
-DOCS: Final = "docs/algorithms.md, Your own"
+DOCS: Final = "docs/algorithms/custom.md"
 
 
 class OwnName(NamedTuple):

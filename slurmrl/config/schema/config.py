@@ -241,7 +241,7 @@ class Config(Section):
     """The model behind a reward named `model`: an export of `algorithm.name: reward_model`, or
     another folder with a scalar head. Needs a `path`; its tokenizer must be the actor's."""
     models: dict[RoleName, Model] = Field(default_factory=dict)
-    """Models of an algorithm of your own, by the names of its roles (docs/algorithms.md, Your own).
+    """Models of a custom algorithm, by the names of its roles (docs/algorithms/custom.md).
     Default of a role: the initial actor."""
     rollout: Rollout = Rollout()
     transfer: Transfer = Transfer()

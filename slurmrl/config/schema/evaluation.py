@@ -108,7 +108,7 @@ class Evaluation(Section):
     """Number of prompts, from the start of the dataset; null uses all."""
     n: PositiveInt = 1
     """Completions of each prompt; metrics are means over all of them. With several,
-    `eval/pass@<k>` and `eval/maj@<k>` are reported too (docs/algorithms.md, Evaluations)."""
+    `eval/pass@<k>` and `eval/maj@<k>` are reported too (docs/algorithms/evaluate.md)."""
     pass_score: float | None = None
     """Reward from which on a completion counts as correct, for pass@k and maj@k. Default: 1 where
     every reward is 1 or 0 (`exact_match`, `math`, `code` with `score: all`); with other rewards,
@@ -129,7 +129,7 @@ class Evaluation(Section):
     """Evaluate after the last step."""
     keep_last: PositiveInt | None = None
     """Number of newest evaluations whose files are kept in `evaluations/`, with the scores of each
-    item (docs/algorithms.md, Evaluations). Older ones are removed at a commit. Default: all."""
+    item (docs/algorithms/evaluate.md). Older ones are removed at a commit. Default: all."""
     temperature: PositiveFloat = 1.0
     """Divides the logits before sampling."""
     greedy: bool = False

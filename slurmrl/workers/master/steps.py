@@ -209,7 +209,8 @@ class StepRunner:
         if self._progress.refill.complete:
             raise UsageError(
                 f"the filter left step {step} only {short}. Allow more rounds or more candidates "
-                "in a round, or train on batches that are not full (docs/algorithms.md, Filters)"
+                "in a round, or train on batches that are not full "
+                "(docs/algorithms/policy-gradients.md)"
             )
         outcome = "training on these" if items else "nothing is trained"
         logger.warning("step %d has %s; %s", step, short, outcome)
