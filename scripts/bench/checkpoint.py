@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, Outputs

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.checkpoint.manifest import read_manifest, verify, write_manifest

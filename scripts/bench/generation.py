@@ -94,7 +94,7 @@ def config(case: Case) -> dict[str, Any]:
 
 def own_decoder(case: Case) -> Any:
     from slurmrl.engines.role_weights import init_tensor
-    from slurmrl.models.config import ModelConfig
+    from slurmrl.models.architecture import ModelConfig
     from slurmrl.models.decoder import build
 
     decoder = build(ModelConfig.from_hf(config(case)))

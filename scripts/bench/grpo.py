@@ -81,7 +81,7 @@ def prepare(folder: Path, words: int, steps: int) -> None:
     from transformers import PreTrainedTokenizerFast
 
     from slurmrl.engines.role_weights import init_tensor
-    from slurmrl.models.config import ModelConfig
+    from slurmrl.models.architecture import ModelConfig
     from slurmrl.models.decoder import build
     from slurmrl.models.hf import to_hf
 

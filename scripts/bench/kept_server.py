@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from slurmrl.config.schema.rollout import Address
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.server_instance import Patience
 from slurmrl.rollouts.generation.server_kinds import SOCKET, ServerKind, Serving
 from slurmrl.rollouts.generation.sglang import SglangServer

@@ -7,8 +7,9 @@ A random qwen2-like decoder is trained by SFT: slurmrl's fsdp engine, then trans
 same sizes, batch, dtype and attention of torch. On a GPU it has 0.5 billion parameters and computes
 in bfloat16; on a CPU, where this only shows that the script works, 7 million in float32. The limit
 is the rate of one large matrix product, measured in the same run. Operations are counted by
-``slurmrl.models.config`` for both, so what is recomputed does not count; the goal on a GPU is 50 %.
-Printed are the median step's rate and share, in brackets the shares of the slowest and the fastest.
+``slurmrl.models.architecture`` for both, so what is recomputed does not count; the goal on a GPU is
+50 %. Printed are the median step's rate and share, in brackets the shares of the slowest and the
+fastest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from spread import Spread
 from torch import Tensor
 
 from slurmrl.algorithms.sft import sft_loss
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.plan.estimates.call_costs import BACKWARD, forward_flops

@@ -9,7 +9,8 @@ ones. --only takes the cases whose name has that text; --operators also prints w
 
 traffic: what operations read and write in the GPU's memory, as they are dispatched; roofline: the
 time that this and their products need at the rates in tests/null_gpu/roofline.py; MFU: the model's
-products (slurmrl/models/config.py) at the H100's peak, over that time. Collectives take no time.
+products (slurmrl/models/architecture.py) at the H100's peak, over that time. Collectives take no
+time.
 """
 
 from __future__ import annotations

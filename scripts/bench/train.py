@@ -98,7 +98,7 @@ def prepare(folder: Path, spread: float, count: int, gpu: bool) -> Sequences:
     import torch
 
     from slurmrl.engines.role_weights import init_tensor
-    from slurmrl.models.config import ModelConfig
+    from slurmrl.models.architecture import ModelConfig
     from slurmrl.models.decoder import build
     from slurmrl.models.hf import to_hf
 
@@ -122,7 +122,7 @@ def slurmrl_steps(folder: Path, gpu: bool) -> Step:
     from torch import Tensor
 
     from slurmrl.algorithms.sft import sft_loss
-    from slurmrl.config.schema.model import Model
+    from slurmrl.config.schema.roles import Model
     from slurmrl.data.sample import SequenceSample
     from slurmrl.engines import ENGINES
     from slurmrl.tensors.parallel import device

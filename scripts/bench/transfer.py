@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from spread import Spread
 
 from slurmrl.engines.megatron.parts import parts_of, place_of
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec

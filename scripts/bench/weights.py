@@ -34,7 +34,7 @@ import torch
 from spread import Spread
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.tensors.checkpoint.tensors import CHUNK_BYTES
 from slurmrl.tensors.layout import Array

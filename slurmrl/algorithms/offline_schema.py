@@ -17,7 +17,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import Word
 from slurmrl.config.schema.evaluation import Pattern
 from slurmrl.config.source import KeyPath
-from slurmrl.plan.checks.completions import no_rates, useless_pattern
+from slurmrl.plan.checks.completion_checks import no_rates, useless_pattern
 from slurmrl.plan.dataflow import Call, Method, Record, RoleUse, Summary
 from slurmrl.registry import resolve
 

@@ -22,7 +22,7 @@ from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Record
-from slurmrl.plan.metrics import JUDGED, UNSCORED
+from slurmrl.plan.metric_names import JUDGED, UNSCORED
 from slurmrl.rewards.checked_reward import Extras, of_completion
 from slurmrl.rewards.scores import JudgedCompletions, check_sum
 from slurmrl.rewards.weighted import Row, WeightedReward, make_reward

@@ -21,7 +21,7 @@ from slurmrl.plan.dataflow import (
     RoleUse,
     Summary,
 )
-from slurmrl.plan.metrics import UNSCORED
+from slurmrl.plan.metric_names import UNSCORED
 
 ROLLOUT = "slurmrl.algorithms.rollout_calls:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"

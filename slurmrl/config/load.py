@@ -27,7 +27,7 @@ from slurmrl.config.problems import drop_removed, keys, problems_from, section_a
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config, Profile
 from slurmrl.config.schema.base import HasVariables, IsHubPath, IsPath
-from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.config.schema.roles import TRIAL_PREFIX
 from slurmrl.config.source import (
     COMMAND_LINE,
     RESOLVED,

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import FILE_NAME, MOST_COUNT, SIZE, FieldType
+from slurmrl.fsio.field_types import FILE_NAME, MOST_COUNT, SIZE, FieldType
 from slurmrl.tensors.checkpoint.tensors import KIND
 from slurmrl.tensors.weights.format import VERSION, VersionId
 

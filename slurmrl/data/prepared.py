@@ -33,8 +33,8 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import corrupt, explain, unreadable
+from slurmrl.fsio.field_types import INTEGER, SIZE, TEXT, Fields, FieldType, check
 from slurmrl.fsio.primitives import discard, make_private
-from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, FieldType, check
 
 VERSION: Final = 4
 ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"

@@ -28,7 +28,7 @@ import slurmrl
 from slurmrl.config.load import load, paths_in
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
-from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.config.schema.roles import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.desk import copying, trial_code, trials
 from slurmrl.desk.trial_code import OwnCode

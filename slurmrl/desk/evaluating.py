@@ -14,7 +14,7 @@ from slurmrl.config.hub import PREFIX as HUB_PREFIX
 from slurmrl.config.load import Derive, load
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import WHOLE, evaluation_key
-from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.config.schema.roles import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Mark, Source
 from slurmrl.desk.trials import DEFAULT_ROOT
 from slurmrl.env import user_name

@@ -21,7 +21,7 @@ from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.desk.changed_data import changed_data
 from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.folder_checks import other_projection, small_not_finite
 from slurmrl.models.model_tensors import PinnedTensors, mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD

@@ -25,8 +25,8 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents, objects, ownership, space
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
+from slurmrl.fsio.field_types import COUNT, SIZE
 from slurmrl.fsio.primitives import write_new_parts
-from slurmrl.fsio.shapes import COUNT, SIZE
 
 logger = log.get(__name__)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.rollouts.generation.base import Decode, RolloutEngine
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot

@@ -23,7 +23,7 @@ from slurmrl.data.order import microbatches, padded_microbatches
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.packed import ranges

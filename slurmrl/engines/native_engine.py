@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
 from slurmrl.engines.fsdp.parameters import (
     constant_specs,
@@ -27,7 +27,7 @@ from slurmrl.engines.fsdp.sharding import ShardPlan, Shards
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.engines.host import Offload
 from slurmrl.engines.role_weights import model_config
-from slurmrl.models.config import Head
+from slurmrl.models.architecture import Head
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout

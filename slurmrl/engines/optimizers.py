@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from slurmrl.config.schema.model import Kind, Optimizer
+from slurmrl.config.schema.roles import Kind, Optimizer
 
 
 class ShardOptimizer(ABC):

@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from slurmrl.config.schema.model import Model, ParallelSizes
+from slurmrl.config.schema.roles import Model, ParallelSizes
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.megatron.parts import layout_of, padded, place_of
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.plan.model import CallPlan, ModelPlan, Plan, Reallocation

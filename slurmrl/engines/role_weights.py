@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import shown, summand
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf import Weights, as_array, as_tensor, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes

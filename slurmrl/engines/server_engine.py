@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
 from slurmrl.engines.fsdp.parameters import constant_specs, whole_shapes
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.role_weights import model_config
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.rollouts.generation.base import (

@@ -13,7 +13,7 @@ from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import REMEDY, corrupt
-from slurmrl.fsio.shapes import Fields, check
+from slurmrl.fsio.field_types import Fields, check
 
 MOST_DEPTH = 64
 """Levels of lists and objects; our documents have at most ten."""

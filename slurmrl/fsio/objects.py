@@ -26,7 +26,7 @@ from typing import (
 )
 
 from slurmrl.fsio.failures import REMEDY
-from slurmrl.fsio.shapes import (
+from slurmrl.fsio.field_types import (
     FLAG,
     INTEGER,
     NUMBER,

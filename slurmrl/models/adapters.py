@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from slurmrl.config.schema.model import ALL_LINEAR, TARGETS, Lora
+from slurmrl.config.schema.roles import ALL_LINEAR, TARGETS, Lora
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.shapes import VALUE_HEAD, Shapes, parameter_shapes
 from slurmrl.tensors.checkpoint.export import (
     AS_STORED,

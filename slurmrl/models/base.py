@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute

@@ -16,8 +16,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.base import PackedModel
-from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.experts import Balance, Recorded, Replayed, SparseMLP
 from slurmrl.models.layer_parts import (
     Attention,

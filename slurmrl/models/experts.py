@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.tensors.ops.arguments import wide
 from slurmrl.tensors.ops.elementwise import gated_product

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.model_tensors import implied_shapes, open_folder, stored_name
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, storage_of
 from slurmrl.tensors.checkpoint.export import BLOCK, widened

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.folder_checks import LARGEST, not_finite, other_projection
 from slurmrl.models.model_tensors import FolderParameters

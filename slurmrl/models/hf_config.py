@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head
+from slurmrl.models.architecture import Head
 from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Index
 

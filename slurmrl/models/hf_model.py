@@ -26,8 +26,8 @@ from transformers import (
 
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
+from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel
-from slurmrl.models.config import Head
 from slurmrl.models.folder_checks import not_finite
 from slurmrl.models.hf import as_tensor, is_finite
 from slurmrl.models.hf_config import HFConfig

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmrl.models.config import ModelConfig, Rope
+from slurmrl.models.architecture import ModelConfig, Rope
 from slurmrl.models.packed import ranges
 from slurmrl.models.parallel.linear import Linear, RowLinear
 from slurmrl.models.parallel.split import WHOLE, Axis, Split

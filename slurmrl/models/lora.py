@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from slurmrl.config.schema.model import Lora
+from slurmrl.config.schema.roles import Lora
 from slurmrl.models.adapters import LORA_A, LORA_B
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.parallel.linear import Linear

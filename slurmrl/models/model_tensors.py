@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from slurmrl.config.schema.model import Lora
+from slurmrl.config.schema.roles import Lora
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.adapters import (
@@ -24,7 +24,7 @@ from slurmrl.models.adapters import (
     shown,
     summand,
 )
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes, storage_of
 from slurmrl.tensors.checkpoint.export import INDEX_FILE, ExportedWeights, narrowed, widened

@@ -19,7 +19,7 @@ from slurmrl.models.layer_parts import AttentionSpec, Rotation, kv_heads
 from slurmrl.models.parallel.linear import rows_of
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.elementwise import rotate
-from slurmrl.tensors.ops.native.load import for_floats
+from slurmrl.tensors.ops.native.loading import for_floats
 from slurmrl.tensors.ops.paged_kernels import (
     attend_heads,
     paged_attention,

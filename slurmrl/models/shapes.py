@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig, stored
 from slurmrl.registry import resolve
 from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice

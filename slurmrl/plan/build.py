@@ -21,7 +21,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.parse import HostRow
 
-ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.setup:build_rollout"
+ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.task_setup:build_rollout"
 """What makes the worker of a rollout task."""
 STORED: Final = "slurmrl.algorithms.rollout_calls:StoredInterface"
 """What reads the completions of rollout tasks, instead of generating."""

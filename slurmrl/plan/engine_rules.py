@@ -111,7 +111,7 @@ class EngineRules:
     needs_gpu: bool = False
 
 
-DECODER: Final = "slurmrl.models.config:ModelConfig"
+DECODER: Final = "slurmrl.models.architecture:ModelConfig"
 EXPERTS_NEED: Final[Mapping[str, object]] = {
     "disaggregation_mode": "null",
     "enable_flexkv": False,

@@ -14,7 +14,7 @@ from slurmrl.config.schema import WHOLE
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import MOST_COUNT
+from slurmrl.fsio.field_types import MOST_COUNT
 from slurmrl.plan.dataflow import Head, Method
 from slurmrl.plan.estimates.call_costs import memory_of
 from slurmrl.run.reports import TRAINERS

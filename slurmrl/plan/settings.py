@@ -18,7 +18,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
-from slurmrl.plan.checks import check, check_submission, completions
+from slurmrl.plan.checks import check, check_submission, completion_checks
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.sections import unused_roles, unused_tools
 from slurmrl.plan.own_algorithm import (
@@ -159,7 +159,7 @@ def _checked(
             problems += more
             algorithm = algorithm.completed(config)
             config = _with_algorithm(config, algorithm)
-            notes += completions.notes(config, algorithm)
+            notes += completion_checks.notes(config, algorithm)
             draft = Draft(config, algorithm, source)
             problems += [] if resumed else [*unused_roles(draft), *unused_tools(draft)]
             problems += _new([*problems, *missing], check(draft))

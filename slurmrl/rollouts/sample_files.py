@@ -31,8 +31,8 @@ from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio import atomic, documents, objects
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import NO_FILE, explain
+from slurmrl.fsio.field_types import SIZE, TEXT, list_of
 from slurmrl.fsio.primitives import discard, make_private, opened, pwrite_all
-from slurmrl.fsio.shapes import SIZE, TEXT, list_of
 from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array

@@ -18,7 +18,7 @@ from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.failures import cause
-from slurmrl.fsio.shapes import COUNT, INTEGER, NUMBER, SECONDS, TEXT, Fields, list_of
+from slurmrl.fsio.field_types import COUNT, INTEGER, NUMBER, SECONDS, TEXT, Fields, list_of
 from slurmrl.run.paths import RunPaths
 
 logger = log.get(__name__)

@@ -27,7 +27,7 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, umask
-from slurmrl.fsio.shapes import COUNT, TEXT, Fields, list_of, one_of, table
+from slurmrl.fsio.field_types import COUNT, TEXT, Fields, list_of, one_of, table
 from slurmrl.run import demand
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold

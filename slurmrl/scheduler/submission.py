@@ -11,7 +11,7 @@ from slurmrl import log
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import FILE_NAME, TEXT, FieldType, shown
+from slurmrl.fsio.field_types import FILE_NAME, TEXT, FieldType, shown
 from slurmrl.run import hosts
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.objects import Dataclass
-from slurmrl.fsio.shapes import (
+from slurmrl.fsio.field_types import (
     COUNT,
     SECONDS,
     TEXT,
@@ -23,6 +22,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
+from slurmrl.fsio.objects import Dataclass
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.hang import GroupProgress

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, space
-from slurmrl.fsio.shapes import (
+from slurmrl.fsio.field_types import (
     COUNT,
     FLAG,
     INTEGER,

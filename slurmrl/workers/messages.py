@@ -15,7 +15,7 @@ from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
+from slurmrl.fsio.field_types import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.message_log import Message
 from slurmrl.run.hang import RankProgress

@@ -15,7 +15,7 @@ import pytest
 from slurmrl.config.schema import Lora
 from slurmrl.desk.report.report_data import read_samples
 from slurmrl.models.adapters import trained_shapes
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.run import events
 from slurmrl.scheduler.submission import read_jobs
 from slurmrl.tensors.weights.format import read_manifest

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import read_values
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect

@@ -18,7 +18,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from slurmrl.algorithms.rollout_calls import add_experts
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.rollouts.generation.base import Completion

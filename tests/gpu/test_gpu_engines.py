@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.engines import ENGINES
 from slurmrl.models.hf import to_hf
 from slurmrl.rollouts.generation.base import GenerationOptions

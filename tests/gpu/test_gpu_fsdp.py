@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import Placed, batch, denominator, loss

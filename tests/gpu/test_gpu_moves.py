@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurmrl.tensors.ops.native.load import operators
+from slurmrl.tensors.ops.native.loading import operators
 from slurmrl.tensors.transfer.execute import BoxCopies
 from tests.unit.transfer.test_transfer_copies import FORMS, boxes
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.tensors.ops import paged_kernels

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from slurmrl.algorithms.policy.hyperparameters import Objective
 from slurmrl.algorithms.policy.objective import policy_loss
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Outputs, TrainEngine
-from slurmrl.models.config import Head
+from slurmrl.models.architecture import Head
 from slurmrl.tensors.parallel import device
 from slurmrl.tensors.parallel.groups import ModelRanks, build
 from tests.distributed.engines import megatron_cases

@@ -15,7 +15,7 @@ import torch
 from slurmrl.algorithms.rollout_calls import add_experts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs, TrainEngine
-from slurmrl.models.config import Head
+from slurmrl.models.architecture import Head
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.parallel.groups import ParallelContext
 from tests.distributed.engines.cases import Placed
@@ -153,11 +153,11 @@ def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace what the other ranks of megatron would send: statistics of the last stage, and the
     shards that each rank saves.
     """
-    schedule = "slurmrl.engines.megatron.model.PipelineSchedule"
+    schedule = "slurmrl.engines.megatron.gpt.PipelineSchedule"
     monkeypatch.setattr(f"{schedule}.broadcast_stats", lambda _, stats, device: stats)
-    from slurmrl.engines.megatron import state  # its import of megatron-core warns
+    from slurmrl.engines.megatron import rank_state  # its import of megatron-core warns
 
-    gathered = state._gathered
+    gathered = rank_state._gathered
 
     def renumbered(content: bytes, context: ParallelContext) -> list[bytes] | None:
         texts = gathered(content, context)
@@ -165,7 +165,7 @@ def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
             return None
         return [json.dumps([n, json.loads(text)[1]]).encode() for n, text in enumerate(texts)]
 
-    monkeypatch.setattr(state, "_gathered", renumbered)
+    monkeypatch.setattr(rank_state, "_gathered", renumbered)
 
 
 def made(engine: TrainEngine, sample: SequenceSample) -> GenerationOutput:

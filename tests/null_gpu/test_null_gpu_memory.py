@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slurmrl.config.allocation import parse
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate
 from slurmrl.plan.estimates.shape import Lengths, read
 from tests.null_gpu import cases

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.rollouts.generation.dialect import Dialect
 from slurmrl.rollouts.generation.process import WARDEN

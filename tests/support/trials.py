@@ -14,7 +14,7 @@ from getpass import getuser
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slurmrl.plan.metrics import known_metrics
+from slurmrl.plan.metric_names import known_metrics
 from slurmrl.plan.own_algorithm import importable
 from slurmrl.plan.settings import load_run_settings
 from slurmrl.run import metrics

@@ -10,6 +10,7 @@ import pickle
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import cache
@@ -89,6 +90,8 @@ TORCH_FREE = (
 """In rooms that may import torch, what must not. No other room does."""
 
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "experimental", "legacy", "helpers"}
+SHARED_NAMES = {"__init__", "__main__", "base", "engine", "schema"}
+"""Names of modules that have the same role in each package: a contract, an engine, settings."""
 
 
 class Room(NamedTuple):
@@ -350,6 +353,11 @@ def test_no_two_classes_share_a_name() -> None:
             if isinstance(node, ast.ClassDef):
                 owners.setdefault(node.name, []).append(module)
     assert {name: found for name, found in owners.items() if len(found) > 1} == {}
+
+
+def test_no_two_modules_share_a_name() -> None:
+    names = Counter(path.stem for path in modules().values())
+    assert {name for name, count in names.items() if count > 1} <= SHARED_NAMES
 
 
 def test_no_catch_all_folder() -> None:

@@ -23,8 +23,8 @@ from slurmrl.config.schema.config import (
 )
 from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.evaluation import WHOLE, Evaluation, EvaluationTasks, Suite
-from slurmrl.config.schema.model import Lora, Model, Optimizer, ParallelSizes
 from slurmrl.config.schema.reward import Reward, RewardPart, RewardPool
+from slurmrl.config.schema.roles import Lora, Model, Optimizer, ParallelSizes
 from slurmrl.config.schema.rollout import (
     EnvironmentChoice,
     EpisodeSettings,

@@ -31,8 +31,8 @@ from slurmrl.config.schema.base import (
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.evaluation import WHOLE, Evaluation
-from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.reward import Reward
+from slurmrl.config.schema.roles import Model
 from slurmrl.config.schema.rollout import EARNS_NOTHING, Rollout, Transfer
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError

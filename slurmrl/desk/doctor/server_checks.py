@@ -19,7 +19,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.rollout import Address, ServerKeys, read_keys
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok, warning
 from slurmrl.errors import AllocationError, SlurmrlError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.plan.engine_rules import SERVER_KINDS, ServerRules
 from slurmrl.plan.estimates.shape import ModelShape, least_context
 from slurmrl.plan.model_files import config_values

@@ -35,7 +35,7 @@ from slurmrl.errors import (
     UnreadableInputError,
 )
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.shapes import (
+from slurmrl.fsio.field_types import (
     COUNT,
     INTEGER,
     NUMBER,

@@ -10,7 +10,17 @@ from typing import Any
 
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import documents, lines
-from slurmrl.fsio.shapes import INTEGER, NUMBER, SIZE, TEXT, Fields, FieldType, each, list_of, table
+from slurmrl.fsio.field_types import (
+    INTEGER,
+    NUMBER,
+    SIZE,
+    TEXT,
+    Fields,
+    FieldType,
+    each,
+    list_of,
+    table,
+)
 from slurmrl.run.metrics import TIME
 from slurmrl.run.samples import SamplePlace, places
 

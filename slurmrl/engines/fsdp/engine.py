@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.data.meta import EXPERTS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
@@ -58,7 +58,7 @@ from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 from slurmrl.engines.role_weights import Fingerprint, initial_weights, model_config
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import adapted_weight, trained_shapes
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import Balance, Replayed
 from slurmrl.models.layer_parts import Pieces

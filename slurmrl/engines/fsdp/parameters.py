@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema.model import Lora
+from slurmrl.config.schema.roles import Lora
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS
 from slurmrl.engines.role_weights import (
@@ -35,8 +35,8 @@ from slurmrl.models.adapters import (
     merge,
     refusal,
 )
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.base import PackedModel
-from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import as_array
 from slurmrl.models.hf_config import HFConfig

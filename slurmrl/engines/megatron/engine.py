@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from slurmrl.config.schema.model import Model, ParallelSizes
+from slurmrl.config.schema.roles import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import (
     OUTPUTS,
@@ -28,6 +28,7 @@ from slurmrl.engines.base import (
     spaced,
 )
 from slurmrl.engines.host import HostCopies, Offload
+from slurmrl.engines.megatron.gpt import Chunk, PipelineSchedule, Use
 from slurmrl.engines.megatron.layers import (
     Micro,
     Router,
@@ -37,7 +38,7 @@ from slurmrl.engines.megatron.layers import (
     te_modules,
     uses_te,
 )
-from slurmrl.engines.megatron.model import Chunk, PipelineSchedule, Use
+from slurmrl.engines.megatron.megatron_config import RandomStates, collection, transformer_config
 from slurmrl.engines.megatron.parts import (
     Parts,
     Place,
@@ -48,8 +49,7 @@ from slurmrl.engines.megatron.parts import (
     parts_of,
     place_of,
 )
-from slurmrl.engines.megatron.settings import RandomStates, collection, transformer_config
-from slurmrl.engines.megatron.state import ModelState, ShardedOptimizer
+from slurmrl.engines.megatron.rank_state import ModelState, ShardedOptimizer
 from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
     Sums,
@@ -62,7 +62,7 @@ from slurmrl.engines.microbatch import (
 )
 from slurmrl.engines.role_weights import initial_weights, model_config, restore_random
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.layer_parts import RotaryTable
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot

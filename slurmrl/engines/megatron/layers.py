@@ -46,7 +46,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from slurmrl.engines.megatron.parts import Stage
 from slurmrl.errors import UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.experts import UNKNOWN, Balance
 from slurmrl.models.layer_parts import RMSNorm, RotaryTable, Rotation
 from slurmrl.models.packed import inverse, length_order, packed_positions

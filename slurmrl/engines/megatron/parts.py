@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
 from slurmrl.tensors.layout import Box, Index, Layout, Shard, TensorSpec, flat_range
 from slurmrl.tensors.parallel.topology import ProcessTopology

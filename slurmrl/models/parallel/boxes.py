@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurmrl.models.adapters import LORA_B, adapted_weight
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD
 from slurmrl.tensors.layout import Box, Index
 

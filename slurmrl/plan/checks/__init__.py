@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from slurmrl.errors import Problem
-from slurmrl.plan.checks import completions, generators, layouts, model_sources, sections
+from slurmrl.plan.checks import completion_checks, generators, layouts, model_sources, sections
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.fit import memory
 
@@ -29,8 +29,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     sections.engine_options,
     sections.optimizers,
     sections.averages,
-    completions.completions,
-    completions.votes,
+    completion_checks.completions,
+    completion_checks.votes,
     model_sources.adapters,
     model_sources.base_reference,
     sections.dataset_types,
@@ -39,10 +39,10 @@ CHECKS: Final[tuple[Check, ...]] = (
     sections.reward,
     sections.suite_rewards,
     generators.evaluation_tasks,
-    completions.episodes,
-    completions.sampling,
-    completions.experts,
-    completions.publication,
+    completion_checks.episodes,
+    completion_checks.sampling,
+    completion_checks.experts,
+    completion_checks.publication,
     sections.length_of_run,
     sections.untrained_steps,
     sections.stop_when,

@@ -31,7 +31,7 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
 from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, rules_of
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.metrics import generates
+from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 from slurmrl.run.paths import EVALUATED
 

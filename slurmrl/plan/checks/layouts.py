@@ -16,7 +16,7 @@ from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import lacking, rules_of
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
-from slurmrl.plan.metrics import generates
+from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
 from slurmrl.plan.resolve import inherited_settings
 from slurmrl.run.reports import TRAINERS

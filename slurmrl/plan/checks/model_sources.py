@@ -23,7 +23,7 @@ ADAPTER: Final = "adapter_config.json"
 HF_ARCHITECTURES: Final = "slurmrl.models.hf_config:HFConfig"
 LENGTH_LIMIT: Final = "slurmrl.models.hf_config:length_limit"
 REFUSAL: Final = "slurmrl.models.adapters:refusal"
-MODEL_CONFIG: Final = "slurmrl.models.config:ModelConfig"
+MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
 """Their layer is above the plan's, so they are resolved by name, as schemas are."""
 
 

@@ -9,15 +9,15 @@ from typing import Final
 
 from slurmrl.config.schema import Dataset, Reward, evaluation_key
 from slurmrl.config.schema.config import FOLLOWERS, StopWhen
-from slurmrl.config.schema.model import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
+from slurmrl.config.schema.roles import USERS
 from slurmrl.config.schema.rollout import VERIFIERS
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.metrics import RATES, evaluation_metric, known_metrics, makes_rewards
+from slurmrl.plan.metric_names import RATES, evaluation_metric, known_metrics, makes_rewards
 from slurmrl.registry import near, resolve
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"

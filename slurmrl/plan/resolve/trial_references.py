@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from slurmrl.config.schema import Config, Model, role_key
 from slurmrl.config.schema.base import NAME_PATTERN
-from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.config.schema.roles import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, Problem, SlurmrlError, UsageError

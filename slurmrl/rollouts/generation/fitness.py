@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.plan.engine_rules import (
     EXPERTS_FLAG,
     EXPERTS_NEED,

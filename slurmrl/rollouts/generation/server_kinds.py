@@ -25,7 +25,7 @@ from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.shapes import storage_of
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect

@@ -28,7 +28,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
 from slurmrl.rollouts.generation.dialect import Draw

@@ -27,8 +27,8 @@ from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import corrupt, explain, unreadable
+from slurmrl.fsio.field_types import COUNT, SIZE
 from slurmrl.fsio.primitives import opened, pwrite_all
-from slurmrl.fsio.shapes import COUNT, SIZE
 
 MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")

@@ -18,7 +18,17 @@ from slurmrl.errors import CorruptFileError, SlotTakenError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import corrupt, explain
-from slurmrl.fsio.shapes import COUNT, FILE_NAME, INTEGER, SECONDS, SIZE, TEXT, check, one_of, table
+from slurmrl.fsio.field_types import (
+    COUNT,
+    FILE_NAME,
+    INTEGER,
+    SECONDS,
+    SIZE,
+    TEXT,
+    check,
+    one_of,
+    table,
+)
 
 END_OF_DATASET: Final = "the end of the dataset"
 """The ``reason`` for which a single pass over the dataset is finished, after all of its rows."""

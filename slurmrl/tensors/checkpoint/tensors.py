@@ -32,8 +32,8 @@ from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain, unreadable
+from slurmrl.fsio.field_types import shown
 from slurmrl.fsio.primitives import opened
-from slurmrl.fsio.shapes import shown
 from slurmrl.tensors.layout import ITEM_BYTES, Array, Box, Index, TensorSpec
 
 CODES: dict[str, str] = {

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from slurmrl.tensors.ops import fused
 from slurmrl.tensors.ops.arguments import wide
-from slurmrl.tensors.ops.native.load import for_floats
+from slurmrl.tensors.ops.native.loading import for_floats
 
 aten: Any = torch.ops.aten
 

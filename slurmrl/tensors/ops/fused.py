@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.tensors.ops.native.load import Choice
+from slurmrl.tensors.ops.native.loading import Choice
 
 ACTIVATIONS = {
     "silu": "silu",

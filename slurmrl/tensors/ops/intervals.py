@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmrl.errors import UsageError
 from slurmrl.tensors.ops.arguments import FLOATS, OFFSETS, check_share, check_vector
-from slurmrl.tensors.ops.native.load import operators
+from slurmrl.tensors.ops.native.loading import operators
 
 
 @dataclass(frozen=True)

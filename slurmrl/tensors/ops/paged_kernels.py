@@ -24,7 +24,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.tensors.ops.attention import cache_bias, cached_attention
 from slurmrl.tensors.ops.elementwise import rotate
 from slurmrl.tensors.ops.fused import DTYPES
-from slurmrl.tensors.ops.native.load import Choice, for_floats
+from slurmrl.tensors.ops.native.loading import Choice, for_floats
 
 TILE_BYTES = 128
 """Bytes of the elements at one place of all queries, of adjacent tokens of a row and heads that

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from slurmrl.tensors.ops.arguments import wide
-from slurmrl.tensors.ops.native.load import for_floats
+from slurmrl.tensors.ops.native.loading import for_floats
 from slurmrl.tensors.ops.splitmix import mix, shift
 
 PANEL: Final = 32

@@ -18,7 +18,7 @@ from slurmrl.tensors.ops.arguments import (
     check_vector,
     wide,
 )
-from slurmrl.tensors.ops.native.load import operators
+from slurmrl.tensors.ops.native.loading import operators
 
 
 class SequenceIndex:

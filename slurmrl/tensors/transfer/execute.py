@@ -20,7 +20,7 @@ from torch import Tensor
 from slurmrl.errors import LayoutError, MoveError
 from slurmrl.tensors.layout import Box, Index, Shard, blocks
 from slurmrl.tensors.ops.intervals import Intervals, gather, scatter
-from slurmrl.tensors.ops.native.load import operators
+from slurmrl.tensors.ops.native.loading import operators
 from slurmrl.tensors.transfer.plan import (
     Cargo,
     MovePlan,

@@ -29,7 +29,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster, Logging
 from slurmrl.errors import CorruptFileError, SlurmrlError
 from slurmrl.fsio import atomic, documents, umask, variables
-from slurmrl.fsio.shapes import COUNT, each
+from slurmrl.fsio.field_types import COUNT, each
 from slurmrl.run import evaluated, metrics
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import mlflow, tensorboard, wandb

@@ -28,7 +28,7 @@ from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.models.adapters import write_adapter
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.model_tensors import (
     FolderTensors,
     MergedCheckpoint,

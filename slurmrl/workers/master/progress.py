@@ -17,7 +17,7 @@ from slurmrl.data.prepared import read_manifest
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import (
+from slurmrl.fsio.field_types import (
     COUNT,
     NUMBER,
     SIZE,

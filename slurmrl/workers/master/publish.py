@@ -22,7 +22,7 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, objects
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Method
-from slurmrl.plan.metrics import EVALUATION_S, evaluation_metric
+from slurmrl.plan.metric_names import EVALUATION_S, evaluation_metric
 from slurmrl.plan.model import CallPlan
 from slurmrl.run import hang, keys, metrics
 from slurmrl.run.channel import message_log

@@ -27,7 +27,7 @@ from slurmrl.fsio.atomic import (
 )
 from slurmrl.fsio.failures import corrupt
 from slurmrl.plan.dataflow import Method, Record, Summary
-from slurmrl.plan.metrics import UNSCORED
+from slurmrl.plan.metric_names import UNSCORED
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.run.history.slots import END_OF_DATASET

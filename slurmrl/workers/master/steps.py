@@ -19,7 +19,7 @@ from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Refill
-from slurmrl.plan.metrics import EVALUATION_S, WAITED_S
+from slurmrl.plan.metric_names import EVALUATION_S, WAITED_S
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.run.paths import evaluation_prefix, part_prefix
 from slurmrl.workers.master import publish

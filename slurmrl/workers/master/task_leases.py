@@ -23,7 +23,7 @@ from slurmrl.data.leases import STALE, Admission, SampleLedger
 from slurmrl.data.ledger import LeasedItems, LedgerRecord, StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.plan.metrics import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
+from slurmrl.plan.metric_names import ROLLOUT_SUMS, STALENESS_MAX, STALENESS_MEAN
 from slurmrl.rollouts.sample_files import read_once, remove_settled
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.history.state import Lineage

@@ -25,7 +25,7 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name, trained_shapes
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, as_tensor
 from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.base import WeightVersion

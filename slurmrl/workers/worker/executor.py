@@ -27,7 +27,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Method
-from slurmrl.plan.metrics import UPDATE_KEPT
+from slurmrl.plan.metric_names import UPDATE_KEPT
 from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.precision import rounds_to
 from slurmrl.plan.settings import Settings

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import GenerateEngine, Outputs, TrainEngine

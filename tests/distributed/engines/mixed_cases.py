@@ -19,7 +19,7 @@ from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.config.schema import Logging
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import to_hf
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint

@@ -13,7 +13,7 @@ from torch import Tensor
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, make, model
 from tests.pool import RankPool

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import to_hf
 from slurmrl.rollouts.generation.base import GenerationOptions

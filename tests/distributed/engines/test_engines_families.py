@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.rollouts.generation.base import GenerationOptions

@@ -18,7 +18,7 @@ from slurmrl.engines.base import Outputs
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.errors import CheckpointError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, parameter_shapes
 from slurmrl.tensors.checkpoint.export import export

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint

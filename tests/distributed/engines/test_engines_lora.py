@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from slurmrl.config.schema.model import Lora
+from slurmrl.config.schema.roles import Lora
 from slurmrl.engines.base import Outputs
 from slurmrl.models.adapters import trained_shapes, write_adapter
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.model_tensors import MergedCheckpoint
 from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.export import export

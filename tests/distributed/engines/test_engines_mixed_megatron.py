@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import TrainEngine
 from slurmrl.tensors.parallel.groups import build

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from slurmrl.engines.base import ServingOptions
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import to_hf
 from slurmrl.models.paged import PagedDecoder
 from slurmrl.rollouts.generation.base import (

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.config.schema.rollout import Address, ServerKeys
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES

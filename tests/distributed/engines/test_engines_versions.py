@@ -11,7 +11,7 @@ import torch
 
 from slurmrl.config.schema import Lora
 from slurmrl.models.adapters import trained_shapes
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.export import Precision

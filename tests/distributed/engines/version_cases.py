@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from slurmrl.engines.base import TrainEngine
 from slurmrl.engines.versions import OwnedTensors
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.shapes import storage_of
 from slurmrl.tensors.checkpoint.tensors import Storage, by_name

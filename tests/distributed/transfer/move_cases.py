@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
 from slurmrl.engines.planned import planned_layout
 from slurmrl.errors import MoveError
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import build
 from slurmrl.tensors.transfer.execute import BoxCopies, Holdings, Mover, verify_move

@@ -13,7 +13,7 @@ import pytest
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.data import Dataset
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.desk.doctor.check import Check, State
 from slurmrl.desk.doctor.server_checks import check_running, running_settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.parallel.topology import ProcessTopology

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 
 CONFIG = ModelConfig.from_hf(
     {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slurmrl.config.problems import descriptions
-from slurmrl.config.schema.model import LEFT_OUT, MOMENTS, USERS, Kind, Optimizer
+from slurmrl.config.schema.roles import LEFT_OUT, MOMENTS, USERS, Kind, Optimizer
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 
 BETAS = {"betas": (0.8, 0.9)}

@@ -21,7 +21,7 @@ from slurmrl.engines.megatron.parts import (
     place_of,
 )
 from slurmrl.errors import UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.tensors.parallel.topology import ProcessTopology

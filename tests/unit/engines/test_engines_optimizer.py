@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from slurmrl.config.schema.model import Optimizer
+from slurmrl.config.schema.roles import Optimizer
 from slurmrl.engines.fsdp.sharding import clip, global_norm
 
 

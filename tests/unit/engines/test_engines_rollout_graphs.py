@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slurmrl.models import inference as inference_module
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.rollouts.generation.native import decode as decode_module

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.paged import PagedCache, PagedCall, PagedDecoder, cell_bytes

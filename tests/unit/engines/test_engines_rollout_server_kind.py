@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation import server_kinds
 from slurmrl.rollouts.generation.process import ServerProgram
 from slurmrl.rollouts.generation.server_instance import Patience

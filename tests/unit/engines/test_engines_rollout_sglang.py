@@ -18,7 +18,7 @@ import pytest
 from slurmrl.config.schema.rollout import Address
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.dialect import Draw
 from slurmrl.rollouts.generation.fitness import ServedModel

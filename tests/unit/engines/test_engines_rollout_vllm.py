@@ -14,7 +14,7 @@ import pytest
 
 from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
+from slurmrl.fsio.field_types import COUNT
 from slurmrl.fsio.objects import from_json, to_json
-from slurmrl.fsio.shapes import COUNT
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slurmrl.errors import UnknownNameError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
 from slurmrl.models.hf import to_hf
 from slurmrl.models.layer_parts import frequencies

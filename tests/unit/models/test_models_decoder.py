@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.models.config import Head
+from slurmrl.models.architecture import Head
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.inference import short_forward
 from slurmrl.models.paged import PagedCall, PagedCore, PagedDecoder

@@ -14,7 +14,7 @@ from slurmrl.engines.role_weights import Fingerprint
 from slurmrl.errors import UsageError
 from slurmrl.models import model_tensors
 from slurmrl.models.adapters import trained_shapes
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
 from slurmrl.models.model_tensors import MergedCheckpoint

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from slurmrl.engines.role_weights import initial_weights
 from slurmrl.errors import UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.folder_checks import small_not_finite
 from slurmrl.models.hf import read_config
 from slurmrl.models.hf_config import HFConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.estimates.call_costs import attention_flops, forward_flops_per_token
 from slurmrl.plan.estimates.shape import ModelShape, read

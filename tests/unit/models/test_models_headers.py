@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.folder_checks import other_projection, small_not_finite
 from slurmrl.models.hf import Weights
 from slurmrl.models.model_tensors import (

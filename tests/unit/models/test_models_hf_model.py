@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slurmrl.errors import UsageError
-from slurmrl.models.config import Head
+from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel, only_multiplies, refuse_dropout
 from slurmrl.rollouts.generation.base import GenerationOptions

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.inference import short_forward
 from slurmrl.models.paged import PagedCache, PagedCall, PagedCore
 from slurmrl.tensors.ops.attention import Packing

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.experts import UNKNOWN, Balance, Pass, Replayed, SparseMLP, balance_loss
 from slurmrl.models.parallel.split import WHOLE
 

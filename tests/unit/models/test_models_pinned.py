@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from slurmrl.config.schema import Lora
 from slurmrl.models.adapters import trained_shapes
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import from_hf
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.models.config import Head
+from slurmrl.models.architecture import Head
 from slurmrl.models.decoder import build
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.recompute import Recompute

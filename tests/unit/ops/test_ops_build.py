@@ -25,7 +25,7 @@ from filelock import FileLock
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
 from slurmrl.run.hang import RankProgress, describe
-from slurmrl.tensors.ops.native import libraries, load
+from slurmrl.tensors.ops.native import libraries, loading
 from slurmrl.tensors.ops.native.libraries import Half, Recipe, Toolchain
 from slurmrl.tensors.ops.scan import packed_gae
 from slurmrl.tensors.parallel.groups import Activity
@@ -59,17 +59,17 @@ def made() -> Recipe:
 @pytest.fixture
 def forget() -> Iterator[None]:
     """Start without loaded libraries and without earlier warnings."""
-    for function in (load.load, load._ready, load._ready_or_warn):
+    for function in (loading.load, loading._ready, loading._ready_or_warn):
         function.cache_clear()
     yield
-    for function in (load.load, load._ready, load._ready_or_warn):
+    for function in (loading.load, loading._ready, loading._ready_or_warn):
         function.cache_clear()
 
 
 @pytest.mark.parametrize("half", list(Half))
 def test_both_halves_compile_and_load(half: Half) -> None:
     """The toolchain is required, not optional: scripts/test provides it."""
-    operators = load.load(half)
+    operators = loading.load(half)
     names = {"gae", "scan", "copy"}
     assert all(hasattr(operators, name) for name in names)
 
@@ -263,7 +263,7 @@ def test_one_warning_and_torch_instead(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "auto")
-    monkeypatch.setattr(load, "SMALL_ELEMENTS", 8)
+    monkeypatch.setattr(loading, "SMALL_ELEMENTS", 8)
     steps = 8
     packed = (
         torch.ones(steps),
@@ -286,19 +286,19 @@ def test_small_batches_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a library was asked for")
 
     monkeypatch.setenv("SLURMRL_OPS", "auto")
-    monkeypatch.setattr(load, "_ready", refuse)
-    few = load.SMALL_ELEMENTS - 1
-    assert load.operators(torch.device("cpu"), few) is None
+    monkeypatch.setattr(loading, "_ready", refuse)
+    few = loading.SMALL_ELEMENTS - 1
+    assert loading.operators(torch.device("cpu"), few) is None
     monkeypatch.setenv("SLURMRL_OPS", "torch")
-    assert load.operators(torch.device("cpu"), 2 * few) is None
-    assert load.operators(torch.device("meta"), 2 * few) is None
+    assert loading.operators(torch.device("cpu"), 2 * few) is None
+    assert loading.operators(torch.device("meta"), 2 * few) is None
 
 
 @pytest.mark.usefixtures("bare_host")
 def test_native_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "native")
     with pytest.raises(EnvironmentFailure, match=r"there is no C\+\+ compiler"):
-        load.operators(torch.device("cpu"), 1)
+        loading.operators(torch.device("cpu"), 1)
 
 
 ADD_UP = """
@@ -337,15 +337,15 @@ def test_a_library_is_probed_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
     """An old driver or an unsupported GPU is reported at loading, not in a trial."""
     monkeypatch.setenv("SLURMRL_OPS", "auto")
     with pytest.raises(RuntimeError, match="this device does not run the kernels: "):
-        load.load(Half.CUDA).probe()
+        loading.load(Half.CUDA).probe()
     with pytest.raises(EnvironmentFailure, match="cuda:0"):
-        load._ready(torch.device("cuda", 0))
+        loading._ready(torch.device("cuda", 0))
 
 
 def test_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "cuda")
     with pytest.raises(UsageError, match="one of auto, torch, native is allowed"):
-        load.operators(torch.device("cpu"), 1)
+        loading.operators(torch.device("cpu"), 1)
 
 
 def test_build_ops_says_where_the_library_is(tmp_path: Path) -> None:

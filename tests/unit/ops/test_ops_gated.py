@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.layer_parts import GatedMLP
 from slurmrl.tensors.ops import fused
 from slurmrl.tensors.ops.elementwise import ACTIVATIONS, gated_halves, gated_linear, gated_product

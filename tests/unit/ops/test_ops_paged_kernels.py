@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slurmrl.models import inference
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.rollouts.generation.native import decode as decode_module
 from slurmrl.rollouts.generation.native import model_runner as runner_module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.plan.metrics import known_metrics
+from slurmrl.plan.metric_names import known_metrics
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import Load
 

@@ -12,7 +12,7 @@ import torch
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Cluster, Model, Optimizer, Slurm
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates import call_costs, memory, worker_memory

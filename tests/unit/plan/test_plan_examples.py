@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.load import dump, load
-from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.config.schema.roles import TRIAL_PREFIX
 from slurmrl.env import user_name
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.paths import RunPaths

@@ -16,7 +16,7 @@ from slurmrl.engines.planned import planned_layout
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.call_costs import memories

@@ -14,7 +14,7 @@ from slurmrl.config.load import dump
 from slurmrl.desk import trial_code
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.metrics import known_metrics
+from slurmrl.plan.metric_names import known_metrics
 from slurmrl.plan.settings import Settings, load_settings
 from tests.unit.plan.conftest import Load, write_model
 

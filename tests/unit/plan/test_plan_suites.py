@@ -11,7 +11,7 @@ from slurmrl.config.load import dump, load
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.metrics import known_metrics
+from slurmrl.plan.metric_names import known_metrics
 from slurmrl.plan.settings import load_settings
 from tests.unit.plan.conftest import PPO, Load
 

@@ -16,7 +16,7 @@ from slurmrl.desk.evaluating import EvaluatedModel, find_checkpoint
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings

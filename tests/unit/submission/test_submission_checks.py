@@ -26,7 +26,7 @@ from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, refuse
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import build
 from slurmrl.models.hf import to_hf
 from slurmrl.plan.build import make_plan

@@ -18,7 +18,7 @@ from slurmrl.engines.role_weights import Fingerprint
 from slurmrl.errors import UnreadableInputError, UsageError, WeightVersionError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.models.adapters import trained_shapes
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.model_tensors import MergedCheckpoint, SafetensorsFolder

@@ -37,9 +37,9 @@ from slurmrl.tensors.checkpoint.tensors import TensorFile
 from slurmrl.tensors.weights.format import VersionId, part_file
 from slurmrl.tensors.weights.inventory import remove
 from slurmrl.tensors.weights.writer import PartWriter, publish
-from slurmrl.workers.rollout.setup import actor_config, undefined_decoder
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.task_generation import Generation, TaskRows
+from slurmrl.workers.rollout.task_setup import actor_config, undefined_decoder
 from slurmrl.workers.rollout.task_weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,

@@ -11,12 +11,12 @@ import torch
 
 from slurmrl.config.schema import Rollout
 from slurmrl.config.schema.rollout import Address
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer
 from slurmrl.rollouts.generation.vllm import VllmDialect, VllmServer
-from slurmrl.workers.rollout.setup import native
+from slurmrl.workers.rollout.task_setup import native
 from slurmrl.workers.serving import own_server
 from tests.unit.models.conftest import BASE, ODD, random_decoder
 

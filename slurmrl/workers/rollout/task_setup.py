@@ -19,13 +19,13 @@ import torch.distributed as dist
 from slurmrl.algorithms.base import CallContext
 from slurmrl.backoff import READ_S, retry
 from slurmrl.config.allocation.allocation import BACKENDS
-from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.roles import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.role_weights import model_config
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan import precision

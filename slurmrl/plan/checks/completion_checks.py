@@ -15,7 +15,7 @@ from slurmrl.plan.engine_rules import CAPABILITIES
 from slurmrl.plan.estimates.call_costs import GIB
 from slurmrl.plan.estimates.memory import PAGE_TOKENS, kv_bytes_per_token
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
-from slurmrl.plan.metrics import generates, makes_rewards
+from slurmrl.plan.metric_names import generates, makes_rewards
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import ROLLOUTS, model_of
 from slurmrl.registry import near, resolve

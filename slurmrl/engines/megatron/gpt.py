@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.megatron.layers import Micro, Modules, Router, block_spec, marks
 from slurmrl.engines.megatron.parts import Place, Stage
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.collectives import (
     own_to_partial,

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional as F
 
 from slurmrl.engines.megatron.parts import Place
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.recompute import Recompute
 from slurmrl.tensors.ops.elementwise import ACTIVATIONS
 from slurmrl.tensors.parallel.groups import ParallelContext

@@ -22,12 +22,12 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
-from slurmrl.config.schema.model import Optimizer
+from slurmrl.config.schema.roles import Optimizer
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.megatron.parts import Parts, part_of_flat
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 from slurmrl.engines.role_weights import BoxReader, fill_saved, random_entries
-from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf import as_array
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
