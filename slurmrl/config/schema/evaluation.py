@@ -81,7 +81,7 @@ class Suite(Section):
 class EvaluationTasks(Section):
     """Evaluation of each checkpoint in a separate trial; training may continue.
 
-    See docs/howto/checkpoint-evaluations.md.
+    See docs/howto/evaluation.md.
     """
 
     backend: Line = ""
@@ -103,7 +103,7 @@ class Evaluation(Section):
     """The held-out prompts. Required without `suites`."""
     suites: dict[SuiteName, Suite] = Field(default_factory=dict)
     """Several held-out sets in place of `dataset`, by names of your choice. Each evaluation goes
-    through all of them; the metrics of one are `eval/<suite>/…` (docs/howto/suites.md)."""
+    through all of them; the metrics of one are `eval/<suite>/…` (docs/howto/evaluation.md)."""
     samples: PositiveInt | None = 512
     """Number of prompts, from the start of the dataset; null uses all."""
     n: PositiveInt = 1
