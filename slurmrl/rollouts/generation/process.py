@@ -314,7 +314,7 @@ class HostFolder:
         try:
             parent = next(_parents(root), None) or _new_parent(root)
             with (parent / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 _remove_unlocked(parent)
                 self.path = Path(tempfile.mkdtemp(dir=parent))
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -331,12 +331,13 @@ class HostFolder:
 def remove_unused(root: Path = ROOT) -> None:
     """Remove the folders of this user's processes that were killed.
 
-    What cannot be removed now is left to the next one that makes a folder.
+    What cannot be removed now, for example because another process holds the lock, is left to the
+    next process that makes a folder.
     """
     with suppress(OSError):
         for parent in _parents(root):
-            with (parent / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(BlockingIOError), (parent / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_unlocked(parent)
 
 
@@ -375,7 +376,10 @@ def _remove_unlocked(parent: Path) -> None:
     for folder in parent.iterdir():
         if not folder.is_dir():
             continue
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:  # its process has removed it
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

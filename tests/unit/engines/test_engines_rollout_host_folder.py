@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,36 @@ def test_a_killed_process_leaves_nothing_that_the_next_one_does_not_remove(
     if other is not None:
         other.close()
     assert not own.path.exists()
+
+
+def test_held_lock_delays_new_folder_and_not_removal(tmp_path: Path) -> None:
+    HostFolder(tmp_path).close()
+    (parent,) = tmp_path.iterdir()
+    with ThreadPoolExecutor() as pool, (parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        pool.submit(remove_unused, tmp_path).result(timeout=20)
+        made = pool.submit(HostFolder, tmp_path)
+        assert not wait([made], timeout=0.2).done
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        made.result(timeout=60).close()
+
+
+def test_folder_removed_by_its_process_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    HostFolder(tmp_path).close()
+    (parent,) = tmp_path.iterdir()
+    closing = parent / "closing"
+    closing.mkdir()
+    open_descriptor = os.open
+
+    def open_late(path: Path, *arguments: int) -> int:
+        if path == closing:
+            closing.rmdir()
+        return open_descriptor(path, *arguments)
+
+    monkeypatch.setattr(os, "open", open_late)
+    HostFolder(tmp_path).close()
 
 
 def _foreign(path: Path) -> None:
