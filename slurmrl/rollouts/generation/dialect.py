@@ -6,13 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
-from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.weight_checks import Digest, Held, ServerCheck, WeightChecks
+
+if TYPE_CHECKING:
+    from slurmrl.rollouts.generation.http import HttpClient
 
 CONTROL_S: Final = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.shapes import storage_of
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
-from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
 from slurmrl.rollouts.generation.server_client import ServerClient
@@ -46,6 +45,9 @@ from slurmrl.tensors.checkpoint.export import (
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, assembled, file_tensors
 from slurmrl.tensors.layout import Array, Box, HeldBox, Layout, sources
 from slurmrl.tensors.parallel.groups import ParallelContext
+
+if TYPE_CHECKING:
+    from slurmrl.rollouts.generation.http import HttpClient
 
 ROOT_UID = 0
 DROPPED = (
@@ -137,6 +139,12 @@ def _new_folder(parent: Path) -> Path:
     except OSError as error:
         raise explain(error, "make a folder for weights in", parent) from error
     return folder
+
+
+def _client(address: Address, **options: Any) -> HttpClient:
+    from slurmrl.rollouts.generation.http import HttpClient  # aiohttp is needed only with servers
+
+    return HttpClient(address, **options)
 
 
 def _check_owner(socket: str) -> None:
@@ -246,14 +254,14 @@ class ServerKind(ABC):
 
         async def connect() -> ServerClient:
             await self._until_it_answers(address)
-            dialect = self.dialect(HttpClient(address))
+            dialect = self.dialect(_client(address))
             return await ServerClient.connect(dialect, least=serving.context)
 
         return Instances({name: connect}, serving.patience, program=program)
 
     async def _until_it_answers(self, address: Address) -> None:
         """Return once a server that was started answers."""
-        prober = self.dialect(HttpClient(address, patience_s=0.0))
+        prober = self.dialect(_client(address, patience_s=0.0))
         try:
             while True:
                 try:
@@ -268,7 +276,7 @@ class ServerKind(ABC):
             if address.socket is not None:
                 _check_owner(address.socket)
             clients = (
-                HttpClient(address, api_key=key) for key in (running.keys.api, running.keys.admin)
+                _client(address, api_key=key) for key in (running.keys.api, running.keys.admin)
             )
             return await ServerClient.connect(self.dialect(*clients), least=running.context)
 
