@@ -59,6 +59,9 @@ class Archive:
                         os.link(file, link)
 
     def _follow(self) -> None:
+        """Look until the end, before other processes: what is missed cannot be checked later."""
+        with suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), -10)
         while not self._over.wait(LOOK_S):
             with suppress(FileNotFoundError):  # a directory may go while it is listed
                 self.look()
