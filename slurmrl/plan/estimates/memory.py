@@ -1,4 +1,4 @@
-"""Estimates of the bytes that a model needs on its fullest GPU. Sources: docs/allocation.md.
+"""Estimates of the bytes that a model needs on its fullest GPU. Sources: docs/engine-internals.md.
 
 `tensors` lists the tensors that a rank keeps of a model, and their places. Estimates of GPUs, hosts
 and checkpoints are sums over such lists.
