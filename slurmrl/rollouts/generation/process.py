@@ -19,11 +19,12 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 from slurmrl import log, package
 from slurmrl.display.terminal import exit_words
@@ -299,6 +300,8 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
 
 
 ROOT = Path("/dev/shm")
+LOCK_S = 30.0
+"""Longest wait for other processes of this user that make or remove folders."""
 
 
 class HostFolder:
@@ -314,7 +317,7 @@ class HostFolder:
         try:
             parent = next(_parents(root), None) or _new_parent(root)
             with (parent / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                _wait_for(lock)
                 _remove_unlocked(parent)
                 self.path = Path(tempfile.mkdtemp(dir=parent))
                 self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -331,14 +334,26 @@ class HostFolder:
 def remove_unused(root: Path = ROOT) -> None:
     """Remove the folders of this user's processes that were killed.
 
-    What cannot be removed now, for example because another process holds the lock, is left to the
+    What cannot be removed now, for example because another process keeps the lock, is left to the
     next process that makes a folder.
     """
     with suppress(OSError):
         for parent in _parents(root):
             with suppress(BlockingIOError), (parent / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _wait_for(lock)
                 _remove_unlocked(parent)
+
+
+def _wait_for(lock: IO[str]) -> None:
+    """Lock a file. Raises BlockingIOError if another process holds it for `LOCK_S`."""
+    latest = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= latest:
+                raise
+        time.sleep(0.02)
 
 
 def _parents(root: Path) -> Iterator[Path]:

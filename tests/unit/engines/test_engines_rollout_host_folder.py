@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.rollouts.generation import process
 from slurmrl.rollouts.generation.process import HostFolder, remove_unused
 
 HOLDER = """
@@ -55,16 +57,28 @@ def test_a_killed_process_leaves_nothing_that_the_next_one_does_not_remove(
     assert not own.path.exists()
 
 
-def test_held_lock_delays_new_folder_and_not_removal(tmp_path: Path) -> None:
+def test_folders_are_made_and_removed_once_the_lock_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     HostFolder(tmp_path).close()
     (parent,) = tmp_path.iterdir()
+    left = parent / "left"
+    left.mkdir()
     with ThreadPoolExecutor() as pool, (parent / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        pool.submit(remove_unused, tmp_path).result(timeout=20)
+        monkeypatch.setattr(process, "LOCK_S", 0.0)
+        remove_unused(tmp_path)
+        with pytest.raises(EnvironmentFailure, match="unavailable"):
+            HostFolder(tmp_path)
+        monkeypatch.setattr(process, "LOCK_S", 60.0)
+        removal = pool.submit(remove_unused, tmp_path)
         made = pool.submit(HostFolder, tmp_path)
-        assert not wait([made], timeout=0.2).done
+        assert not wait([removal, made], timeout=0.2).done
+        assert left.exists()
         fcntl.flock(lock, fcntl.LOCK_UN)
+        removal.result(timeout=60)
         made.result(timeout=60).close()
+    assert not left.exists()
 
 
 def test_folder_removed_by_its_process_is_passed_over(
