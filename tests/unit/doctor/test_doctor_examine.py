@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.config.schema import Cluster
 from slurmrl.desk import trial_jobs
 from slurmrl.desk.doctor import examine as examine_module
 from slurmrl.desk.doctor import job as job_module
@@ -222,6 +223,15 @@ def test_the_job_has_the_shape_of_the_configuration(
     (group,) = request.groups
     assert (group.hosts, group.workers_per_host, group.gpus_per_worker) == (4, 2, 1)
     assert group.links == 1
+
+
+@pytest.mark.parametrize(("kind", "hosts"), [("local", 1), ("slurm", 2)])
+def test_second_host_requested_from_slurm_only(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hosts: int
+) -> None:
+    rows = [HostRow(f"n{index}", "idle", 0) for index in range(4)]
+    monkeypatch.setattr(SlurmClient, "hosts", lambda self, partition: rows)
+    assert examine_module._group(kind, Cluster(), None).hosts == hosts
 
 
 def test_the_command(
