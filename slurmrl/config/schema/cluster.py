@@ -83,8 +83,8 @@ Command = Annotated[Word, AfterValidator(_check_command)]
 class JobOptions(Section):
     """Options of the jobs of tasks.
 
-    One that is left out is that of `cluster.slurm`; an empty text (`reservation: ""`) takes the
-    cluster's default instead.
+    An option that is left out takes its value from `cluster.slurm`. An empty string
+    (`reservation: ""`) takes the cluster's default instead.
     """
 
     partition: Line | None = None
@@ -111,9 +111,9 @@ class JobOptions(Section):
     signal_lead_s: PositiveInt | None = None
     """Seconds before the time limit at which Slurm signals a task to finish what it can."""
     extra_lines: Sequence[Line] | None = None
-    """Additional `#SBATCH` lines, instead of those of `cluster.slurm`."""
+    """Additional `#SBATCH` lines, which replace the lines in `cluster.slurm`."""
     setup: Sequence[Line] | None = None
-    """Shell lines at the top of the batch script, instead of those of `cluster.slurm`."""
+    """Shell lines at the top of the batch script, which replace the lines in `cluster.slurm`."""
     gpu_directive: Literal["gres", "gpus-per-node", "none"] | None = None
     """How GPUs are requested: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
     gpu_type: Line | None = None
@@ -128,7 +128,7 @@ class JobOptions(Section):
 class Slurm(JobOptions):
     """Options of the Slurm jobs.
 
-    An option that is left out, or is an empty text, takes the cluster's default.
+    An option that is left out or is an empty string takes the cluster's default.
     """
 
     links: Annotated[int, Field(gt=0, le=1000)] = 8

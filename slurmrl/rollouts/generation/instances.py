@@ -72,8 +72,8 @@ class Instances(RolloutEngine):
         """The caller must be in a running asyncio loop.
 
         ``connects``: how to reach each instance, by its name in messages. ``program``: starts the
-        server; there is one instance then. ``concurrency``: completions that an instance draws at
-        a time; a request is sent whole, so that a few more are possible.
+        server; there is one instance then. ``concurrency``: completions that an instance samples
+        at a time; a request is sent whole, so that a few more are possible.
         """
         self._concurrency = concurrency
         self._wanted: WeightVersion | None = None

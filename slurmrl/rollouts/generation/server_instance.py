@@ -43,14 +43,14 @@ class Patience:
     """Time limits of a server, in seconds."""
 
     start_s: float = 600.0
-    """From its start to its readiness for requests, and for each later version of its weights."""
+    """Limit of a start until the server can serve requests, and of each later update."""
     silence_s: float = 60.0
-    """Without a sign of life while this process listened, after which it counts as hung."""
+    """Silence after which the server counts as hung, while this process was able to listen."""
     probe_s: float = 5.0
-    """Between two probes of a server that serves."""
+    """Interval between two probes of a server that serves."""
     stable_s: float = 60.0
-    """A server that served for this long, and has answered one of the requests that it got, has
-    started well: earlier failures no longer count."""
+    """Time of service after which earlier failures no longer count, if the server has answered one
+    of the requests that it got."""
 
 
 class Instance:
@@ -81,7 +81,7 @@ class Instance:
         self.engine: ServerClient | None = None
         """None while the server cannot be used."""
         self.sequences = 0
-        """Completions that it draws."""
+        """Completions that it samples."""
         self.load = 0
         """Tokens that it may have to compute for them."""
         self.error: SlurmrlError | None = None

@@ -98,7 +98,7 @@ class Running:
 
     addresses: tuple[Address, ...]
     weights: Path
-    """A folder that they see under the same path, of this trial alone."""
+    """A folder of only this trial, which they see under the same path."""
     keys: ServerKeys
     context: int
     """Tokens that a prompt and its completion may have together; a server must take as many."""
