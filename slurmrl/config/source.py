@@ -174,7 +174,7 @@ def compose(text: str, name: str) -> Node | None:
     """The node tree of one YAML document; None for an empty one. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # re-used anchors are harmless
+            warnings.simplefilter("ignore")  # reused anchors are harmless
             return _composed(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

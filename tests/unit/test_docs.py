@@ -168,6 +168,29 @@ def prepare(folder: Path) -> None:
         command.chmod(0o755)
 
 
+SHOWING = """index tutorial concepts status reports doctor checkpoints asynchronous engines slurm
+algorithms/policy-gradients algorithms/dpo howto/cost howto/two-nodes"""
+
+
+@pytest.mark.parametrize("page", SHOWING.split())
+def test_page_shows_output_or_picture(page: str) -> None:
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert re.search(r"^ *```(text|console)$|!\[[^]]+\]\(\S+\.(svg|png)", text, re.MULTILINE)
+
+
+def test_words_are_spelled_correctly() -> None:
+    pytest.importorskip("codespell_lib", reason="codespell is not installed here")
+    where = ["README.md", "CHANGELOG.md", "docs", "examples", "slurmrl", "scripts", "cuda", ".ci"]
+    done = subprocess.run(
+        [sys.executable, "-m", "codespell_lib", *where],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_prose_gets_no_harder_to_read() -> None:
     """Turns of phrase that readers must read twice only get fewer."""
     command = [sys.executable, str(ROOT / "scripts" / "check-language")]
