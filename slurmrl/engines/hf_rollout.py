@@ -18,11 +18,13 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import (
     ABORTED,
     Completion,
+    Decode,
     GenerationOptions,
     GenerationRequest,
     RolloutEngine,
     WeightVersion,
 )
+from slurmrl.rollouts.generation.native.sequence import ends_with_stop
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.sampling import NONE, Sampled, keyed_uniform, sample
 
@@ -55,16 +57,17 @@ class HFRollout(RolloutEngine):
         prefill_tokens: int,
         *,
         rows: int | None = None,
+        decode: Decode | None = None,
         support: bool = True,
         settled: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """``rows``: most completions of a round; None for no limit.
 
-        ``support``, ``settled``: see `ServingOptions`. Waiting requests are computed after
-        ``settled`` returns.
+        ``decode``, ``support``, ``settled``: see `ServingOptions`. Waiting requests are computed
+        after ``settled`` returns.
         """
         self._model, self._version, self._prefill_tokens = model, version, prefill_tokens
-        self._rows, self._support = rows, support
+        self._rows, self._decode, self._support = rows, decode, support
         self._settled = settled or _at_once
         self._waiting: dict[str, tuple[GenerationRequest, Answer]] = {}
         self._running = asyncio.Event()
@@ -120,8 +123,8 @@ class HFRollout(RolloutEngine):
             "has an empty prompt": not request.prompt,
             "asks for no completion": not request.keys,
             "is in flight already": earlier is not None and not earlier[1].done(),
-            "has stop strings, which models of transformers cannot find": bool(
-                request.options.stop_strings
+            "has stop strings, but the engine has no tokenizer": bool(
+                request.options.stop_strings and self._decode is None
             ),
             "asks for experts, which models of transformers do not record": request.options.experts,
         }
@@ -167,7 +170,7 @@ class HFRollout(RolloutEngine):
 
     def _round(self, requests: Sequence[GenerationRequest]) -> list[tuple[Completion, ...]]:
         """Sample all completions of requests. A prompt of several requests is read once."""
-        batch = _Batch(requests, self._device, support=self._support)
+        batch = _Batch(requests, self._device, self._decode, support=self._support)
         made = iter(batch.run(self._model, self._prefill_tokens, self._version))
         return [tuple(next(made) for _ in request.keys) for request in requests]
 
@@ -265,9 +268,14 @@ class _Batch:
     """The completions of a round. Every row that is alive has the same number of new tokens."""
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], device: torch.device, *, support: bool
+        self,
+        requests: Sequence[GenerationRequest],
+        device: torch.device,
+        decode: Decode | None,
+        *,
+        support: bool,
     ) -> None:
-        self._options, self._support = _common(requests), support
+        self._options, self._decode, self._support = _common(requests), decode, support
         self._seed, self._step = requests[0].seed, requests[0].step
         numbers: dict[tuple[int, ...], int] = {}
         rows = [
@@ -291,6 +299,8 @@ class _Batch:
         self._new = [0] * len(rows)
         self._stopped = [False] * len(rows)
         """Of all rows, as of the last check, as ``_new`` is."""
+        self._tokens: list[list[int]] = [[] for _ in rows]
+        """The new tokens of all rows as of the last check, if there are stop strings."""
         self._count = 0
         """Tokens that each row that is alive has sampled."""
         self._samples: list[Sampled] = []
@@ -373,11 +383,39 @@ class _Batch:
             raise RunFailedError("the model's logits are not finite: its weights have diverged")
         size = len(self._rows)
         alive, counts, ended = (values[first : first + size] for first in range(0, 3 * size, size))
+        if self._options.stop_strings:
+            for place, count in self._cut(counts).items():
+                alive[place], counts[place], ended[place] = 0, count, 1
         for row, count, stopped in zip(self._rows, counts, ended, strict=True):
             self._new[row], self._stopped[row] = count, bool(stopped)
         self._parts.append(_SampledPart(self._rows, self._samples))
         self._samples = []
         return [place for place, unfinished in enumerate(alive) if unfinished]
+
+    def _cut(self, counts: Sequence[int]) -> dict[int, int]:
+        """End the rows in which a stop string was completed since the last check.
+
+        ``counts`` are the new tokens of the rows in the batch. Return the places of the rows that
+        ended, each with its new tokens, of which the last one completes the string.
+        """
+        assert self._decode is not None, "a request with stop strings needs it"
+        sampled = torch.stack([each.tokens for each in self._samples]).t().tolist()
+        found: dict[int, int] = {}
+        for place, (row, count) in enumerate(zip(self._rows, counts, strict=True)):
+            tokens = self._tokens[row]
+            first = len(tokens)
+            tokens += sampled[place][: count - first]
+            for new in range(max(first, self._options.min_new_tokens) + 1, count + 1):
+                if ends_with_stop(self._decode, tokens[:new], self._options.stop_strings):
+                    found[place] = new
+                    del tokens[new:]
+                    break
+        if found:
+            values = torch.tensor(list(found)), torch.tensor(list(found.values()))
+            places, ends = upload(values, self._keys.device)
+            self._alive[places], self._ended[places] = False, True
+            self._counts[places] = ends
+        return found
 
     def _keep(self, left: list[int], session: HFSession) -> None:
         """Remove all rows of the batch but these."""

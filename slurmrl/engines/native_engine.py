@@ -63,6 +63,7 @@ class GatheredGeneration(GenerateEngine):
                     version,
                     self._max_tokens,
                     rows=options.rows if options.turns else None,
+                    decode=options.decode,
                     support=options.support,
                     settled=options.settled,
                 )

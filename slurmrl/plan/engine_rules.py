@@ -45,10 +45,6 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     ),
     "adapters": Capability(FSDP, "does not train adapters"),
     "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
-    "stop_strings": Capability(
-        EVERY,
-        "generates whole batches, of which it sees tokens only: use stop_token_ids",
-    ),
     "tasks": Capability(EVERY, "does not generate in rollout tasks"),
     "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
     "support": Capability(

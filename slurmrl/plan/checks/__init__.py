@@ -25,7 +25,6 @@ CHECKS: Final[tuple[Check, ...]] = (
     layouts.architectures,
     generators.tasks,
     model_sources.implementations,
-    model_sources.stop_strings,
     sections.engine_options,
     sections.optimizers,
     sections.averages,

@@ -201,12 +201,6 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
             yield draft.refuse(("rollout", "stop_token_ids"), reason, token)
 
 
-def stop_strings(draft: Draft) -> Iterator[Problem]:
-    """They are found in the text of single requests, which models of transformers do not serve."""
-    if draft.config.rollout.stop_strings and (reason := draft.lacks("actor", "stop_strings")):
-        yield draft.refuse((ROLLOUTS, "stop_strings"), f": {reason}")
-
-
 def tokenizer(draft: Draft) -> Iterator[Problem]:
     """The actor needs a tokenizer, which all models of the run share."""
     folder = draft.config.actor.tokenizer

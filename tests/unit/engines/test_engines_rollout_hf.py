@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingOptions
-from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.hf_rollout import CHECK_TOKENS, HFRollout
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import (
     Completion,
@@ -27,20 +27,35 @@ from tests.unit.engines.test_engines_rollout_native import letters
 from tests.unit.engines.test_engines_waits import engine, sample
 
 
-def test_stop_strings_end_completions_of_a_whole_batch() -> None:
-    """The engine that trains hands the tokenizer on."""
-    model, batch = engine(), sample("prompt_ids")
+@pytest.mark.parametrize(
+    ("implementation", "every"), [("builtin", 1), ("hf", 1), ("hf", 8), ("hf", 50)]
+)
+@pytest.mark.parametrize("least", [0, 7])
+def test_stop_strings_end_completions_of_a_whole_batch(
+    implementation: str, every: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine that trains hands the tokenizer on.
+
+    On a GPU, transformers' models sample some tokens more before the host sees them.
+    """
+    monkeypatch.setitem(CHECK_TOKENS, "cpu", every)
+    model, batch = engine(implementation=implementation), sample("prompt_ids")
     keys = torch.arange(4 * len(batch.ids))
-    options = GenerationOptions(max_new_tokens=30, stop_strings=("ab", "cccd", "hhij", "ff"))
+    free = GenerationOptions(max_new_tokens=30, min_new_tokens=least, stop_token_ids=(5,))
+    options = replace(free, stop_strings=("ab", "cccd", "hhij", "ff", "m"))
     draws: dict[str, Any] = {"seed": 1, "step": 1, "keys": keys}
-    free = generated(model, batch, GenerationOptions(max_new_tokens=30), **draws)
+    whole = generated(model, batch, free, **draws)
     found = generated(model, batch, options, **draws, decode=letters)
-    drawn, whole = new_tokens(found), new_tokens(free)
-    stopped = [first_stop(tokens.tolist(), options.stop_strings) for tokens in whole]
+    stopped = [
+        first_stop(tokens.tolist(), options.stop_strings, least) for tokens in new_tokens(whole)
+    ]
     assert 5 < sum(map(bool, stopped)) < len(stopped)
-    for tokens, all_tokens, wanted in zip(drawn, whole, stopped, strict=True):
+    pairs = zip(new_tokens(found), new_tokens(whole), stopped, strict=True)
+    for tokens, all_tokens, wanted in pairs:
         assert torch.equal(tokens, all_tokens[:wanted])
-    assert found.finished.tolist() == list(map(bool, stopped))
+    assert found.finished.tolist() == [
+        bool(stop) or ended for stop, ended in zip(stopped, whole.finished.tolist(), strict=True)
+    ]
 
 
 def test_requests_of_a_round_have_their_own_limits() -> None:
@@ -109,7 +124,7 @@ def test_requests_with_different_options_are_sampled_in_separate_rounds(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stop_strings": ("x",)}, "has stop strings, which models of transformers cannot find"),
+        ({"stop_strings": ("x",)}, "has stop strings, but the engine has no tokenizer"),
         ({"experts": True}, "asks for experts, which models of transformers do not record"),
     ],
 )
@@ -135,10 +150,13 @@ def new_tokens(output: GenerationOutput) -> list[Tensor]:
     return [tokens[begin:] for tokens, begin in zip(whole, begins, strict=True)]
 
 
-def first_stop(tokens: list[int], stops: tuple[str, ...]) -> int | None:
-    """The tokens up to the one that completes the first stop string."""
-    texts = ((count, letters(tokens[:count])) for count in range(1, len(tokens) + 1))
-    return next((count for count, text in texts if any(stop in text for stop in stops)), None)
+def first_stop(tokens: list[int], stops: tuple[str, ...], least: int) -> int | None:
+    """Return how many tokens there are with the first one after ``least`` that completes a stop."""
+    for count in range(least + 1, len(tokens) + 1):
+        known, text = len(letters(tokens[: count - 1])), letters(tokens[:count])
+        if any(stop in text[max(0, known - len(stop) + 1) :] for stop in stops):
+            return count
+    return None
 
 
 def requests_of(
