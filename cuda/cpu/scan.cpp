@@ -1,4 +1,4 @@
-// Generalised advantages and discounted sums, sequence by sequence.
+// Generalized advantages and discounted sums, sequence by sequence.
 //
 // Sums are made by doubling the number of terms, in the order of slurmrl/tensors/ops/scan.py and
 // without fused multiply-adds: the results are the same as torch's to the last bit, so it does not

@@ -3,8 +3,8 @@
 //
 // Work is divided by packed elements, not by intervals. A block takes a tile of the packed buffer;
 // each thread moves chunks of 16 packed bytes and finds the interval of its chunk among those of the
-// tile. Accesses are of 16 bytes on each side that is aligned. Neighbouring threads so touch
-// neighbouring memory whether intervals are long or short.
+// tile. Accesses are of 16 bytes on each side that is aligned. Neighboring threads so touch
+// neighboring memory whether intervals are long or short.
 
 #include "launch.h"
 #include "numbers.cuh"
@@ -62,7 +62,7 @@ __device__ __forceinline__ void store(T* to, const Vector<T, N>& stored) {
     for (int i = 0; i < N; ++i) to[i] = stored.items[i];
 }
 
-// `count` neighbouring elements, as vectors where they are a whole chunk.
+// `count` neighboring elements, as vectors where they are a whole chunk.
 template <int N, typename Source, typename Target, typename Write>
 __device__ __forceinline__ void copy_run(const Source* source, Target* target, int64_t count,
                                          const Write& write) {

@@ -1,4 +1,4 @@
-// Generalised advantages and discounted sums: one pass over all tokens, however they are divided
+// Generalized advantages and discounted sums: one pass over all tokens, however they are divided
 // into sequences.
 //
 // Every token is a map y_t = value_t + factor_t y_{t+1}, with factor 0 at the end of a sequence, so

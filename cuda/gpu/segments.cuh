@@ -1,4 +1,4 @@
-// Which of many neighbouring segments an element belongs to.
+// Which of many neighboring segments an element belongs to.
 #pragma once
 
 #include <cstdint>

@@ -49,8 +49,8 @@ def write(results: Path, to_pairs: Path, to_labels: Path) -> int:
     """Write both files; return the number of pairs."""
     with results.open(encoding="utf-8") as lines:
         made = list(pairs(json.loads(line) for line in lines))
-    labelled = [row for pair in made for row in labels(pair)]
-    for path, rows in ((to_pairs, made), (to_labels, labelled)):
+    labeled = [row for pair in made for row in labels(pair)]
+    for path, rows in ((to_pairs, made), (to_labels, labeled)):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return len(made)
 

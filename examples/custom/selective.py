@@ -1,4 +1,4 @@
-"""Selective language modelling: a second, frozen model says which tokens are worth learning.
+"""Selective language modeling: a second, frozen model says which tokens are worth learning.
 
 After Lin et al. 2024 (Rho-1, arXiv 2404.07965, section 2.2): the actor learns the tokens of answers
 that the guide predicts better than the actor does. They take the best share of each batch; here a

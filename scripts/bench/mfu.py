@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure which share of the device's matrix rate training uses (model FLOP/s utilisation).
+"""Measure which share of the device's matrix rate training uses (model FLOP/s utilization).
 
 scripts/bench/mfu.py [--sequences 4] [--length 4096] [--steps 10] [--checkpointing selective]
 

@@ -99,7 +99,7 @@ def adaptation(kl: float, n: int, target: float, horizon: float) -> float:
 
 
 EPS = 1e-5
-"""Added to the variance, so that equal returns can be normalised."""
+"""Added to the variance, so that equal returns can be normalized."""
 
 
 class _Values(Protocol):
@@ -116,7 +116,7 @@ Values = TypeVar("Values", bound=_Values)
 
 @dataclass(frozen=True)
 class ReturnMoments:
-    """Moments of all returns so far. Before the first ones, normalisation changes nothing."""
+    """Moments of all returns so far. Before the first ones, normalization changes nothing."""
 
     weight: float = 0.0
     """Of what the moments were computed from: exponential: 1 - decay^steps, by which they are

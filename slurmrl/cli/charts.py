@@ -79,7 +79,7 @@ def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
                 drawn,
                 width=terminal.width() or PIPE_WIDTH,
                 height=HEIGHT,
-                coloured=sys.stdout.isatty(),
+                colored=sys.stdout.isatty(),
             )
         )
     return 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROWS = 3
 TITLES = ("source", "rows", "too long", "tokens", "trained on", "longest", "path")
 MARKS = ("⟦", "⟧")
-"""Around targets where there are no colours."""
+"""Around targets where there are no colors."""
 REWARD_ROWS = 8
 SHOWN_CHARACTERS = 40
 VOCABULARY = 2048
@@ -56,7 +56,7 @@ def show(
 ) -> int:
     """Print some samples of CONFIG as the model sees them, with all special tokens.
 
-    Tokens that are trained on are green, or between ⟦ and ⟧ where there are no colours.
+    Tokens that are trained on are green, or between ⟦ and ⟧ where there are no colors.
     """
     report = _report(config, overrides, root)
     for sample in report.samples(rows):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LONGEST_S = 1.0
 """Longest pause of ``-f``."""
 LEVELS = ("debug", "info", "warning", "error", "critical")
-COLOURS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
+COLORS = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "red"}
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -182,7 +182,7 @@ class Printer:
         if line.first and line.time is not None:
             self._width = max(self._width, len(line.process))
             head = (clock(line.time), line.process.ljust(self._width))
-            level = click.style(line.level.ljust(7), COLOURS.get(line.level))
+            level = click.style(line.level.ljust(7), COLORS.get(line.level))
             return GAP.join((*head, level, line.text))
         if line.time is not None:
             return GAP + line.text

@@ -73,7 +73,7 @@ Chat = tuple[Sequence[Message], Any]
 
 
 class Encoder:
-    """Tokenises texts and conversations.
+    """Tokenizes texts and conversations.
 
     :raises ConfigError: there is no chat template, though the dataset needs one.
     """

@@ -199,7 +199,7 @@ def _make(
         source = reader.records.source
         writer.publish(wanted, source.fingerprint(), source.state, reader.left_out)
     seconds = time.monotonic() - began
-    logger.info("tokenised %d rows of %s in %.1f s", reader.records.rows, config.path, seconds)
+    logger.info("tokenized %d rows of %s in %.1f s", reader.records.rows, config.path, seconds)
 
 
 def _remove(directory: Path, calls: SystemCalls) -> None:
@@ -209,7 +209,7 @@ def _remove(directory: Path, calls: SystemCalls) -> None:
 
 
 Progress = Callable[[str], None]
-"""Receives what is being done: ``tokenising rows.jsonl, 34 % (340000 rows)``."""
+"""Receives what is being done: ``tokenizing rows.jsonl, 34 % (340000 rows)``."""
 
 CHUNK_BYTES: Final = 16 << 20
 
@@ -244,7 +244,7 @@ class TokenReader:
         name = self.records.source.path.name
         for chunk in self._chunks():
             done = f"{self.records.share:.0%} ({self.records.rows} rows)"
-            self._progress(f"tokenising {name}, {done}")
+            self._progress(f"tokenizing {name}, {done}")
             for record in chunk:
                 self._checks.add(record.number, record.row)
             if self._checks.fillable:

@@ -1,4 +1,4 @@
-"""Prepared data: the tokenised rows of a dataset, in files of the run directory. Torch-free.
+"""Prepared data: the tokenized rows of a dataset, in files of the run directory. Torch-free.
 
 A directory has three files. All numbers are little-endian.
 

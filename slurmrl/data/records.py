@@ -1,4 +1,4 @@
-"""The rows of a dataset's file before tokenisation. Torch-free.
+"""The rows of a dataset's file before tokenization. Torch-free.
 
 Rows have unique ids and the keys of the dataset's type (`RowChecks`). `longest_row` and
 `has_messages` look at the first rows only.

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 CHUNK_ROWS = 4096
-"""Rows that are tokenised together."""
+"""Rows that are tokenized together."""
 
 
 class RowTokenizer:
-    """Tokenises rows and leaves out those above the length limits."""
+    """Tokenizes rows and leaves out those above the length limits."""
 
     def __init__(
         self, kind: RowType, tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str]

@@ -138,7 +138,7 @@ def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None
 def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
     """Train a byte-level BPE tokenizer of ``vocabulary`` tokens, and save it.
 
-    Each digit is a token of its own, so that numbers of any length are tokenised alike.
+    Each digit is a token of its own, so that numbers of any length are tokenized alike.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

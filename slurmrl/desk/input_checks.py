@@ -72,7 +72,7 @@ class InputChecks:
             "reward": ("importing and making the reward", self._reward),
             "episode": ("importing and making the episode", self._episode),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
-            "lengths": ("tokenising the data", self._lengths),
+            "lengths": ("tokenizing the data", self._lengths),
             "prompts": ("looking for traps in the data", self._remarks),
             "steps": ("counting the steps", self._steps),
             "adapters": ("comparing the models that adapters belong to", self._adapters),

@@ -94,7 +94,7 @@ class DataReport:
         """``code`` has the user's own types."""
         self._code = code
         if settings.config.actor.tokenizer is None:
-            raise UsageError("actor.tokenizer: the data cannot be tokenised without a tokenizer")
+            raise UsageError("actor.tokenizer: the data cannot be tokenized without a tokenizer")
         self._settings = settings
         self._problems: list[Problem] = []
 
@@ -107,7 +107,7 @@ class DataReport:
             )
 
     def counts(self) -> Iterator[DataCounts]:
-        """Read and tokenise all rows of each source."""
+        """Read and tokenize all rows of each source."""
         for line in self._ask(0):
             counts = {**line["counts"], "remarks": tuple(line["counts"]["remarks"])}
             yield DataCounts(source=line["source"], path=line["path"], **counts)

@@ -322,7 +322,7 @@ def disk_space(settings: Settings) -> list[Finding]:
     parts = [f"{copies} checkpoints of {_size(checkpoint)}"]
     parts += [f"an export of {_size(export)}"] if export else []
     parts += [f"{_size(versions)} of whole weight versions"] if versions else []
-    parts += [f"{_size(data)} of tokenised data"] if data else []
+    parts += [f"{_size(data)} of tokenized data"] if data else []
     message = (
         f"{_size(free)} are free in {folder}, but the run needs about {_size(needed)}: "
         f"{', '.join(parts)}; choose another root, or lower checkpoint.keep_last"
@@ -354,7 +354,7 @@ def version_bytes(settings: Settings) -> int:
 
 
 def data_bytes(settings: Settings) -> int:
-    """Estimate the bytes of the tokenised data; a file that cannot be read counts 0."""
+    """Estimate the bytes of the tokenized data; a file that cannot be read counts 0."""
     total = 0
     for path in map(Path, settings.config.data_paths()):
         with suppress(OSError):

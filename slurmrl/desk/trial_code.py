@@ -143,7 +143,7 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
         shutil.rmtree(copy)
     raise UsageError(
         f"the code changed while it was copied, {MOST_COPIES} times, last {changed[0]}: submit "
-        "again once nothing writes there (a git checkout or rebase, an editor, a synchronisation)"
+        "again once nothing writes there (a git checkout or rebase, an editor, a synchronization)"
     )
 
 

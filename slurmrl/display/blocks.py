@@ -71,7 +71,7 @@ class NodeLine:
 
 @dataclass(frozen=True)
 class Node:
-    """``level`` is the distance from the sources of the graph; ``series`` determines the colour."""
+    """``level`` is the distance from the sources of the graph; ``series`` determines the color."""
 
     name: str
     level: int

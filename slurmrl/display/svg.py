@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 from slurmrl.display.blocks import Document, Flow, Grid, Legend, Lines, Node, Table, elide
 from slurmrl.display.terminal import table
 
-COLOURS: Final = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66ccee", "#aa3377")
+COLORS: Final = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66ccee", "#aa3377")
 """For series, in order of appearance (Tol's bright palette)."""
 NO_SERIES: Final = "#8c959f"
 MOST_ROWS: Final = 32
@@ -64,11 +64,11 @@ class Rectangle(NamedTuple):
 class Drawing:
     """SVG elements, and the size that they have reached."""
 
-    def __init__(self, colours: Mapping[str, str]) -> None:
+    def __init__(self, colors: Mapping[str, str]) -> None:
         self.elements: list[str] = []
         self.width = 320.0
         self.height = float(MARGIN)
-        self._colours = colours
+        self._colors = colors
 
     def text(self, x: float, y: float, words: str, style: str = "") -> None:
         named = f' class="{style}"' if style else ""
@@ -76,9 +76,9 @@ class Drawing:
         self._reach(x + LETTER * len(words), y)
 
     def box(self, box: Rectangle, series: str | None) -> None:
-        """A box in a tint of the series' colour that keeps text readable."""
-        colour = self._colours.get(series or "", NO_SERIES)
-        tint = f'fill="{colour}" fill-opacity="0.22" stroke="{colour}"'
+        """A box in a tint of the series' color that keeps text readable."""
+        color = self._colors.get(series or "", NO_SERIES)
+        tint = f'fill="{color}" fill-opacity="0.22" stroke="{color}"'
         self.elements.append(f'<rect {box.attributes} rx="4" class="ground"/>')
         self.elements.append(f'<rect {box.attributes} rx="4" {tint}/>')
         self._reach(box.x + box.width, box.y + box.height)
@@ -106,7 +106,7 @@ class Drawing:
 
 def render(document: Document) -> str:
     """The picture of a document."""
-    drawing = Drawing(dict(zip(_series(document), cycle(COLOURS), strict=False)))
+    drawing = Drawing(dict(zip(_series(document), cycle(COLORS), strict=False)))
     drawing.text(MARGIN, 28, document.title, "head")
     for block in document.blocks:
         match block:

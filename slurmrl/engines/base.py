@@ -1,6 +1,6 @@
 """The contracts of engines: those that train, and those that generate.
 
-One engine may fulfil both. Algorithms do not depend on which engine they run on.
+One engine may fulfill both. Algorithms do not depend on which engine they run on.
 
 T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is
 log p(x_t | x_<t) and ``entropy[t]`` that of the distribution x_t was drawn from, both 0 at the

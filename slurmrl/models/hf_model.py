@@ -48,7 +48,7 @@ TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification
 
 
 class HFModel(PackedModel):
-    """A model with its weights, read from a folder or initialised by transformers."""
+    """A model with its weights, read from a folder or initialized by transformers."""
 
     def __init__(
         self,

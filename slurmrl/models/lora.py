@@ -65,7 +65,7 @@ class Adapters:
         return low_rank_linear(x, a, b, self.scale, dropout)
 
     def add(self, layer: Linear, name: str) -> None:
-        """Give the layer of this name an adapter, with uninitialised matrices in float32."""
+        """Give the layer of this name an adapter, with uninitialized matrices in float32."""
         device, outputs = layer.weight.device, layer.weight.shape[0]
         for matrix, shape in (
             (LORA_A, (self.rank, layer.weight.shape[1])),

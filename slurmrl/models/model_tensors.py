@@ -42,7 +42,7 @@ from slurmrl.tensors.layout import Array, Box, TensorSpec, blocks
 
 SINGLE_FILE: Final = "model.safetensors"
 FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes from which weights are read. Others are quantised, which no engine trains."""
+"""The dtypes from which weights are read. Others are quantized, which no engine trains."""
 HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 """Name suffixes of tensors that may be ignored: heads that the role does not use, and constants
 that the families compute themselves."""
@@ -105,7 +105,7 @@ def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
 
 def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -> list[str]:
     """How the weights differ from those of the architecture, as messages."""
-    missing, other, quantised = [], [], []
+    missing, other, quantized = [], [], []
     for name, shape in implied_shapes(config, head).items():
         stored = stored_name(name, headers)
         header = None if stored is None else headers[stored]
@@ -114,15 +114,15 @@ def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Hea
         elif header.shape != shape:
             other.append(f"{name} {list(header.shape)} instead of {list(shape)}")
         elif header.dtype not in FLOATS:
-            quantised.append(f"{name} ({CODES.get(header.dtype, header.dtype)})")
+            quantized.append(f"{name} ({CODES.get(header.dtype, header.dtype)})")
     messages = []
     if missing:
         messages.append(f"the files lack {_some(missing)}, which config.json implies")
     if other:
         messages.append(f"shapes differ from those that config.json implies: {_some(other)}")
-    if quantised:
+    if quantized:
         floats = ", ".join(CODES[dtype] for dtype in FLOATS)
-        messages.append(f"{_some(quantised)}: quantised weights are not supported, only {floats}")
+        messages.append(f"{_some(quantized)}: quantized weights are not supported, only {floats}")
     return messages
 
 

@@ -27,7 +27,7 @@ FIELDS: Fields = {"value": TEXT, "nonce": NONCE}
 class NameStore:
     """A store of strings by keys, which are paths like ``attempt/trainer/0/1``.
 
-    A key (see `normalise`) can have a value and be a prefix of other keys at once.
+    A key (see `normalize`) can have a value and be a prefix of other keys at once.
 
     The directory is created with the run directory. Without it, reads find nothing and adds raise
     EnvironmentFailure. `reset` deletes the keys that this object added with ``delete_on_exit``.
@@ -56,7 +56,7 @@ class NameStore:
 
         Raises NameExistsError if the key exists and ``replace`` is false, InvalidNameError.
         """
-        key = normalise(name)
+        key = normalize(name)
         entry = {"value": checked_value(key, value), "nonce": uuid.uuid4().hex}
         path, data = self._path(key), json.dumps(entry).encode()
         if replace:
@@ -70,7 +70,7 @@ class NameStore:
 
     def get(self, name: str) -> str:
         """Return the value of a key. Raises NameNotFoundError."""
-        key = normalise(name)
+        key = normalize(name)
         value = self._read(key)
         if value is None:
             raise NameNotFoundError(f"no key {key!r}")
@@ -94,7 +94,7 @@ class NameStore:
 
     def delete(self, name: str) -> None:
         """Delete a key. Raises NameNotFoundError."""
-        key = normalise(name)
+        key = normalize(name)
         self._temporary.pop(key, None)
         if not atomic.remove(self._path(key), calls=self._calls):
             raise NameNotFoundError(f"no key {key!r}")
@@ -137,7 +137,7 @@ VALUE_BYTES = 1 << 20
 """Limit on a value in UTF-8: a name store holds addresses and short notes, not data."""
 
 
-def normalise(name: str) -> str:
+def normalize(name: str) -> str:
     """Return the normal form of a key: ``a/``, ``./a`` and ``/a`` are ``a``, ``a//b`` is ``a/b``.
 
     Raises InvalidNameError.
@@ -156,8 +156,8 @@ def normalise(name: str) -> str:
 
 
 def normalise_root(root: str) -> str:
-    """Like `normalise`, and the empty string (all keys) for ``""``, ``"/"`` and ``"."``."""
-    return "" if isinstance(root, str) and root.strip("/") in ("", ".") else normalise(root)
+    """Like `normalize`, and the empty string (all keys) for ``""``, ``"/"`` and ``"."``."""
+    return "" if isinstance(root, str) and root.strip("/") in ("", ".") else normalize(root)
 
 
 def below(key: str, root: str) -> bool:
@@ -182,7 +182,7 @@ def decode(file_name: str) -> str | None:
     """Return the key of a file name; None for a file that no store created."""
     key = unquote(file_name.replace("+", "/"))
     try:
-        return key if encode(normalise(key)) == file_name else None
+        return key if encode(normalize(key)) == file_name else None
     except InvalidNameError:
         return None
 

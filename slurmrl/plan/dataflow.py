@@ -336,7 +336,7 @@ def _makers(
 def document(title: str, graph: Mapping[str, Any]) -> Document:
     """The document of a graph's values.
 
-    Its legend has all models, so that each has the colour that it has in the plan.
+    Its legend has all models, so that each has the color that it has in the plan.
     """
     calls = graph["calls"]
     makers = _makers(graph["dataset"], [(call["name"], call["outputs"]) for call in calls])

@@ -255,7 +255,7 @@ def _rank(label: str, costs: Mapping[str, int]) -> list[str]:
 
 
 AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
-"""The axes of a model's ranks; neighbours differ in the last one that is split."""
+"""The axes of a model's ranks; neighbors differ in the last one that is split."""
 
 
 def allocation_document(explained: Mapping[str, Any]) -> Document:

@@ -102,7 +102,7 @@ class RunPaths:
 
     @property
     def data(self) -> Path:
-        """Tokenised datasets."""
+        """Tokenized datasets."""
         return self.run / "data"
 
     @property

@@ -54,7 +54,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
     "PartitionDown": ("the partition accepts no jobs at the moment", _ADMIN),
     "PartitionInactive": ("the partition is inactive", _ADMIN),
     "PartitionConfig": ("the partition's limits do not allow it", "see scontrol show partition"),
-    "Licenses": ("all licences that it requests are in use", _WAIT),
+    "Licenses": ("all licenses that it requests are in use", _WAIT),
     "Reservation": ("its reservation has not begun or is full", _WAIT),
     "ReservationInvalid": (
         "its reservation does not exist or is not yours",
@@ -140,7 +140,7 @@ _SUBJECTS: Final = (
     ("node", "hosts"),
     ("bill", "billing units"),
     ("bb", "burst buffer"),
-    ("license", "licences"),
+    ("license", "licenses"),
     ("energy", "energy"),
     ("wall", "time"),
     ("time", "time"),

@@ -51,7 +51,7 @@ FLAGS: dict[str, SlurmState] = {
     "RESIZING": SlurmState(JobState.RUNNING, "is changing its size"),
     "RESV_DEL_HOLD": SlurmState(JobState.PENDING, "held: its reservation was deleted"),
     "REVOKED": SlurmState(JobState.CANCELLED, "another cluster of the federation runs it"),
-    "SIGNALING": SlurmState(JobState.RUNNING, "is being signalled"),
+    "SIGNALING": SlurmState(JobState.RUNNING, "is being signaled"),
     "SPECIAL_EXIT": SlurmState(JobState.PENDING, "was requeued in a special state and is held"),
     "STAGE_OUT": SlurmState(JobState.RUNNING, "is copying files out"),
     "STOPPED": SlurmState(JobState.RUNNING, "stopped by a signal, keeps its hosts"),

@@ -135,7 +135,7 @@ class RingAt(Order):
 
 @dataclass(frozen=True, kw_only=True)
 class Preparing:
-    """A worker is tokenising a dataset, so that the start takes longer."""
+    """A worker is tokenizing a dataset, so that the start takes longer."""
 
     rank: Annotated[int, COUNT]
 

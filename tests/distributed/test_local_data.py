@@ -1,4 +1,4 @@
-"""A trial tokenises its data once, whatever happens to the process that does it."""
+"""A trial tokenizes its data once, whatever happens to the process that does it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.held import NO_LIMIT, Hold
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 
 ROWS = 40_000
-"""Enough that rank 0 is seen while it tokenises."""
+"""Enough that rank 0 is seen while it tokenizes."""
 
 
 def large(path: Path) -> Path:
@@ -38,8 +38,8 @@ def log_lines(run: Path, text: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_killed_rank_0_is_replaced_and_the_data_is_tokenised_once(tmp_path: Path) -> None:
-    """Killed while it tokenises, and again when the data is there; then the user damages it."""
+def test_a_killed_rank_0_is_replaced_and_the_data_is_tokenized_once(tmp_path: Path) -> None:
+    """Killed while it tokenizes, and again when the data is there; then the user damages it."""
     site, trial = Site(tmp_path), "sft/1"
     data = large(tmp_path / "large.jsonl")
     hold = Hold(site)
@@ -49,7 +49,7 @@ def test_a_killed_rank_0_is_replaced_and_the_data_is_tokenised_once(tmp_path: Pa
     file = site.write("config.yaml", config)
     site.slurmrl("submit", str(file), "--scheduler", "local", "--detach")
     paths = site.paths(trial)
-    wait_until("rank 0 to tokenise", lambda: unfinished(paths) or None)
+    wait_until("rank 0 to tokenize", lambda: unfinished(paths) or None)
     kill_one(paths.run, "worker", 0)
     site.wait_for_step(trial, 3)
     (directory,) = paths.data.iterdir()
@@ -62,8 +62,8 @@ def test_a_killed_rank_0_is_replaced_and_the_data_is_tokenised_once(tmp_path: Pa
     hold.allow(NO_LIMIT)
     site.wait_for_end(trial)
     assert list(paths.data.iterdir()) == [directory]
-    assert len(log_lines(paths.run, f"tokenised {ROWS} rows")) == 1
+    assert len(log_lines(paths.run, f"tokenized {ROWS} rows")) == 1
     shutil.rmtree(directory)
     site.slurmrl("resume", trial, "total_steps=10", "--wait")
     assert site.status(trial)["step"] == 10
-    assert len(log_lines(paths.run, f"tokenised {ROWS} rows")) == 2
+    assert len(log_lines(paths.run, f"tokenized {ROWS} rows")) == 2

@@ -123,7 +123,7 @@ def unmakeable() -> None:
 
 class Broken:
     def __init__(self) -> None:
-        raise RuntimeError("no licence")
+        raise RuntimeError("no license")
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], rows: Rows) -> list[int]:
         return []

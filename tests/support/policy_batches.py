@@ -70,7 +70,7 @@ def completion(
     return Completion(
         ids,
         read,
-        behaviour=noisy(0.3),
+        behavior=noisy(0.3),
         recomputed=own,
         reference=noisy(0.5),
         values=[random.gauss(0.0, 1.0) for _ in ids],
@@ -86,7 +86,7 @@ def sample_of(prompts: Sequence[Prompt], algorithm: PolicyGradient) -> SequenceS
     names = {
         "input_ids": "ids",
         "prompt_mask": "read",
-        "logprobs": "behaviour",
+        "logprobs": "behavior",
         **({"ref_logprobs": "reference"} if algorithm.uses_reference else {}),
         **({"values": "values"} if algorithm.uses_critic else {}),
     }

@@ -23,7 +23,7 @@ class Completion:
     ids: list[int]
     read: list[bool]
     """Whether the policy has read a token instead of writing it."""
-    behaviour: list[float]
+    behavior: list[float]
     """Log-probabilities of generation."""
     recomputed: list[float]
     reference: list[float]
@@ -64,7 +64,7 @@ class Reference:
     recomputes: bool
 
     def old(self, completion: Completion) -> list[float]:
-        return completion.recomputed if self.recomputes else completion.behaviour
+        return completion.recomputed if self.recomputes else completion.behavior
 
     def trained(self, completion: Completion) -> bool:
         """Whether its tokens are in the losses."""
@@ -197,7 +197,7 @@ def whitened(estimates: Estimates) -> dict[int, list[float]]:
 
 def corrections(settings: Any, completion: Completion) -> list[float]:
     """The importance weight of each written token, 0 if it is rejected."""
-    own = [completion.recomputed[t] - completion.behaviour[t] for t in completion.written]
+    own = [completion.recomputed[t] - completion.behavior[t] for t in completion.written]
     accepted = [within(settings, value) for value in compared(settings, own)]
     return [w * keep for w, keep in zip(importance_weights(settings, own), accepted, strict=True)]
 

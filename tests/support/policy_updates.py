@@ -122,7 +122,7 @@ class ActorStep:
     def _mismatch(self, completions: Iterable[Completion]) -> Stats:
         """Before any update."""
         pairs = [
-            (logp.item(), each.behaviour[t])
+            (logp.item(), each.behavior[t])
             for each in completions
             for logp, t in zip(self._outputs(each)[0], each.written, strict=True)
         ]

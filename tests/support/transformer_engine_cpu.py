@@ -1,7 +1,7 @@
 """TransformerEngine on processes without a GPU.
 
 Its own Python and megatron's adapters to it run as they are; its CUDA kernels, which are of another
-extension module, are replaced by the same operations of torch. What nothing here uses (quantised
+extension module, are replaced by the same operations of torch. What nothing here uses (quantized
 tensors, fused attention, triton, ONNX) is there by name only. ``install`` comes before the first
 import of megatron-core, in processes that do nothing else.
 """

@@ -61,7 +61,7 @@ def batches() -> Values:
         {"prompt": tokens(1, 5), "completions": group, "rewards": own}
         for group, own in zip(groups, rewards, strict=True)
     ]
-    labelled = [
+    labeled = [
         {"prompt": tokens(1, 5), "answer": [*tokens(1, 5), END], "label": label}
         for label in (True, False, True, True, False)
     ]
@@ -69,8 +69,8 @@ def batches() -> Values:
         "answers": [{"prompt": tokens(1, 6), "answer": [*tokens(1, 6), END]} for _ in range(7)],
         "pairs": pairs,
         "pair": pairs[:1],
-        "labelled": mismatched(labelled, first=-1),
-        "labelled as here": mismatched(labelled, first=1),
+        "labeled": mismatched(labeled, first=-1),
+        "labeled as here": mismatched(labeled, first=1),
         STALE: completions,
         FRESH: completions,
     }
@@ -168,15 +168,15 @@ CASES = (
         {"loss_type": ["robust"], "label_smoothing": 0.2},
         differs="both",
     ),
-    Case("kto", "KTO", "labelled", {"name": "kto", "beta": 0.5}, {"beta": 0.5}),
+    Case("kto", "KTO", "labeled", {"name": "kto", "beta": 0.5}, {"beta": 0.5}),
     Case(
         "kto-weights",
         "KTO",
-        "labelled",
+        "labeled",
         {"name": "kto", "desirable_weight": 0.7, "undesirable_weight": 1.3},
         {"desirable_weight": 0.7, "undesirable_weight": 1.3},
     ),
-    Case("kto-pairing", "KTO", "labelled as here", {"name": "kto"}, differs="both"),
+    Case("kto-pairing", "KTO", "labeled as here", {"name": "kto"}, differs="both"),
     grpo("sequences", {}, {"loss_type": "grpo"}),
     grpo("dapo", TOKENS, {"loss_type": "dapo"}),
     grpo("bnpo", TOKENS, {"loss_type": "bnpo"}),

@@ -74,7 +74,7 @@ def train(
 
 
 def total_loss(stats: dict[str, float]) -> float:
-    """The loss that was minimised."""
+    """The loss that was minimized."""
     return stats["actor/loss"] if "actor/loss" in stats else stats["loss"]
 
 

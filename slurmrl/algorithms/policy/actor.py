@@ -57,7 +57,7 @@ class ActorInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Updates on advantages that are normalised over the whole batch."""
+        """Updates on advantages that are normalized over the whole batch."""
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = only_scored(sample).to(engine.context.device)
@@ -204,8 +204,8 @@ def _training_sample(
     if settings.penalises_in_loss:
         data[REF_LOGPROBS] = sample.tensor(REF_LOGPROBS)
     if settings.compares:
-        behaviour = sample.tensor("logprobs")
-        data["corrections"] = correction_weights(old, behaviour, mask, sequences, settings)
+        behavior = sample.tensor("logprobs")
+        data["corrections"] = correction_weights(old, behavior, mask, sequences, settings)
     lengths = dict.fromkeys(data, sample.lengths["input_ids"])
     training = SequenceSample(sample.ids, lengths, data=data)
     training.update_(sample.only(read_by_models(sample)))

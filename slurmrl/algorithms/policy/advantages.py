@@ -334,8 +334,8 @@ def moments(
     count = counted.clamp(min=1.0)
     mean = total / count
     mean = mean + all_reduce_sum((wide - mean).sum()) / count
-    centred = wide if about_zero else wide - mean
-    squares = all_reduce_sum(centred.square().sum())
+    centered = wide if about_zero else wide - mean
+    squares = all_reduce_sum(centered.square().sum())
     degrees = (count - 1.0).clamp(min=1.0) if unbiased else count
     found = torch.stack([mean, (squares / degrees).sqrt()])
     mean_of_all, deviation = found.tolist()  # the host waits for a GPU only here
@@ -356,13 +356,13 @@ def completion_advantages(
     wide = returns.double()
     if settings.advantage in OF_GROUPS:
         sizes = groups.sizes.double()
-        centred = wide - groups.means(wide)
+        centered = wide - groups.means(wide)
     else:
         sizes = all_reduce_sum(wide.new_tensor(float(len(wide))))
-        centred = wide - moments(wide, all_reduce_sum)[0]
+        centered = wide - moments(wide, all_reduce_sum)[0]
     if settings.advantage in WITHOUT_OWN:
-        centred = centred * sizes / (sizes - 1.0).clamp(min=1.0)
-    return divided(centred, deviations(wide, groups, settings, all_reduce_sum), settings)
+        centered = centered * sizes / (sizes - 1.0).clamp(min=1.0)
+    return divided(centered, deviations(wide, groups, settings, all_reduce_sum), settings)
 
 
 def deviations(
@@ -377,9 +377,9 @@ def deviations(
     about_zero = settings.advantage == "none"
     match settings.advantage_std:
         case "group":
-            centred = wide if about_zero else wide - groups.means(wide)
+            centered = wide if about_zero else wide - groups.means(wide)
             degrees = groups.sizes - (1.0 if unbiased else 0.0)
-            return (groups.sums(centred.square()) / degrees.clamp(min=1.0)).sqrt()
+            return (groups.sums(centered.square()) / degrees.clamp(min=1.0)).sqrt()
         case "batch":
             _, std = moments(wide, all_reduce_sum, unbiased=unbiased, about_zero=about_zero)
             return torch.full_like(wide, std)

@@ -63,7 +63,7 @@ class CriticInterface(Interface):
     ) -> CallResult:
         """Regression of the values before each response token to the returns.
 
-        With ``value_norm``, both are normalised, and the moments include these returns.
+        With ``value_norm``, both are normalized, and the moments include these returns.
         """
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)

@@ -105,10 +105,10 @@ class Value(Section):
 
     value_clip: PositiveFloat | None = 0.2
     """New values are clipped to this distance from the old ones; null does not clip. With
-    `value_norm`, in units of the normalised values."""
+    `value_norm`, in units of the normalized values."""
     value_huber_delta: PositiveFloat | None = None
     """Errors of values beyond this grow linearly instead of quadratically (Huber loss); null keeps
-    the squared error. With `value_norm`, in units of the normalised values."""
+    the squared error. With `value_norm`, in units of the normalized values."""
     value_norm: Literal["none", "exponential", "moving"] = "none"
     """The critic predicts returns less their running mean, divided by their running standard
     deviation. `exponential`: recent steps count more; `moving`: all returns so far count alike. The
@@ -270,7 +270,7 @@ class Advantages(Section):
     gae_lambda: Fraction = 1.0
     """Weight of longer returns in the advantages (lambda). Only with `advantage: gae`."""
     normalize_advantages: bool = True
-    """Normalise the advantages to mean 0 and standard deviation 1 over all response tokens of the
+    """Normalize the advantages to mean 0 and standard deviation 1 over all response tokens of the
     batch. (Population variance; 1e-8 is added to it.)"""
 
     @model_validator(mode="after")

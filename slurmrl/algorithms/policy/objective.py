@@ -259,14 +259,14 @@ def _doubled_error(error: Tensor, huber_delta: float | None) -> Tensor:
 
 def correction_weights(
     proximal: Tensor,
-    behaviour: Tensor,
+    behavior: Tensor,
     mask: Tensor,
     sequences: Sequences,
     settings: Correction,
 ) -> Tensor:
     """Return importance weights from the log-probabilities of training and generation.
 
-    ``proximal`` is from the training engine before the update, ``behaviour`` from generation. The
+    ``proximal`` is from the training engine before the update, ``behavior`` from generation. The
     weights multiply the losses of tokens. Together with the ratio of the objective, they make up
     the decoupled objective (Fu et al. 2025, "AReaL", section 5.2).
 
@@ -280,7 +280,7 @@ def correction_weights(
     et al. 2025), ``mask`` sets them to 0, and ``weight`` has no bounds. Without a correction, all
     weights are 1. The weights of rejected tokens are 0.
     """
-    log_ratio = torch.where(mask, proximal - behaviour, 0.0)
+    log_ratio = torch.where(mask, proximal - behavior, 0.0)
     counts = mask
     if settings.reject_by is not None:
         counts = mask & accepted(log_ratio, mask, sequences, settings)
@@ -328,13 +328,13 @@ def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Co
     return (values >= above) & (values <= (inf if high is None else high))
 
 
-def mismatch_sums(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def mismatch_sums(training: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Return sums over tokens, and the largest ratio, from which `mismatch_metrics` follow.
 
     They compare the log-probabilities of the training engine and of generation for the same
     weights.
     """
-    log_ratio = torch.where(mask, training - behaviour, 0.0).double()
+    log_ratio = torch.where(mask, training - behavior, 0.0).double()
     ratio = log_ratio.exp()
     counted = torch.where(mask, ratio, 0.0)
     return {

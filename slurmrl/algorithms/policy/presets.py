@@ -50,9 +50,9 @@ REINFORCE: Final = {
 }
 
 PRESETS: Final[dict[str, Preset]] = {
-    "ppo": Preset("proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347)"),
+    "ppo": Preset("proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347)"),
     "grpo": Preset(
-        "group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300)",
+        "group relative policy optimization (Shao et al. 2024, arXiv 2402.03300)",
         {
             **GROUP_NORMALIZED,
             "aggregation": "sequences",  # eq. 3: the mean over each output, then over outputs
@@ -109,7 +109,7 @@ PRESETS: Final[dict[str, Preset]] = {
         },
     ),
     "gspo": Preset(
-        "group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071)",
+        "group sequence policy optimization (Zheng et al. 2025, arXiv 2507.18071)",
         {
             **GROUP_NORMALIZED,
             **NO_KL,
@@ -134,7 +134,7 @@ PRESETS: Final[dict[str, Preset]] = {
         GROUP_SIZE,
     ),
     "sapo": Preset(
-        "soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347)",
+        "soft adaptive policy optimization (Gao et al. 2025, arXiv 2511.20347)",
         {
             **GROUP_NORMALIZED,
             **NO_KL,
@@ -156,7 +156,7 @@ PRESETS: Final[dict[str, Preset]] = {
         GROUP_SIZE,
     ),
     "m2po": Preset(
-        "second-moment trust policy optimisation (Zheng et al. 2025, arXiv 2510.01161)",
+        "second-moment trust policy optimization (Zheng et al. 2025, arXiv 2510.01161)",
         {
             **GROUP_NORMALIZED,
             **NO_KL,

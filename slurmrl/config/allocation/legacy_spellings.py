@@ -373,8 +373,8 @@ def _gpus(scanner: Scanner, hosts: list[str], gpus_per_host: int) -> tuple[int, 
     numbers = tuple(map(int, scanner.take(_GPUS).split(",")))
     if len(hosts) > 1:
         scanner.fail("GPUs can only be listed for one host; several hosts use all of theirs", start)
-    neighbours = tuple(range(numbers[0], numbers[0] + len(numbers)))
-    if numbers != neighbours or len(numbers) & (len(numbers) - 1):
+    neighbors = tuple(range(numbers[0], numbers[0] + len(numbers)))
+    if numbers != neighbors or len(numbers) & (len(numbers) - 1):
         scanner.fail("GPUs must be 1, 2, 4, … consecutive numbers", start)
     if numbers[-1] >= gpus_per_host:
         scanner.fail(f"a host has GPUs 0 to {gpus_per_host - 1}", start)

@@ -105,7 +105,7 @@ class JobOptions(Section):
     reservation: Line | None = None
     """Reservation to run in."""
     licenses: Line | None = None
-    """Licences that the job uses."""
+    """Licenses that the job uses."""
     links: Annotated[int, Field(gt=0, le=1000)] | None = None
     """Number of successive jobs for each task."""
     signal_lead_s: PositiveInt | None = None
@@ -169,7 +169,7 @@ class Slurm(JobOptions):
         if self.time is not None and self.signal_lead_s >= time_limit_s(self.time):
             raise ValueError(
                 f"signal_lead_s {self.signal_lead_s} (seconds) must be shorter than time "
-                f"{self.time}: the run would be signalled to stop as soon as it starts"
+                f"{self.time}: the run would be signaled to stop as soon as it starts"
             )
         return self
 
@@ -222,7 +222,7 @@ class Cluster(Section):
     (Ranks that wait for each other still send pulses; `step_timeout_s` limits their wait.)"""
     start_timeout_s: PositiveFloat = 600.0
     """Seconds within which all workers of a new incarnation must have started. While a dataset is
-    tokenised, they start again with each report of rank 0, every 10 s."""
+    tokenized, they start again with each report of rank 0, every 10 s."""
     slurm: Slurm = Slurm()
 
     @property

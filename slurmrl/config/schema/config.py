@@ -231,7 +231,7 @@ class Config(Section):
     actor: Model
     """The model that is trained and exported."""
     critic: Model | None = None
-    """The value model, for algorithms that have one. Default: initialised from the actor."""
+    """The value model, for algorithms that have one. Default: initialized from the actor."""
     ref: Model | None = None
     """The reference model of the KL penalty, for algorithms that have one. Default: the initial
     actor."""

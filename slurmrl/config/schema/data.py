@@ -127,13 +127,13 @@ class Dataset(Section):
     type: TypeName
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
     (conversations) feed SFT, `preference` (pairs of answers) feeds DPO and reward models, `kto`
-    (labelled answers) KTO. `FILE.py:Class` or `package.module:Class` is a type of your own
+    (labeled answers) KTO. `FILE.py:Class` or `package.module:Class` is a type of your own
     (docs/data.md), which needs `like`."""
     like: BuiltIn | None = None
     """For a type of your own: the built-in type that it is derived from."""
     path: OptionalPath = ""
     """The file or folder, or `org/name` or `hf://org/name@revision` for a dataset of the Hugging
-    Face hub, which is fetched when the trial is submitted. It is tokenised once per trial, into the
+    Face hub, which is fetched when the trial is submitted. It is tokenized once per trial, into the
     run directory, when the first job starts. Do not change it during a trial. Required without
     `sources`."""
     subset: Word | None = None

@@ -226,7 +226,7 @@ class Model(Section):
     (docs/checkpoints.md)."""
     architecture: dict[str, Any] | None = None
     """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
-    `hidden_size`, … Its weights are initialised with the run's seed."""
+    `hidden_size`, … Its weights are initialized with the run's seed."""
     implementation: Literal["builtin", "hf"] = "builtin"
     """Model code: `builtin` is the built-in decoder for the supported families; `hf` is any causal
     language model of transformers, on fsdp with data parallelism only, and slower."""

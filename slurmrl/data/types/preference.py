@@ -1,6 +1,6 @@
 """Types of rows with two sequences. Torch-free.
 
-``preference``: a chosen and a rejected answer to a prompt. ``kto``: an answer that is labelled as
+``preference``: a chosen and a rejected answer to a prompt. ``kto``: an answer that is labeled as
 desirable or not. The second sequence of a ``kto`` row is the mismatched one from which KTO
 estimates its KL divergence: the same prompt with the answer of the closest row before it that has
 another prompt, or of the first row after it.

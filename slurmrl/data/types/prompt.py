@@ -141,7 +141,7 @@ class Conversations(RowType):
 class PromptAnswers(RowType):
     """One sequence: prompt, answer, end-of-text token.
 
-    Both are tokenised separately, so that a prompt has the same tokens as in generation, and the
+    Both are tokenized separately, so that a prompt has the same tokens as in generation, and the
     answer as a continuation. With a chat template the answer is the assistant's turn, which ends as
     the template says, or a list of messages with its turns.
     """

@@ -27,9 +27,9 @@ from slurmrl.fsio import atomic
 
 HARMLESS = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 """How JSON writes the characters that mean something to HTML or JavaScript."""
-COLOURS = ("blue", "orange", "green", "magenta", "cyan", "red", "yellow", "gray")
+COLORS = ("blue", "orange", "green", "magenta", "cyan", "red", "yellow", "gray")
 MARKERS = ("braille", "x", "o", "*", "+", "#", "@", "%")
-"""Of trials, where colours do not tell them apart."""
+"""Of trials, where colors do not tell them apart."""
 
 
 def write(path: Path, reports: Sequence[TrialReport]) -> None:
@@ -86,7 +86,7 @@ def _asset(name: str) -> str:
 
 
 def chart(
-    title: str, curves: Mapping[str, Curve], *, width: int, height: int, coloured: bool
+    title: str, curves: Mapping[str, Curve], *, width: int, height: int, colored: bool
 ) -> str:
     """Return the curves, by the name of their trial, in one chart of so many characters."""
     import plotext  # the HTML file does without it
@@ -104,10 +104,10 @@ def chart(
             [x for x, _ in points],
             [y for _, y in points],
             label=name if len(curves) > 1 else None,
-            marker="braille" if coloured else MARKERS[number % len(MARKERS)],
-            color=COLOURS[number % len(COLOURS)] if coloured else None,
+            marker="braille" if colored else MARKERS[number % len(MARKERS)],
+            color=COLORS[number % len(COLORS)] if colored else None,
         )
-    text: str = plotext.build() if coloured else plotext.uncolorize(plotext.build())
+    text: str = plotext.build() if colored else plotext.uncolorize(plotext.build())
     return text.rstrip("\n")
 
 

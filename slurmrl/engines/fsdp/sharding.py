@@ -70,7 +70,7 @@ class Shards:
     """A decoder and this rank's chunks of its parameters, sharded between calls."""
 
     def __init__(self, decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> None:
-        """Allocates the parameters of a ``decoder`` on the meta device, uninitialised."""
+        """Allocates the parameters of a ``decoder`` on the meta device, uninitialized."""
         self.decoder = decoder
         self.plan = plan
         self._stuck = False

@@ -93,7 +93,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 module.register_forward_hook(_forget)
 
     def _mark_parameters(self) -> None:
-        """Set the attributes that megatron sets only when it initialises parameters itself."""
+        """Set the attributes that megatron sets only when it initializes parameters itself."""
         for module in self.modules():
             if isinstance(module, SPLIT):
                 _mark(module.weight, 1 if isinstance(module, RowParallelLinear) else 0)

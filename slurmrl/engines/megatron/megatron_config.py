@@ -107,7 +107,7 @@ def _experts(config: ModelConfig, context: ParallelContext) -> dict[str, Any]:
         "moe_ffn_hidden_size": moe.inner,
         "moe_layer_freq": [int(layer in moe.layers) for layer in range(config.num_layers)],
         "moe_router_topk": moe.per_token,
-        # Probabilities of all experts, or normalised over the chosen ones.
+        # Probabilities of all experts, or normalized over the chosen ones.
         "moe_router_pre_softmax": not moe.normalized,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",

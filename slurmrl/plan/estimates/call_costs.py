@@ -203,8 +203,8 @@ def _decoding_bytes(shape: ModelShape, placed: Placement, model: Model, lengths:
     return whole_weights(shape, allocation, model.dtype) + cache / 2
 
 
-UTILISATION: Final = 0.4
-"""Model FLOPs utilisation that training is assumed to reach."""
+UTILIZATION: Final = 0.4
+"""Model FLOPs utilization that training is assumed to reach."""
 BACKWARD: Final = 2
 """Cost of a backward pass in forward passes."""
 
@@ -262,7 +262,7 @@ def forward_flops(shape: ModelShape, head: Head, length: int) -> int:
 
 
 def compute_seconds(flops: int, gpus: int, gpu: Gpu) -> float:
-    return flops / (gpus * gpu.flops_per_s * UTILISATION)
+    return flops / (gpus * gpu.flops_per_s * UTILIZATION)
 
 
 def decode_seconds(new_tokens: int, bytes_per_token: float, gpu: Gpu) -> float:

@@ -281,7 +281,7 @@ def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layo
             f"{path} has version {values['version']}; this program reads versions 1 to {VERSION}"
         )
     if values["role"] != role:
-        raise CheckpointError(f"{path} is labelled {values['role']}")
+        raise CheckpointError(f"{path} is labeled {values['role']}")
     check(values, {**_LAYOUT_FILE, "frozen": TEXT}, path, _LAYOUT_FILE)
     with documents.expecting(path):
         layout = Layout.from_json(values["layout"])
@@ -361,7 +361,7 @@ class RankFiles:
         values = _header(file, _HEADER)
         if (values["role"], values["rank"]) != (self._role, rank):
             label = f"{values['role']} rank {values['rank']}"
-            raise CheckpointError(f"{file.path} is labelled {label}")
+            raise CheckpointError(f"{file.path} is labeled {label}")
         origin = values["ranks"], values["step"]
         if self.origin not in (None, origin):
             raise CheckpointError(

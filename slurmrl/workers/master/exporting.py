@@ -492,7 +492,7 @@ def _precision(model: Model, dtype: ExportDtype) -> Precision:
 
 
 def _source_dtypes(folder: Path) -> Mapping[str, str]:
-    """The types of the tensors in a model folder's files; quantised ones are left out."""
+    """The types of the tensors in a model folder's files; quantized ones are left out."""
     inputs.check_folder(folder)
     headers, _ = read_headers(folder)
     return {name: spec.dtype for name, spec in headers.items() if spec.dtype in FLOATS}

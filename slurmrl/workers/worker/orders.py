@@ -171,7 +171,7 @@ def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
     user_error = isinstance(error, UsageError)
     text = str(error) if user_error else f"{type(error).__name__}: {error}"
     exception = text[:TEXT_CHARACTERS]
-    failure = concerning(error, recognise(error))
+    failure = concerning(error, recognize(error))
     lacking = place == START and (isinstance(error, EnvironmentFailure) or failure.echo)
     if (lacking or unreadable) and failure.cause != Cause.GPU_FAULT:
         failure = replace(failure, cause=Cause.ENVIRONMENT)
@@ -189,7 +189,7 @@ def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
     )
 
 
-def recognise(error: BaseException) -> Failure:
+def recognize(error: BaseException) -> Failure:
     """Classify an exception: its cause, the GPU that failed, and whether it is an echo.
 
     A GPU that failed explains the others too, also where the exception is a consequence of that

@@ -385,7 +385,7 @@ class Datasets:
     ) -> tuple[SampleRows, ...]:
         """Return the training dataset and those of `Config.evaluations`.
 
-        ``say`` sends `Preparing` to the master now and then while rank 0 tokenises.
+        ``say`` sends `Preparing` to the master now and then while rank 0 tokenizes.
         """
         if rank == 0:
             self._prepare(tokenizer, lambda: say(Preparing(rank=rank)))
@@ -417,7 +417,7 @@ class Datasets:
 
     def _open(self) -> tuple[SampleRows, ...]:
         """Wait for rank 0, however long it takes: the agents end this rank if rank 0 fails."""
-        self._activity.phase("waiting for rank 0 to tokenise the dataset")
+        self._activity.phase("waiting for rank 0 to tokenize the dataset")
         self._store.wait([KEY], timedelta.max)
         names = iter(json.loads(self._store.get(KEY)))
         opened = []

@@ -93,7 +93,7 @@ def test_small_gradients_beside_a_large_one_count(
 def test_steps_below_the_resolution_of_bfloat16_add_up(
     ranks: RankPool, tmp_path: Path, engine: str, options: dict[str, Any]
 ) -> None:
-    """Weights move as with float32 where each step is less than the distance between neighbours."""
+    """Weights move as with float32 where each step is less than the distance between neighbors."""
     optimizer = {"name": "sgd", "lr": 1e-5}
     shares = [list(range(start, len(LENGTHS), 2)) for start in range(2)]
     config = ModelConfig.from_hf(ARCHITECTURE)

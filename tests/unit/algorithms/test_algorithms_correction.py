@@ -24,7 +24,7 @@ from slurmrl.algorithms.sequences import Sequences
 LENGTHS = [4, 3, 1, 2]
 MASK = torch.tensor([0, 1, 1, 1, 1, 1, 0, 1, 0, 0]).bool()
 SEQUENCES = Sequences.of(torch.tensor([0, *LENGTHS]).cumsum(0), torch.device("cpu"))
-BEHAVIOUR = torch.randn(len(MASK), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+BEHAVIOR = torch.randn(len(MASK), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("bound", [{"reject_upper": 2.0}, {"reject_lower": 0.5}])
@@ -75,13 +75,13 @@ def test_corrections_that_cannot_be_are_refused(options: dict[str, Any], message
         Correction(**options)
 
 
-def metrics(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, float]:
-    sums = mismatch_sums(training, behaviour, mask)
+def metrics(training: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, float]:
+    sums = mismatch_sums(training, behavior, mask)
     return mismatch_metrics({name: float(value) for name, value in sums.items()}, float(mask.sum()))
 
 
 def test_engines_that_agree_have_no_mismatch() -> None:
-    assert metrics(BEHAVIOUR, BEHAVIOUR, MASK) == {
+    assert metrics(BEHAVIOR, BEHAVIOR, MASK) == {
         "mismatch/kl": 0.0,
         "mismatch/kl_k1": 0.0,
         "mismatch/ratio_max": 1.0,

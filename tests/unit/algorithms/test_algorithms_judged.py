@@ -43,7 +43,7 @@ ARCHITECTURE = {
 }
 LENGTHS = [[3, 4], [5, 3, 2, 6, 3, 3], [2, 2]]
 """Tokens of the sequences of each item; each prompt has one token, so an answer may have one."""
-LABELLED = [[3, 4], [5, 3], [2, 2], [4, 2]]
+LABELED = [[3, 4], [5, 3], [2, 2], [4, 2]]
 
 
 def judged(lengths: Sequence[Sequence[int]], **extra: Tensor) -> SequenceSample:
@@ -207,7 +207,7 @@ def expected_kto(logp: Tensor, sample: SequenceSample, kl: float, kto: KTO) -> f
 def test_kto_equals_its_formula(options: dict[str, float], kl: float) -> None:
     kto = KTO(batch_size=4, **options)
     labels = torch.tensor([True, False, False, True])
-    sample = nth_sequences(judged(LABELLED, desirable=labels), 0)
+    sample = nth_sequences(judged(LABELED, desirable=labels), 0)
     check(
         lambda logp: kto_loss({"logp": logp}, sample, kl, kto)[0],
         lambda logp: expected_kto(logp, sample, kl, kto),
@@ -217,11 +217,11 @@ def test_kto_equals_its_formula(options: dict[str, float], kl: float) -> None:
 
 def test_a_sample_of_nth_sequences_has_their_values() -> None:
     labels = torch.tensor([True, False, False, True])
-    sample = judged(LABELLED, desirable=labels)
+    sample = judged(LABELED, desirable=labels)
     second = nth_sequences(sample, 1)
     assert second.keys == ("input_ids", "prompt_mask", "ref_logps")
-    assert second.lengths["input_ids"] == [[item[1]] for item in LABELLED]
-    pieces = sample.tensor("input_ids").split([length for item in LABELLED for length in item])
+    assert second.lengths["input_ids"] == [[item[1]] for item in LABELED]
+    pieces = sample.tensor("input_ids").split([length for item in LABELED for length in item])
     assert second.tensor("input_ids").tolist() == torch.cat(pieces[1::2]).tolist()
     assert second.tensor("ref_logps").tolist() == sample.tensor("ref_logps")[1::2].tolist()
     assert nth_sequences(sample.take([]), 0).tensor("input_ids").shape == (0,)
@@ -306,7 +306,7 @@ def means(result: CallResult) -> dict[str, float]:
 
 CASES: tuple[tuple[Any, Any, list[list[int]], Any], ...] = (
     (DPO(batch_size=3), DPOInterface, LENGTHS, "lm"),
-    (KTO(batch_size=4), KTOInterface, LABELLED, "lm"),
+    (KTO(batch_size=4), KTOInterface, LABELED, "lm"),
     (RewardModel(batch_size=3), RewardModelInterface, LENGTHS, "value"),
 )
 
@@ -397,9 +397,9 @@ def test_the_accuracy_of_kto_is_the_share_of_answers_on_their_side() -> None:
 
 def test_the_divergence_of_kto_is_that_of_the_mismatched_answers() -> None:
     """It is the mean over the batch, not below zero, and it shifts the loss of each answer."""
-    sample, model = batch_of(LABELLED), engine()
+    sample, model = batch_of(LABELED), engine()
     logp = model.forward(sample.only(["input_ids"]))["logp"]
-    sums = [[sum(tokens) for tokens in item] for item in answers(logp, LABELLED)]
+    sums = [[sum(tokens) for tokens in item] for item in answers(logp, LABELED)]
     refs = sample.tensor("ref_logps").tolist()
     ratios = [own[1] - ref for own, ref in zip(sums, refs[1::2], strict=True)]
     mean = sum(ratios) / len(ratios)
@@ -411,7 +411,7 @@ def test_the_divergence_of_kto_is_that_of_the_mismatched_answers() -> None:
 
 
 def test_kto_reports_a_batch_with_labels_of_one_kind() -> None:
-    sample = batch_of(LABELLED)
+    sample = batch_of(LABELED)
     sample.data["desirable"] = torch.ones(4, dtype=torch.bool)
     found = means(KTOInterface().train_step(engine(), sample, context(KTO(batch_size=4))))
     assert "rewards/chosen" in found

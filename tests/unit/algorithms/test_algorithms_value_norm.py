@@ -1,4 +1,4 @@
-"""Normalised returns: their running moments, as a part of the committed state, and what the critic
+"""Normalized returns: their running moments, as a part of the committed state, and what the critic
 does with them.
 """
 
@@ -98,10 +98,10 @@ def take_rewards(world: Any, step: int, scalars: dict[str, float]) -> Any:
 OPTIONS = {"reward_clip": None, "n_minibatches": 1, "value_clip": 0.2, "value_norm": "moving"}
 
 
-def test_the_critic_predicts_normalised_returns(make_world: MakeWorld) -> None:
+def test_the_critic_predicts_normalized_returns(make_world: MakeWorld) -> None:
     """Its outputs are scaled back for the advantages.
 
-    Its loss compares the outputs with returns normalised by moments that include them, and old
+    Its loss compares the outputs with returns normalized by moments that include them, and old
     outputs with new ones in the same units.
     """
     world = make_world(**{**OPTIONS, "value_norm": "none"})

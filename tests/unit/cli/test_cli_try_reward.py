@@ -54,7 +54,7 @@ class Unready:
 
 class Unlicensed:
     def __init__(self):
-        raise SystemExit("no licence")
+        raise SystemExit("no license")
 
 
 def hangs(prompts, completions, rows):
@@ -172,7 +172,7 @@ def test_completion_of_file_has_no_answer_if_truncated(
         ("mine:raises", 1, "reward 'mine:raises' failed, see above"),
         ("mine:exits", 2, "the reward ends the process: SystemExit: 0 (mine.py:29)"),
         ("mine:Unready", 2, "'mine:Unready': FileNotFoundError: [Errno 2] No such file"),
-        ("mine:Unlicensed", 2, "'mine:Unlicensed': SystemExit: no licence (mine.py:39)"),
+        ("mine:Unlicensed", 2, "'mine:Unlicensed': SystemExit: no license (mine.py:39)"),
         ("mine:hangs", 1, "took longer than 1 s; raise the limit with --timeout"),
     ],
 )

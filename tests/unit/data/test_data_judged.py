@@ -138,7 +138,7 @@ def test_keys_that_no_line_has_are_problems_of_the_settings(tmp_path: Path) -> N
     assert missing == ["2 rejected missing; the line has id, prompt, chosen"]
 
 
-LABELLED = [
+LABELED = [
     {"id": "a", "prompt": "1+2=", "answer": "3", "label": True},
     {"id": "b", "prompt": "1+2=", "answer": "44", "label": False},
     {"id": "c", "prompt": "2+2=", "answer": "44444444", "label": False},
@@ -148,11 +148,11 @@ LABELLED = [
 
 
 def test_mismatched_answers_belong_to_other_prompts(tmp_path: Path) -> None:
-    """The second sequence of a labelled row has the answer of the closest row before it with
+    """The second sequence of a labeled row has the answer of the closest row before it with
     another prompt (at the start of the file, of the first one after it), cut at the limit; rows
     that are left out lend no answer.
     """
-    made = make("kto", tmp_path, *LABELLED)
+    made = make("kto", tmp_path, *LABELED)
     mismatched = [item[1] for item in texts(made, *range(5))]
     assert mismatched == [
         ("1+2=", "44444444<eos>"),
@@ -162,22 +162,22 @@ def test_mismatched_answers_belong_to_other_prompts(tmp_path: Path) -> None:
         ("1+2=", "4<eos>"),
     ]
     own = [item[0] for item in texts(made, *range(5))]
-    assert own == [(row["prompt"], f"{row['answer']}<eos>") for row in LABELLED]
+    assert own == [(row["prompt"], f"{row['answer']}<eos>") for row in LABELED]
     sample = made.sample([(0, 4), (0, 2)])
     assert sample.tensor("desirable").tolist() == [True, False]
     assert sample.lengths["desirable"] == [[1], [1]]
-    limited = make("kto", tmp_path, *LABELLED, max_tokens=7)
+    limited = make("kto", tmp_path, *LABELED, max_tokens=7)
     assert limited.size == 4
     assert texts(limited, 0)[0][1] == ("1+2=", "4<eos>")
-    long = {**LABELLED[0], "prompt": "01+2="}
-    assert texts(make("kto", tmp_path, long, LABELLED[1], max_tokens=7), 0)[0][1] == ("01+2=", "44")
+    long = {**LABELED[0], "prompt": "01+2="}
+    assert texts(make("kto", tmp_path, long, LABELED[1], max_tokens=7), 0)[0][1] == ("01+2=", "44")
 
 
 def test_labels_are_true_or_false(tmp_path: Path) -> None:
-    rows = [LABELLED[0], {**LABELLED[1], "label": 1}, {"id": "z", "prompt": "1=", "answer": "1"}]
+    rows = [LABELED[0], {**LABELED[1], "label": 1}, {"id": "z", "prompt": "1=", "answer": "1"}]
     assert problems("kto", tmp_path, *rows) == [
         "2 label must be true or false, but is 1",
         "3 label missing; the line has id, prompt, answer",
     ]
-    alone = problems("kto", tmp_path, *LABELLED[:2])
+    alone = problems("kto", tmp_path, *LABELED[:2])
     assert "at least two different prompts" in alone[0]

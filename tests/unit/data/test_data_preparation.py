@@ -1,4 +1,4 @@
-"""Tokenised rows in the run directory: made once, found again, and never read if damaged."""
+"""Tokenized rows in the run directory: made once, found again, and never read if damaged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Site:
         self.file = folder / "rows.jsonl"
         self.write(ROWS)
         self.texts = 0
-        """Number of texts that were tokenised."""
+        """Number of texts that were tokenized."""
         self.progress: list[str] = []
 
     def write(self, rows: list[dict[str, Any]]) -> None:
@@ -77,12 +77,12 @@ def read(directory: Path, *indices: int) -> list[tuple[str, str, dict[str, Any]]
     return [(row.name, bytes(row.tokens.tolist()).decode(), row.row) for row in found]
 
 
-def test_a_new_incarnation_tokenises_nothing_and_reads_the_same_files(site: Site) -> None:
+def test_a_new_incarnation_tokenizes_nothing_and_reads_the_same_files(site: Site) -> None:
     first = site.prepare(1)
-    tokenised, content = site.texts, (first / prepared.ROWS).read_bytes()
-    assert tokenised == len(ROWS)
+    tokenized, content = site.texts, (first / prepared.ROWS).read_bytes()
+    assert tokenized == len(ROWS)
     assert site.prepare(2) == site.prepare(7) == first
-    assert site.texts == tokenised
+    assert site.texts == tokenized
     assert (first / prepared.ROWS).read_bytes() == content
     assert read(first, 39, 0) == [("r39", "39+39=", ROWS[39]), ("r0", "0+0=", ROWS[0])]
 
@@ -113,14 +113,14 @@ def test_what_determines_the_tokens_leads_to_other_files(site: Site, change: str
     assert site.names() == [second.name], "the old files are removed"
 
 
-def test_a_file_that_was_only_touched_or_shuffled_otherwise_is_not_tokenised_again(
+def test_a_file_that_was_only_touched_or_shuffled_otherwise_is_not_tokenized_again(
     site: Site,
 ) -> None:
     first = site.prepare(1)
-    tokenised = site.texts
+    tokenized = site.texts
     os.utime(site.file)
     assert site.prepare(2, shuffle=False) == first
-    assert site.texts == tokenised
+    assert site.texts == tokenized
     assert any(text.startswith("comparing rows.jsonl") for text in site.progress)
 
 
@@ -238,7 +238,7 @@ def test_large_vocabularies_have_larger_tokens(site: Site, monkeypatch: pytest.M
 
 
 def test_memory_does_not_grow_with_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are tokenised in chunks, with a report after each."""
+    """Rows are tokenized in chunks, with a report after each."""
     monkeypatch.setattr("slurmrl.data.preparation.CHUNK_ROWS", 8)
     site.prepare()
     shares = [text.partition(", ")[2] for text in site.progress]
@@ -256,7 +256,7 @@ def test_all_problems_of_a_file_are_reported_and_nothing_is_left(site: Site) -> 
         f"{site.file}:34",
     ]
     assert site.names() == []
-    assert site.progress[-1] == "tokenising rows.jsonl, 100% (40 rows)", "the start may take longer"
+    assert site.progress[-1] == "tokenizing rows.jsonl, 100% (40 rows)", "the start may take longer"
     site.write([*ROWS, {**ROWS[0], "prompt": 5}])
     with pytest.raises(ConfigError, match="'r0' is already the id of line 1"):
         site.prepare()

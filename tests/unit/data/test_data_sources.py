@@ -54,7 +54,7 @@ def write(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]]) -> Path:
 def test_every_format_gives_the_same_rows_and_follows_its_content(
     tmp_path: Path, kind: str
 ) -> None:
-    """The fingerprint of what was read is that of the files, so nothing is tokenised twice."""
+    """The fingerprint of what was read is that of the files, so nothing is tokenized twice."""
     path = write(tmp_path, kind, ROWS)
     reader = RecordReader(path, "id")
     assert [record.row for record in reader] == ROWS

@@ -49,13 +49,13 @@ def test_text_shows_every_block_once_and_in_order() -> None:
     )
 
 
-def test_a_series_has_one_colour_in_the_whole_picture() -> None:
+def test_a_series_has_one_color_in_the_whole_picture() -> None:
     shown = Document("e/1", [Legend({"actor": "trained", "ref": "not trained"}), grid(2)])
     tinted = [
         one.get("fill") for one in ElementTree.fromstring(svg.render(shown)).iter(f"{SVG}rect")
         if one.get("fill-opacity")
     ]  # fmt: skip
-    actor, ref = svg.COLOURS[:2]
+    actor, ref = svg.COLORS[:2]
     assert tinted == [actor, ref, *2 * [actor, ref, ref]]
 
 

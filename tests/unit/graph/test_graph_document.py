@@ -31,7 +31,7 @@ def test_each_call_lies_one_level_behind_the_last_call_that_it_needs() -> None:
         {"from": "judge", "to": "train", "keys": ["rewards"]},
     ]
     legend, flow = document("graph", graph).blocks
-    assert legend == Legend(MODELS), "the order of the plan decides about colours"
+    assert legend == Legend(MODELS), "the order of the plan decides about colors"
     assert isinstance(flow, Flow)
     levels = {node.name: node.level for node in flow.nodes}
     assert levels == {"dataset": 0, "gen": 1, "judge": 2, "train": 3}

@@ -71,11 +71,11 @@ def test_names_and_shapes_that_the_config_implies_are_missed(
     assert message in " ".join(mismatches(headers, config(**changes), "lm"))
 
 
-def test_quantised_weights_and_unused_tensors_are_named(tmp_path: Path) -> None:
+def test_quantized_weights_and_unused_tensors_are_named(tmp_path: Path) -> None:
     save(tmp_path, config(), **{KEY: np.zeros((8, 8), np.int8)})
     headers, _ = read_headers(tmp_path)
     assert (
-        f"{KEY} (I8): quantised weights are not supported, only F64"
+        f"{KEY} (I8): quantized weights are not supported, only F64"
         in mismatches(headers, config(), "lm")[0]
     )
     assert unused(headers, config(num_hidden_layers=1), "lm")[0].startswith("model.layers.1.")

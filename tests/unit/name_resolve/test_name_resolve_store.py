@@ -17,7 +17,7 @@ from slurmrl.errors import (
     NameNotFoundError,
 )
 from slurmrl.name_resolve import store as module
-from slurmrl.name_resolve.store import NameStore, decode, encode, normalise
+from slurmrl.name_resolve.store import NameStore, decode, encode, normalize
 
 
 @pytest.fixture
@@ -117,10 +117,10 @@ def test_limits_have_clear_errors(store: NameStore) -> None:
 @given(st.text())
 def test_encoding_is_one_to_one(name: str) -> None:
     try:
-        key = normalise(name)
+        key = normalize(name)
     except InvalidNameError:
         return
-    assert decode(encode(key)) == key == normalise(key)
+    assert decode(encode(key)) == key == normalize(key)
     assert "/" not in encode(key)
     assert not encode(key).startswith(".")
 

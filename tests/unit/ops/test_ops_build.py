@@ -391,7 +391,7 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
 
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
 def test_the_loops_under_sanitizers(made: Recipe) -> None:
-    """The CPU kernels pass the address and undefined-behaviour sanitizers, in a program without
+    """The CPU kernels pass the address and undefined-behavior sanitizers, in a program without
     torch.
     """
     sources = ["tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp", "cpu/products.cpp"]

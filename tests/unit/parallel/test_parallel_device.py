@@ -48,7 +48,7 @@ def test_a_gpu_that_torch_cannot_use_is_the_hosts_failure_with_torchs_reason(
     """Another host may have a newer driver.
 
     The failure names host and GPU; the text does not, so that the same lack on another host is
-    recognised.
+    recognized.
     """
     cuda.setattr(torch.cuda, "init", lambda: refuse(reason))
     cuda.setattr(torch.cuda, "is_available", lambda: False)

@@ -188,7 +188,7 @@ def test_every_rank_of_a_table_is_where_the_topology_says(plan_ppo: Load) -> Non
     assert [(row.host, row.gpu) for row in table] == [(rank // 8, rank % 8) for rank in range(16)]
 
 
-def test_copies_of_a_server_lie_on_neighbours() -> None:
+def test_copies_of_a_server_lie_on_neighbors() -> None:
     assert place("vllm:d2t2p2", "").ranks == (0, 1, 4, 5, 2, 3, 6, 7)
     assert place("vllm:d2t1p2", "4-7").ranks == (4, 6, 5, 7)
     assert place("fsdp:d2", "6-7").ranks == (6, 7)

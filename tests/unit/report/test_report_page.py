@@ -247,7 +247,7 @@ async def _look(file: Path, scheme: str, shots: Path) -> None:
         await page.until("document.querySelectorAll('#curves canvas').length >= 3")
         assert await page.evaluate("document.documentElement.dataset.theme") == scheme
         assert await page.evaluate("document.title") == "slurmrl: add/1, add/2"
-        # a canvas on which something is drawn is not of one colour
+        # a canvas on which something is drawn is not of one color
         assert await page.evaluate(
             "[...document.querySelectorAll('#curves canvas')].slice(0, 3).every((one) => new Set("
             "one.getContext('2d').getImageData(0, 0, one.width, one.height).data).size > 8)"

@@ -52,7 +52,7 @@ def test_a_wrong_metric_is_refused_with_the_near_one(
 
 def test_a_chart_has_the_size_that_it_is_given() -> None:
     curve = Curve(x=range(300), y=[float(x) for x in range(300)])
-    text = chart("a\x1b[31mb", {"t": curve}, width=200, height=9, coloured=False)
+    text = chart("a\x1b[31mb", {"t": curve}, width=200, height=9, colored=False)
     lines = text.splitlines()
     assert (len(lines), max(map(len, lines))) == (9, 200)
     assert "\x1b" not in text
@@ -110,7 +110,7 @@ def test_compare_takes_last_step_of_both_trials(
 )
 def test_step_ticks_are_whole_numbers(low: int, high: int, ticks: list[int]) -> None:
     curve = Curve(x=[low, high], y=[0.0, 1.0])
-    text = chart("loss", {"t": curve}, width=80, height=9, coloured=False)
+    text = chart("loss", {"t": curve}, width=80, height=9, colored=False)
     assert [int(word) for word in text.splitlines()[-1].split()] == ticks
 
 

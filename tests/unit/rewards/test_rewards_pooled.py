@@ -156,7 +156,7 @@ def test_options_arrive_as_they_are_written(make: Make) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        (f"{MODULE}:Broken", UsageError, "RuntimeError: no licence"),
+        (f"{MODULE}:Broken", UsageError, "RuntimeError: no license"),
         (f"{MODULE}:scoer", UsageError, "did you mean 'score'"),
         (f"{MODULE}:unmakeable", UsageError, r"is called with \(prompts, completions, rows\)"),
         ("no_module_here:f", UnreadableInputError, "there is no module 'no_module_here'"),

@@ -473,12 +473,12 @@ def test_room_is_needed_for_checkpoints_weight_versions_and_prepared_data(
     monkeypatch.setattr(trial_checks.os, "statvfs", lambda folder: free)
     (found,) = trial_checks.disk_space(settings)
     assert f", {versions / 2**20:.1f} MiB of whole weight versions, " in found.message
-    assert f", {data / 2**20:.1f} MiB of tokenised data; choose" in found.message
+    assert f", {data / 2**20:.1f} MiB of tokenized data; choose" in found.message
     config = settings.config
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     (paths.data / "made").mkdir(parents=True)
     (found,) = trial_checks.disk_space(settings)
-    assert "tokenised" not in found.message
+    assert "tokenized" not in found.message
 
 
 def test_submit_refuses_before_anything_is_written_unless_checks_are_off(

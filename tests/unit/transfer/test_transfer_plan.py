@@ -118,10 +118,10 @@ def check_hosts(plan: MovePlan, source: PlacedLayout, hosts: dict[int, int]) -> 
         for sender, receiver in pairwise(segment.chain):
             if hosts[sender] == hosts[receiver]:
                 continue
-            neighbours = [rank for rank in source.ranks if hosts[rank] == hosts[receiver]]
+            neighbors = [rank for rank in source.ranks if hosts[rank] == hosts[receiver]]
             for item in segment.cargo:
                 new = elements(item.box, shapes[item.name])
-                assert not any(new <= held[rank, item.name] for rank in neighbours)
+                assert not any(new <= held[rank, item.name] for rank in neighbors)
 
 
 def whole(ranks: tuple[int, ...], shape: tuple[int, ...], dtype: str = "float32") -> PlacedLayout:

@@ -90,7 +90,7 @@ def test_a_rank_waits_for_rank_0_for_as_long_as_it_takes(site: Site) -> None:
     thread = threading.Thread(target=lambda: opened.append(provide(3)), daemon=True)
     thread.start()
     assert waits.wait(60), "rank 3 did not wait within 60 s"
-    assert site.activity.current()[0].phase == "waiting for rank 0 to tokenise the dataset"
+    assert site.activity.current()[0].phase == "waiting for rank 0 to tokenize the dataset"
     provide(0)
     thread.join(60)
     assert opened, "rank 3 did not see within 60 s that rank 0 was done"
@@ -105,7 +105,7 @@ def test_long_preparations_are_reported(site: Site, monkeypatch: pytest.MonkeyPa
     assert site.said == [Preparing(rank=0)] * 7
     site.said.clear()
     site.start(2)(0)
-    assert site.said == [], "nothing is tokenised again"
+    assert site.said == [], "nothing is tokenized again"
 
 
 def test_rows_that_cannot_be_used_end_rank_0_with_the_line(site: Site) -> None:

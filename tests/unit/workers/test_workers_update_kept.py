@@ -20,7 +20,7 @@ from slurmrl.tensors.checkpoint.export import survival
 from slurmrl.workers.distributed import RunStore
 from slurmrl.workers.worker.executor import MOST, UpdateKept
 from slurmrl.workers.worker.setup import wait_until_up
-from tests.unit.algorithms.test_algorithms_behaviour import (
+from tests.unit.algorithms.test_algorithms_behavior import (
     BFLOAT16_SERVER,
     OTHERS,
     SERVER,

@@ -131,10 +131,10 @@ def test_deadline_of_the_start(site: Site) -> None:
         site.channel.wait_ready(0.0)
 
 
-def test_a_rank_that_tokenises_puts_the_deadline_of_the_start_off(
+def test_a_rank_that_tokenizes_puts_the_deadline_of_the_start_off(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that takes longer than start_timeout_s can be tokenised; silence still ends the
+    """A file that takes longer than start_timeout_s can be tokenized; silence still ends the
     start.
     """
     now_s = 0.0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from slurmrl.errors import UnusableGpuError
 from slurmrl.run.reports import Failure, RankId
 from slurmrl.tensors.parallel import device
-from slurmrl.workers.worker.orders import _failure_of, _Place, recognise
+from slurmrl.workers.worker.orders import _failure_of, _Place, recognize
 
 GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
@@ -32,14 +32,14 @@ GLOO = (
     ],
 )
 def test_echoes(error: Exception) -> None:
-    assert recognise(error) == Failure(cause="exception", echo=True)
+    assert recognize(error) == Failure(cause="exception", echo=True)
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")]
 )
 def test_out_of_memory(error: Exception) -> None:
-    assert recognise(error) == Failure(cause="oom")
+    assert recognize(error) == Failure(cause="oom")
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_out_of_memory(error: Exception) -> None:
     [ValueError("Connection closed by peer"), RuntimeError("shapes differ"), SystemExit(0)],
 )
 def test_others_stand_for_themselves(error: BaseException) -> None:
-    assert recognise(error) == Failure(cause="exception")
+    assert recognize(error) == Failure(cause="exception")
 
 
 def accelerator_error(text: str, code: int | None = None) -> RuntimeError:
@@ -84,14 +84,14 @@ UNHANDLED = (
 )
 def test_a_gpu_that_fails_is_not_the_codes_fault(error: Exception, certain: bool) -> None:
     """Nor is it taken for the consequence of another rank's end."""
-    assert recognise(error) == Failure(
+    assert recognize(error) == Failure(
         cause="gpu_fault", gpu=device.describe_gpu(), certain=certain
     )
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_fault_that_another_host_may_not_have() -> None:
     """Not certainly: the same old driver on two hosts counts against the trial."""
-    found = recognise(UnusableGpuError("The NVIDIA driver on your system is too old"))
+    found = recognize(UnusableGpuError("The NVIDIA driver on your system is too old"))
     assert (found.cause, found.certain) == ("gpu_fault", False)
 
 
@@ -109,17 +109,17 @@ def test_a_gpu_that_torch_cannot_use_is_a_fault_that_another_host_may_not_have()
     ],
 )
 def test_bugs_and_lack_of_memory_are_not_blamed_on_the_gpu(error: Exception, cause: str) -> None:
-    assert recognise(error) == Failure(cause=cause)
+    assert recognize(error) == Failure(cause=cause)
 
 
 def test_a_library_that_hides_the_fault_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS and cuDNN name a status of their own; CUDA itself is asked then."""
     hidden = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
     monkeypatch.setattr(device, "pending_error", lambda: None)
-    assert recognise(hidden) == Failure(cause="exception")
+    assert recognize(hidden) == Failure(cause="exception")
     pending = accelerator_error("uncorrectable ECC error encountered", 214)
     monkeypatch.setattr(device, "pending_error", lambda: pending)
-    assert recognise(hidden).cause == "gpu_fault"
+    assert recognize(hidden).cause == "gpu_fault"
 
 
 def test_the_gpu_is_asked_without_waiting_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_the_gpu_is_asked_without_waiting_for_its_kernels(monkeypatch: pytest.Mo
 def test_what_an_exception_was_raised_from_counts() -> None:
     error = LookupError("no batch")
     error.__cause__ = RuntimeError(GLOO)
-    assert recognise(error) == Failure(cause="exception", echo=True)
+    assert recognize(error) == Failure(cause="exception", echo=True)
 
 
 def test_a_rank_of_another_world_names_it() -> None:

@@ -1,13 +1,13 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const COLOURS = ["#3b7dd8", "#e07b24", "#2f9e5b", "#c9416a", "#8658c9", "#1a9ba8", "#a58a16", "#7a6a5d"];
+  const COLORS = ["#3b7dd8", "#e07b24", "#2f9e5b", "#c9416a", "#8658c9", "#1a9ba8", "#a58a16", "#7a6a5d"];
   const CAUSES = { finished: "#2f9e5b", running: "#3b7dd8", time_limit: "#8a94a3", preemption: "#8a94a3",
     interrupt: "#8a94a3", cancelled: "#a58a16" };
   const FAILED = "#c9416a";
   const FIRST = ["reward", "eval/reward", "accuracy", "eval/accuracy", "loss", "eval/loss", "kl", "entropy", "response_length"];
   const PAGE = 20;
-  const trials = data.trials.map((trial, i) => ({ ...trial, colour: COLOURS[i % COLOURS.length] }));
+  const trials = data.trials.map((trial, i) => ({ ...trial, color: COLORS[i % COLORS.length] }));
   const several = trials.length > 1;
 
   // -- elements: text is only ever set as text ------------------------------------------------
@@ -33,7 +33,7 @@
 
   const text = (value) => el("td", { className: "text", textContent: value ?? "" });
   const key = (value) => el("td", { className: "key", textContent: value });
-  const swatch = (colour) => el("span", { className: "swatch", style: { background: colour } });
+  const swatch = (color) => el("span", { className: "swatch", style: { background: color } });
   const clock = (seconds) => new Date(seconds * 1000).toLocaleString();
 
   function number(value) {
@@ -68,7 +68,7 @@
     main.append(el("section", { id }, el("h2", { textContent: title }), ...children));
   }
 
-  const heading = (trial) => several ? el("h3", {}, swatch(trial.colour), trial.name) : null;
+  const heading = (trial) => several ? el("h3", {}, swatch(trial.color), trial.name) : null;
 
   // -- head -----------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@
     el("div", { className: "cards" }, ...trials.map((trial) => {
       const status = trial.status;
       return el("div", { className: "card" },
-        el("div", {}, swatch(trial.colour), el("span", { className: "name", textContent: trial.name }),
+        el("div", {}, swatch(trial.color), el("span", { className: "name", textContent: trial.name }),
           el("span", { className: `state ${status.state}`, textContent: status.state })),
         el("div", { textContent: `step ${status.step} of ${status.total_steps ?? "?"}` }),
         el("div", { className: "dim", textContent: status.diagnosis }));
@@ -151,10 +151,10 @@
       const low = trial.curves[`${name}/low`], high = trial.curves[`${name}/high`];
       if (low && high) {
         const edge = { stroke: "transparent", width: 0 };
-        bands.push({ series: [add(high, edge), add(low, edge)], fill: `${trial.colour}2e` });
+        bands.push({ series: [add(high, edge), add(low, edge)], fill: `${trial.color}2e` });
       }
-      if (view.smooth) add(curve, { stroke: `${trial.colour}50`, width: 1 });
-      const place = add(curve, { stroke: trial.colour, width: 1.8, points, smooth: view.smooth > 0, spanGaps: false });
+      if (view.smooth) add(curve, { stroke: `${trial.color}50`, width: 1 });
+      const place = add(curve, { stroke: trial.color, width: 1.8, points, smooth: view.smooth > 0, spanGaps: false });
       told.push({ trial, place });
     }
     return { tables, series, bands, told };
@@ -175,7 +175,7 @@
         let i = at ?? column.length - 1;
         while (i > 0 && (column[i] === undefined || (at === null && column[i] === null))) i -= 1;
         const step = several && at === null ? "" : `step ${u.data[0][i]}: `;
-        return el("span", {}, swatch(trial.colour), `${step}${number(column[i])}`);
+        return el("span", {}, swatch(trial.color), `${step}${number(column[i])}`);
       }));
     };
     const marks = (u) => {
@@ -273,7 +273,7 @@
       el("div", { className: "label", textContent: label, title: label }),
       el("div", { className: "track" },
         ...bars.map((bar) => el("div", { className: "bar", title: bar.title, textContent: bar.text,
-          style: { left: at(bar.from), width: `${100 * (bar.to - bar.from) / whole}%`, background: bar.colour } })),
+          style: { left: at(bar.from), width: `${100 * (bar.to - bar.from) / whole}%`, background: bar.color } })),
         ...marks.map((mark) => el("div", { className: "mark", title: mark.title, style: { left: at(mark.at) } }))))),
       el("div", { className: "axis" }, ...[0, 0.25, 0.5, 0.75, 1].map((part) => el("span", { textContent: show(part * whole) }))));
   }
@@ -300,7 +300,7 @@
     const last = told[told.length - 1], begin = told[0].began;
     const end = Math.max(...told.map((one) => one.began + one.seconds));
     const bars = told.map((one) => ({ from: one.began, to: one.began + one.seconds, text: `#${one.number}`,
-      colour: CAUSES[one.cause] ?? FAILED, title: `incarnation ${one.number}: ${one.how}` }));
+      color: CAUSES[one.cause] ?? FAILED, title: `incarnation ${one.number}: ${one.how}` }));
     const marks = trial.commits.filter((one) => one.time >= begin && one.time <= end)
       .map((one) => ({ at: one.time, title: `commit of step ${one.step}` }));
     const rows = told.map((one, i) => {
@@ -328,9 +328,9 @@
       const ranks = (call) => call.ranks.length ? ` on ${call.ranks.length > 8 ? `${call.ranks.length} ranks` : `rank ${call.ranks.join(", ")}`}` : "";
       found.push(
         el("p", { className: "dim", textContent: "Mean seconds of each call in the newest 50 steps, beside the whole step; calls of different ranks may run at the same time." }),
-        lanes([...(trial.step_s === null ? [] : [{ label: "the step", bars: [{ from: 0, to: trial.step_s, text: span(trial.step_s), colour: "#7a8594", title: "the whole step" }] }]),
+        lanes([...(trial.step_s === null ? [] : [{ label: "the step", bars: [{ from: 0, to: trial.step_s, text: span(trial.step_s), color: "#7a8594", title: "the whole step" }] }]),
           ...trial.calls.map((call, i) => ({ label: call.name, bars: [{ from: 0, to: call.seconds, text: `${span(call.seconds)}${ranks(call)}`,
-            colour: COLOURS[i % COLOURS.length], title: `${call.name}${ranks(call)}: ${span(call.seconds)}` }] }))], 0, longest));
+            color: COLORS[i % COLORS.length], title: `${call.name}${ranks(call)}: ${span(call.seconds)}` }] }))], 0, longest));
       found.push(...throughputOf(trial));
     } else found.push(el("p", { className: "dim", textContent: "No times of calls yet." }));
     found.push(...timelineOf(trial), ...memoryOf(trial));
@@ -339,7 +339,7 @@
       const ends = trial.tasks.map((task) => task.ended ?? data.written), end = Math.max(...ends);
       const rows = new Map();
       trial.tasks.forEach((task, i) => rows.set(task.task, [...(rows.get(task.task) ?? []), { from: task.began, to: ends[i],
-        text: `${task.attempt}${task.host ? ` on ${task.host}` : ""}`, colour: task.ended === null ? CAUSES.running : "#8a94a3",
+        text: `${task.attempt}${task.host ? ` on ${task.host}` : ""}`, color: task.ended === null ? CAUSES.running : "#8a94a3",
         title: `attempt ${task.attempt}${task.how ? `: ${task.how}` : ""}` }]));
       found.push(el("h3", { textContent: "Rollout tasks" }), lanes([...rows].map(([label, bars]) => ({ label, bars })), begin, end));
     }
@@ -359,7 +359,7 @@
     if (!trial.timeline.length) return [];
     const box = el("div");
     const calls = [...new Set(trial.timeline.flatMap((step) => step.calls.map((call) => call.name)))];
-    const colour = (name) => COLOURS[calls.indexOf(name) % COLOURS.length];
+    const color = (name) => COLORS[calls.indexOf(name) % COLORS.length];
     const pick = el("select", { className: "steps" }, el("option", { value: "", textContent: `the newest ${trial.timeline.length} steps` }),
       ...trial.timeline.map((step) => el("option", { value: step.step, textContent: `step ${step.step}` })));
     pick.value = trial.timeline[trial.timeline.length - 1].step;
@@ -367,7 +367,7 @@
       const rows = new Map();
       for (const step of trial.timeline.filter((one) => pick.value === "" || String(one.step) === pick.value))
         for (const call of step.calls) for (const [rank, from, seconds] of call.ranks)
-          rows.set(rank, [...(rows.get(rank) ?? []), { from, to: from + seconds, text: call.name, colour: colour(call.name),
+          rows.set(rank, [...(rows.get(rank) ?? []), { from, to: from + seconds, text: call.name, color: color(call.name),
             title: `${call.name} of step ${step.step} on rank ${rank}: ${span(seconds)}` }]);
       const bars = [...rows.values()].flat();
       if (!bars.length) { box.replaceChildren(el("p", { className: "dim", textContent: "No rank took part." })); return; }
@@ -377,7 +377,7 @@
     pick.addEventListener("input", show);
     show();
     return [el("h3", { textContent: "Calls on each rank" }),
-      el("div", { className: "tools" }, pick, ...calls.map((name) => el("span", {}, swatch(colour(name)), name))), box,
+      el("div", { className: "tools" }, pick, ...calls.map((name) => el("span", {}, swatch(color(name)), name))), box,
       el("p", { className: "dim", textContent: "By the clocks of the hosts. Between calls a rank waits for others, or reads its batch." })];
   }
 
@@ -386,10 +386,10 @@
     const plan = trial.planned.memory ?? {}, planned = plan.bytes ?? null, gpus = trial.planned.gpus > 0;
     const whole = gpus ? plan.gpu_bytes ?? null : null;
     const most = Math.max(1, planned ?? 0, whole ?? 0, ...trial.peaks.map(([, bytes]) => bytes));
-    const bar = (bytes, colour, title) => [{ from: 0, to: bytes, text: size(bytes), colour, title: `${title}: ${size(bytes)}` }];
+    const bar = (bytes, color, title) => [{ from: 0, to: bytes, text: size(bytes), color, title: `${title}: ${size(bytes)}` }];
     return [el("h3", { textContent: gpus ? "Memory of each GPU" : "Memory of each process" }),
       lanes([...(planned === null ? [] : [{ label: `plan, rank ${plan.fullest_gpu ?? 0}`, bars: bar(planned, "#7a8594", "the plan's estimate of the fullest") }]),
-        ...trial.peaks.map(([rank, bytes]) => ({ label: `rank ${rank}`, bars: bar(bytes, whole !== null && bytes > whole ? FAILED : COLOURS[1], "the most that it had") }))], 0, most, size),
+        ...trial.peaks.map(([rank, bytes]) => ({ label: `rank ${rank}`, bars: bar(bytes, whole !== null && bytes > whole ? FAILED : COLORS[1], "the most that it had") }))], 0, most, size),
       el("p", { className: "dim", textContent: (gpus ? "The most that torch held on the GPU" : "The most that the process held, code and libraries included")
         + (planned === null ? "." : ", and what the plan expects of models and activations on the fullest.") }),
     ];
@@ -410,7 +410,7 @@
       el("p", { className: "dim", textContent: taken.length ? "Groups that steps took, by the age of their oldest weights in steps, since the last incarnation began."
         : "No step has taken a group since the last incarnation began." }),
       taken.length ? lanes(taken.map(([age, count]) => ({ label: old(age), bars: [{ from: 0, to: count,
-        text: `${number(count)}, ${share(count)}`, colour: COLOURS[0], title: `${count} groups with weights ${old(age)} old` }] })), 0, most, number) : null,
+        text: `${number(count)}, ${share(count)}`, color: COLORS[0], title: `${count} groups with weights ${old(age)} old` }] })), 0, most, number) : null,
       rows.length ? table(["groups", "reason", "count"], rows) : null,
       said.tasks.length ? el("p", { className: "dim", textContent: "Rollout tasks as the master last knew them." }) : null,
       said.tasks.length ? table(["task", "attempt", "host", "weights", "groups in work"],
@@ -446,21 +446,21 @@
     return [...groups.values()];
   }
 
-  const TINTS = { advantages: "advantage", logprobs: "log-probability", versions: "version", "": "no colour" };
+  const TINTS = { advantages: "advantage", logprobs: "log-probability", versions: "version", "": "no color" };
 
   function tokensOf(row, tint, scale) {
     const { masked = [], advantages = [], logprobs = [] } = row.values ?? {}, texts = row.tokens, left = row.left_out;
     const { names = [], drawn_by: drawn = [] } = row.versions ?? {};
     const version = (i) => names[drawn[i]] ?? null;
     const strength = (value, most) => Math.min(Math.abs(value) / (most || 1), 1) * 0.6;
-    const COLOUR = {
+    const COLOR = {
       advantages: (i) => advantages[i] ? `rgba(${advantages[i] > 0 ? "47, 158, 91" : "201, 65, 106"}, ${strength(advantages[i], scale)})` : "",
       logprobs: (i) => typeof logprobs[i] === "number" ? `rgba(224, 123, 36, ${strength(logprobs[i], 5)})` : "",
-      versions: (i) => version(i) === null ? "" : `${COLOURS[drawn[i] % COLOURS.length]}55`,
+      versions: (i) => version(i) === null ? "" : `${COLORS[drawn[i] % COLORS.length]}55`,
       "": () => "",
     }[tint];
     return el("div", { className: "said" }, ...texts.map((words, i) => el("span", { textContent: words, className: masked[i] ? "tok masked" : "tok",
-      style: { background: masked[i] && tint !== "versions" ? "" : COLOUR(i) },
+      style: { background: masked[i] && tint !== "versions" ? "" : COLOR(i) },
       title: [masked[i] ? "masked: not in the loss" : "", advantages[i] === undefined ? "" : `advantage ${number(advantages[i])}`,
         logprobs[i] === undefined ? "" : `log-probability ${number(logprobs[i])}`, version(i) === null ? "" : `version ${version(i)}`].filter(Boolean).join(", ") })),
     left ? el("span", { className: "dim", textContent: ` … ${number(left)} more tokens` }) : null);
@@ -468,7 +468,7 @@
 
   function completion(row, low, high, tint, scale) {
     const share = typeof row.reward === "number" && high > low ? (row.reward - low) / (high - low) : null;
-    const colour = share === null ? "var(--line)" : `hsl(${Math.round(120 * share)} 60% 45%)`;
+    const color = share === null ? "var(--line)" : `hsl(${Math.round(120 * share)} 60% 45%)`;
     const plain = (row.turns ?? [{ wrote: row.completion }]).map((turn) => turn.read !== undefined
       ? el("div", { className: "said read", textContent: turn.read, title: "read, not written by the policy: masked in training" })
       : el("div", { className: "said", textContent: turn.wrote, title: turn.reward ? `this turn earned ${number(turn.reward)}` : "" }));
@@ -477,7 +477,7 @@
       row.left_out || row.turns ? el("details", {}, el("summary", { textContent: "whole text" }), ...plain) : null];
     const known = ["step", "id", "index", "prompt", "rendered", "completion", "answer", "reward", "finished", "turns", "parts", "tokens", "left_out", "values", "versions"];
     const more = Object.entries(row).filter(([name, value]) => !known.includes(name) && (typeof value === "number" || typeof value === "string"));
-    return el("div", { className: "one", style: { borderTopColor: colour } },
+    return el("div", { className: "one", style: { borderTopColor: color } },
       el("div", { className: "facts" }, typeof row.reward !== "number" ? null : el("span", {}, "reward ", el("b", { textContent: number(row.reward) })),
         ...Object.entries(row.parts ?? {}).map(([name, value]) => el("span", { textContent: `${name} ${number(value)}`, title: "a part of the reward, before its weight" })),
         row.finished === false ? el("span", { className: "warn", textContent: "cut off" }) : null,
@@ -527,7 +527,7 @@
       next.disabled = state.page >= pages - 1;
       count.textContent = `${chosen.length.toLocaleString("en")} prompts, page ${state.page + 1} of ${pages.toLocaleString("en")}`;
       list.replaceChildren(...chosen.slice(state.page * PAGE, (state.page + 1) * PAGE).map((group) => el("div", { className: "group" },
-        el("div", { className: "facts" }, several ? el("span", {}, swatch(group.trial.colour), group.trial.name) : null,
+        el("div", { className: "facts" }, several ? el("span", {}, swatch(group.trial.color), group.trial.name) : null,
           el("span", { textContent: group.evaluation ? `evaluation${group.suite ? ` of ${group.suite}` : ""} at step ${group.step}` : `step ${group.step}` }), el("span", { textContent: `id ${group.id ?? "–"}` }),
           group.mean === null ? null : el("span", { textContent: `mean reward ${number(group.mean)}` }),
           group.answer === undefined || group.answer === null ? null : el("span", { textContent: `answer: ${String(group.answer).slice(0, 300)}` })),
