@@ -50,14 +50,14 @@ FIRST_S, LONGEST_S = 5.0, 60.0
     type=click.FloatRange(0.0, 1.0, max_open=True),
     default=0.0,
     metavar="WEIGHT",
-    help="Draw moving averages; the weight of what came before, such as 0.9.",
+    help="Plot moving averages. WEIGHT is the weight of earlier values, for example 0.9.",
 )
 @common
 def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
-    """Draw metrics in the terminal, those of several trials in one chart.
+    """Plot metrics in the terminal, several trials in one chart.
 
-    METRIC is a name or a pattern such as 'eval/*'; without one, the metrics of the progress line
-    are drawn.
+    METRIC is a name or a pattern such as 'eval/*'; the default is the metrics of the progress
+    line.
     """
     from slurmrl.desk import trials
     from slurmrl.desk.report.page import chart
@@ -224,7 +224,7 @@ def _shown(value: Any) -> str:
 @click.option("--watch", is_flag=True, help="Write it again until no trial runs or waits.")
 @common
 def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
-    """Write one HTML file about trials: curves, story, time, checkpoints, samples, settings.
+    """Write one HTML file about trials: curves, timeline, checkpoints, samples, settings.
 
     It needs no network and no server.
     """

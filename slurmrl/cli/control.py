@@ -65,8 +65,7 @@ except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueErr
     "included",
     multiple=True,
     metavar="HOST|all",
-    help="Use a host again that jobs avoid after failures there; slurmrl status lists them. "
-    "Repeatable.",
+    help="Use a host that jobs exclude after failures; slurmrl status lists them. Repeatable.",
 )
 @common
 def resume(
@@ -86,10 +85,10 @@ def resume(
 
     Overrides may change settings that do not affect results (total_steps, stop_when, cluster,
     checkpoint, …) and the layout (actor.backend=fsdp:d4). A new layout keeps the order of the data
-    and the optimizer state; the command prints what differs, and also when a new total_steps
+    and the optimizer state; the command prints the differences. It also warns if a new total_steps
     changes the learning rate.
 
-    If the trial is running and few Slurm jobs are left in its chain, more are added.
+    If the trial is running and few Slurm jobs are left in its chain, the command adds jobs.
     """
     from slurmrl.desk import trials
     from slurmrl.desk.job_counts import add_links, include
@@ -164,10 +163,11 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
 @json_option
 @common
 def scale(trial: str, tasks: int, as_json: bool, root: str | None) -> int:
-    """Let N rollout tasks of a trial run at a time (0: none), also in its later links.
+    """Set the number of rollout tasks of a trial that run at a time; 0 pauses generation.
 
-    Tasks that are too many finish what they can, give back the rest, and end. The number holds
-    until it is changed, here or by another rollout.tasks.max when the trial is resumed.
+    Surplus tasks finish the completions that they can, return the other items, and exit. The number
+    also holds for later jobs, until this command or a resume with another rollout.tasks.max
+    changes it.
     """
     from slurmrl.desk import trials
     from slurmrl.desk.job_counts import set_tasks
@@ -197,7 +197,7 @@ def scale(trial: str, tasks: int, as_json: bool, root: str | None) -> int:
 )
 @common
 def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> int:
-    """Print what the ranks of a running trial are doing.
+    """Print the Python stacks and collectives of a running trial's ranks.
 
     The output has the Python stacks of all threads and the newest collectives of each rank, or only
     of RANK. Without RANK, it also has the stacks of the master and of the agents.

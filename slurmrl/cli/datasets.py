@@ -74,9 +74,9 @@ def show(
 @json_option
 @common
 def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | None) -> int:
-    """Read and tokenize all data of CONFIG, as its run would, and name the unusable lines.
+    """Read and tokenize all data of CONFIG, as its run does, and list the unusable lines.
 
-    The exit code is 2 if there are any.
+    The exit code is 2 if a line is unusable.
     """
     report = _report(config, overrides, root)
     counts = list(report.counts())
@@ -267,7 +267,7 @@ def _short(text: str) -> str:
     multiple=True,
     required=True,
     metavar="KEY",
-    help="Key of the rows whose text is used. Repeatable.",
+    help="Key of the rows whose value is used. Repeatable.",
 )
 @click.option(
     "--vocabulary",
@@ -275,7 +275,7 @@ def _short(text: str) -> str:
     default=VOCABULARY,
     show_default=True,
     metavar="N",
-    help="Most tokens.",
+    help="Maximum size of the vocabulary, in tokens.",
 )
 @click.option(
     "--output",
@@ -288,9 +288,10 @@ def _short(text: str) -> str:
 def train_tokenizer(
     files: tuple[Path, ...], keys: tuple[str, ...], vocabulary: int, output: Path
 ) -> int:
-    """Train a tokenizer on the texts of datasets: byte-level BPE, in Hugging Face form.
+    """Train a byte-level BPE tokenizer on datasets and write it in Hugging Face format.
 
-    For models that are trained from nothing (actor.architecture); a model with weights has one.
+    Use it for models that are trained from scratch (actor.architecture). A pretrained model has a
+    tokenizer already.
     """
     from slurmrl.data.tokenizer import make_tokenizer
 

@@ -43,7 +43,7 @@ def since_option(command: F) -> F:
         "--since",
         callback=_since,
         metavar="SPAN|TIME",
-        help="Print only the last 90s, 10min, 2h or 1d, or what was written since 14:30 today or "
+        help="Print only entries of the last 90s, 10min, 2h or 1d, or since 14:30 today, or "
         "since '2026-01-31 14:30'.",
     )
     return option(command)
@@ -112,7 +112,7 @@ def clock(seconds: float) -> str:
 @click.option(
     "--incarnation",
     type=click.IntRange(min=1),
-    help="Print the output of the job that this incarnation ran in; slurmrl status numbers them. "
+    help="Print the output of the job in which this incarnation ran; slurmrl status numbers them. "
     "Default: the newest attempt of each task.",
 )
 @json_option
@@ -132,7 +132,7 @@ def logs(
 ) -> int:
     """Print the output of a trial's processes (default: the newest trial) by their clocks.
 
-    The processes are those of the newest attempts, and the batch process.
+    The output has the processes of the newest attempts, and the batch process.
     """
     from slurmrl.watch import log_files
     from slurmrl.watch.log_files import newest, serving
@@ -332,7 +332,9 @@ Row = Mapping[str, Any]
     metavar="N",
     help="Number of prompts, each with all of its kept completions.",
 )
-@click.option("--whole", is_flag=True, help=f"Print more than {LINES} lines of a text.")
+@click.option(
+    "--whole", is_flag=True, help=f"Print completions with more than {LINES} lines whole."
+)
 @json_option
 @common
 def samples(

@@ -33,11 +33,13 @@ COMMANDS = {
     "init": Command("slurmrl.cli.site:init", "Write a first configuration, or a site profile."),
     "examples": Command("slurmrl.cli.site:list_examples", "List or copy the examples."),
     "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
-    "eval": Command("slurmrl.cli.submit:evaluate", "Evaluate a checkpoint in a trial of its own."),
+    "eval": Command("slurmrl.cli.submit:evaluate", "Evaluate a checkpoint in a separate trial."),
     "bundle": Command(
         "slurmrl.cli.site:bundle", "Make one archive for a cluster without a network."
     ),
-    "plan": Command("slurmrl.cli.planning:plan", "Show what would run where, without submitting."),
+    "plan": Command(
+        "slurmrl.cli.planning:plan", "Show which ranks would run where, without submitting."
+    ),
     "try-reward": Command(
         "slurmrl.cli.datasets:try_reward", "Score some completions with a configuration's reward."
     ),
@@ -45,13 +47,13 @@ COMMANDS = {
         "slurmrl.cli.datasets:data", "Show and check a configuration's data as the model sees it."
     ),
     "status": Command("slurmrl.cli.trial_status:status", "Show the state of trials."),
-    "plot": Command("slurmrl.cli.charts:plot", "Draw metrics of trials in the terminal."),
+    "plot": Command("slurmrl.cli.charts:plot", "Plot metrics of trials in the terminal."),
     "samples": Command("slurmrl.cli.logs:samples", "Print completions and their rewards."),
     "compare": Command(
-        "slurmrl.cli.charts:compare", "Show where the settings and metrics of two trials differ."
+        "slurmrl.cli.charts:compare", "Compare the settings and metrics of two trials."
     ),
     "report": Command(
-        "slurmrl.cli.charts:report", "Write an HTML file about trials: curves, story, samples."
+        "slurmrl.cli.charts:report", "Write an HTML file about trials: curves, timeline, samples."
     ),
     "events": Command("slurmrl.cli.logs:events", "Print the events of a trial in order."),
     "checkpoints": Command(
@@ -72,7 +74,7 @@ COMMANDS = {
     "scale": Command("slurmrl.cli.control:scale", "Change how many rollout tasks of a trial run."),
     "doctor": Command("slurmrl.cli.site:doctor", "Check whether trials can run here."),
     "train-tokenizer": Command(
-        "slurmrl.cli.datasets:train_tokenizer", "Train a tokenizer on the texts of datasets."
+        "slurmrl.cli.datasets:train_tokenizer", "Train a tokenizer on datasets."
     ),
     "completion": Command(
         "slurmrl.cli.completion:completion", "Print the script that completes in your shell."

@@ -95,8 +95,8 @@ def common(command: F) -> F:
         is_eager=True,
         callback=_use_profile,
         shell_complete=completion.profiles,
-        help="Site profile to use; none: without. Default: SLURMRL_PROFILE, then default, then the "
-        "only one.",
+        help="Site profile; none disables profiles. Default: SLURMRL_PROFILE, then default, then "
+        "the only one.",
     )
     return root(profile(debug(command)))
 
@@ -112,13 +112,13 @@ def submitting(command: F) -> F:
     wait = click.option(
         "--wait/--detach",
         default=None,
-        help="Watch the run until it ends, or return at once. Default: --wait with the local "
-        "scheduler, --detach with Slurm.",
+        help="Watch the run until it ends, or return at once. --wait exits with 1 if the run "
+        "fails. Default: --wait with the local scheduler, --detach with Slurm.",
     )
     dry_run = click.option(
         "--dry-run",
         is_flag=True,
-        help="Print what would be queued and written, and the batch scripts (with --json also the "
+        help="Print the jobs, files and batch scripts that would be made (with --json also the "
         "plan); write and submit nothing.",
     )
     return overrides(scheduler(wait(json_option(dry_run(checking(command))))))

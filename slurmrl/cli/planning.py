@@ -50,7 +50,7 @@ class Shown(NamedTuple):
     "--moves",
     "with_moves",
     is_flag=True,
-    help="Also show what each reallocation moves: bytes per link and per rank, memory, messages.",
+    help="Also show each resharding of weights: bytes per link and per rank, memory, messages.",
 )
 @click.option(
     "--graph",
@@ -77,10 +77,10 @@ def plan(
     svg: Path | None,
     root: str | None,
 ) -> int:
-    """Show what would run where, without submitting.
+    """Show which ranks would run where, without submitting.
 
-    For a configuration: hosts, GPUs, ranks of each model, memory and FLOPs. For an allocation such
-    as megatron:d2p2t4: its parallel dimensions and ranks.
+    A configuration shows hosts, GPUs, ranks of each model, memory and FLOPs. An allocation such as
+    megatron:d2p2t4 shows its parallel dimensions and ranks.
 
     The exit code is 2 if something must be fixed before the configuration can be submitted.
     """

@@ -36,7 +36,7 @@ VERSION_HEADINGS = ("VERSION", "AGE", "CONTENT", "SIZE", "READS", "STATE")
 def checkpoints(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
     """List and verify a trial's checkpoints.
 
-    The exit code is 1 if one that the trial could resume from is damaged or cannot be read.
+    The exit code is 1 if a checkpoint from which the trial could resume is damaged or unreadable.
     """
     from dataclasses import asdict
 
@@ -96,8 +96,8 @@ def size(count: int) -> str:
 def weights(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
     """List the weight versions that a trial has published for its rollout hosts.
 
-    READS is the number of versions that a host without a copy reads. Those of a LoRA actor
-    hold only its adapters. The exit code is 1 if one is broken.
+    READS is the number of versions that a host without a copy reads. Versions of a LoRA actor hold
+    only its adapters. The exit code is 1 if a version is broken.
     """
     from dataclasses import asdict
 
@@ -169,7 +169,7 @@ def _content(one: StoredVersion) -> str:
 @click.option(
     "--form",
     type=click.Choice(["merged", "adapter"]),
-    help="What a role with lora is exported as: merged, a whole model; adapter, a folder for PEFT. "
+    help="Form of a role with lora: merged, a whole model; adapter, a folder for PEFT. "
     "Default: checkpoint.export_form of the trial, merged unless set.",
 )
 @common

@@ -30,9 +30,9 @@ LEAVE_OUT = "-"
 KINDS = {
     "sft": "supervised fine-tuning",
     "ppo": "PPO with a critic",
-    "grpo": "GRPO; dr_grpo, dapo, rloo and the other presets likewise",
+    "grpo": "GRPO; also dr_grpo, dapo, rloo and the other presets",
     "dpo": "preference optimization on pairs",
-    "kto": "the same on single labeled answers",
+    "kto": "preference optimization on single labeled answers",
     "reward_model": "a reward model from pairs",
     "distill": "on-policy distillation",
     SITE: "the profile of this cluster, for all configurations",
@@ -50,9 +50,10 @@ HELP = """Write a first configuration of a KIND, or the profile of this site.
 KIND is
 {kinds}
 
-A configuration comes with some lines of data and, where one is needed, a reward function, all of
-them to be replaced by yours. A profile is asked of the cluster (sinfo, sacctmgr) and of you: folder
-of all runs, partition, account, time limit, GPU type, network interface, set-up lines.
+A configuration comes with a few rows of data and, if the algorithm needs one, a reward function.
+Replace both with yours. For a profile, the command queries the cluster (sinfo, sacctmgr) and asks
+you for the root of all runs, partition, account, time limit, GPU type, network interface and
+set-up lines.
 """
 
 
@@ -217,7 +218,7 @@ def _root() -> str:
 def list_examples(output: Path | None, as_json: bool) -> int:
     """List the examples that come with slurmrl, or copy them.
 
-    Those of the addition task train a small model on CPUs within minutes, without a network.
+    The addition examples train a small model on CPUs within minutes, without a network.
     """
     from slurmrl.desk import starter
 
@@ -267,7 +268,7 @@ def doctor(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Check whether trials, or the trial of CONFIG, can run here, and print how to fix what fails.
+    """Check whether trials, or the trial of CONFIG, can run here, and print remedies.
 
     The exit code is 1 if a check failed.
     """
@@ -371,7 +372,7 @@ def _torch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     show_default=True,
     callback=_torch,
     metavar="BUILD",
-    help="The build of torch: cuda, cpu, one of a version of CUDA, as cu126, or none.",
+    help="Build of torch: cuda, cpu, a CUDA version such as cu126, or none.",
 )
 @common
 def bundle(
@@ -383,7 +384,7 @@ def bundle(
     torch: str,
     root: str | None,
 ) -> None:
-    """Write CONFIG and all that it names into one archive, a bundle.
+    """Write CONFIG and all files that it names into one archive, a bundle.
 
     `slurmrl submit` takes the bundle on a cluster without a network. It holds models, datasets,
     your code, and wheels of slurmrl and its requirements. Repositories of the hub are fetched now.

@@ -47,7 +47,7 @@ def submit(
     new: bool,
     root: str | None,
 ) -> int:
-    """Check CONFIG, plan its trial, snapshot configuration, plan and code, and start it.
+    """Check CONFIG, plan its trial, copy configuration, plan and code, and start the trial.
 
     CONFIG may also be an archive that `slurmrl bundle` made.
 
@@ -103,13 +103,13 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of CONFIG's model in a separate trial; training may continue.
 
-    CONFIG is the configuration that trains the model, whose `evaluation` section is used, on all
-    rows of its dataset, or one of algorithm evaluate. Overrides are those of algorithm evaluate:
-    rollout.n=16, dataset.path=FILE, trial=NAME. experiment=NAME is that of the training, if it was
-    submitted with one.
+    CONFIG is the configuration that trains the model, or a configuration of algorithm evaluate.
+    With the former, the command uses its `evaluation` section and all rows of the evaluation's
+    dataset. Overrides change settings of algorithm evaluate: rollout.n=16, dataset.path=FILE,
+    trial=NAME. Pass experiment=NAME if the training was submitted with it.
 
-    The trial is EXPERIMENT-eval/CHECKPOINT; of an evaluation with suites, each has a trial
-    EXPERIMENT-eval/CHECKPOINT-SUITE. The same command again continues what was interrupted.
+    The trial is EXPERIMENT-eval/CHECKPOINT. With suites, each suite has the trial
+    EXPERIMENT-eval/CHECKPOINT-SUITE. The same command continues an interrupted evaluation.
     """
     from slurmrl.desk.evaluating import choose_suites, evaluation_of, of_evaluation
     from slurmrl.desk.proposal import propose
