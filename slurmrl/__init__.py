@@ -27,14 +27,32 @@ def submit(
     new: bool = False,
     check: bool = True,
 ) -> Trial:
-    """Submit a configuration as ``slurmrl submit --detach`` does, and return its trial.
+    """Check a configuration, submit its trial and return the trial without waiting for it.
 
-    ``overrides`` are ``dotted.key=value``. ``root`` is the folder of all runs, ``scheduler`` is
-    ``auto``, ``local`` or ``slurm``; by default both are those of the configuration or of the site
-    profile, which SLURMRL_PROFILE chooses as for commands. ``new`` takes the next free name.
-    ``check=False`` leaves out the checks of data, weights, tokenizer and reward.
+    The call is equal to ``slurmrl submit --detach``. An existing trial that was interrupted,
+    failed or cancelled continues from its last commit if its configuration is the same.
 
-    Raises ConfigError with every problem, UsageError for a trial that lives, EnvironmentFailure.
+    Args:
+        config: Path of a YAML file, or of an archive that ``slurmrl bundle`` made.
+        overrides: Strings ``dotted.key=value``, which replace settings of the file.
+        root: Root directory of all runs. Default: SLURMRL_ROOT, then the configuration, then the
+            site profile, then ``./runs``.
+        scheduler: ``auto``, ``local`` or ``slurm``. Default: ``cluster.scheduler`` of the
+            configuration or of the site profile that SLURMRL_PROFILE selects.
+        new: Start a new trial under the next free name.
+        check: Check data, weights, tokenizer and reward before the first job is queued.
+
+    Returns:
+        The trial. Its jobs run independently of the calling process.
+
+    Raises:
+        ConfigError: The configuration has problems; the error lists all of them.
+        UsageError: The trial has jobs already, or ``config`` is not a path.
+        EnvironmentFailure: The scheduler or the file system failed.
+
+    Example:
+        trial = slurmrl.submit("grpo.yaml", "trial=2", "actor.optimizer.lr=3e-5")
+        trial.wait()["state"]  # "COMPLETED"
     """
     from os import PathLike
     from pathlib import Path
@@ -53,7 +71,20 @@ def submit(
 
 
 def trial(name: str, *, root: str | None = None) -> Trial:
-    """The trial ``EXPERIMENT/TRIAL`` that exists. Raises UsageError, UnknownNameError."""
+    """Return an existing trial.
+
+    Args:
+        name: ``EXPERIMENT/TRIAL``.
+        root: Root directory of all runs. Default: SLURMRL_ROOT, then the site profile, then
+            ``./runs``.
+
+    Raises:
+        UsageError: The name is not of the form ``EXPERIMENT/TRIAL``.
+        UnknownNameError: There is no such trial; the message lists the existing ones.
+
+    Example:
+        slurmrl.trial("addition-grpo/1").metrics()[-1]["reward"]
+    """
     from slurmrl.desk import handle
 
     return handle.find(name, root)

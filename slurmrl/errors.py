@@ -196,7 +196,7 @@ class InvalidNameError(UsageError):
 
 
 class WaitTimeoutError(SlurmrlError, TimeoutError):
-    """A wait timed out; the message names what was missing."""
+    """A wait timed out; the message names the missing event."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

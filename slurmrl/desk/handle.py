@@ -23,10 +23,10 @@ POLL_S: Final = 10.0
 
 
 class Trial:
-    """A trial in a run directory.
+    """A trial and its run directory.
 
-    It runs by itself: this object may be dropped and found again, from any process on any host that
-    sees the directory.
+    The trial does not depend on this object. `slurmrl.trial` finds it again from any process on any
+    host that sees the run directory.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -34,22 +34,31 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """``EXPERIMENT/TRIAL``, the trial's full name."""
+        """Full name of the trial, ``EXPERIMENT/TRIAL``."""
         return self._paths.full_name
 
     @property
     def folder(self) -> Path:
-        """The run directory."""
+        """Run directory of the trial."""
         return self._paths.run
 
     def status(self) -> dict[str, Any]:
-        """The object that ``slurmrl status EXPERIMENT/TRIAL --json`` prints."""
+        """Return the object that ``slurmrl status EXPERIMENT/TRIAL --json`` prints.
+
+        Its keys include ``state``, ``step``, ``total_steps``, ``metrics``, ``diagnosis`` and
+        ``findings``.
+
+        Raises:
+            EnvironmentFailure: The run directory cannot be read.
+        """
         return collect([self._paths], make, detailed=True)[0]
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of each step so far.
+        """Return the metrics of all steps so far, in order.
 
-        They include metrics of evaluations of its checkpoints in separate trials.
+        Returns:
+            One dictionary for each step, from metric name to value. It includes the results of
+            separate trials that evaluate checkpoints of this trial.
         """
         return evaluated.lines_of(self._paths)
 
@@ -62,7 +71,17 @@ class Trial:
     ) -> dict[str, Any]:
         """Wait until the trial has ended or has no job left, and return its status.
 
-        Raises WaitTimeoutError after ``timeout_s`` seconds; the trial goes on.
+        Args:
+            timeout_s: Maximum wait in seconds. Default: no limit.
+            poll_s: Seconds between two reads of the status.
+            sleep: Function that waits for a number of seconds.
+
+        Returns:
+            The status, as `status` returns it. ``state`` is COMPLETED, FAILED, CANCELLED or
+            INTERRUPTED.
+
+        Raises:
+            WaitTimeoutError: The trial still runs after ``timeout_s`` seconds. It continues.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while (status := self.status())["state"] in LIVES:
@@ -76,21 +95,39 @@ class Trial:
     def stop(self, *, wait: bool = False) -> None:
         """Stop the trial at the next step, with a commit; `resume` continues it.
 
-        ``wait`` until its jobs have ended. Raises UsageError for a trial that has ended or has no
-        job.
+        Args:
+            wait: Return only after all jobs of the trial have ended.
+
+        Raises:
+            UsageError: The trial has ended or has no job.
         """
         jobs = trial_jobs.stop(self._paths)
         if wait:
             trial_jobs.wait_until_stopped(self._paths, jobs)
 
     def cancel(self) -> None:
-        """End the trial and its jobs at once. Steps after its last checkpoint are lost."""
+        """Cancel the trial and its jobs at once.
+
+        Checkpoints stay. Steps after the last one are lost; `stop` commits them first. A trial
+        that has ended keeps its state.
+
+        Raises:
+            EnvironmentFailure: The scheduler did not accept the request.
+        """
         trial_jobs.cancel(self._paths)
 
     def resume(self, *overrides: str, check: bool = True) -> None:
-        """Continue from the last commit, as ``slurmrl resume`` with these overrides does.
+        """Continue the trial from its last commit, as ``slurmrl resume`` does.
 
-        Raises ConfigError, and UsageError for a trial that lives or runs another slurmrl.
+        Args:
+            overrides: Strings ``dotted.key=value``. They may change the layout and settings that
+                do not affect results.
+            check: Check data, weights, tokenizer and reward before the first job is queued.
+
+        Raises:
+            ConfigError: An override is invalid, or would change the result of the trial.
+            UsageError: The trial has jobs, or was submitted with another version of slurmrl. The
+                command ``slurmrl resume`` continues such a trial with its own version.
         """
         if not trial_code.is_this_code(trial_code.current_code(self._paths)):
             raise UsageError(

@@ -83,10 +83,18 @@ def test_the_navigation_has_each_page_once() -> None:
     assert own == PAGES, "mkdocs.yml: nav"
 
 
-def test_home_page_links_every_page() -> None:
-    home = (DOCS / "index.md").read_text(encoding="utf-8")
-    linked = {target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", home)}
-    assert set(PAGES) - linked == {"index.md"}
+def linked(page: str) -> set[str]:
+    """The pages that a page links to."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    folder = (DOCS / page).parent
+    targets = {folder / found for found in re.findall(r"\]\((?!\w+:)([^)#\s]+)", text)}
+    return {os.path.relpath(target, DOCS) for target in targets} & set(PAGES)
+
+
+def test_every_page_is_within_two_clicks_of_home() -> None:
+    first = linked("index.md")
+    reached = first.union(*(linked(page) for page in first)) | {"index.md"}
+    assert set(PAGES) - reached == set()
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
