@@ -32,8 +32,8 @@ from slurmrl.package import ARCHIVE, FOLDER, PROGRAMS
 LARGEST_BYTES = 64 * 2**20
 MOST_FILES = 10_000
 """A folder with more files is data rather than code."""
-NO_CODE: Final = ("examples",)
-"""Folders of the package that no run needs."""
+NO_CODE: Final = ("examples", "docs", "CHANGELOG.md")
+"""Entries of the package that no run needs."""
 FIRST: Final = "__init__.py"
 """The file that tells Python where the other modules are."""
 PLACE: Final = f"""

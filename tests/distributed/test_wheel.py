@@ -15,6 +15,8 @@ from zipfile import ZipFile
 
 import pytest
 
+from slurmrl import __version__
+
 ROOT = Path(__file__).parents[2]
 RUN = ("total_steps=2", "stop_when=null", "evaluation=null", "cluster.gpus_per_worker=0")
 
@@ -77,10 +79,14 @@ def test_the_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
     def slurmrl(*words: str) -> str:
         return call([program, *words], work, HOME=str(tmp_path / "home"), XDG_CONFIG_HOME="")
 
-    assert slurmrl("--version") == f"slurmrl 0.1.0 (commit {commit})\n"
+    assert slurmrl("--version") == f"slurmrl {__version__} (commit {commit})\n"
     assert "wrote grpo.yaml, grpo.jsonl, grpo_reward.py" in slurmrl("init", "grpo")
     assert slurmrl("init", "site", "--yes").count("slurmrl-runs") == 1
     assert re.search(r"^grpo\.yaml +GRPO", slurmrl("examples"), re.MULTILINE)
+    pages = call(["git", "ls-files", "docs"], tree).split()
+    assert [name for name in pages if not (package / name).is_file()] == []
+    assert slurmrl("docs", "install") == (tree / "docs/howto/install.md").read_text()
+    assert "## " in slurmrl("docs", "changelog")
     slurmrl("examples", "--output", "examples")
     tracked = call(["git", "ls-files", "examples"], tree).split()
     copied = [str(path.relative_to(work)) for path in (work / "examples").rglob("*")]
@@ -97,5 +103,5 @@ def test_the_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
     with ZipFile(run / "code/slurmrl/modules.zip") as archive:
         folders = {name.partition("/")[0] for name in archive.namelist()}
     assert "cuda" in folders
-    assert "examples" not in folders
+    assert not folders & {"examples", "docs", "CHANGELOG.md"}
     assert contents(package) == before, "something was written to the installed package"

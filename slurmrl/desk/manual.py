@@ -1,0 +1,147 @@
+"""The pages of the documentation that come with slurmrl."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from posixpath import dirname, normpath
+from typing import Final, NamedTuple
+
+from slurmrl import package
+from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.registry import near
+
+PAGES: Final = package.FOLDER / "docs"
+CHANGELOG: Final = package.FOLDER / "CHANGELOG.md"
+HOME: Final = "index"
+SITE: Final = ("build", "site")
+"""Where a checkout has its built site."""
+FENCE: Final = re.compile(r"\s*(```+|~~~+)")
+COMMENT: Final = re.compile(r"<!--.*?-->\n?", re.DOTALL)
+PAGE_LINK: Final = re.compile(r"(?<!!)\]\((?!\w+:|#)([^)\s#]+)\.md(#[^)\s]*)?\)")
+PICTURE: Final = re.compile(r"!\[([^\]]*)\]\([^)]*\)(\{[^}\n]*\})?")
+ATTRIBUTES: Final = re.compile(r"(?<=[)`])\{[:.#][^}\n]*\}")
+CALL_OUT: Final = re.compile(r'(!!!|\?\?\?\+?|===\+?!?) *([\w-]*) *(?:"([^"]*)")?')
+
+
+class Match(NamedTuple):
+    """A line of a page that has the words of a search."""
+
+    topic: str
+    heading: str
+    line: str
+
+
+def topics() -> dict[str, Path]:
+    """Return the pages by topic, such as ``howto/install``: pages at the top come first.
+
+    Raises EnvironmentFailure if this slurmrl was copied without them.
+    """
+    if not PAGES.is_dir():
+        raise EnvironmentFailure(
+            f"{PAGES} is missing: this slurmrl was copied without its documentation; install it"
+        )
+    found = {str(path.relative_to(PAGES).with_suffix("")): path for path in PAGES.rglob("*.md")}
+    if CHANGELOG.is_file():
+        found["changelog"] = CHANGELOG
+    return {name: found[name] for name in sorted(found, key=lambda name: (name.count("/"), name))}
+
+
+def find(name: str) -> str:
+    """Return the topic of a name: ``howto/install``, ``install``, ``docs/howto/install.md``.
+
+    Raises UsageError with the closest topics if no topic, or several, have this name.
+    """
+    known = topics()
+    wanted = name.strip("/").lower().removeprefix("docs/").removesuffix(".md")
+    if wanted in known:
+        return wanted
+    ends = [topic for topic in known if f"/{topic}".endswith(f"/{wanted}")]
+    if len(ends) == 1:
+        return ends[0]
+    if ends:
+        raise UsageError(f"'{name}' is ambiguous: {', '.join(ends)}")
+    last = {topic.rpartition("/")[2]: topic for topic in known}
+    likely = near(wanted, [*known, *last]).partition("? ")
+    hint = f"{likely[0]}? " if likely[1] else ""
+    raise UsageError(
+        f"no topic '{name}'; {hint}slurmrl docs lists all, slurmrl docs --search WORD finds them"
+    )
+
+
+def title(path: Path) -> str:
+    """Return the first heading of a page."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            return line[2:].strip()
+    return path.stem
+
+
+def search(words: str) -> Iterator[Match]:
+    """Find the sections whose text has all ``words``, in any case; one line stands for each."""
+    wanted = words.lower().split()
+    for topic, path in topics().items():
+        for heading, lines in _sections(path.read_text(encoding="utf-8")):
+            text = "\n".join([heading, *lines]).lower()
+            if lines and all(word in text for word in wanted):
+                best = max(lines, key=lambda one: sum(word in one.lower() for word in wanted))
+                yield Match(topic, heading, best.strip())
+
+
+def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the headings of a page with the lines below each."""
+    heading, lines = "", list[str]()
+    fenced = False
+    for line in COMMENT.sub("", text).splitlines():
+        fenced ^= bool(FENCE.match(line))
+        if line.startswith("#") and not fenced:
+            if heading or lines:
+                yield heading, lines
+            heading, lines = line.lstrip("# "), []
+        else:
+            lines.append(line)
+    yield heading, lines
+
+
+def for_terminal(topic: str, text: str) -> str:
+    """Return a page's Markdown without the parts that only the site shows.
+
+    Links between pages name topics. Pictures become their descriptions, call-outs and tabs become
+    paragraphs with a title.
+    """
+    lines, indents = list[str](), list[int]()
+    fenced = False
+    text = PICTURE.sub(lambda found: f"[picture: {found[1]}]", COMMENT.sub("", text))
+    for line in text.splitlines():
+        depth = len(line) - len(line.lstrip())
+        while indents and line.strip() and depth < indents[-1]:
+            indents.pop()
+        line = line[indents[-1] if indents else 0 :]
+        fenced ^= bool(FENCE.match(line))
+        if not fenced and (start := CALL_OUT.fullmatch(line.rstrip())):
+            indents.append((indents[-1] if indents else 0) + 4)
+            lines.append(f"**{start[3] or start[2].capitalize()}**\n")
+        else:
+            lines.append(line if fenced else _without_site(topic, line))
+    return "\n".join(lines) + "\n"
+
+
+def _without_site(topic: str, line: str) -> str:
+    def named(link: re.Match[str]) -> str:
+        target = normpath(f"{dirname(topic)}/{link[1]}").lstrip("/")
+        return f"]({'changelog' if PurePosixPath(target).name == 'CHANGELOG' else target})"
+
+    return PAGE_LINK.sub(named, ATTRIBUTES.sub("", line))
+
+
+def site_page(topic: str | None) -> Path:
+    """Return the page of the built site. Raises EnvironmentFailure if there is none."""
+    page = f"files/{CHANGELOG.stem}" if topic == "changelog" else topic or HOME
+    path = PAGES.resolve().parent.joinpath(*SITE, f"{page}.html")
+    if not path.is_file():
+        raise EnvironmentFailure(
+            f"{path} is missing: in a clone, scripts/make-docs --site builds the site; "
+            "slurmrl docs shows the pages in the terminal"
+        )
+    return path

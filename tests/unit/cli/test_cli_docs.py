@@ -1,0 +1,133 @@
+"""``slurmrl docs``: topics, search, and a page as a terminal shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmrl.cli import docs as command
+from slurmrl.cli.main import main
+from slurmrl.desk import manual
+
+ROOT = Path(__file__).parents[3]
+PAGE = """# Guide
+
+See [install](../howto/install.md#wheel), the
+[changelog](../../CHANGELOG.md) and [torch](https://pytorch.org/a.md).
+
+<!-- not run: takes
+hours -->
+```bash
+slurmrl submit a.yaml   # [not](a.md) a link
+```
+
+![Two
+hosts](../pictures/hosts.svg){ width="3" }
+
+!!! warning "Beware"
+
+    Text of the call-out.
+
+=== "Slurm"
+
+    ```bash
+    !!! not a call-out
+    ```
+
+The end.
+"""
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two pages in place of the documentation."""
+    folder = tmp_path / "docs"
+    (folder / "algorithms").mkdir(parents=True)
+    (folder / "howto").mkdir()
+    (folder / "algorithms" / "guide.md").write_text(PAGE)
+    (folder / "howto" / "guide.md").write_text("# How to\n\n## Preempt a job\n\nWait for it.\n")
+    monkeypatch.setattr(manual, "PAGES", folder)
+    monkeypatch.setattr(manual, "CHANGELOG", tmp_path / "none")
+    return folder
+
+
+def test_docs_lists_every_page_of_the_repository(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs"]) == 0
+    listed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
+    pages = (ROOT / "docs").rglob("*.md")
+    assert {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in pages} <= listed
+    assert "changelog" in listed
+
+
+@pytest.mark.parametrize("name", ["howto/install", "install", "docs/howto/install.md", "Install"])
+def test_docs_prints_the_file_of_a_topic_without_a_terminal(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = ROOT / "docs/howto/install.md"
+    assert main(["docs", name]) == 0
+    assert capsys.readouterr().out == page.read_text()
+    assert main(["docs", name, "--path"]) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["gide"], "no topic 'gide'; did you mean 'guide'?"),
+        (["guide"], "'guide' is ambiguous: algorithms/guide, howto/guide"),
+        (["--search", "zeppelin"], "no section has all of the words 'zeppelin'"),
+        (["--search", ""], "no section has all of the words ''"),
+        (["guide", "--search", "job"], "--search has no topic"),
+        (["--path", "--browser"], "exclude each other"),
+    ],
+)
+@pytest.mark.usefixtures("pages")
+def test_docs_exits_with_2_on_wrong_usage(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["docs", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("pages")
+def test_search_finds_sections_with_all_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["docs", "--search", "JOB wait"]) == 0
+    assert capsys.readouterr().out == "howto/guide: Preempt a job\n    Wait for it.\n"
+
+
+def test_terminal_shows_a_page_without_the_syntax_of_the_site() -> None:
+    shown = manual.for_terminal("algorithms/guide", PAGE)
+    assert "[install](howto/install), the\n[changelog](changelog) and" in shown
+    assert "[torch](https://pytorch.org/a.md)" in shown
+    assert "```bash\nslurmrl submit a.yaml   # [not](a.md) a link\n```" in shown
+    assert "hours" not in shown
+    assert "[picture: Two\nhosts]\n" in shown
+    assert "\n**Beware**\n\n\nText of the call-out." in shown
+    assert "\n**Slurm**\n\n\n```bash\n!!! not a call-out\n```\n\nThe end.\n" in shown
+
+
+@pytest.mark.usefixtures("pages")
+def test_terminal_gets_the_page_in_a_pager(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = list[str]()
+    monkeypatch.setattr(command, "width", lambda: 60)
+    monkeypatch.setattr("click.echo_via_pager", paged.append)
+    assert main(["docs", "algorithms/guide"]) == 0
+    (text,) = paged
+    assert "Text of the call-out." in text
+    assert "\x1b[" in text
+    assert "!!! warning" not in text
+
+
+def test_browser_opens_the_page_of_the_built_site(
+    pages: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["docs", "howto/guide", "--browser"]) == 3
+    assert "scripts/make-docs --site builds the site" in capsys.readouterr().err
+    site = pages.parent / "build/site/howto/guide.html"
+    site.parent.mkdir(parents=True)
+    site.touch()
+    opened = list[str]()
+    monkeypatch.setattr("click.launch", lambda url: opened.append(url) or 0)
+    assert main(["docs", "howto/guide", "--browser"]) == 0
+    assert opened == [site.as_uri()]
