@@ -33,11 +33,12 @@ class Page:
     """One tab.
 
     ``complaints`` are the errors that the page caused: uncaught ones, and what the browser wrote to
-    its console.
+    its console. ``requests`` are the URLs that it requested.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.complaints: list[str] = []
+        self.requests: list[str] = []
         self._socket = socket
         self._numbers = itertools.count()
 
@@ -54,6 +55,25 @@ class Page:
                 self.complaints.append(str(message["params"]))
             if message.get("method") == "Runtime.consoleAPICalled":
                 self.complaints.append(str(message["params"]["args"]))
+            if message.get("method") == "Network.requestWillBeSent":
+                self.requests.append(message["params"]["request"]["url"])
+
+    async def visit(self, file: Path) -> None:
+        """Open a file and wait until it is complete."""
+        address = file.absolute().as_uri()
+        await self.call("Page.navigate", url=address)
+        complete = "document.readyState === 'complete'"
+        await self.until(f"location.href === {address!r} && {complete}")
+
+    async def resize(self, width: int, height: int = 1000) -> None:
+        """Give the window this size in CSS pixels."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        await self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    async def prefer(self, scheme: str) -> None:
+        """Make the user prefer a color scheme, ``light`` or ``dark``."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        await self.call("Emulation.setEmulatedMedia", features=[feature])
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression; of a promise, once it is settled."""
@@ -65,9 +85,12 @@ class Page:
 
     async def until(self, expression: str) -> Any:
         """The value of an expression once it is true."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not (value := await self.evaluate(expression)):
-                await asyncio.sleep(0.05)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not (value := await self.evaluate(expression)):
+                    await asyncio.sleep(0.05)
+        except TimeoutError as error:
+            raise TimeoutError(f"not true within {DEADLINE_S:g} s: {expression}") from error
         return value
 
     async def screenshot(self, path: Path, selector: str | None = None) -> None:
@@ -104,15 +127,11 @@ async def opened(file: Path, *, scheme: str = "light", before: str = "") -> Asyn
                 address = next(tab for tab in tabs if tab["type"] == "page")["webSocketDebuggerUrl"]
                 async with session.ws_connect(address, max_msg_size=0) as socket:
                     page = Page(socket)
-                    for domain in ("Runtime", "Log", "Page"):
+                    for domain in ("Runtime", "Log", "Page", "Network"):
                         await page.call(f"{domain}.enable")
-                    feature = {"name": "prefers-color-scheme", "value": scheme}
-                    await page.call("Emulation.setEmulatedMedia", features=[feature])
+                    await page.prefer(scheme)
                     await page.call("Page.addScriptToEvaluateOnNewDocument", source=before)
-                    await page.call("Page.navigate", url=file.absolute().as_uri())
-                    await page.until(
-                        "location.protocol === 'file:' && document.readyState === 'complete'"
-                    )
+                    await page.visit(file)
                     yield page
         finally:
             browser.kill()

@@ -1,0 +1,130 @@
+"""The documentation site in a real browser, opened from a disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import browser
+
+ROOT = Path(__file__).parents[2]
+SCREENSHOTS = "SLURMRL_SCREENSHOTS"
+"""Names a folder for screenshots; by default they lie in the test's folder."""
+WIDTHS = (400, 1440)
+FIRST_HITS = {
+    "hyperparameter": ("configuration", "glossary", "index"),
+    "goodput": ("glossary", "status"),
+    "async": ("asynchronous",),
+    "OOM": ("troubleshooting",),
+    "NCCL": ("slurm", "gpus"),
+    "checkpoint": ("checkpoints",),
+}
+"""Pages that may be the first result of a search."""
+DARK = ("index", "status", "algorithms/policy-gradients", "configuration")
+LOOK = r"""
+(() => {
+  const root = document.documentElement, content = document.querySelector('.md-content');
+  const prose = content.cloneNode(true);
+  prose.querySelectorAll('pre, code, math').forEach((part) => part.remove());
+  return {
+    sideways: root.scrollWidth - root.clientWidth,
+    wide: [...content.querySelectorAll('img')].filter((one) => one.clientWidth > root.clientWidth)
+      .map((one) => one.src),
+    broken: [...content.querySelectorAll('img')].filter((one) => !one.naturalWidth)
+      .map((one) => one.src),
+    latex: /\$\$|\\(frac|log|text|sum|sigma)/.exec(prose.textContent)?.[0] ?? '',
+    unseen: [...content.querySelectorAll('.arithmatex')]
+      .filter((one) => !(one.querySelector('math')?.getBoundingClientRect().height > 0)).length,
+    formulas: content.querySelectorAll('math').length,
+    anchors: [...document.querySelectorAll('a[href^="#"]')].map((one) => one.hash.slice(1))
+      .filter((name) => name && !document.getElementById(decodeURIComponent(name))),
+  };
+})()
+"""
+RIGHT = {"sideways": 0, "wide": [], "broken": [], "latex": "", "unseen": 0, "anchors": []}
+SEARCH = """
+(() => {
+  const hit = document.querySelector('.md-search-result__item > a');
+  if (hit) return hit.href;
+  const open = document.getElementById('__search');
+  if (!open.checked) open.click();
+  const field = document.querySelector('.md-search__input');
+  field.focus();
+  field.value = 'WORD';
+  field.dispatchEvent(new Event('keyup', { bubbles: true }));
+})()
+"""
+FORGET = "if (location.protocol === 'file:') localStorage.clear();"
+BRIGHTNESS = r"""
+Math.max(...getComputedStyle(document.body).backgroundColor.match(/\d+/g).slice(0, 3).map(Number))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium")
+def test_site_is_usable_from_disk_at_both_widths(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, ROOT / "scripts" / "make-docs", "--site", site]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert made.returncode == 0, made.stderr
+    shots = Path(os.environ.get(SCREENSHOTS, tmp_path))
+    shots.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_look(site, shots))
+
+
+async def _look(site: Path, shots: Path) -> None:
+    """Visit all pages, search, and look at some pages in dark colors."""
+    pages = sorted(path for path in site.rglob("*.html") if path.name != "404.html")
+    faults: list[tuple[str, Any]] = []
+    formulas = 0
+    # A page stores the first scheme and then ignores what the user prefers.
+    async with browser.opened(site / "index.html", before=FORGET) as page:
+        for path in pages:
+            name = str(path.relative_to(site))
+            await page.visit(path)
+            for width in WIDTHS:
+                await page.resize(width)
+                seen = await page.evaluate(LOOK)
+                formulas += seen.pop("formulas")
+                if seen != RIGHT:
+                    faults.append((f"{name} at {width} px", seen))
+        for word, expected in FIRST_HITS.items():
+            hit = await _first_hit(page, site / "index.html", word)
+            if hit not in [(site / f"{name}.html").as_uri() for name in expected]:
+                faults.append((f"search for {word}", hit))
+        for width in WIDTHS:
+            await page.resize(width)
+            for scheme in ("light", "dark"):
+                await page.prefer(scheme)
+                for name in DARK:
+                    await page.visit(site / f"{name}.html")
+                    shot = f"site.{name.replace('/', '-')}.{width}.{scheme}.png"
+                    await page.screenshot(shots / shot)
+                    if (await page.evaluate(BRIGHTNESS) < 128) != (scheme == "dark"):
+                        faults.append((name, f"is not {scheme}"))
+        assert faults == []
+        assert formulas > 0
+        assert page.complaints == []
+        assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+
+
+async def _first_hit(page: browser.Page, home: Path, word: str) -> str:
+    """Return the URL, without query and anchor, of the first result of a search."""
+    await page.visit(home)
+    found: str = await page.until(SEARCH.replace("WORD", word))
+    return found.partition("?")[0].partition("#")[0]
+
+
+@pytest.mark.parametrize("latex", [r"\begin{aligned} a &= b \end{aligned}", r"\unknown x"])
+def test_formula_that_the_site_cannot_show_is_refused(latex: str) -> None:
+    mathml = runpy.run_path(str(ROOT / "scripts" / "site_formulas.py"))["mathml"]
+    assert "<mfrac>" in mathml(r"\frac{1}{T} \log p", "block")
+    with pytest.raises(ValueError, match="cannot convert"):
+        mathml(latex, "inline")
