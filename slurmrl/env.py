@@ -1,6 +1,6 @@
 """The typed table of the environment variables that slurmrl reads, and the user's name.
 
-``scripts/make-docs`` writes it into docs/configuration.md.
+``scripts/make-docs`` writes it into docs/configuration/environment.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Variable(NamedTuple, Generic[T]):
     default: T
     set_by: str
     doc: str
-    """One line of Markdown for docs/configuration.md."""
+    """One line of Markdown for the reference."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         """Return the variable's value, or its default when it is unset or empty.
@@ -207,17 +207,16 @@ def cache_folder(name: str) -> Path:
 
 
 def reference() -> str:
-    """Return the section of docs/configuration.md about environment variables."""
-    rows = [
-        f"| `{one.name}` | {_shown(one.default)} | {one.set_by} | {one.doc} |" for one in VARIABLES
-    ]
-    head = ("| variable | default | set by | meaning |", "|---|---|---|---|")
-    text = "An empty variable counts as unset."
-    return "\n".join(("## Environment variables", "", text, "", *head, *rows, ""))
+    """Return Markdown about the environment variables, for a page with a title."""
+    lines = ["An empty variable counts as unset.", ""]
+    for one in VARIABLES:
+        lines += [f"## `{one.name}`", "", one.doc, "", f"- **Set by:** {one.set_by}"]
+        lines += [f"- **Default:** {_shown(one.default)}", ""]
+    return "\n".join(lines)
 
 
 def _shown(default: object) -> str:
-    return "" if default in ("", None) else f"`{default}`"
+    return "none" if default in ("", None) else f"`{default}`"
 
 
 def user_name() -> str:

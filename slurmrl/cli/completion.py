@@ -11,6 +11,7 @@ from slurmrl.errors import SlurmrlError
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+    from pydantic import BaseModel
 
 LINES = {
     "bash": 'eval "$(slurmrl completion bash)"    # in ~/.bashrc',
@@ -77,3 +78,44 @@ def trials_or_files(
 ) -> list[CompletionItem]:
     """Trials, or files where no trial begins like this."""
     return trials(ctx, parameter, typed) or files(ctx, parameter, typed)
+
+
+def keys(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """The keys of the configuration that begin with ``typed``, up to its last part.
+
+    A section is offered with and without a dot, because its keys may follow.
+    """
+    from click.shell_completion import CompletionItem
+
+    return [
+        CompletionItem(f"{key}{end}", help=meaning)
+        for key, meaning, is_section in _below(typed)
+        for end in (("", ".") if is_section else ("",))
+    ]
+
+
+def _below(typed: str) -> list[tuple[str, str, bool]]:
+    """Return keys that begin with ``typed``, their meanings, and whether each is a section."""
+    from slurmrl.config.key_facts import children, summary
+
+    parent = tuple(typed.split(".")[:-1])
+    return [
+        (one.key, summary(one.meaning), one.section is not None)
+        for one in children(parent, _algorithm_schemas())
+        if one.key.startswith(typed)
+    ]
+
+
+def _algorithm_schemas() -> list[type[BaseModel]]:
+    from slurmrl.plan.algorithms import ALGORITHMS
+
+    return list({ALGORITHMS.load(name): None for name in ALGORITHMS})
+
+
+def algorithms(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """The values of ``algorithm.name`` that begin with ``typed``."""
+    from click.shell_completion import CompletionItem
+
+    from slurmrl.plan.algorithms import ALGORITHMS
+
+    return [CompletionItem(name) for name in ALGORITHMS if name.startswith(typed)]

@@ -38,6 +38,9 @@ COMMANDS = {
     "bundle": Command(
         "slurmrl.cli.site:bundle", "Make one archive for a cluster without a network."
     ),
+    "explain": Command(
+        "slurmrl.cli.explain:explain", "Explain a key of the configuration, or list its sections."
+    ),
     "plan": Command(
         "slurmrl.cli.planning:plan", "Show which ranks would run where, without submitting."
     ),

@@ -148,7 +148,7 @@ def _problem(
     if details["type"] == "missing":
         message = _missing(schema, location)
     elif details["type"] == "extra_forbidden":
-        message = _unknown(schema, location, prefix)
+        message = unknown_key(schema, location, prefix)
     else:
         message = refused(details)
     return source.problem((*prefix, *location), message)
@@ -186,7 +186,8 @@ def _missing(schema: type[BaseModel], location: KeyPath) -> str:
     return f"is required. {text}".rstrip()
 
 
-def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
+def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
+    """Return the message about a key that ``schema`` does not have, with the nearest names."""
     owner = section_at(schema, location[:-1])
     known = sorted(key for key, _ in keys(owner)) if owner else []
     name = str(location[-1])

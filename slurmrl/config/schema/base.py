@@ -43,6 +43,13 @@ class IsHubPath(IsPath):
     """Marks a path that may also name a repository of the Hugging Face hub."""
 
 
+class Unit:
+    """Gives the unit of a number where the end of its key does not."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def _whole_number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
 from pydantic import BaseModel
+from ruamel.yaml import YAML
 
-from slurmrl.config.describe import reference
-from slurmrl.config.problems import descriptions, paths, section_of
+from slurmrl.config.describe import pages
+from slurmrl.config.problems import descriptions, keys, section_of
 from slurmrl.config.schema import Config, Section
 from slurmrl.plan.algorithms import ALGORITHMS
 
@@ -37,18 +39,46 @@ def test_every_field_is_described() -> None:
     assert undescribed == []
 
 
-def test_every_key_is_in_the_reference_with_type_and_default() -> None:
-    text = reference(schemas())
-    for schema in (Config, *schemas().values()):
-        for path in paths(schema):
-            assert f"| `{path[-1]}` |" in text, path
-    assert "| `lr` | number ≥ 0 | `1e-05` | Learning rate after warm-up. |" in text
-    assert "| `betas` | list of 2: number ≥ 0, < 1 | `[0.9, 0.95]` |" in text
-    assert "| `dtype` | `float32`, `bfloat16` | by device |" in text
-    assert "## `dataset`, `evaluation.dataset`" in text
-    assert "## `algorithm` with `name:` `ppo`, `grpo`" in text
+def sections(schema: type[BaseModel]) -> set[type[BaseModel]]:
+    below = {section_of(field.annotation) for field in schema.model_fields.values()}
+    return {schema}.union(*(sections(section) for section in below if section is not None))
 
 
-def test_the_page_in_docs_is_current() -> None:
+def test_reference_has_each_key_of_each_section_once() -> None:
+    known = {
+        section: {key for key, field in keys(section) if section_of(field.annotation) is None}
+        for schema in (Config, *schemas().values())
+        for section in sections(schema)
+    }
+    heads = re.findall(r"^### `(.*)`$", "\n".join(pages(schemas(), "").values()), re.MULTILINE)
+    assert len(heads) == sum(map(len, known.values()))
+    assert {head.rpartition(".")[2] for head in heads} == set().union(*known.values())
+
+
+def test_reference_has_type_default_unit_and_presets() -> None:
+    found = pages(schemas(), "")
+    actor, algorithm = found["configuration/actor.md"], found["configuration/algorithm-ppo.md"]
+
+    def entry(page: str, key: str) -> str:
+        return page.partition(f"\n### `{key}`\n")[2].partition("\n#")[0]
+
+    rate = entry(actor, "actor.optimizer.lr")
+    assert "- **Type:** number ≥ 0\n- **Default:** `1e-05`\n" in rate
+    assert "list of 2 numbers ≥ 0, < 1" in entry(actor, "actor.optimizer.betas")
+    assert "- **Default:** bfloat16 on GPUs, float32 on CPUs" in entry(actor, "actor.dtype")
+    assert "- **Unit:** seconds" in entry(found["configuration/cluster.md"], "cluster.silence_s")
+    coefficient = entry(algorithm, "algorithm.kl.coef")
+    assert "- **Default:** `0.1`; `0.04` for `grpo`, `0.0` for `dr_grpo`" in coefficient
+    assert "(dataset.md)" in found["configuration/evaluation.md"]
+
+
+def test_example_of_the_index_is_a_configuration() -> None:
+    block = re.search(r"```yaml\n(.*?)```", pages(schemas(), "")["configuration.md"], re.DOTALL)
+    assert block is not None
+    config = Config.model_validate(YAML(typ="safe", pure=True).load(block[1]))
+    ALGORITHMS.load(config.algorithm["name"]).model_validate(config.algorithm)
+
+
+def test_the_pages_in_docs_are_current() -> None:
     command = [str(REPOSITORY / "scripts" / "make-docs"), "--check"]
     subprocess.run(command, check=True, timeout=120)
