@@ -18,7 +18,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One loss. ``differs`` says what is unequal where the definitions are (docs/migrating.md)."""
+    """One loss. ``differs`` says what is unequal by definition (docs/migrating/trl.md)."""
 
     name: str
     trainer: str

@@ -1,4 +1,4 @@
-"""Losses and gradients are TRL's, or differ as docs/migrating.md says."""
+"""Losses and gradients are TRL's, or differ as docs/migrating/trl.md says."""
 
 from __future__ import annotations
 
