@@ -11,7 +11,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurmrl.data.sources import open_source
 from slurmrl.errors import UnreadableInputError, UsageError
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 
 END, PAD = "<|endoftext|>", "<|pad|>"
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names of the class that only reads ``tokenizer.json``, in transformers 4 and 5."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -32,11 +34,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         (transformers makes an empty tokenizer from a ``config.json`` alone).
     :raises UnreadableInputError: the folder or its files cannot be read.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    kind: Any = PreTrainedTokenizerFast if _is_generic(folder) else AutoTokenizer
     try:
         with inputs.reading(folder):
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            tokenizer: PreTrainedTokenizerBase = kind.from_pretrained(
                 str(folder), local_files_only=True
             )
     except UnreadableInputError as error:
@@ -49,6 +52,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     end_id(tokenizer)
     tokenizer.clean_up_tokenization_spaces = False  # rewards judge the text as it was written
     return tokenizer
+
+
+def _is_generic(folder: Path) -> bool:
+    """Return whether ``tokenizer.json`` defines the tokenizer completely.
+
+    AutoTokenizer of transformers 5 replaces the class of such a tokenizer by the class of the model
+    next to it (qwen2), which splits strings at other places.
+    """
+    try:
+        inputs.check_file(folder / "tokenizer.json")
+        return inputs.read_json(folder / "tokenizer_config.json").get("tokenizer_class") in GENERIC
+    except Exception:  # noqa: BLE001 - from_pretrained reports the problem
+        return False
 
 
 def vocabulary(folder: Path) -> dict[str, int] | None:

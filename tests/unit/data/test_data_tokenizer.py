@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data.tokenizer import END, PAD, decoding, load_tokenizer, save_tokenizer, train_bpe
@@ -48,3 +48,15 @@ def test_decoded_text_keeps_its_spaces_if_the_tokenizer_would_correct_them(tmp_p
     assert tokenizer.decode(ids) == "x != y ! ."
     dialogue = Dialogue(Dataset(type="prompt", path="x"), tokenizer)
     assert dialogue.decode(ids) == "x != y ! ."
+
+
+def test_tokenizer_next_to_a_model_splits_as_without_it(tmp_path: Path) -> None:
+    """AutoTokenizer of transformers 5 gives every qwen2 model the splitting rules of Qwen2."""
+    words = ["x", "12", " ", "+", "\n", END, PAD]
+    core = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\d+|[\s\S]"), "isolated")
+    save_tokenizer(core, tmp_path, end=END, pad=PAD)
+    config = {"model_type": "qwen2", "vocab_size": len(words)}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = "x + 12\n"
+    assert load_tokenizer(tmp_path)(text).input_ids == core.encode(text).ids == [0, 2, 3, 2, 1, 4]
