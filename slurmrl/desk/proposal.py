@@ -92,7 +92,7 @@ class Proposal:
                     links=group.links,
                     elastic=group.elastic,
                     at_once=demand.wanted_tasks(self.paths, group.name, group.hosts),
-                    spares=self.settings.config.cluster.slurm.spares,
+                    spares=group.spares,
                     slurm=slurm_of(self.settings.config, group.name).model_dump(mode="json"),
                 )
                 for group in self.plan.jobs

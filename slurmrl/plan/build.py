@@ -114,7 +114,9 @@ def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> 
     hosts, own, inside = _hosts(config, placed, scheduler)
     _, slots = placement.tasks_inside(config, placed)
     trainers = _group(config, gpus, TRAINERS, hosts, own)
-    yield trainers.model_copy(update={"tasks_per_host": inside, "slots_per_task": slots})
+    spares = 0 if scheduler == "local" else config.cluster.slurm.spares
+    inside_job = {"spares": spares, "tasks_per_host": inside, "slots_per_task": slots}
+    yield trainers.model_copy(update=inside_job)
     rollout = placed.get(ROLLOUTS)
     if rollout is not None and rollout.group == ROLLOUTS:
         tasks, size = rollout.allocation.sizes["dp"], rollout.allocation.instance_size

@@ -42,6 +42,8 @@ class GroupPlan(_PlanPart):
     links: int = Field(ge=0, le=MOST_COUNT)
     """Elements of its job array."""
     elastic: bool = False
+    spares: int = Field(default=0, ge=0, le=MOST_COUNT)
+    """Additional hosts of its job, which replace lost hosts."""
     tasks_per_host: int = Field(default=0, ge=0, le=MOST_COUNT)
     """Rollout tasks that run in the trainers' job: on the GPUs of each host behind those of the
     trainers."""

@@ -57,6 +57,7 @@ def _title(report: Mapping[str, Any]) -> str:
 def _groups(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     for group in report["groups"]:
         hosts = f"{group['hosts']} tasks" if group["elastic"] else str(group["hosts"])
+        hosts += f" + {_count(group['spares'], 'spare')}" if group["spares"] else ""
         workers = str(group["hosts"] * group["workers_per_host"])
         gpus, cpus = str(group["gpus_per_host"]), str(group["cpus_per_host"])
         memory = group["mem_per_host_bytes"]

@@ -127,6 +127,7 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "name": group.name,
         "elastic": group.elastic,
         "hosts": group.hosts,
+        "spares": group.spares,
         "workers_per_host": group.workers_per_host,
         "gpus_per_worker": group.gpus_per_worker,
         "gpus_per_host": group.gpus_per_worker * slots,
