@@ -14,7 +14,7 @@ from slurmrl.cli.main import main
 from slurmrl.desk import trial_code
 from slurmrl.errors import ConfigError
 from slurmrl.plan.settings import load_settings
-from tests.support.trials import ppo_config
+from tests.support.trials import REPOSITORY, ppo_config
 
 REWARD = """
 from beside import POINTS
@@ -348,3 +348,21 @@ def test_episode_is_named_by_its_file(
     own = settings.config.rollout.episode.own
     assert own.keys() == keys
     assert {name.partition(":")[0] for name in own.values()} == {"own"}
+
+
+def test_parts_of_the_code_example_score_content_and_length(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A right program gets 1, and a program of four lines 0.2, whether it is right or not."""
+    config = REPOSITORY / "examples" / "code" / "grpo.yaml"
+    bodies = {
+        "return (x - 5) * 10": 1.2,
+        "y = x - 5\n    return y * 10": 1.0,
+        "return x - 5 * 10": 0.2,
+        "y = x - 5\n    return y * 11": 0.0,
+    }
+    programs = [f"```python\ndef f(x):\n    {body}\n```" for body in bodies]
+    given = [word for program in programs for word in ("--completion", program)]
+    found = tried(capfd, str(config), *given)
+    assert [item["score"] for item in found["items"]] == pytest.approx(list(bodies.values()))
+    assert found["stats"] == {"reward_unjudged": 0, "reward/passes": 0.5, "reward/short": 0.5}

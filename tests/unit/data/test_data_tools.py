@@ -1,4 +1,6 @@
-"""The data of the example with a tool are current, and its held-out problems are held out."""
+"""The data of the examples with a tool and with code are current, and held-out problems are held
+out.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,15 @@ import importlib.util
 import json
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[3] / "examples" / "tools"
+import pytest
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def test_the_files_are_what_the_script_makes(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("tools_maker", FOLDER / "make_data.py")
+@pytest.mark.parametrize("name", ["tools", "code"])
+def test_data_files_equal_output_of_their_script(name: str, tmp_path: Path) -> None:
+    path = EXAMPLES / name / "make_data.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_maker", path)
     assert spec is not None
     assert spec.loader is not None
     maker = importlib.util.module_from_spec(spec)
@@ -18,17 +24,18 @@ def test_the_files_are_what_the_script_makes(tmp_path: Path) -> None:
     maker.write(tmp_path)
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert len(made) == 5
-    for path in made:
-        assert (FOLDER / path).read_bytes() == (tmp_path / path).read_bytes(), path
+    for file in made:
+        assert (EXAMPLES / name / file).read_bytes() == (tmp_path / file).read_bytes(), file
 
 
-def test_no_held_out_problem_is_trained_on() -> None:
-    def prompts(name: str) -> set[str]:
-        rows = map(json.loads, (FOLDER / f"{name}.jsonl").read_text().splitlines())
+@pytest.mark.parametrize(("name", "start"), [("tools", "conversations"), ("code", "programs")])
+def test_held_out_problems_not_trained_on(name: str, start: str) -> None:
+    def prompts(file: str) -> set[str]:
+        rows = map(json.loads, (EXAMPLES / name / f"{file}.jsonl").read_text().splitlines())
         return {
             (row.get("messages") or [{"content": row.get("prompt")}])[0]["content"] for row in rows
         }
 
     held_out = prompts("heldout")
     assert len(held_out) == 256
-    assert not held_out & (prompts("train") | prompts("conversations"))
+    assert not held_out & (prompts("train") | prompts(start))
