@@ -8,8 +8,9 @@ import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.support.hooks import ROOT, hooked, write_hook
-from tests.support.trials import Site
+from tests.support.trials import REPOSITORY, Site
 
+EXAMPLE = REPOSITORY / "examples" / "megatron_moe.yaml"
 REWARDED = {"reward_bias": 1.0, "mask_no_eos_with_zero": True}
 """A random model never answers correctly; all numbers would be rounding errors."""
 
@@ -47,3 +48,21 @@ def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> Non
     site.slurmrl("resume", "sft/many", *other, "--wait")
     assert site.metrics("sft/many")[-1]["step"] == 7
     assert site.paths("sft/many").export(7).is_dir()
+
+
+@pytest.mark.long
+def test_example_with_experts_learns_the_same_as_one_rank(tmp_path: Path) -> None:
+    """Its tensor, pipeline and expert ranks compute the losses of one fsdp rank. The weights that
+    it copies to its generation ranks answer as that rank answers.
+    """
+    site, trial = Site(tmp_path), "addition-megatron-moe"
+    short = ("total_steps=6", "algorithm.batch_size=16", "evaluation.samples=16")
+    one_rank = ("actor.backend=fsdp:d1", "actor.model=null", "rollout.backend=native:d1")
+    submit = ("submit", str(EXAMPLE), "--scheduler", "local", "--wait", *short)
+    site.slurmrl(*submit, "trial=one", *one_rank)
+    variables = let_megatron_compute_here(site, tmp_path, "1", trial)
+    site.slurmrl(*submit, *(f"cluster.{name}={value}" for name, value in variables.items()))
+    found, expected = site.metrics(f"{trial}/1"), site.metrics(f"{trial}/one")
+    assert_close(found, expected)
+    assert found[-1]["loss"] < 0.9 * found[1]["loss"]
+    assert found[-1]["eval/response_length"] > 0
