@@ -15,7 +15,7 @@ from slurmrl.fsio import atomic
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Estimate, Summary
 from slurmrl.run import keys
-from slurmrl.run.events import EventWriter
+from slurmrl.run.events import EventKind, EventWriter
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin, end, fold, resume
 from slurmrl.run.metrics import MetricsWriter
@@ -98,7 +98,7 @@ class FakeRun:
         names = NameStore(self.paths.names)
         names.add(key, json.dumps(value))
 
-    def event(self, writer: str, kind: str, **data: Any) -> None:
+    def event(self, writer: str, kind: EventKind, **data: Any) -> None:
         EventWriter(self.paths, writer).write(kind, **data)
 
     def metrics(self, *lines: Mapping[str, Any]) -> None:

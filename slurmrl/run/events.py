@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
@@ -26,6 +26,45 @@ logger = log.get(__name__)
 Event = dict[str, Any]
 """``time``, ``writer``, ``kind`` and the fields of the kind."""
 
+EventKind: TypeAlias = Literal[
+    "start",
+    "round",
+    "end",
+    "topped_up",
+    "surplus",
+    "killed",
+    "batch_host_lost",
+    "warned",
+    "begin",
+    "join",
+    "ready",
+    "repeats",
+    "left_out",
+    "no_such_metric",
+    "failure",
+    "failed",
+    "hang",
+    "stopped",
+    "server_ended",
+    "sinks_behind",
+    "finished",
+    "commit",
+    "checkpoint_failed",
+    "damaged",
+    "export",
+    "weights",
+    "weights_failed",
+    "evaluation",
+    "evaluation_failed",
+    "task_started",
+    "world_ready",
+    "rollout_task",
+    "retire",
+    "task_silent",
+    "weights_unreadable",
+    "samples_damaged",
+]
+"""Kinds of events; docs/reference/events.md has the moment and the fields of each."""
 SUFFIX = ".jsonl"
 FIELDS: Fields = {
     "time": NUMBER,
@@ -51,8 +90,8 @@ class EventWriter:
         self._path = paths.event_file(writer)
         self._writer = writer
 
-    def write(self, kind: str, **data: Any) -> None:
-        """``data`` is JSON; it cannot have the keys ``time``, ``writer`` and ``kind``."""
+    def write(self, kind: EventKind, **data: Any) -> None:
+        """Append an event. ``data`` is JSON without ``time``, ``writer`` and ``kind``."""
         event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
         try:
             self._append(json.dumps(event).encode() + b"\n")

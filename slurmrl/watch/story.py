@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from slurmrl.display.terminal import first_line, plain
 from slurmrl.run.endings import Ending, JobTag, failure_words
@@ -30,7 +30,7 @@ PREEMPTED = "preempted ({signal})"
 CLOCKS_S = 5.0
 """Largest difference of two hosts' clocks."""
 SHOWN_FILES = 2
-REPEATS = "repeats"
+REPEATS: Final = "repeats"
 """The event of an incarnation about the steps that it does again: ``first``, ``last``."""
 GUESSED = ("preemption", "unknown")
 JOB_ENDS = {

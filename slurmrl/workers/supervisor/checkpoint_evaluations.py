@@ -36,6 +36,7 @@ from slurmrl.fsio.atomic import exclusive_create, list_names, make_private_direc
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.registry import resolve
 from slurmrl.run import evaluated
+from slurmrl.run.events import EventKind
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import Commit, fold, recent
 from slurmrl.run.paths import RunPaths
@@ -74,7 +75,7 @@ class CheckpointEvaluations:
     """
 
     def __init__(
-        self, paths: RunPaths, kind: str, told: Callable[[str, Mapping[str, Any]], None]
+        self, paths: RunPaths, kind: str, told: Callable[[EventKind, Mapping[str, Any]], None]
     ) -> None:
         self._paths = paths
         self._kind = kind
