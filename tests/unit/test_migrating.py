@@ -68,7 +68,7 @@ def _rows(page: str) -> Iterator[Row]:
             header = SPAN.search(cells[0])
             prefix, inside = header[1] if header else "", True
         elif inside and len(cells) == 3 and not set(cells[0]) <= set("-:"):
-            names = (re.split(r": |=", span)[0].lstrip("-+") for span in SPAN.findall(cells[0]))
+            names = (re.split(r": | |=", span)[0].lstrip("-+") for span in SPAN.findall(cells[0]))
             full = tuple(prefix + name for name in names if not prefix or name != prefix)
             yield Row(page, full, cells[1], cells[2], algorithm)
 
