@@ -21,10 +21,10 @@ class Distill(AlgorithmSchema):
     """
 
     name: Literal["distill"] = "distill"
-    """`distill`."""
+    """Name of the algorithm."""
     importance_cap: PositiveFloat | None = 2.0
     """Upper bound of a token's importance weight p(training) / p(generation), which corrects for
-    differences between the two engines; null sets no bound."""
+    differences between the two engines. `null` sets no bound."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True

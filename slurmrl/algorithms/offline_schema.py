@@ -43,10 +43,10 @@ class Generate(AlgorithmSchema):
     """
 
     name: Literal["generate"] = "generate"
-    """`generate`."""
+    """Name of the algorithm."""
     logprobs: bool = False
-    """Record the token ids of each completion and their log-probabilities at
-    `rollout.temperature`, whatever `top_k` and `top_p` leave out."""
+    """Record the token ids of each completion and their log-probabilities at `rollout.temperature`,
+    computed over all tokens, even with `top_k` or `top_p`."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     one_pass: ClassVar[bool] = True
@@ -64,29 +64,30 @@ class Generate(AlgorithmSchema):
 class Evaluate(AlgorithmSchema):
     """Evaluation of a model on a whole dataset, in `results.jsonl` and `summary.json`.
 
-    Nothing is trained.
-
-    With `measure: completions`, `rollout.n` completions of each prompt are judged by the reward:
-    `avg@n`, `pass@k` and `maj@k`, with 95 % confidence intervals.
+    It trains no model. With `measure: completions`, the reward scores `rollout.n` completions of
+    each prompt. The results are `avg@n`, `pass@k` and `maj@k`, with 95 % confidence intervals.
     """
 
     name: Literal["evaluate"] = "evaluate"
-    """`evaluate`."""
+    """Name of the algorithm."""
     measure: Measure = "completions"
-    """`completions`: of prompts, judged by the reward. `preferences`: how often a reward model
-    prefers the chosen answer of a pair. `likelihood`: the loss and the perplexity of given
-    answers."""
+    """What is measured.
+
+    - `completions`: rewards of completions of prompts.
+    - `preferences`: how often a reward model prefers the chosen answer of a pair.
+    - `likelihood`: loss and perplexity of given answers."""
     pass_score: float | None = None
-    """For `completions`: reward from which on a completion counts as correct, for pass@k and maj@k.
-    Default: as for `evaluation.pass_score`."""
+    """With `completions`: minimum reward of a correct completion, for pass@k and maj@k. Default: as
+    for `evaluation.pass_score`. Example: `1.0`"""
     vote_pattern: Pattern | None = None
-    """For `completions`: regular expression of the answer that a completion votes for in maj@k: its
-    last match, or the group in it, as in `#### (.*)`. A completion without a match has no vote.
-    Default: the whole completion."""
+    """With `completions`: regular expression of the answer for which a completion votes in maj@k:
+    its last match, or the group in the match. A completion without a match has no vote. Default:
+    the complete completion votes. Example: `'#### (.*)'`"""
 
     suite: Word | None = None
-    """The suite of `evaluation.suites` that `slurmrl eval` has made this trial of: its name in the
-    metrics of the trial whose checkpoint it evaluates."""
+    """Name of the suite of `evaluation.suites` that this trial evaluates; `slurmrl eval` sets it.
+    It is part of the metrics' names in the trial whose checkpoint is evaluated. Default: none.
+    Example: `gsm8k`"""
 
     dataset_types: ClassVar[tuple[str, ...]] = tuple(
         kind for kinds in MEASURED.values() for kind in kinds

@@ -39,22 +39,25 @@ class DPO(AlgorithmSchema):
     """
 
     name: Literal["dpo"] = "dpo"
-    """`dpo`."""
+    """Name of the algorithm."""
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """`sigmoid` is the loss of the DPO paper, `ipo` regresses the margin to 1 / (2 beta), `hinge`
-    stops once beta times the margin exceeds 1."""
+    """Loss of a pair.
+
+    - `sigmoid`: the loss of the DPO paper.
+    - `ipo`: regresses the margin to 1 / (2 beta).
+    - `hinge`: is 0 once beta times the margin exceeds 1."""
     beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference model (for `hinge`, the inverse of the margin)."""
+    """Strength of the pull towards the reference model; with `hinge`, the inverse of the margin."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """For `sigmoid`: probability that a label is wrong (conservative DPO)."""
+    """With `sigmoid`: probability that a label is wrong (conservative DPO). Example: `0.1`"""
     length_normalized: bool = False
-    """Divide the log-ratio of each answer by the number of its tokens before the loss: pairs of
-    long answers count no more than those of short ones."""
+    """Divide the log-ratio of each answer by its number of tokens before the loss, so that pairs of
+    long answers count no more than pairs of short answers."""
     sft_coef: NonNegativeFloat = 0.0
-    """Coefficient of the cross entropy of the chosen answer, the mean over its tokens, in the loss
-    of a pair: it keeps chosen answers likely."""
+    """Coefficient of the chosen answer's cross entropy (mean over its tokens) in the loss of a
+    pair. It keeps chosen answers likely. Example: `0.1`"""
     reference_free: bool = False
-    """Leave the reference model out, as if it gave all answers the same probability."""
+    """Use no reference model: all answers count as equally likely under it."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("preference",)
     evaluation_types: ClassVar[tuple[str, ...]] = ("preference", "prompt")
@@ -126,12 +129,12 @@ class KTO(AlgorithmSchema):
     """
 
     name: Literal["kto"] = "kto"
-    """`kto`."""
+    """Name of the algorithm."""
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference model."""
     desirable_weight: NonNegativeFloat = 1.0
-    """Weight of desirable answers. With many more of one kind than of the other, choose weights
-    so that (desirable answers x weight) / (undesirable answers x weight) is between 1 and 4/3."""
+    """Weight of desirable answers. If one kind of answer is much more frequent, choose weights so
+    that (desirable answers x weight) / (undesirable answers x weight) is between 1 and 4/3."""
     undesirable_weight: NonNegativeFloat = 1.0
     """Weight of undesirable answers."""
 
@@ -188,9 +191,10 @@ class RewardModel(AlgorithmSchema):
     """
 
     name: Literal["reward_model"] = "reward_model"
-    """`reward_model`."""
+    """Name of the algorithm."""
     center_coef: NonNegativeFloat = 0.0
-    """Coefficient of (chosen + rejected)^2 of a pair's scores, which keeps their mean at 0."""
+    """Coefficient of (chosen + rejected)^2 of a pair's scores, which keeps the mean of the scores
+    at 0. Example: `0.01`"""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("preference",)
     evaluation_types: ClassVar[tuple[str, ...]] = ("preference",)

@@ -39,9 +39,9 @@ class AlgorithmSchema(Section, ABC):
     """Settings of an algorithm; a subclass adds its ``name`` and its hyperparameters."""
 
     name: str
-    """The name of the algorithm; of a user's own, `module:Class`."""
+    """Name of the algorithm; `module:Class` for your own."""
     batch_size: PositiveInt
-    """Prompts (or prompt-answer pairs) of one step, over all ranks."""
+    """Prompts, or other items of the dataset, in one step, over all ranks. Example: `64`"""
 
     dataset_types: ClassVar[tuple[str, ...]]
     """Types of training dataset that the algorithm accepts."""

@@ -15,14 +15,14 @@ INTERFACE = "slurmrl.algorithms.sft:SFTInterface"
 class SFT(AlgorithmSchema):
     """Supervised fine-tuning: cross entropy of the answers' tokens, given the prompts.
 
-    In conversations all turns of the assistant are answers.
+    In conversations, all turns of the assistant are answers.
 
-    Evaluation on held-out prompts generates completions and judges them with the reward; on
-    held-out prompt-answer pairs or conversations, it computes the loss.
+    Evaluation on held-out prompts generates completions and scores them with the reward. Evaluation
+    on held-out prompt-answer pairs or conversations computes the loss.
     """
 
     name: Literal["sft"] = "sft"
-    """`sft`."""
+    """Name of the algorithm."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt_answer", "messages")
     evaluation_types: ClassVar[tuple[str, ...]] = ("prompt", "prompt_answer", "messages")

@@ -96,7 +96,8 @@ def keys(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[Com
 
 def _below(typed: str) -> list[tuple[str, str, bool]]:
     """Return keys that begin with ``typed``, their meanings, and whether each is a section."""
-    from slurmrl.config.key_facts import children, summary
+    from slurmrl.config.key_facts import children
+    from slurmrl.config.problems import summary
 
     parent = tuple(typed.split(".")[:-1])
     return [

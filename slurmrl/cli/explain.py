@@ -172,7 +172,7 @@ def _unknown_of_algorithms(path: KeyPath, schemas: Mapping[type[BaseModel], list
 
 def _index() -> str:
     """Return the list of all sections, keys outside of sections, and algorithms."""
-    from slurmrl.config.key_facts import summary
+    from slurmrl.config.problems import summary
 
     facts = _top()
     sections = [(each.name, summary(each.meaning)) for each in facts if each.section is not None]
@@ -188,7 +188,8 @@ def _index() -> str:
 
 def _algorithms() -> str:
     """Return the list of all algorithms."""
-    from slurmrl.config.key_facts import parts_of, summary
+    from slurmrl.config.key_facts import parts_of
+    from slurmrl.config.problems import summary
 
     methods = [
         (", ".join(names), summary(parts_of(schema.__doc__ or "")[0]))
@@ -206,8 +207,8 @@ def _lines(entry: Explanation, whole: bool) -> Iterator[str]:
         nested,
         parts_of,
         preset_settings,
-        summary,
     )
+    from slurmrl.config.problems import summary
 
     facts, names = entry
     own, _, example = parts_of((facts.section.__doc__ or "") if facts.section else "")
@@ -218,8 +219,7 @@ def _lines(entry: Explanation, whole: bool) -> Iterator[str]:
     if own and own != facts.meaning:
         yield from ([] if whole else [""])
         yield from _wrapped(own)
-    others = [f"; {value} for {name}" for name, value in facts.presets.items()]
-    default = "" if whole or facts.default == OF_KEYS else "".join([facts.default, *others])
+    default = "" if whole or facts.default == OF_KEYS else facts.defaults
     rows = [("Default", default.replace("`", ""))] if default else []
     rows += [("Unit", facts.unit)] if facts.unit else []
     rows += [("Algorithms", ", ".join(names))] if names else []

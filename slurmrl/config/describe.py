@@ -16,8 +16,8 @@ from slurmrl.config.key_facts import (
     facts_of,
     parts_of,
     preset_settings,
-    summary,
 )
+from slurmrl.config.problems import summary
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
 
@@ -207,17 +207,14 @@ def _link(one: KeyFacts, chapters: Mapping[type[BaseModel], Chapter], page: str)
 
 def _entry(one: KeyFacts) -> Iterator[str]:
     """Yield the lines about one key."""
-    facts = [f"**Type:** {one.kind}", f"**Default:** {one.default}"]
+    facts = [f"**Type:** {one.kind}", f"**Default:** {one.defaults}"]
     if one.unit:
         facts.append(f"**Unit:** {one.unit}")
-    if one.presets:
-        others = ", ".join(f"{value} for `{name}`" for name, value in one.presets.items())
-        facts[1] += f"; {others}"
-    yield from (f"### {_code(one.path)}", "", _linked(one.meaning), "")
+    yield from (f"### {_code(one.path)}", "")
     yield from (f"- {fact}" for fact in facts)
     if one.example and one.example not in (one.default.strip("`"), *one.values):
         yield f"- **Example:** `{one.name}: {one.example}`"
-    yield ""
+    yield from ("", _linked(one.meaning), "")
 
 
 def _names(section: type[BaseModel]) -> str:

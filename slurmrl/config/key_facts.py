@@ -28,9 +28,8 @@ NAMED: Final = "<name>"
 REQUIRED: Final = "required"
 OF_KEYS: Final = "defaults of its keys"
 """Default of a section that need not be given."""
-_EXAMPLE: Final = re.compile(r"\s*Example: `([^`]+)`\.?\s*\Z")
-_DEFAULT: Final = re.compile(r"(?:\A|\s)Default: ")
-_SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
+_EXAMPLE: Final = re.compile(r"\s*Example:\s+`([^`]+)`\.?\s*\Z")
+_DEFAULT: Final = re.compile(r"(?:\A|\s)Default:\s+")
 _DETAIL: Final = re.compile(r" (?:[≥>≤<(]|from |or )")
 _BASES: Final = {int: "integer", float: "number", bool: "boolean", str: "string"}
 _SIGNS: Final = {Gt: ("gt", ">"), Ge: ("ge", "≥"), Lt: ("lt", "<"), Le: ("le", "≤")}
@@ -75,6 +74,15 @@ class KeyFacts:
     @property
     def key(self) -> str:
         return ".".join(map(str, self.path))
+
+    @property
+    def defaults(self) -> str:
+        """The default, and the other defaults with the algorithms that have them."""
+        others: dict[str, list[str]] = {}
+        for name, value in self.presets.items():
+            others.setdefault(value, []).append(f"`{name}`")
+        own = (f"{value} for {', '.join(names)}" for value, names in others.items())
+        return "; ".join([self.default, *own])
 
     @property
     def brief(self) -> str:
@@ -130,7 +138,7 @@ def _facts(path: KeyPath, one: FieldInfo, text: str, presets: dict[str, str]) ->
         default=default or _default(one),
         meaning=meaning or (parts_of(section.__doc__ or "")[0] if section else ""),
         example=example or _example(one, values),
-        unit=_unit(str(path[-1]), one.metadata) if section is None else "",
+        unit=_unit(str(path[-1]), one) if section is None else "",
         values=values,
         section=section,
         named=named,
@@ -150,11 +158,6 @@ def parts_of(docstring: str) -> tuple[str, str, str]:
     meaning, *rest = _DEFAULT.split(text, maxsplit=1)
     default = " ".join(rest[0].split()).removesuffix(".") if rest else ""
     return meaning.strip(), default, " ".join(example.split())
-
-
-def summary(meaning: str) -> str:
-    """Return the first sentence of a meaning, in one line."""
-    return _SENTENCE.split(" ".join(meaning.split()), maxsplit=1)[0]
 
 
 def _default(one: FieldInfo) -> str:
@@ -181,11 +184,20 @@ def _example(one: FieldInfo, values: Sequence[str]) -> str:
     return values[0] if values else ""
 
 
-def _unit(name: str, marks: Sequence[Any]) -> str:
-    for mark in marks:
+def _unit(name: str, one: FieldInfo) -> str:
+    for mark in (*one.metadata, *_marks(one.annotation)):
         if isinstance(mark, Unit):
             return mark.name
     return next((unit for end, unit in _UNITS.items() if name.endswith(end)), "")
+
+
+def _marks(annotation: Any) -> Iterator[Any]:
+    """Yield the marks of the types in a union with null."""
+    if get_origin(annotation) is Annotated:
+        yield from get_args(annotation)[1:]
+    elif get_origin(annotation) in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from _marks(each)
 
 
 def choices(annotation: Any) -> tuple[str, ...]:

@@ -25,9 +25,9 @@ RULES = {
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be less than {lt:g}",
     "less_than_equal": "must be at most {le}",
-    "int_type": "must be a whole number",
+    "int_type": "must be an integer",
     "float_type": "must be a number",
-    "bool_type": "must be true or false",
+    "bool_type": "must be a boolean: true or false",
     "string_type": "must be a string",
     "dict_type": "must be a section (key: value)",
     "model_type": "must be a section (key: value)",
@@ -94,6 +94,7 @@ PLACES: Mapping[str, str] = {
 }
 """Settings of other sections that people look for, and names of other systems, with their place."""
 MOST_PLACES: Final = 3
+_SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 SURE: Final = 0.8
 """Likeness of two names from which one is a misspelling of the other."""
 
@@ -182,8 +183,7 @@ def show(value: Any) -> str:
 def _missing(schema: type[BaseModel], location: KeyPath) -> str:
     owner = section_at(schema, location[:-1])
     text = descriptions(owner).get(str(location[-1]), "") if owner else ""
-    text = " ".join(text.split())
-    return f"is required. {text}".rstrip()
+    return f"is required. {summary(text)}".rstrip()
 
 
 def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
@@ -267,6 +267,11 @@ def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
         if section is not None:
             named = ("<name>",) if names_sections(field.annotation) else ()
             yield from paths(section, (*prefix, name, *named))
+
+
+def summary(text: str) -> str:
+    """Return the first sentence of a description, in one line."""
+    return _SENTENCE.split(" ".join(text.partition("\n\n")[0].split()), maxsplit=1)[0]
 
 
 @cache

@@ -14,6 +14,7 @@ from slurmrl.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Unit,
 )
 from slurmrl.plan.dataflow import Call, Method, Refill
 
@@ -21,62 +22,73 @@ AboveOne = Annotated[float, Field(gt=1)]
 
 
 class Updates(Section):
-    """Minibatches and epochs over a batch, and what ends them early."""
+    """Minibatches and epochs over a batch, and conditions that end them early."""
 
     n_minibatches: PositiveInt = 4
-    """Parts of a batch, of equal numbers of prompts, with one optimizer step each. They are the
+    """Parts of a batch, with equal numbers of prompts and one optimizer step each. They are the
     same for every number of ranks."""
     shuffle_minibatches: bool = False
-    """Draw the minibatches of each epoch at random, the same for every number of ranks. Default:
-    consecutive parts of the batch. Ranks' shares of a consecutive part have about equal numbers of
-    tokens; those of a random one have that only on average."""
+    """Select the minibatches of each epoch at random, the same for every number of ranks. `false`
+    uses consecutive parts of the batch: the ranks' shares of a part then have about equal
+    numbers of tokens, and not only on average."""
     n_epochs: PositiveInt = 1
     """Passes over each batch."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
-    """If the mean probability ratio of a minibatch's tokens exceeds this, skip its update of the
-    actor and all later ones of the step; null disables this."""
-    early_stop_kl: PositiveFloat | None = None
-    """The same if the estimate of KL(old || new) per token (the metric `approx_kl`) exceeds this,
-    in nats; null disables this."""
+    """Limit of the mean probability ratio of a minibatch's tokens. Above it, the step skips this
+    and all later updates of the actor. `null` disables this."""
+    early_stop_kl: Annotated[PositiveFloat, Unit("nats")] | None = None
+    """Limit of the estimated KL(old || new) per token (the metric `approx_kl`). Above it, the step
+    skips this and all later updates of the actor. `null` disables this. Example: `0.1`"""
 
 
 class Objective(Section):
     """The actor's loss."""
 
     objective: Literal["clip", "unclipped", "cispo", "sapo"] = "clip"
-    """Loss of a token as a function of its probability ratio. `clip`: PPO's clipped surrogate;
-    `unclipped`: ratio times advantage; `cispo`: log-probability times advantage and clipped ratio,
-    without a gradient through the ratio; `sapo`: a smooth gate instead of a clip."""
+    """Loss of a token as a function of its probability ratio.
+
+    - `clip`: PPO's clipped surrogate.
+    - `unclipped`: ratio times advantage.
+    - `cispo`: log-probability times advantage and clipped ratio, without a gradient through the
+      ratio.
+    - `sapo`: a smooth gate instead of a clip."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
-    """Probability ratio of new to old policy: of the `token`, or the geometric mean over the
-    response (`sequence`, GSPO), or this with the gradient of the token alone (`sequence_token`,
-    GSPO-token)."""
+    """Probability ratio of the new to the old policy.
+
+    - `token`: the token's ratio.
+    - `sequence`: the geometric mean over the response (GSPO).
+    - `sequence_token`: the value of `sequence`, with the gradient of only this token (GSPO-token).
+    """
     clip_ratio: PositiveFloat = 0.2
-    """The ratio is clipped from below at 1 - this; 1 or more sets no lower bound. It is also the
-    upper bound's distance from 1 unless `clip_ratio_high` is set."""
+    """Distance of the ratio's lower bound from 1; at 1 or more there is no lower bound. It is also
+    the distance of the upper bound unless `clip_ratio_high` is set."""
     clip_ratio_high: PositiveFloat | None = None
-    """The ratio is clipped from above at 1 + this. Default: `clip_ratio`."""
+    """Distance of the ratio's upper bound from 1. Default: the value of `clip_ratio`. Example:
+    `0.28`"""
     dual_clip: AboveOne | None = None
-    """Tokens with a negative advantage count as if their ratio were at most this. Only with
-    `objective: clip`; null disables this."""
+    """Upper bound of the ratio of tokens with a negative advantage. Only with `objective: clip`.
+    `null` disables this. Example: `3.0`"""
     sapo_tau_positive: PositiveFloat = 1.0
-    """Temperature of `sapo`'s gate for tokens with a positive advantage: higher ones decay
-    faster."""
+    """Temperature of the gate of `sapo` for tokens with a positive advantage. A higher temperature
+    decays faster."""
     sapo_tau_negative: PositiveFloat = 1.05
-    """The same for tokens with a negative advantage."""
+    """Temperature of the gate of `sapo` for tokens with a negative advantage."""
     m2_threshold: PositiveFloat | None = None
-    """Before each update, drop the tokens whose log-ratio has moved furthest in the direction of
-    their advantage, until the mean square of the log-ratios that moved so is at most this (M2PO).
-    Costs a forward pass for each update; null disables this."""
+    """Maximum mean square of the log-ratios that have moved in the direction of their advantage
+    (M2PO). Before each update, the tokens that moved furthest are dropped until it holds. This
+    costs a forward pass for each update. `null` disables this. Example: `0.04`"""
     aggregation: Literal["tokens", "sequences", "constant"] = "tokens"
-    """How the losses of tokens are averaged in a minibatch: over all `tokens`; over each sequence,
-    then over `sequences`; or summed over each sequence, divided by a `constant`, then averaged over
-    sequences."""
-    aggregation_length: PositiveInt | None = None
-    """Divisor of `aggregation: constant`, in tokens. Default: the most that the policy may write in
-    a completion, `rollout.max_new_tokens` unless episodes have several turns."""
+    """How the losses of tokens are averaged in a minibatch.
+
+    - `tokens`: mean over all tokens.
+    - `sequences`: mean over each sequence, then over sequences.
+    - `constant`: sum over each sequence, divided by `aggregation_length`, then mean over sequences.
+    """
+    aggregation_length: Annotated[PositiveInt, Unit("tokens")] | None = None
+    """Divisor of `aggregation: constant`. Default: the maximum that the policy may write in a
+    completion: `rollout.max_new_tokens` unless episodes have several turns. Example: `1024`"""
     entropy_coef: NonNegativeFloat = 0.0
-    """Coefficient of the entropy bonus in the actor's loss."""
+    """Coefficient of the entropy bonus in the actor's loss. Example: `0.001`"""
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
@@ -104,20 +116,24 @@ class Value(Section):
     """The critic's loss."""
 
     value_clip: PositiveFloat | None = 0.2
-    """New values are clipped to this distance from the old ones; null does not clip. With
-    `value_norm`, in units of the normalized values."""
+    """Maximum distance of new values from old values; `null` does not clip. With `value_norm`, it
+    is in units of the normalized values."""
     value_huber_delta: PositiveFloat | None = None
-    """Errors of values beyond this grow linearly instead of quadratically (Huber loss); null keeps
-    the squared error. With `value_norm`, in units of the normalized values."""
+    """Error of a value beyond which the loss grows linearly instead of quadratically (Huber loss).
+    `null` keeps the squared error. With `value_norm`, it is in units of the normalized values.
+    Example: `1.0`"""
     value_norm: Literal["none", "exponential", "moving"] = "none"
-    """The critic predicts returns less their running mean, divided by their running standard
-    deviation. `exponential`: recent steps count more; `moving`: all returns so far count alike. The
-    running moments are part of every checkpoint."""
+    """Normalization of the returns that the critic predicts: minus their running mean, divided by
+    their running standard deviation. The running moments are part of every checkpoint.
+
+    - `none`: no normalization.
+    - `exponential`: recent steps count more.
+    - `moving`: all returns so far count equally."""
     value_norm_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99995
     """Decay of the `exponential` moments per step."""
     critic_warmup_steps: NonNegativeInt = 0
-    """Steps at the start of the run in which only the critic is trained. The actor's learning rate
-    schedule begins after them and ends with the run."""
+    """Steps at the start of the run in which only the critic is trained. The schedule of the
+    actor's learning rate begins after them and ends with the run. Example: `10`"""
 
     @model_validator(mode="after")
     def _value_norm_uses_its_settings(self) -> Value:
@@ -127,42 +143,56 @@ class Value(Section):
 
 
 class Correction(Section):
-    """Differences between the policies of generation and of training."""
+    """Corrections for differences between the policies of generation and of training."""
 
     recompute_logprobs: bool | None = None
-    """Compute the old log-probabilities of a batch with the training engine before it is trained
-    on, instead of using those of generation. Default: true with a `correction`; false if
-    completions may be stale (`rollout.tasks.max_staleness`), whose ratios have to compare with the
-    policy that sampled them; else true in bfloat16, in which the kernels of generation and training
-    round differently, and if generation has another precision than `actor.dtype`; false in
-    float32."""
+    """Compute the old log-probabilities of a batch with the training engine before training,
+    instead of using those that generation recorded. Default: true with a `correction`; else
+    false if completions may be stale (`rollout.tasks.max_staleness`); else true in bfloat16 and
+    if generation has another precision than `actor.dtype`; else false."""
     correction: Literal["none", "weight", "truncate", "mask"] | None = None
-    """Importance weights of recomputed old probabilities over those of generation, which multiply
-    the losses of tokens. `weight`: without bounds (the decoupled objective); `truncate`: moved to
-    the nearer bound; `mask`: 0 beyond the bounds. Default: `truncate` if old log-probabilities are
-    recomputed and completions may be stale or have another precision than `actor.dtype`; else
-    `none`."""
+    """Importance weights of recomputed old probabilities over the probabilities of generation. They
+    multiply the losses of tokens.
+
+    - `none`: no weights.
+    - `weight`: without bounds (the decoupled objective).
+    - `truncate`: moved to the nearer bound.
+    - `mask`: 0 beyond the bounds.
+
+    Default: `truncate` if old log-probabilities are recomputed and completions may be stale or have
+    another precision than `actor.dtype`; else `none`. Example: `truncate`"""
     correction_level: Literal["token", "sequence", "geometric"] = "token"
-    """What a weight belongs to: each `token`; the whole response, as the product over its tokens
-    (`sequence`) or as their `geometric` mean."""
+    """Unit that has one weight.
+
+    - `token`: each token.
+    - `sequence`: the response, with the product over its tokens.
+    - `geometric`: the response, with the geometric mean over its tokens."""
     correction_upper: PositiveFloat = 2.0
     """Largest weight of `truncate` and `mask`."""
     correction_lower: NonNegativeFloat = 0.0
     """Smallest weight of `truncate` and `mask`."""
 
     reject_by: Literal["ratio", "k1", "k2", "k3"] | None = None
-    """Leave tokens out of the actor's loss by how far the policy before the updates is from the one
-    that sampled them, with r the recomputed old probability over that of generation. `ratio`: r.
-    `k1`: -log r, `k2`: (log r)^2 / 2, `k3`: r - 1 - log r, estimates of KL(generation, training).
-    Null rejects none."""
+    """Leave tokens out of the actor's loss by the distance of the policy before the updates from
+    the policy that sampled them. `null` rejects none. With r, the recomputed old probability
+    over the probability of generation:
+
+    - `ratio`: r.
+    - `k1`: -log r.
+    - `k2`: (log r)^2 / 2.
+    - `k3`: r - 1 - log r.
+
+    The last three are estimates of KL(generation, training)."""
     reject_over: Literal["token", "mean", "sum", "max"] = "token"
-    """What has to be within the bounds: the value of each `token`, which is left out alone; or the
-    `mean`, `sum` or `max` over a response, all of whose tokens are left out. Mean and sum of
-    `ratio` are those of log r."""
+    """Value that must be within the bounds.
+
+    - `token`: the value of each token. Only the token is left out.
+    - `mean`, `sum`, `max`: this statistic over a response. All its tokens are left out. Mean and
+      sum of `ratio` are those of log r."""
     reject_upper: PositiveFloat | None = None
-    """Largest value that is not rejected; null sets no bound."""
+    """Largest value that is not rejected. `null` sets no bound. Example: `2.0`"""
     reject_lower: float | None = None
-    """Smallest value that is not rejected; null sets no bound."""
+    """Smallest value that is not rejected. `null` sets no bound. Example: `0.5`"""
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
@@ -245,33 +275,41 @@ DIVIDED: Final = (*OF_COMPLETIONS, "none")
 
 
 class Advantages(Section):
-    """From scores to advantages."""
+    """Advantages, computed from scores."""
 
     advantage: Literal[
         "gae", "group", "leave_one_out", "greedy", "batch", "batch_leave_one_out", "none"
     ] = "gae"
-    """What a completion's return is compared with. `gae`: the values of a critic. `group`: the mean
-    over the prompt's completions. `leave_one_out`: the mean over the prompt's other completions.
-    `greedy`: the score of a greedy completion of the prompt, which costs another generation.
-    `batch`: the mean over all completions of the batch. `batch_leave_one_out`: the mean over the
-    other completions of the batch. `none`: nothing. `gae`, `greedy` and `none` have one return per
-    token, the others one per completion."""
+    """Baseline that is subtracted from a completion's return. `gae`, `greedy` and `none` have one
+    return per token, the others one per completion.
+
+    - `gae`: the values of a critic.
+    - `group`: the mean over the prompt's completions.
+    - `leave_one_out`: the mean over the prompt's other completions.
+    - `greedy`: the score of a greedy completion of the prompt, which costs another generation.
+    - `batch`: the mean over all completions of the batch.
+    - `batch_leave_one_out`: the mean over the other completions of the batch.
+    - `none`: no baseline."""
     advantage_std: Literal["none", "group", "batch"] = "none"
-    """Divide by the standard deviation of the returns of the prompt's completions (`group`) or of
-    all completions (`batch`). With `advantage: none` it is the deviation from 0, the root of the
-    mean square. Not with `gae` and `greedy`."""
+    """Standard deviation by which advantages are divided. Not with `gae` and `greedy`. With
+    `advantage: none`, it is the deviation from 0: the root of the mean square.
+
+    - `none`: no division.
+    - `group`: of the returns of the prompt's completions.
+    - `batch`: of the returns of all completions."""
     std_unbiased: bool = True
-    """That standard deviation divides by the number of completions less one (true) or by their
-    number (false)."""
+    """Divide the sum of squares in `advantage_std` by the number of completions minus one. `false`
+    divides by their number."""
     std_epsilon: NonNegativeFloat = 1e-6
-    """Added to that standard deviation."""
+    """Number added to the standard deviation of `advantage_std`."""
     discount: Fraction = 1.0
-    """Discount per token (gamma). Must be 1 where a completion has one return."""
+    """Discount per token (gamma). Must be 1 if a completion has one return."""
     gae_lambda: Fraction = 1.0
-    """Weight of longer returns in the advantages (lambda). Only with `advantage: gae`."""
+    """Weight of longer returns in the advantages (lambda). Only with `advantage: gae`. Example:
+    `0.95`"""
     normalize_advantages: bool = True
     """Normalize the advantages to mean 0 and standard deviation 1 over all response tokens of the
-    batch. (Population variance; 1e-8 is added to it.)"""
+    batch. The variance divides by the number of tokens, and 1e-8 is added to it."""
 
     @model_validator(mode="after")
     def _advantage_uses_its_settings(self) -> Advantages:
@@ -302,31 +340,30 @@ TRUNCATED = "truncated"
 
 
 class Filters(Section):
-    """Prompts that are dropped after their completions were judged, and what replaces them.
-
-    Completions that leave the losses.
-    """
+    """Filters of scored prompts and completions, and the replacement of dropped prompts."""
 
     zero_variance: Literal["keep", "drop"] = "keep"
     """`drop`: do not train on prompts whose completions all have the same score (the reward after
-    shaping), so that none has an advantage over another; with `mask_truncated`, nor on those whose
-    completions are all truncated. Failed episodes do not count. Requires `rollout.n` of at least
-    2."""
+    shaping), so that no completion has an advantage over another. With `mask_truncated`, also drop
+    prompts whose completions are all truncated. Failed episodes do not count. Requires `rollout.n`
+    of at least 2. Example: `drop`"""
     max_truncated: Fraction | None = None
-    """Do not train on prompts of which more than this share of completions has no stop token (or
-    stop string); null keeps them. Failed episodes do not count."""
+    """Maximum share of a prompt's completions without a stop token or stop string. Prompts above it
+    are dropped. Failed episodes do not count. `null` keeps all prompts. Example: `0.5`"""
     mask_truncated: bool = False
-    """Leave the tokens of completions without a stop token (or stop string) out of the losses.
-    Their rewards still count in the baselines and deviations of the others."""
+    """Leave the tokens of completions without a stop token or stop string out of the losses. Their
+    rewards still count in the baselines and deviations of the others."""
     filter_rounds: PositiveInt = 10
-    """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
-    prompt. With rollout tasks, a step judges at most so many times `batch_size`."""
-    filter_candidates: PositiveInt | None = None
-    """Prompts of a round. What exceeds a full batch is generated again in the next step. Ignored
-    with rollout tasks: a round judges groups that are finished. Default: `batch_size`."""
+    """Maximum number of rounds of generation in a step, until the filters leave enough prompts for
+    a batch. 1 replaces no prompt. With rollout tasks, a step scores at most this number times
+    `batch_size` prompts."""
+    filter_candidates: Annotated[PositiveInt, Unit("prompts")] | None = None
+    """Prompts of a round. Prompts beyond a full batch are generated again in the next step. Ignored
+    with rollout tasks, which score prompts as they finish. Default: the value of `batch_size`.
+    Example: `128`"""
     short_batch: Literal["train", "error"] = "train"
-    """When prompts are missing after the last round: train on those that there are (on nothing, if
-    there are none), or end the trial with an error."""
+    """Reaction if prompts are missing after the last round. `train` trains on the prompts that are
+    left, or not at all if none is left. `error` ends the trial with an error."""
 
     @model_validator(mode="after")
     def _some_truncated_completion_is_left(self) -> Filters:
@@ -376,21 +413,26 @@ class KL(Section):
     """The KL penalty for moving away from the reference model."""
 
     where: Literal["reward", "loss"] = "reward"
-    """`reward` subtracts the penalty from the reward of each token; `loss` adds it to the actor's
+    """`reward` subtracts the penalty from the reward of each token. `loss` adds it to the actor's
     loss."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimate of KL(policy || reference) from a sampled token, with x = log(p/p_ref). `k1`: x;
-    `k2`: x^2 / 2; `k3`: exp(-x) - 1 + x, which is never negative."""
+    """Estimate of KL(policy || reference) from a sampled token, with x = log(p/p_ref).
+
+    - `k1`: x.
+    - `k2`: x^2 / 2.
+    - `k3`: exp(-x) - 1 + x, which is never negative."""
     kind: Literal["fixed", "adaptive"] = "fixed"
-    """`fixed` keeps the coefficient; `adaptive` steers the measured KL to `target`."""
+    """`fixed` keeps the coefficient. `adaptive` adjusts it so that the measured KL approaches
+    `target`."""
     coef: NonNegativeFloat = 0.1
     """Initial coefficient: penalty per token for each nat of KL. With 0 there is no penalty and no
-    reference model. Required with other settings of `kl` for a preset whose coefficient is 0."""
-    target: PositiveFloat = 6.0
-    """Adaptive: target of the mean KL per completion, in nats."""
-    horizon: PositiveFloat = 10000.0
-    """Adaptive: completions over which the coefficient moves by up to 20 %. A step moves it by no
-    more than that."""
+    reference model. Required with other keys of `kl` if the preset's coefficient is 0. Example:
+    `0.001`"""
+    target: Annotated[PositiveFloat, Unit("nats")] = 6.0
+    """With `adaptive`: target of the mean KL per completion."""
+    horizon: Annotated[PositiveFloat, Unit("completions")] = 10000.0
+    """With `adaptive`: number of completions over which the coefficient changes by up to 20 %. One
+    step changes it by at most 20 %."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> KL:
@@ -409,23 +451,24 @@ class KL(Section):
 
 
 class RewardShaping(Section):
-    """From the reward of a completion to its score."""
+    """Scores, computed from the rewards of completions."""
 
     reward_bias: float = 0.0
-    """Subtracted from each reward, before scaling."""
+    """Number that is subtracted from each reward before scaling. Example: `0.5`"""
     reward_scaling: float = 1.0
-    """Factor of each reward, before clipping; not 0, which would make all rewards equal."""
+    """Factor of each reward before clipping. 0 is not allowed: it would make all rewards equal."""
     reward_clip: PositiveFloat | None = 20.0
-    """Rewards are clipped to this magnitude; null does not clip."""
+    """Maximum magnitude of a reward; larger rewards are clipped. `null` does not clip."""
     mask_no_eos_with_zero: bool = False
-    """Give completions without a stop token (or stop string) the reward 0 instead of the reward
+    """Give completions without a stop token or stop string the reward 0 instead of the reward
     function's score."""
-    overlong_buffer: PositiveInt | None = None
-    """Tokens before the longest completion (`rollout.max_new_tokens`, or what the policy may write
-    in an episode) in which a completion's reward falls linearly, by `overlong_penalty` at the end
-    (before bias, scaling and clipping). Null disables this."""
+    overlong_buffer: Annotated[PositiveInt, Unit("tokens")] | None = None
+    """Number of tokens before the maximum length over which a completion's reward falls linearly,
+    by `overlong_penalty` at the end. This happens before bias, scaling and clipping. The maximum
+    length is `rollout.max_new_tokens`, or the policy's maximum in an episode. `null` disables
+    this. Example: `512`"""
     overlong_penalty: PositiveFloat = 1.0
-    """Largest penalty for the length of a completion."""
+    """Maximum penalty for the length of a completion."""
     kl: KL = KL()
 
     @field_validator("reward_scaling")

@@ -89,13 +89,13 @@ class PolicyGradient(
 ):
     """Policy gradients: the actor learns from the advantages of its completions.
 
-    The actor completes prompts, and a rule rewards the completions. The models and calls of a step
+    The actor completes prompts, and a reward scores the completions. The models and calls of a step
     follow from the settings.
     """
 
     name: PolicyGradientName = "ppo"
-    """The preset: a table of defaults for the settings below (docs/algorithms.md). Those of `ppo`
-    are listed here. `slurmrl plan` prints what is in force."""
+    """Preset: a table of defaults for the other keys (docs/algorithms.md). `slurmrl plan` prints
+    the resulting settings. Example: `grpo`"""
 
     based_on: ClassVar[str] = "ppo"
     """The preset of a subclass that is a user's own algorithm."""

@@ -37,7 +37,7 @@ def _check_time(text: str) -> str:
 
 def _check_memory(text: str) -> str:
     if not _MEMORY.fullmatch(text):
-        raise ValueError("must be a whole number with K, M, G or T, for example 16G")
+        raise ValueError("must be an integer with K, M, G or T, for example 16G")
     return text
 
 
@@ -81,43 +81,47 @@ Command = Annotated[Word, AfterValidator(_check_command)]
 
 
 class JobOptions(Section):
-    """Options of the jobs of tasks.
+    """Options of the Slurm jobs of tasks.
 
-    An option that is left out takes its value from `cluster.slurm`. An empty string
-    (`reservation: ""`) takes the cluster's default instead.
+    An option that is left out takes its value from `cluster.slurm`. An empty string (`reservation:
+    ""`) selects the cluster's default instead.
     """
 
     partition: Line | None = None
     """Partition, or several separated by commas. The partition of tasks may be preemptible: a
-    preempted task returns its unfinished work, and Slurm queues its job again."""
+    preempted task returns its unfinished work, and Slurm queues its job again. Example: `gpu`"""
     account: Line | None = None
-    """Account to charge."""
+    """Account to charge. Example: `ml-research`"""
     qos: Line | None = None
-    """Quality of service."""
+    """Quality of service. Example: `normal`"""
     time: TimeLimit | None = None
-    """Time limit of one job as Slurm writes it: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
+    """Time limit of one job, as Slurm writes it: `MINUTES`, `HH:MM:SS`, `D-HH:MM:SS` or
+    `UNLIMITED`. Example: `04:00:00`"""
     constraint: Line | None = None
-    """Features that hosts must have."""
+    """Features that hosts must have. Example: `a100&nvlink`"""
     nodelist: Line | None = None
-    """Hosts that must be part of the job."""
+    """Hosts that must be part of the job. Example: `node[01-02]`"""
     exclude: Line | None = None
-    """Hosts that must not be part of the job."""
+    """Hosts that must not be part of the job. Example: `node[07,12]`"""
     reservation: Line | None = None
-    """Reservation to run in."""
+    """Reservation to run in. Example: `workshop`"""
     licenses: Line | None = None
-    """Licenses that the job uses."""
+    """Licenses that the job uses. Example: `matlab:1`"""
     links: Annotated[int, Field(gt=0, le=1000)] | None = None
-    """Number of successive jobs for each task."""
+    """Number of successive jobs for each task. Example: `4`"""
     signal_lead_s: PositiveInt | None = None
-    """Seconds before the time limit at which Slurm signals a task to finish what it can."""
+    """Time before the time limit at which Slurm signals a task to finish its running requests.
+    Example: `60`"""
     extra_lines: Sequence[Line] | None = None
-    """Additional `#SBATCH` lines, which replace the lines in `cluster.slurm`."""
+    """Additional `#SBATCH` lines, which replace the lines in `cluster.slurm`. Example:
+    `["--mail-type=FAIL"]`"""
     setup: Sequence[Line] | None = None
-    """Shell lines at the top of the batch script, which replace the lines in `cluster.slurm`."""
+    """Shell lines at the top of the batch script, which replace the lines in `cluster.slurm`.
+    Example: `["module load cuda"]`"""
     gpu_directive: Literal["gres", "gpus-per-node", "none"] | None = None
-    """How GPUs are requested: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
+    """How the batch script requests GPUs: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
     gpu_type: Line | None = None
-    """GPU type in that request: `a100`."""
+    """GPU type in the request for GPUs. Example: `a100`"""
 
     def over(self, trainers: Slurm) -> Slurm:
         """All options of the array. Raises ValueError for options that exclude each other."""
@@ -128,36 +132,42 @@ class JobOptions(Section):
 class Slurm(JobOptions):
     """Options of the Slurm jobs.
 
-    An option that is left out or is an empty string takes the cluster's default.
+    An option that is left out or is an empty string takes the cluster's default. Example:
+    `{partition: gpu, time: "04:00:00", gpu_type: a100}`
     """
 
     links: Annotated[int, Field(gt=0, le=1000)] = 8
     """Length of the chain: the number of elements in the job array, which run one after the other.
-    When they run out, a trial that has committed submits as many again if sbatch works on compute
-    nodes; otherwise run `slurmrl resume`. In an elastic group, the number of successive jobs for
-    each task."""
+    When few are left, a trial that has committed submits as many again if sbatch works on compute
+    nodes. Otherwise run `slurmrl resume`. For tasks, the number of successive jobs for each task.
+    """
     continue_: Annotated[Literal["chain", "requeue", "none"], Field(alias="continue")] = "chain"
-    """How a trial continues when its job ends. `chain`: the next of `links` jobs. `requeue`: Slurm
-    requeues the same job; `links` is ignored, and the chain ends if the batch process itself is
-    killed. `none`: one job, which Slurm does not requeue."""
+    """How a trial continues when its job ends.
+
+    - `chain`: the next of `links` jobs continues.
+    - `requeue`: Slurm requeues the same job. `links` is ignored, and the chain ends if the batch
+      process itself is killed.
+    - `none`: nothing continues. Slurm does not requeue the job."""
     spares: NonNegativeInt = 0
-    """Additional hosts in a fixed group's job that replace lost hosts."""
+    """Additional hosts in a fixed group's job that replace lost hosts. Example: `1`"""
     signal_lead_s: PositiveInt = 120
-    """Seconds before the time limit at which Slurm signals the run to commit and stop."""
+    """Time before the time limit at which Slurm signals the run to commit and stop. It must be
+    shorter than `time`."""
     extra_lines: Sequence[Line] = ()
-    """Additional `#SBATCH` lines, with or without the `#SBATCH` prefix."""
+    """Additional `#SBATCH` lines, with or without the `#SBATCH` prefix. Example:
+    `["--mail-type=FAIL"]`"""
     setup: Sequence[Line] = ()
-    """Shell lines at the top of the batch script (`module load …`). They run on the first
-    host; workers on all hosts inherit the resulting environment."""
+    """Shell lines at the top of the batch script. They run on the first host, and the workers on
+    all hosts inherit the resulting environment. Example: `["module load cuda"]`"""
     container: Command | None = None
-    """Command prefix that runs the workers, and nothing else, in a container:
-    `apptainer exec --nv --bind /shared image.sif`. The run directory must have the same path inside
-    the container."""
+    """Command prefix that runs the workers, and nothing else, in a container. The run directory
+    must have the same path inside the container. Example: `apptainer exec --nv --bind /shared
+    image.sif`"""
     container_python: Word | None = None
-    """Python inside the container, with slurmrl's dependencies installed: `python3`. Default: the
-    path of the Python that submits."""
+    """Python inside the container, with slurmrl's dependencies installed. Default: the path of the
+    Python that submits. Example: `python3`"""
     gpu_directive: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How GPUs are requested: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
+    """How the batch script requests GPUs: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
 
     @field_validator("*")
     @classmethod
@@ -178,51 +188,55 @@ class Cluster(Section):
     """The scheduler, the shape of the groups of workers, and their timeouts."""
 
     scheduler: Literal["auto", "local", "slurm"] = "auto"
-    """`auto` selects Slurm if `cluster.slurm` has other settings than `links` and `continue`, or if
-    sbatch is on the PATH and this machine belongs to a cluster. Otherwise it selects this machine.
-    A controller that does not answer ends the submission."""
+    """Where the jobs run. `auto` selects Slurm in two cases: if `cluster.slurm` has other keys than
+    `links` and `continue`, or if sbatch is on the PATH and this machine belongs to a cluster.
+    Otherwise `auto` selects this machine. If Slurm's controller does not answer, the submission
+    fails."""
     hosts: PositiveInt | None = None
-    """Maximum number of hosts for the trainers. Default: as many as the layouts need."""
+    """Maximum number of hosts for the trainers. Default: as many as the layouts need. Example: `2`
+    """
     workers_per_host: PositiveInt | None = None
-    """Worker processes per host; fewer workers in all are on one host. Default: the largest number
-    up to 8 that divides the number of workers and keeps tensor-parallel groups within a host. The
-    GPUs of rollout tasks in the trainers' job (`rollout.gpus`) count as workers. The local
-    scheduler always runs all workers on this machine."""
+    """Worker processes per host; if the trial has fewer workers, all run on one host. The GPUs of
+    rollout tasks in the trainers' job (`rollout.gpus`) count as workers. The local scheduler always
+    runs all workers on this machine. Default: the largest number up to 8 that divides the number of
+    workers and keeps tensor-parallel groups within a host. Example: `8`"""
     gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = None
-    """GPUs per worker, 0 or 1. Default: 1 under Slurm or on a machine with an NVIDIA GPU."""
+    """GPUs per worker. Default: 1 under Slurm or on a machine with an NVIDIA GPU, else 0. Example:
+    `1`"""
     gpu_memory: Memory | None = None
-    """Memory of one GPU: `80G`. A layout that is estimated to need more, with a margin of 3 GiB and
-    10 %, is refused. Default: the memory of a known `slurm.gpu_type`; if that is unknown, workers
-    compare the estimate with their GPU's memory when they start."""
+    """Memory of one GPU. slurmrl rejects a layout whose estimate exceeds it, with a margin of 3 GiB
+    and 10 %. Default: the memory of a known `slurm.gpu_type`; if that is unknown, workers compare
+    the estimate with the memory of their GPU when they start. Example: `80G`"""
     threads_per_worker: PositiveInt = 1
-    """CPU threads that one worker computes with. Results on CPUs depend on it."""
+    """CPU threads with which one worker computes. Results on CPUs depend on it."""
     cpus_per_worker: PositiveInt | None = None
-    """CPU cores requested for each worker. Default with GPUs under Slurm: 8, or fewer where the
-    hosts have fewer for each of their GPUs; otherwise `threads_per_worker`."""
+    """CPU cores requested for each worker. Default: with GPUs under Slurm 8, or fewer if the hosts
+    have fewer for each GPU; otherwise `threads_per_worker`. Example: `8`"""
     mem_per_worker: Memory | None = None
-    """Host memory requested for each worker in Slurm's notation: `16G`, or whole megabytes. Default
-    with GPUs under Slurm: the estimate that `slurmrl plan` shows, or what the hosts have if that is
-    less; otherwise the cluster's default."""
+    """Host memory requested for each worker, as Slurm writes it; a plain number is in megabytes.
+    Default: with GPUs under Slurm, the estimate that `slurmrl plan` shows, or the memory of the
+    hosts if it is smaller; otherwise the cluster's default. Example: `16G`"""
     interface: Word | None = None
     """Network interface for communication between workers. Default: loopback for a job on one host,
-    otherwise the interface of the default route."""
+    otherwise the interface of the default route. Example: `ib0`"""
     env: Annotated[dict[str, Line], AfterValidator(_check_env)] = Field(default_factory=dict)
-    """Environment variables of the run's processes: `{NCCL_DEBUG: INFO, NCCL_IB_HCA: mlx5}`. They
-    override those of the submitting shell. Not for secrets (see `variables_file`)."""
+    """Environment variables of the run's processes. They override the variables of the submitting
+    shell. Do not put secrets here: use `variables_file`. Example: `{NCCL_DEBUG: INFO, NCCL_IB_HCA:
+    mlx5}`"""
     variables_file: PathText | None = None
     """File of `NAME=VALUE` lines that are added to the environment of the run's processes, for
-    example access tokens. You must own it and its mode must be 0600. It is read when a job starts
-    and never copied."""
+    example access tokens. You must own the file, and its mode must be 0600. Each job reads it at
+    its start; slurmrl never copies it. Default: none. Example: `~/.config/slurmrl/variables`"""
     heartbeat_s: PositiveFloat = 2.0
-    """Seconds between heartbeats of an agent."""
+    """Time between heartbeats of an agent."""
     lease_ttl_s: PositiveFloat = 60.0
-    """Seconds without a heartbeat after which an agent counts as dead."""
+    """Time without a heartbeat after which an agent counts as dead."""
     silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
-    """Seconds without a pulse after which a worker or the master counts as hung and is killed.
-    (Ranks that wait for each other still send pulses; `step_timeout_s` limits their wait.)"""
+    """Time without a heartbeat from a worker or the master after which its agent kills it as hung.
+    Ranks that wait for each other still send heartbeats; `step_timeout_s` limits their wait."""
     start_timeout_s: PositiveFloat = 600.0
-    """Seconds within which all workers of a new incarnation must have started. While a dataset is
-    tokenized, they start again with each report of rank 0, every 10 s."""
+    """Time within which all workers of a new incarnation must start. While rank 0 tokenizes a
+    dataset, the time starts again with each of its reports, every 10 s."""
     slurm: Slurm = Slurm()
 
     @property
@@ -241,12 +255,12 @@ def _check_root(text: str) -> str:
 class Profile(Section):
     """Settings of a cluster that configurations need not repeat.
 
-    They are merged under a configuration, key by key: what that sets itself, null included, takes
-    precedence.
+    They are merged under a configuration, key by key. A key that the configuration sets, even to
+    null, takes precedence.
     """
 
     root: Annotated[PlainPathText, AfterValidator(_check_root)] | None = None
-    """Folder of all runs: an absolute path, or one that begins with `~` or a variable
-    (`$SCRATCH/runs`)."""
+    """Folder of all runs: an absolute path, or one that begins with `~` or a variable. Default:
+    none. Example: `$SCRATCH/runs`"""
     cluster: Cluster = Cluster()
-    """As in a configuration."""
+    """Keys of `cluster`, as in a configuration."""

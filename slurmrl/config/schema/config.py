@@ -1,7 +1,4 @@
-"""The whole configuration, with its checkpoints, logs, notices and conditions.
-
-`StopWhen` parses ``stop_when``; `Frequency` evaluates ``every_*``.
-"""
+"""The whole configuration, with its checkpoints, logs, notices and conditions."""
 
 from __future__ import annotations
 
@@ -26,6 +23,7 @@ from slurmrl.config.schema.base import (
     Section,
     Seed,
     Sequence,
+    Unit,
     Word,
 )
 from slurmrl.config.schema.cluster import Cluster
@@ -65,53 +63,67 @@ ExportForm = Literal["merged", "adapter"]
 
 
 class Checkpoint(Section):
-    """When the run commits, and what it keeps. It always commits at its end."""
+    """When the run commits, and which checkpoints it keeps. It always commits at its end."""
 
     every_steps: PositiveInt | None = 10
-    """Steps between commits; null disables commits by steps."""
+    """Steps between commits. `null` disables commits by steps."""
     every_seconds: PositiveFloat | None = None
-    """Seconds between commits. The run commits at the end of a step."""
+    """Time between commits. The run commits at the end of a step. `null` disables commits by time.
+    Example: `1800`"""
     every_epochs: PositiveInt | None = None
-    """Epochs of the dataset between commits."""
+    """Epochs of the dataset between commits. `null` disables commits by epochs. Example: `1`"""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints to keep."""
     keep_every_steps: PositiveInt | None = None
-    """Also keep, permanently, each checkpoint whose step is a multiple of this."""
+    """Also keep, permanently, each checkpoint whose step is a multiple of this. `null` keeps only
+    the newest. Example: `100`"""
     asynchronous: bool = True
     """Continue training while a checkpoint is written. Each rank first copies its weights and
-    optimizer state to host memory, which needs as much memory again. A job waits for its last
-    checkpoint."""
+    optimizer state to host memory, which needs additional host memory of the same size. A job waits
+    for its last checkpoint."""
     export_at_end: bool = True
     """Export the trained actor in Hugging Face format when the run finishes after a step."""
     export_dtype: ExportDtype = "auto"
-    """Data type of exported weights; `slurmrl export --dtype` overrides it. `source` gives each
-    tensor its type in the folder `<role>.path`; for a new model, the `dtype` of its `architecture`,
-    or float32. `auto` is `source` if at least 90 % of the training's update survives its rounding,
-    else float32. Checkpoints are always in float32."""
+    """Data type of exported weights; `slurmrl export --dtype` overrides it. Checkpoints are always
+    in float32.
+
+    - `source`: each tensor keeps its type in the folder `<role>.path`. A new model has the
+      `dtype` of its `architecture`, or float32.
+    - `auto`: `source` if at least 90 % of the training's update survives its rounding, else
+      float32.
+    - `float32`, `bfloat16`, `float16`: all tensors have this type."""
     export_form: ExportForm = "merged"
-    """What an actor with `lora` is exported as; `slurmrl export --form` overrides it. `merged` is a
-    whole model, which transformers and `trial:` paths load; `adapter` is a folder for PEFT with the
-    adapters only, to be loaded onto the model of `actor.path`."""
+    """Form of the export of an actor with `lora`; `slurmrl export --form` overrides it.
+
+    - `merged`: a complete model, which transformers and `trial:` paths load.
+    - `adapter`: a folder for PEFT with only the adapters, which PEFT adds to the model of
+      `actor.path`."""
 
 
 class Wandb(Section):
-    """Logging of metrics to Weights & Biases (requires the wandb package)."""
+    """Logging of metrics to Weights & Biases (requires the wandb package).
+
+    Example: `{project: my-project, mode: online}`
+    """
 
     project: Word
-    """Name of the project."""
+    """Name of the project. Example: `my-project`"""
     mode: Literal["offline", "online"] = "offline"
-    """`offline` writes files for a later `wandb sync`."""
+    """`offline` writes files for a later `wandb sync`; `online` sends metrics during the run."""
 
 
 class Mlflow(Section):
-    """Logging of metrics to MLflow (requires the mlflow-skinny package, or mlflow)."""
+    """Logging of metrics to MLflow (requires the mlflow-skinny package, or mlflow).
+
+    Example: `{experiment: my-experiment}`
+    """
 
     experiment: Word
-    """Name of the experiment."""
+    """Name of the experiment. Example: `my-experiment`"""
     tracking_uri: Annotated[Word, AfterValidator(_check_tracking_uri)] | None = None
-    """URL of a tracking server, as `https://mlflow.example.org`, or an absolute path of a folder.
-    Default: the folder `mlflow/` in the run directory. A server's user, password or token are
-    variables of `cluster.variables_file` (`MLFLOW_TRACKING_USERNAME`, …)."""
+    """URL of a tracking server, or absolute path of a folder. User, password or token of a server
+    are variables in `cluster.variables_file` (`MLFLOW_TRACKING_USERNAME`, …). Default: the
+    folder `mlflow/` in the run directory. Example: `https://mlflow.example.org`"""
 
     @property
     def is_database(self) -> bool:
@@ -124,29 +136,32 @@ class Logging(Section):
     """Logs and outputs in addition to `metrics.jsonl`."""
 
     every_steps: PositiveInt | None = 1
-    """Steps between progress lines in the log; `metrics.jsonl` has every step."""
+    """Steps between progress lines in the log; `metrics.jsonl` has every step. `null` disables
+    lines by steps."""
     every_seconds: PositiveFloat | None = None
-    """Seconds between progress lines. They are written at the end of a step."""
+    """Time between progress lines. They are written at the end of a step. `null` disables lines by
+    time. Example: `60`"""
     every_epochs: PositiveInt | None = None
-    """Epochs of the dataset between progress lines."""
+    """Epochs of the dataset between progress lines. `null` disables lines by epochs. Example: `1`
+    """
     tensorboard: bool = False
-    """Also write TensorBoard event files to `tensorboard/` of the run directory (requires the
+    """Also write TensorBoard event files to `tensorboard/` in the run directory (requires the
     tensorboard package)."""
     wandb: Wandb | None = None
     """Also log metrics to Weights & Biases."""
     mlflow: Mlflow | None = None
     """Also log metrics to MLflow."""
     output_mib: PositiveInt = 64
-    """Maximum size in MiB of the output in `logs/` of one host's processes over all attempts; the
-    master has the same limit of its own. The newest output is kept. Sizes are checked every few
-    seconds, so a file may exceed the limit for that long."""
-    samples: NonNegativeInt = 4
-    """Number of completions per step, and per evaluation, that each rank writes to `samples/`,
-    rounded up to all completions of a prompt. With `sft`, of rows that it trains on, in the first
-    10 steps and in every 100th."""
+    """Maximum size of the output in `logs/` of one host's processes over all attempts. The master
+    has a separate limit of the same size. The newest output is kept. slurmrl checks sizes every
+    few seconds, so a file may briefly exceed the limit."""
+    samples: Annotated[NonNegativeInt, Unit("completions")] = 4
+    """Number of completions per step and per evaluation that each rank writes to `samples/`,
+    rounded up to all completions of a prompt. `sft` writes rows that it trains on, in the first
+    10 steps and in every 100th step. 0 writes none."""
     sample_tokens: NonNegativeInt = 256
-    """Number of tokens of each of them to write with their advantages, log-probabilities and weight
-    versions, which `slurmrl report` shows; 0 writes none."""
+    """Number of tokens of each such completion that are written with their advantages,
+    log-probabilities and weight versions. `slurmrl report` shows them. 0 writes none."""
     report: bool = True
     """Write `report.html`, as `slurmrl report` does, when the run has finished or failed."""
 
@@ -155,9 +170,9 @@ class Notify(Section):
     """Notices at the end of a trial."""
 
     webhook: VariableName | None = None
-    """Name of the environment variable that holds the URL to which a JSON object is posted when the
-    trial has finished or failed. The variable is one of `cluster.variables_file`; compute nodes
-    must reach the URL."""
+    """Name of the environment variable that holds a URL. slurmrl posts a JSON object to this URL
+    when the trial has finished or failed. Define the variable in `cluster.variables_file`;
+    compute nodes must reach the URL. Default: none. Example: `SLACK_WEBHOOK`"""
 
 
 FOLLOWERS: Final = ("critic", "ref", "teacher", "reward_model")
@@ -194,7 +209,7 @@ class Config(Section):
     """One trial."""
 
     experiment: Name
-    """Name of the experiment, which groups its trials in one folder."""
+    """Name of the experiment, which groups its trials in one folder. Example: `addition`"""
     trial: Name = "1"
     """Name of this trial."""
     seed: Seed = 1
@@ -203,30 +218,31 @@ class Config(Section):
     """Folder of all runs, in a directory that all hosts share. A relative path starts at the
     current directory. The path has no colon. `--root` and SLURMRL_ROOT take precedence."""
     total_steps: NonNegativeInt | None = None
-    """Steps after which the run is finished. 0 evaluates the models as they are. Required for
-    training. `generate` and `evaluate` go over the dataset once; with this, over its first batches
-    only."""
+    """Number of steps after which the run is finished. 0 only evaluates the models. Training
+    requires it. `generate` and `evaluate` process the dataset once; `total_steps` limits them to
+    its first batches. Example: `400`"""
     stop_when: str | None = None
-    """Finish early once this condition holds: `METRIC >= NUMBER` or `METRIC <= NUMBER`. A metric
-    that no step reports is refused. If a custom reward may report it, the log warns while it is
-    absent."""
+    """Condition that ends the run early: `METRIC >= NUMBER` or `METRIC <= NUMBER`. slurmrl rejects
+    a metric that no step reports. If a custom reward may report the metric, the log warns while
+    it is absent. Default: none. Example: `eval/reward >= 0.4`"""
     deterministic: bool | None = None
-    """Bit-identical results regardless of interruptions. Default: true on CPUs; false on GPUs,
-    where it is slower."""
+    """Give bit-identical results regardless of interruptions. On GPUs this is slower. Default: true
+    on CPUs, false on GPUs."""
     max_restarts_without_commit: PositiveInt = 3
-    """Consecutive starts without a new commit after which the trial fails."""
+    """Number of consecutive starts without a new commit after which the trial fails."""
     step_timeout_s: PositiveFloat = 1800.0
-    """Seconds after which an unfinished call counts as failed."""
+    """Time after which an unfinished call counts as failed."""
     code: Sequence[PathText] = ()
-    """Your own files and folders of Python code that the run imports (`rewards.py`, `my_package`).
-    They are copied when the trial is submitted, together with the modules that `algorithm.name`,
-    `reward.name` and `dataset.type` name and their imports from the same folder. Each can be
-    imported by its own name."""
+    """Your Python files and folders that the run imports. slurmrl copies them when you submit,
+    together with the modules that `algorithm.name`, `reward.name` and `dataset.type` name and their
+    imports from the same folder. Each can be imported by its name. Example: `[rewards.py,
+    my_package]`"""
     allocation_mode: Line = ""
-    """Deprecated: the layouts of all roles in one string, also in the spellings of ReaL and AReaL
-    (`sglang.d2t2p1+d1t4p1`). Write `<role>.backend` instead; a warning shows the new spelling."""
+    """Deprecated: the layouts of all roles in one string, as ReaL and AReaL write it. Write
+    `<role>.backend` instead; a warning shows the new spelling. Example: `sglang.d2t2p1+d1t4p1`"""
     algorithm: dict[str, Any]
-    """The algorithm: its `name` and its settings (see the sections on algorithms below)."""
+    """The algorithm: its `name` and the settings of this algorithm. Example: `{name: grpo,
+    batch_size: 64}`"""
     cluster: Cluster = Cluster()
     actor: Model
     """The model that is trained and exported."""
@@ -236,13 +252,14 @@ class Config(Section):
     """The reference model of the KL penalty, for algorithms that have one. Default: the initial
     actor."""
     teacher: Model | None = None
-    """The model that `distill` learns from. Needs a `path`; its tokenizer must be the actor's."""
+    """The model from which `distill` learns. It needs a `path`, and its tokenizer must equal the
+    actor's."""
     reward_model: Model | None = None
-    """The model behind a reward named `model`: an export of `algorithm.name: reward_model`, or
-    another folder with a scalar head. Needs a `path`; its tokenizer must be the actor's."""
+    """The model behind a reward named `model`. It needs a `path`: an export of `algorithm.name:
+    reward_model`, or another folder with a scalar head. Its tokenizer must equal the actor's."""
     models: dict[RoleName, Model] = Field(default_factory=dict)
-    """Models of a custom algorithm, by the names of its roles (docs/algorithms/custom.md).
-    Default of a role: the initial actor."""
+    """Models of a custom algorithm, by the names of its roles (docs/algorithms/custom.md). A role
+    without a section is the initial actor."""
     rollout: Rollout = Rollout()
     transfer: Transfer = Transfer()
     reward: Reward | None = None

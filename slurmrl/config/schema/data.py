@@ -90,121 +90,145 @@ OptionalPath = Annotated[Line, BeforeValidator(lambda path: path or ""), IsHubPa
 
 
 class DataSource(Section):
-    """One of several sources of a dataset. What it leaves at null is as in the dataset."""
+    """One of several sources of a dataset.
+
+    A key that is null takes its value from the dataset.
+    """
 
     path: HubPathText
-    """The file or folder, or a dataset of the hub."""
+    """File, folder, or dataset of the hub. Example: `gsm8k/train.jsonl`"""
     subset: Word | None = None
-    """The subset of a dataset of the hub."""
+    """Subset of a dataset of the hub. Example: `main`"""
     split: Word | None = None
-    """The split to read, for a folder that has several."""
+    """Split to read, for a folder that has several. Example: `train`"""
     weight: PositiveFloat | None = None
     """Share of the items that come from this source, relative to the other weights. Either every
-    source has a weight or none; without weights each epoch has each row of every source once."""
+    source has a weight or none has. Default: none; each epoch has each row of every source once.
+    Example: `0.5`"""
     prompt_template: TemplateText | None = None
-    """Template of a prompt."""
+    r"""Template of a prompt. Example: `"Question: {question}\n"`"""
     answer_template: TemplateText | None = None
-    """Template of an answer."""
+    """Template of an answer. Example: `" {answer}"`"""
     prompt_key: Word | None = None
-    """Key of the prompt."""
+    """Key of the prompt. Example: `question`"""
     answer_key: Word | None = None
-    """Key of the answer."""
+    """Key of the answer. Example: `answer`"""
     messages_key: Word | None = None
-    """Key of the conversation."""
+    """Key of the conversation. Example: `conversations`"""
     id_key: Word | None = None
-    """Key of the id."""
+    """Key of the id. Example: `uuid`"""
     system_prompt: str | None = None
-    """System message."""
+    """System message. Example: `Answer with a number.`"""
 
 
 class Dataset(Section):
-    """The rows that feed a trial.
+    """The rows on which a trial works.
 
     They are JSONL, JSON or Parquet files, or a folder that Hugging Face `datasets` has saved
     (docs/data.md). A key of a row may be nested: `reward_model.ground_truth` or `choices.0.text`.
+    Example: `{type: prompt, path: train.jsonl, prompt_key: question}`
     """
 
     type: TypeName
-    """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
-    (conversations) feed SFT, `preference` (pairs of answers) feeds DPO and reward models, `kto`
-    (labeled answers) KTO. `FILE.py:Class` or `package.module:Class` is a type of your own
-    (docs/data.md), which needs `like`."""
+    """Content of the rows.
+
+    - `prompt`: prompts for generation. The reward gets the answer.
+    - `prompt_answer`, `messages`: pairs of prompt and answer, and conversations, for SFT.
+    - `preference`: pairs of answers, for DPO and reward models.
+    - `kto`: labeled answers, for KTO.
+    - `FILE.py:Class` or `package.module:Class`: your own type (docs/data.md), which requires
+      `like`.
+
+    Example: `prompt`"""
     like: BuiltIn | None = None
-    """For a type of your own: the built-in type that it is derived from."""
+    """Built-in type from which your own type is derived. Required for your own type; not allowed
+    for others."""
     path: OptionalPath = ""
-    """The file or folder, or `org/name` or `hf://org/name@revision` for a dataset of the Hugging
-    Face hub, which is fetched when the trial is submitted. It is tokenized once per trial, into the
-    run directory, when the first job starts. Do not change it during a trial. Required without
-    `sources`."""
+    """File or folder. `org/name` or `hf://org/name@revision` is a dataset of the Hugging Face hub,
+    which slurmrl downloads when you submit. Required without `sources`.
+
+    The first job tokenizes the dataset once per trial, into the run directory. Do not change the
+    files during a trial. Example: `train.jsonl`"""
     subset: Word | None = None
-    """The subset of a dataset of the hub that has several (`main`)."""
+    """Subset of a dataset of the hub that has several. Default: none. Example: `main`"""
     sources: dict[SourceName, DataSource] = Field(default_factory=dict)
-    """Several files or folders in place of `path`, by names of your choice. A sample's id begins
-    with the name: `math/17@0`."""
+    """Several files or folders in place of `path`, by names of your choice. The id of a sample
+    begins with the name: `math/17@0`. Example: `{math: {path: math.jsonl}, code: {path:
+    code.jsonl}}`"""
     split: Word | None = None
-    """The split to read, for a folder that has several (`train`)."""
+    """Split to read, for a folder that has several. Default: none. Example: `train`"""
     prompt_template: TemplateText = "{prompt}"
-    """Template of a prompt: `{key}` inserts the value of that key, `{{` and `}}` are literal
-    braces. Every line must have every key, with a string as its value."""
+    r"""Template of a prompt: `{key}` inserts the value of that key, and `{{` and `}}` are literal
+    braces. Every row must have every key, with a string as its value. Example: `"Question:
+    {prompt}\nAnswer:"`"""
     answer_template: TemplateText = "{answer}"
-    """Template of an answer, in the same syntax. The end-of-text token is appended to it."""
+    """Template of an answer, in the syntax of `prompt_template`. slurmrl appends the end-of-text
+    token. Example: `" {answer}"`"""
     prompt_key: Word = "prompt"
-    """Key whose value `{prompt}` inserts. The value may be a list of messages instead of a string;
-    these need a chat template."""
+    """Key whose value `{prompt}` inserts. The value may be a list of messages instead of a string,
+    which requires a chat template."""
     answer_key: Word = "answer"
     """Key whose value `{answer}` inserts. The value may be a list of messages that begins with the
-    assistant's; these need a chat template. For type `prompt` it holds the reference answer for the
-    reward; if one line has it, every line must have it, as a string."""
+    assistant's message, which requires a chat template. With type `prompt`, it is the reference
+    answer for the reward; if one row has it, every row must have it, as a string."""
     chosen_key: Word = "chosen"
-    """For type `preference`: key of the preferred answer, or of a list of them. Lines may also have
-    the keys `pos_answers` and `neg_answers`. An answer may be a list of messages, which need a chat
-    template: the turns after the prompt, or the whole conversation."""
+    """With type `preference`: key of the preferred answer, or of a list of preferred answers. Rows
+    may also have the keys `pos_answers` and `neg_answers`. An answer may be a list of messages:
+    the turns after the prompt, or the complete conversation. Messages require a chat template."""
     rejected_key: Word = "rejected"
-    """For type `preference`: key of the answer that is not preferred, or of a list of as many as
-    there are chosen ones. The first of one list and the first of the other are a pair, and so
-    on."""
+    """With type `preference`: key of the answer that is not preferred, or of a list of such
+    answers. Both lists have equal lengths; their first answers form a pair, then their second
+    answers, and so on."""
     max_pairs_per_prompt: PositiveInt | None = None
-    """For type `preference`: use at most the first pairs of a line; null uses all."""
+    """With type `preference`: maximum number of pairs of a row; the first pairs count. `null` uses
+    all. Example: `4`"""
     label_key: Word = "label"
-    """For type `kto`: key of the label, true if the answer is desirable and false if it is not."""
+    """With type `kto`: key of the label, true for a desirable answer and false for an undesirable
+    one."""
     messages_key: Word = "messages"
-    """Key of the conversation of type `messages`: a list of messages, each with `role` and
-    `content`."""
+    """With type `messages`: key of the conversation, a list of messages with `role` and `content`.
+    """
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
-    need not have it."""
+    may lack it."""
     tools: Sequence[ToolSchema] | None = None
-    """JSON schemas of the tools that the chat template describes in rows without tools; `[]`
-    describes none. Default: for type `prompt` the schemas of `rollout.episode.tools`, which
-    `submit` makes (docs/rollouts.md); else none."""
+    """JSON schemas of the tools that the chat template describes in rows without tools. `[]`
+    describes none. Default: with type `prompt` the schemas of `rollout.episode.tools`, which
+    `submit` makes (docs/rollouts.md); else none. Example: `[{function: {name: search}}]`"""
     chat_template: bool | PathText | None = None
-    """`true` makes each prompt a conversation and applies the tokenizer's chat template, with the
-    generation prompt; `false` refuses messages. A path names a Jinja file to use instead of the
-    tokenizer's template. Default: true if the first row has messages, false if it has text (and for
-    a type of your own); the trial's `config.yaml` holds the decision. Type `messages` always
-    applies a chat template."""
+    """Whether and how prompts become conversations. Type `messages` always applies a chat template.
+    The trial's `config.yaml` holds the decision.
+
+    - `true`: apply the tokenizer's chat template with the generation prompt.
+    - `false`: use plain strings; reject messages.
+    - a path: apply this Jinja file instead of the tokenizer's template.
+
+    Default: true if the first row has messages; false if it has a string, and for your own type.
+    Example: `true`"""
     chat_template_options: dict[str, Any] = Field(default_factory=dict)
-    """Variables for the chat template (`enable_thinking: false`)."""
+    """Variables for the chat template. Example: `{enable_thinking: false}`"""
     system_prompt: str | None = None
-    """System message put before conversations that do not begin with one. Needs a chat template."""
+    """System message that is put before conversations without one. Requires a chat template.
+    Default: none. Example: `Answer with a number.`"""
     id_key: Word = "id"
-    """Key of the id. If no line has the key `id`, line numbers are the ids; another key must be in
-    every line."""
+    """Key of the id. If no row has the key `id`, line numbers are the ids. Every row must have any
+    other key."""
     max_prompt_tokens: PositiveInt | None = None
-    """Lines with longer prompts are skipped; null keeps all. Their number is reported at
-    submission, in the log, and as the metric `rows_left_out`."""
+    """Maximum length of a prompt; longer rows are skipped. Their number is reported at submission,
+    in the log, and as the metric `rows_left_out`. `null` keeps all rows. Example: `1024`"""
     max_tokens: PositiveInt | None = None
-    """Lines with more tokens in prompt and answer (in the conversation, for type `messages`) are
-    skipped in the same way; null keeps all."""
+    """Maximum length of prompt and answer together, or of the conversation with type `messages`;
+    longer rows are skipped and reported. `null` keeps all rows. Example: `4096`"""
     shuffle: bool = True
-    """Shuffle the lines anew for each epoch, with the run's seed."""
+    """Shuffle the rows again for each epoch, with the run's seed."""
     curriculum_key: Word | None = None
-    """Key of a number, its difficulty: each epoch has the rows in the order of their numbers, from
-    small to large. `shuffle` shuffles rows with equal numbers."""
+    """Key of a number that is the difficulty of a row. Each epoch has the rows in the order of
+    their numbers, smallest first. `shuffle` shuffles rows with equal numbers. Default: none.
+    Example: `difficulty`"""
     balanced_batches: bool = False
-    """Order each epoch into batches of about equal numbers of tokens, those with most tokens first,
-    so that a batch that does not fit into memory is met at once. `shuffle` changes which rows of
-    equal length go together. Lengths are those of the dataset, without completions."""
+    """Order each epoch into batches of about equal numbers of tokens, the longest first, so that a
+    batch that does not fit into memory fails early. Lengths are those in the dataset, without
+    completions. `shuffle` changes which rows of equal length share a batch."""
 
     @model_validator(mode="after")
     def _one_form(self) -> Dataset:

@@ -12,6 +12,7 @@ from slurmrl.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Unit,
     Word,
 )
 from slurmrl.config.schema.cluster import JobOptions
@@ -55,87 +56,96 @@ WHOLE: Final = ""
 
 
 class Suite(Section):
-    """One of several held-out sets. What it leaves at null is as in `evaluation`."""
+    """One of several held-out sets.
+
+    A key that is null takes its value from `evaluation`.
+    """
 
     dataset: Dataset
     """The held-out prompts."""
     reward: Reward | None = None
-    """The reward that judges their completions. Default: the trial's."""
-    samples: PositiveInt | None = None
-    """Number of prompts, from the start of the dataset."""
+    """The reward that scores their completions. Default: the trial's reward."""
+    samples: Annotated[PositiveInt, Unit("prompts")] | None = None
+    """Number of prompts, from the start of the dataset. Example: `256`"""
     n: PositiveInt | None = None
-    """Completions of each prompt."""
+    """Completions of each prompt. Example: `8`"""
     pass_score: float | None = None
-    """Reward from which on a completion counts as correct. Default: `evaluation.pass_score`, or 1
-    where every reward of the suite is 1 or 0."""
+    """Minimum reward of a correct completion. Default: `evaluation.pass_score`, or 1 if every
+    reward of the suite is 1 or 0. Example: `1.0`"""
     vote_pattern: Pattern | None = None
-    """Regular expression of the answer that a completion votes for in maj@k."""
+    """Regular expression of the answer for which a completion votes in maj@k. Example: `'####
+    (.*)'`"""
     temperature: PositiveFloat | None = None
-    """Divides the logits before sampling."""
+    """Divisor of the logits in sampling. Example: `0.7`"""
     greedy: bool | None = None
     """Always take the most probable token."""
     max_new_tokens: PositiveInt | None = None
-    """Maximum number of tokens in a completion."""
+    """Maximum number of tokens in a completion. Example: `1024`"""
 
 
 class EvaluationTasks(Section):
-    """Evaluation of each checkpoint in a separate trial; training may continue.
+    """Evaluation of each checkpoint in a separate trial.
 
-    See docs/howto/evaluation.md.
+    Training may continue during the evaluation (docs/howto/evaluation.md).
     """
 
     backend: Line = ""
-    """Layout of the model there, for example `fsdp:d1`, in which its engine also generates.
-    Default: that of the actor, and `rollout.backend` generates as in training."""
+    """Layout of the model in the evaluation trial; its engine also generates there. Default: the
+    actor's layout, and `rollout.backend` generates as in training. Example: `fsdp:d1`"""
     slurm: JobOptions = JobOptions()
 
 
 class Evaluation(Section):
     """Evaluation on held-out prompts, with a separate random stream.
 
-    It uses the run's reward or the rewards of `suites`.
+    It uses the run's reward or the rewards of `suites`. Example: `{dataset: {type: prompt, path:
+    test.jsonl}, every_steps: 20}`
     """
 
     tasks: EvaluationTasks | None = None
-    """Evaluate each checkpoint in a trial of its own, `{}` or with settings, instead of on the
-    trainers. Default: the trainers evaluate."""
+    """Evaluate each checkpoint in a separate trial instead of on the trainers: `{}`, or with
+    settings. Default: the trainers evaluate."""
     dataset: Dataset | None = None
     """The held-out prompts. Required without `suites`."""
     suites: dict[SuiteName, Suite] = Field(default_factory=dict)
     """Several held-out sets in place of `dataset`, by names of your choice. Each evaluation goes
-    through all of them; the metrics of one are `eval/<suite>/…` (docs/howto/evaluation.md)."""
-    samples: PositiveInt | None = 512
-    """Number of prompts, from the start of the dataset; null uses all."""
+    through all of them; the metrics of one are `eval/<suite>/…` (docs/howto/evaluation.md).
+    Example: `{gsm8k: {dataset: {type: prompt, path: gsm8k.jsonl}}}`"""
+    samples: Annotated[PositiveInt, Unit("prompts")] | None = 512
+    """Number of prompts, from the start of the dataset. `null` uses all."""
     n: PositiveInt = 1
-    """Completions of each prompt; metrics are means over all of them. With several,
-    `eval/pass@<k>` and `eval/maj@<k>` are reported too (docs/algorithms/evaluate.md)."""
+    """Completions of each prompt; metrics are means over all of them. With several completions,
+    evaluations also report `eval/pass@<k>` and `eval/maj@<k>` (docs/algorithms/evaluate.md).
+    Example: `8`"""
     pass_score: float | None = None
-    """Reward from which on a completion counts as correct, for pass@k and maj@k. Default: 1 where
-    every reward is 1 or 0 (`exact_match`, `math`, `code` with `score: all`); with other rewards,
-    evaluations have no pass@k and maj@k."""
+    """Minimum reward of a correct completion, for pass@k and maj@k. Default: 1 if every reward is 1
+    or 0 (`exact_match`, `math`, `code` with `score: all`); with other rewards, evaluations have
+    no pass@k and maj@k. Example: `1.0`"""
     vote_pattern: Pattern | None = None
-    """Regular expression of the answer that a completion votes for in maj@k: its last match, or the
-    group in it, as in `#### (.*)`. A completion without a match has no vote. Default: the whole
-    completion."""
+    """Regular expression of the answer for which a completion votes in maj@k: its last match, or
+    the group in the match. A completion without a match has no vote. Default: the complete
+    completion votes. Example: `'#### (.*)'`"""
     every_steps: PositiveInt | None = None
-    """Steps between evaluations."""
+    """Steps between evaluations. `null` disables evaluations by steps. Example: `20`"""
     every_seconds: PositiveFloat | None = None
-    """Seconds between evaluations. The run evaluates at the end of a step."""
+    """Time between evaluations. The run evaluates at the end of a step. `null` disables evaluations
+    by time. Example: `1800`"""
     every_epochs: PositiveInt | None = None
-    """Epochs of the training dataset between evaluations."""
+    """Epochs of the training dataset between evaluations. `null` disables evaluations by epochs.
+    Example: `1`"""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
     """Evaluate after the last step."""
     keep_last: PositiveInt | None = None
-    """Number of newest evaluations whose files are kept in `evaluations/`, with the scores of each
-    item (docs/algorithms/evaluate.md). Older ones are removed at a commit. Default: all."""
+    """Number of newest evaluations whose files stay in `evaluations/`, with the scores of each item
+    (docs/algorithms/evaluate.md). A commit removes older ones. Default: all. Example: `10`"""
     temperature: PositiveFloat = 1.0
-    """Divides the logits before sampling."""
+    """Divisor of the logits in sampling."""
     greedy: bool = False
     """Always take the most probable token."""
     max_new_tokens: PositiveInt | None = None
-    """Maximum number of tokens in a completion. Default: the value in `rollout`."""
+    """Maximum number of tokens in a completion. Default: the value in `rollout`. Example: `1024`"""
 
     @property
     def attempts(self) -> tuple[int, ...]:

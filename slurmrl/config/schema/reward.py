@@ -45,43 +45,46 @@ Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
 
 
 class RewardPool(Section):
-    """Processes in which a reward of your own runs, one completion at a time.
+    """Processes in which your own reward runs, one completion at a time.
 
-    A completion for which it raises, hangs, dies or returns no finite number has no score: it is
-    left out of baselines, losses and means, unless `unjudged_score` gives it one. The log shows the
-    sample and the reason, and the metric `reward_unjudged` is the share of such completions. It is
-    an error if no completion of a call can be judged, or if most completions of five steps in a row
-    have no score.
+    A completion has no score if the reward raises, hangs, dies or returns no finite number.
+    Baselines, losses and means leave such a completion out, unless `unjudged_score` gives it a
+    score. The log shows the sample and the reason, and the metric `reward_unjudged` is their share.
+
+    The run fails if no completion of a call gets a score, or if most completions of five
+    consecutive steps get none. Example: `{timeout_s: 10}`
     """
 
     processes: PositiveInt | None = None
-    """Number of processes per rank. Default: the CPU cores of the host per rank, at most 8."""
+    """Number of processes per rank. Default: the CPU cores of the host per rank, at most 8.
+    Example: `4`"""
     timeout_s: PositiveFloat = 30.0
-    """Seconds for one completion, after which its process is killed and replaced."""
+    """Time for one completion, after which its process is killed and replaced."""
     batch_timeout_s: PositiveFloat = 600.0
-    """Seconds for all completions of a call, after which the rest counts as not judged."""
+    """Time for all completions of a call, after which the remaining completions get no score."""
     memory_mib: PositiveInt = 4096
-    """Private memory of one process, in MiB (`RLIMIT_DATA`)."""
+    """Private memory of one process (`RLIMIT_DATA`)."""
     unjudged_score: float | None = None
-    """Score of a completion that was not judged; null: none."""
+    """Score of a completion to which the reward gives none. `null` gives no score. Example: `0.0`
+    """
 
 
 class RewardPart(Section):
     """One function of a reward that is a sum."""
 
     name: Word
-    """A built-in reward (`exact_match`, `math`, `code`), or `FILE.py:name` or `package.module:name`
-    of your own function or class (docs/rewards.md)."""
+    """Built-in reward (`exact_match`, `math`, `code`, `model`), or your own function or class as
+    `FILE.py:name` or `package.module:name` (docs/rewards.md). Example: `math`"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of that reward."""
+    """Options of that reward. Example: `{timeout_s: 10}`"""
     pool: RewardPool | None = None
-    """Run your own function or class in separate processes: `{}` with the default limits. Default:
-    in the process of the rank, with all its completions in one call."""
+    """Run your own function or class in separate processes: `{}`, or with other limits. Default:
+    the rank's process scores all its completions in one call."""
     weight: float = 1.0
-    """Factor of its score in the sum. With 0 it is only a metric."""
+    """Factor of its score in the sum. With 0 it is only a metric. Example: `0.2`"""
     where: dict[Word, Scalar | Sequence[Scalar]] = Field(default_factory=dict)
-    """Rows that it judges, by their fields: `{source: gsm8k}`, `{source: [gsm8k, math]}`. A field
-    inside an object is written with dots: `extra_info.source`. Default: all rows."""
+    """Rows that it scores, by the values of their fields. A field inside an object is written with
+    dots: `extra_info.source`. Default: all rows. Example: `{source: [gsm8k, math]}`"""
 
     @property
     def has_processes(self) -> bool:
@@ -101,19 +104,24 @@ class RewardPart(Section):
 
 
 class Reward(Section):
-    """The reward that scores completions: one function (`name`), or a weighted sum (`parts`)."""
+    """The reward that scores completions: one function (`name`), or a weighted sum (`parts`).
+
+    Example: `{name: math}`
+    """
 
     name: Word | None = None
-    """A built-in reward (`exact_match`, `math`, `code`), or `FILE.py:name` or `package.module:name`
-    of your own function or class (docs/rewards.md)."""
+    """Built-in reward (`exact_match`, `math`, `code`, `model`), or your own function or class as
+    `FILE.py:name` or `package.module:name` (docs/rewards.md). Required without `parts`. Example:
+    `math`"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of that reward."""
+    """Options of that reward. Example: `{timeout_s: 10}`"""
     pool: RewardPool | None = None
-    """Run your own function or class in separate processes: `{}` with the default limits. Default:
-    in the process of the rank, with all its completions in one call."""
+    """Run your own function or class in separate processes: `{}`, or with other limits. Default:
+    the rank's process scores all its completions in one call."""
     parts: dict[PartName, RewardPart] = Field(default_factory=dict)
-    """Functions whose weighted scores are added up, by names of your choice. Each is the metric
-    `reward/<name>`, the mean of its scores before the weight."""
+    """Functions whose weighted scores are added, by names of your choice. Each is also the metric
+    `reward/<name>`: the mean of its scores before the weight. Example: `{correct: {name: math},
+    form: {name: "rewards.py:form", weight: 0.2}}`"""
 
     @model_validator(mode="after")
     def _one_form(self) -> Reward:

@@ -19,6 +19,7 @@ from slurmrl.config.schema.base import (
     PositiveInt,
     Section,
     Sequence,
+    Unit,
 )
 
 TRIAL_PREFIX = "trial:"
@@ -27,27 +28,29 @@ TRIAL_PREFIX = "trial:"
 class ParallelSizes(Section):
     """The layout in the terms of Megatron and RLinf.
 
-    If `backend` has dimensions too, both must agree. If `backend` is only an engine's name, these
-    sizes define the layout, and data parallelism uses the remaining GPUs of `cluster.hosts`.
+    If `backend` has dimensions too, both must agree. If `backend` is only the name of an engine,
+    these sizes define the layout, and data parallelism uses the remaining GPUs of `cluster.hosts`.
+    Example: `{tensor_model_parallel_size: 4, pipeline_model_parallel_size: 2}`
     """
 
     tensor_model_parallel_size: PositiveInt | None = None
-    """Ranks that share each matrix: `t`."""
+    """Ranks that share each matrix (`t`). Example: `4`"""
     pipeline_model_parallel_size: PositiveInt | None = None
-    """Stages that share the layers: `p`."""
+    """Stages that share the layers (`p`). Example: `2`"""
     context_parallel_size: PositiveInt | None = None
-    """Ranks that share each sequence: `c`."""
+    """Ranks that share each sequence (`c`). Example: `2`"""
     expert_model_parallel_size: PositiveInt | None = None
-    """Ranks that share the experts: `e`."""
+    """Ranks that share the experts (`e`). Example: `8`"""
     expert_tensor_parallel_size: PositiveInt | None = None
-    """Ranks that share each expert. Default: the tensor size, as in Megatron."""
+    """Ranks that share each expert. Default: the tensor size, as in Megatron. Example: `1`"""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Model chunks per pipeline stage (interleaved schedule); requires more than one stage."""
+    """Model chunks per pipeline stage (interleaved schedule). Requires more than one stage.
+    Default: 1. Example: `2`"""
     sequence_parallel: bool | None = None
-    """Split the activations between tensor-parallel blocks along the sequence; requires a tensor
-    size above 1. Default: on for megatron with a tensor size above 1."""
+    """Split the activations between tensor-parallel blocks along the sequence. Requires a tensor
+    size above 1. Default: true for megatron with a tensor size above 1."""
     make_vocab_size_divisible_by: PositiveInt = 128
-    """megatron pads the vocabulary to a multiple of this number times the tensor size."""
+    """Padding of the vocabulary by megatron: to a multiple of this number times the tensor size."""
 
 
 ALL_LINEAR: Final = "all-linear"
@@ -58,24 +61,27 @@ TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 class Lora(Section):
     """Train low-rank adapters instead of the weights (LoRA, Hu et al. 2021).
 
-    A target's weight W becomes W + scale * B A, where A has `rank` rows and B has `rank` columns. W
-    is frozen, in the role's `dtype`. Only A and B, in float32, are trained and committed; for a
-    critic, the value head too. LoRA needs fsdp with the built-in decoder (docs/lora.md).
+    The weight W of a target becomes W + scale * B A. A has `rank` rows and B has `rank` columns. W
+    is frozen, in the role's `dtype`. Only A and B, in float32, are trained and committed; a critic
+    also trains its value head. LoRA requires fsdp with the built-in decoder (docs/lora.md).
+    Example: `{rank: 16}`
     """
 
     rank: PositiveInt = 16
     """Rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
-    """The scale is alpha / rank."""
+    """Numerator of the scale, which is alpha / rank."""
     targets: Literal["all-linear"] | Sequence[str] = ALL_LINEAR
-    """The linear layers with an adapter: a list of `q_proj`, `k_proj`, `v_proj`, `o_proj`,
-    `gate_proj`, `up_proj` and `down_proj`, or `all-linear` for all that the model has."""
+    """Linear layers with an adapter: `all-linear` for all that the model has, or a list of
+    `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`. Example:
+    `[q_proj, v_proj]`"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which each input of A is zero in training, rounded to a multiple of 1/65536.
-    The draws depend on the seed, the step, and the token's sample and position, not on the layout.
-    Keep it at 0 for policy gradients: dropout changes their probability ratios."""
+    The random numbers depend on the seed, the step, and the token's sample and position, not on the
+    layout. Keep 0 for policy gradients: dropout changes their probability ratios. Example: `0.05`
+    """
     rslora: bool = False
-    """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023), which suits large ranks."""
+    """Use the scale alpha / sqrt(rank) (Kalajdzievski 2023), which suits large ranks."""
 
     @field_validator("targets")
     @classmethod
@@ -135,36 +141,40 @@ LEFT_OUT: Final[Mapping[str, str]] = {
 class Optimizer(Section):
     """The optimizer and its schedule.
 
-    A role that is not trained ignores it. The defaults suit fine-tuning with `adamw`. torch's own
-    learning rate is 0.001, its `betas` are 0.9 and 0.999.
+    A role that is not trained ignores it. The defaults suit fine-tuning with `adamw`. They differ
+    from torch's defaults, which are a learning rate of 0.001 and betas of 0.9 and 0.999. Example:
+    `{lr: 1e-6, schedule: cosine, warmup_steps: 20}`
     """
 
     name: Kind = "adamw"
-    """Optimizer of torch.optim. Options that are not listed here have torch's defaults. `sgd` is
-    plain gradient descent, with momentum if `momentum` is above 0."""
+    """Optimizer of torch.optim. Options without a key here have torch's defaults. `sgd` is plain
+    gradient descent, with momentum if `momentum` is above 0."""
     lr: NonNegativeFloat = 1e-5
-    """Learning rate after warm-up."""
+    """Learning rate after warm-up. Example: `1e-6`"""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
     """Decay rates of the first and second moments of `adamw` and `adam`."""
     momentum: Beta = 0.0
-    """Momentum factor of `sgd`; 0 disables momentum."""
+    """Momentum factor of `sgd`. 0 disables momentum. Example: `0.9`"""
     eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment, to keep the denominator above 0. `sgd` does
-    not use it."""
+    """Number that `adamw` and `adam` add to the square root of the second moment, to keep the
+    denominator above 0."""
     weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of matrices (not of norms and biases) per step: `adamw` and `sgd` shrink weights
-    by this times the learning rate, `adam` adds this times the weights to the gradient."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    """Weight decay of matrices per step; norms and biases have none. `adamw` and `sgd` shrink
+    weights by this times the learning rate. `adam` adds this times the weights to the gradient.
+    Example: `0.01`"""
+    warmup_steps: Annotated[NonNegativeInt, Unit("optimizer steps")] = 0
+    """Steps over which the learning rate rises linearly from 0. Example: `20`"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from the end of warm-up to the end of the schedule."""
-    schedule_steps: PositiveInt | None = None
-    """Length of the schedule in optimizer steps, including warm-up. Default: the whole run, so that
-    the schedule changes with `total_steps`."""
+    """How the learning rate falls from the end of warm-up to the end of the schedule. Example:
+    `cosine`"""
+    schedule_steps: Annotated[PositiveInt, Unit("optimizer steps")] | None = None
+    """Length of the schedule, including warm-up. Default: the entire run, so that the schedule
+    changes with `total_steps`. Example: `1000`"""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end of the schedule and after it, as a fraction of `lr`."""
+    """Learning rate at the end of the schedule and after it, as a fraction of `lr`. Example: `0.1`
+    """
     gradient_clip: PositiveFloat | None = 1.0
-    """Maximum norm of the whole gradient; null disables clipping."""
+    """Maximum norm of the whole gradient. `null` disables clipping."""
 
     @field_validator("name", mode="before")
     @classmethod
@@ -210,68 +220,85 @@ class Optimizer(Section):
 
 
 class Model(Section):
-    """One role.
+    """Weights, layout, precision and optimizer of one role.
 
-    The other roles inherit from the actor each of these that they do not set: the weights (`path`
-    or `architecture`; `teacher` and `reward_model` must set theirs), `implementation`, `tokenizer`,
-    `backend`, `gpus`, `model`, `dtype`, `gradient_checkpointing`, `transformer_engine` and
-    `max_tokens_per_microbatch`, but not `lora` and the optimizer.
+    A role other than the actor inherits these keys from the actor if it does not set them: the
+    weights (`path` or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`,
+    `dtype`, `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`.
+    `teacher` and `reward_model` must set their weights. No role inherits `lora` and `optimizer`.
+    Example: `{path: /models/Qwen2.5-0.5B-Instruct, backend: "fsdp:d4"}`
     """
 
     path: HubPathText | None = None
-    """Folder in Hugging Face format, `org/name` or `hf://org/name@revision` for a model of the
-    Hugging Face hub, or `trial:EXPERIMENT/TRIAL` for that trial's newest export,
-    `trial:EXPERIMENT/TRIAL@STEP` for its export of a step and `@last` for that of its newest
-    checkpoint. A model that is not trained needs no export: it is the checkpoint of that step
-    (docs/checkpoints.md)."""
+    """Weights of the model.
+
+    - a folder in Hugging Face format;
+    - `org/name` or `hf://org/name@revision`: a model of the Hugging Face hub;
+    - `trial:EXPERIMENT/TRIAL`: that trial's newest export;
+    - `trial:EXPERIMENT/TRIAL@STEP`: its export of a step; `@last`: the export of its newest
+      checkpoint.
+
+    A model that is not trained needs no export: it reads the checkpoint of that step
+    (docs/checkpoints.md). Required unless `architecture` is given. Example:
+    `/models/Qwen2.5-0.5B-Instruct`"""
     architecture: dict[str, Any] | None = None
-    """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
-    `hidden_size`, … Its weights are initialized with the run's seed."""
+    """Description of a new model in place of `path`, as in a Hugging Face `config.json`. The run's
+    seed initializes its weights. Default: none. Example: `{model_type: qwen3, hidden_size: 64,
+    num_hidden_layers: 2}`"""
     implementation: Literal["builtin", "hf"] = "builtin"
-    """Model code: `builtin` is the built-in decoder for the supported families; `hf` is any causal
-    language model of transformers, on fsdp with data parallelism only, and slower."""
+    """Code of the model. `builtin` is the built-in decoder for the supported families. `hf` is any
+    causal language model of transformers; it is slower and needs fsdp with data parallelism only.
+    """
     tokenizer: HubPathText | None = None
-    """Folder of the tokenizer, or a repository of the hub. Default: `path`."""
+    """Folder of the tokenizer, or a repository of the hub. Default: the value of `path`. Example:
+    `/models/Qwen2.5-0.5B-Instruct`"""
     backend: Line = ""
-    """Engine and layout: `fsdp:d2`. Default of the actor: `fsdp:d1`."""
+    """Engine and layout (docs/allocation.md). Default: the actor's; for the actor itself `fsdp:d1`.
+    Example: `fsdp:d4`"""
     gpus: Line = ""
-    """GPUs for this role, numbered over all hosts of the trial: `0-3`. Roles may share GPUs.
-    Default: as many as the layout needs, from 0."""
+    """GPUs for this role, numbered over all hosts of the trial. Roles may share GPUs. Default: as
+    many as the layout needs, from 0. Example: `0-3`"""
     model: ParallelSizes | None = None
     """The layout in the terms of Megatron and RLinf, instead of or in addition to `backend`."""
     dtype: Annotated[
         Literal["float32", "bfloat16"], Field(json_schema_extra={"default": "by device"})
     ] = "float32"
     """Data type of the computation. A trained role keeps its weights in float32. Default: bfloat16
-    on GPUs, float32 on CPUs."""
+    on GPUs, float32 on CPUs. Example: `bfloat16`"""
     gradient_checkpointing: bool | Literal["off", "selective", "full"] = False
-    """Recompute activations in the backward pass: less memory, more time. `full` (or true) keeps
-    only each layer's input and takes about a third more time. `selective` takes about a sixth more:
-    it recomputes the feed-forward block and the norms, but keeps queries, keys, values and the
-    result of attention. `off` (or false) keeps all activations."""
-    max_tokens_per_microbatch: PositiveInt = 16384
+    """Recompute activations in the backward pass, which saves memory and costs time.
+
+    - `off` or `false`: keep all activations.
+    - `selective`: recompute the feed-forward block and the norms; keep queries, keys, values and
+      the result of attention. A step takes about a sixth more time.
+    - `full` or `true`: keep only each layer's input. A step takes about a third more time.
+
+    Example: `full`"""
+    max_tokens_per_microbatch: Annotated[PositiveInt, Unit("tokens")] = 16384
     """Maximum number of tokens in a micro-batch of one rank; with `implementation: hf`, padding
-    counts too. A prefix that several sequences share counts once where fsdp reads it once (on
-    CPUs). A longer sequence gets a micro-batch of its own."""
+    counts too. A prefix that several sequences share counts once if fsdp computes it once (on
+    CPUs). A longer sequence gets a separate micro-batch."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU
-    when it computes: much less GPU memory, much more time. The optimizer runs on the CPU. fsdp
-    only."""
+    """Keep weights, gradients and optimizer state in host memory, and copy each layer to the GPU
+    when it computes. This takes much less GPU memory and much more time. The optimizer runs on
+    the CPU. Requires fsdp."""
     offload: bool = False
-    """Keep weights and optimizer state in host memory except during the role's own calls: GPU
-    memory for the other models and for generation, at the cost of copies around each call."""
+    """Keep weights and optimizer state in host memory except during the role's own calls. This
+    frees GPU memory for the other models and for generation, at the cost of copies around each
+    call."""
     transformer_engine: bool | None = None
     """Whether megatron builds its layers from TransformerEngine's linear layers, norms and grouped
-    experts. Default: true in bfloat16 on GPUs if a release that megatron-core supports is
-    installed. In float32, its matrix products use TF32."""
+    experts. In float32, its matrix products use TF32. Default: true in bfloat16 on GPUs if a
+    release that megatron-core supports is installed."""
     ema: PositiveFraction | None = None
-    """For `ref` on fsdp: the reference follows the actor. After each training step, each of its
-    weights becomes ema times the actor's plus (1 - ema) times its own. They are then float32, and
-    checkpoints hold them. Default: the reference does not change."""
+    """For `ref` on fsdp: the reference follows the actor. After each training step, each reference
+    weight becomes ema times the actor's weight plus (1 - ema) times its old value. The reference
+    weights are then float32 and part of checkpoints. Default: the reference does not change.
+    Example: `0.05`"""
     lora: Lora | None = None
     """Train low-rank adapters of frozen weights, for a trained role with a `path`. The reference is
-    then the actor without its adapters, on the actor's GPUs and without memory of its own, unless
-    it has weights, a layout or a `dtype` of its own. Default: train all weights."""
+    then the actor without its adapters, on the actor's GPUs and without additional memory, unless
+    `ref` sets weights, a layout or a `dtype`. Default: train all weights."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from slurmrl.config.schema.base import (
     Section,
     Sequence,
     Text,
+    Unit,
     Word,
 )
 from slurmrl.config.schema.cluster import JobOptions
@@ -74,17 +75,17 @@ class Publish(Section):
 
     They serve generation outside the trainers' job. A version has the tensors of an export in
     `actor.dtype`, or with `actor.lora` only the adapters, in float32. The first version of each
-    start has the step from which it goes on.
+    start has the step from which the start continues.
     """
 
     every_steps: PositiveInt = 1
     """Steps between versions."""
     whole_every: PositiveInt = 10
-    """Every so many versions one is whole. Those between have the bits that changed since the
-    version before, compressed; for these the ranks keep a second copy in host memory. 1: all are
-    whole."""
+    """Number of versions from one full version to the next. The versions between contain the
+    changed bits since the previous version, compressed. For these, the ranks keep a second copy
+    of the weights in host memory. With 1, all versions are full."""
     keep_whole: PositiveInt = 2
-    """Number of newest whole versions to keep, with the versions that build on them."""
+    """Number of newest full versions to keep, with the versions that build on them."""
 
     @property
     def copies(self) -> int:
@@ -95,30 +96,33 @@ class Publish(Section):
 class Tasks(Section):
     """Generation in separate tasks, each on one host, that come and go during training.
 
-    The tasks run in separate Slurm jobs, or with `rollout.gpus` in the trainers' job.
+    The tasks run in separate Slurm jobs, or with `rollout.gpus` in the trainers' job. Example:
+    `{max: 8, max_staleness: 1}`
     """
 
     max: PositiveInt | None = None
-    """Tasks that run at a time. Default: the `d` of `backend`, which is their number otherwise, or
-    as many as fill `rollout.gpus`."""
+    """Maximum number of tasks that run at a time. Default: the `d` of `backend`, or as many as fill
+    `rollout.gpus`. Example: `8`"""
     min: PositiveInt = 1
-    """Tasks that must have joined before each start of the trainers asks for completions, so that
-    the first one does not get all prompts. `slurmrl scale` sets no smaller number but 0."""
-    max_staleness: NonNegativeInt = 1
-    """Steps from the oldest weights that drew a token to the weights that are trained with it.
-    Completions that exceed this are dropped. 0: each step waits for completions of its own
-    weights."""
-    max_in_flight: PositiveInt | None = None
-    """Prompts that all tasks together may work on. Default: what `max_staleness` allows."""
+    """Number of tasks that must have joined before each start of the trainers requests completions,
+    so that the first task does not get all prompts. `slurmrl scale` sets no smaller number
+    except 0."""
+    max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
+    """Maximum number of steps from the oldest weights that sampled a token of a completion to the
+    weights that are trained with it. slurmrl drops completions that exceed it. With 0, each step
+    waits for completions of its own weights."""
+    max_in_flight: Annotated[PositiveInt, Unit("prompts")] | None = None
+    """Maximum number of prompts on which all tasks together work. Default: as many as
+    `max_staleness` allows. Example: `256`"""
     interruptible: bool = True
-    """Completions that are being written go on with new weights. false: they are finished with the
-    weights that began them."""
+    """Continue unfinished completions with new weights. `false` finishes them with the weights that
+    began them."""
     stale_cache: bool = False
-    """Completions that go on with new weights keep the keys and values that older weights have
-    computed, instead of reading their tokens again. Requires `interruptible` and a `max_staleness`
-    of at least 1."""
+    """Keep the cached keys and values of older weights when a completion continues with new
+    weights, instead of computing its tokens again. Requires `interruptible` and a
+    `max_staleness` of at least 1."""
     orphan_s: PositiveFloat = 1800.0
-    """Seconds without trainers after which a task ends."""
+    """Time without trainers after which a task exits."""
 
     @model_validator(mode="after")
     def _goes_on(self) -> Tasks:
@@ -131,57 +135,69 @@ class Tasks(Section):
 
 
 class EnvironmentChoice(Section):
-    """What answers the policy's turns."""
+    """The environment, which answers the policy's turns.
+
+    Example: `{name: tools}`
+    """
 
     name: Word
-    """`tools` calls the tools that a turn asks for, `guess_number` is a game, or `FILE.py:Class` or
-    `package.module:Class` of your own (docs/rollouts.md)."""
+    """`tools` calls the tools that a turn requests, and `guess_number` is a game. `FILE.py:Class`
+    or `package.module:Class` is your own environment (docs/rollouts.md). Example: `tools`"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments of the environment. Example: `{format: json}`"""
 
 
 class ToolChoice(Section):
     """A tool that the policy may call."""
 
     name: Word | None = None
-    """`calculator`, `python` (a sandbox), or `FILE.py:name` or `package.module:name` of your own
-    function or class. Default: the name under which the policy calls it."""
+    """`calculator`, `python` (a sandbox), or your own function or class as `FILE.py:name` or
+    `package.module:name`. Default: the name under which the policy calls the tool. Example:
+    `calculator`"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
+    """Keyword arguments of the tool. Example: `{timeout_s: 5}`"""
 
 
 class EpisodeSettings(Section):
     """The turns that make a completion (docs/rollouts.md).
 
     A completion has one turn of the policy, or several with messages between them. The policy is
-    not trained on the messages.
+    not trained on the messages. Example: `{name: multi_turn, environment: {name: tools}, tools:
+    {calculator: {}}}`
     """
 
     name: Word = SINGLE_TURN
-    """`single_turn`; `multi_turn`, with an `environment`; `verifiers`, an environment of that
-    package; or `FILE.py:name` or `package.module:name` of your own function or class."""
+    """Kind of episode.
+
+    - `single_turn`: one turn.
+    - `multi_turn`: several turns with an `environment`.
+    - `verifiers`: an environment of the verifiers package.
+    - `FILE.py:name` or `package.module:name`: your own function or class.
+
+    Example: `multi_turn`"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of `verifiers` or of your own."""
+    """Keyword arguments of `verifiers` or of your own episode. Example: `{environment: my_env}`"""
     environment: EnvironmentChoice | None = None
-    """What answers the policy's turns in `multi_turn`."""
+    """The environment of `multi_turn`, which answers the policy's turns."""
     tools: dict[PartName, ToolChoice] = Field(default_factory=dict)
-    """Tools by the names under which the policy calls them: `{calculator: {}}`."""
+    """Tools by the names under which the policy calls them. Example: `{calculator: {}}`"""
     max_turns: PositiveInt = 8
-    """Turns of the policy in an episode. An episode that needs more ends unfinished."""
+    """Maximum number of the policy's turns in an episode. An episode that needs more ends
+    unfinished."""
     max_tokens: PositiveInt | None = None
-    """Tokens of an episode behind its prompt, the policy's and all others. Default: `max_turns`
-    times `rollout.max_new_tokens`, which limits each turn."""
+    """Maximum number of tokens of an episode after its prompt, in all turns and messages. Default:
+    `max_turns` times `rollout.max_new_tokens`, which limits each turn. Example: `4096`"""
     timeout_s: PositiveFloat = 300.0
-    """Seconds that an episode may spend outside the engine, in tools and environments. One that
-    takes longer fails: it is not trained on, and its reward is 0."""
+    """Time that an episode may spend outside the engine, in tools and environments. A slower
+    episode fails: it is not trained on, and its reward is 0."""
     concurrency: PositiveInt = 256
-    """Episodes that each rank advances at the same time, and where the built-in decoder serves
-    them, sequences that one call of the model extends."""
+    """Maximum number of episodes that each rank advances at a time. If the built-in decoder serves
+    episodes, also the maximum number of sequences that one call of the model extends."""
     cache_gib: PositiveFloat | None = None
-    """Memory of each rank for keys and values, in GiB, where the built-in decoder serves episodes.
-    When it is full, the sequence that came last waits, and its tokens are read again later.
-    Default: four fifths of the GPU memory that is free when generation begins; on CPUs what the
-    sequences need."""
+    """Memory of each rank for keys and values, if the built-in decoder serves episodes. When it is
+    full, the newest sequence waits, and its tokens are computed again later. Default: four fifths
+    of the free GPU memory when generation begins; on CPUs, the size that the sequences need.
+    Example: `20`"""
 
     @property
     def has_turns(self) -> bool:
@@ -238,88 +254,103 @@ class EpisodeSettings(Section):
 
 
 class Rollout(Section):
-    """Generation of completions."""
+    """Generation of completions.
+
+    Example: `{n: 8, max_new_tokens: 1024}`
+    """
 
     backend: Line = ""
-    """Engine and layout for generation: `native:d4`, `native:d2t2`, `sglang:d2`,
-    `vllm:d2`. The actor's weights move there before each generation. `sglang` and `vllm` need
-    `python` and `gpus` or `tasks`, or else `servers`. Default: the actor's engine, on its ranks."""
+    """Engine and layout for generation (docs/allocation.md). The actor's weights move there before
+    each generation. `sglang` and `vllm` need `python` and `gpus` or `tasks`, or else `servers`.
+    Default: the actor's engine, on its ranks. Example: `native:d4`"""
     gpus: Line = ""
-    """GPUs of the trainers' job for generation (workers, if there are no GPUs). Required with
-    `sglang` and `vllm`, unless `servers` or `tasks` are given. Default: from GPU 0 of the
-    trainers. With `tasks`: the GPUs behind those of the trainers' models. Then tasks run inside
-    the trainers' job, equally many on each host; by default they have jobs of their own."""
+    """GPUs of the trainers' job for generation; workers, if there are no GPUs. Required with
+    `sglang` and `vllm`, unless `servers` or `tasks` are given.
+
+    With `tasks`, these are GPUs after the GPUs of the trainers' models. Tasks then run inside
+    the trainers' job, equally many on each host, instead of in separate jobs. Default: from GPU
+    0 of the trainers. Example: `4-7`"""
     python: PlainPathText | None = None
-    """Python of the environment in which `sglang` or `vllm` is installed, which need not be the
-    one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""
+    """Python of the environment in which `sglang` or `vllm` is installed. It may differ from the
+    Python of slurmrl, and must have the same path on all hosts. Default: none. Example:
+    `/shared/sglang/bin/python`"""
     servers: Sequence[ServerAddress] = ()
-    """Addresses of `sglang` or `vllm` servers that run already: `http://host:30000`,
-    `https://host:30000`, `unix:/path`. slurmrl sends them requests and weights but neither starts
-    nor ends them. `backend` is then `sglang` or `vllm`; with `sglang:t4`, large weights are
-    gathered on 4 of the trainers' GPUs instead of one. Default: servers of the run's own."""
+    """Addresses of running `sglang` or `vllm` servers: `http://host:30000`, `https://host:30000` or
+    `unix:/path`. slurmrl sends them requests and weights, but neither starts nor stops them.
+
+    `backend` is then `sglang` or `vllm`. With `sglang:t4`, the weights are gathered on 4 of the
+    trainers' GPUs instead of one. Default: slurmrl starts the servers. Example:
+    `["http://node01:30000"]`"""
     server_weights: PathText | None = None
-    """Folder in which `servers` find new weights under the same path as the trainers. Default: in
-    the run directory."""
+    """Folder in which `servers` find new weights, under the same path as the trainers. Default: a
+    folder in the run directory. Example: `/shared/weights`"""
     server_keys: PathText | None = None
-    """File with the API key of `servers`, and in a second line SGLang's admin key if it has one.
-    Only you may have access to it (mode 0600). Default: SLURMRL_SERVER_KEY and
-    SLURMRL_SERVER_ADMIN_KEY of the job's environment, or no key."""
+    """File with the API key of `servers`. A second line may hold SGLang's admin key. Only you may
+    have access to the file (mode 0600). Default: SLURMRL_SERVER_KEY and SLURMRL_SERVER_ADMIN_KEY
+    of the job's environment, or no key. Example: `~/.config/slurmrl/server-keys`"""
     server_args: Sequence[Line] = ()
-    """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win
-    over those that slurmrl sets, its share of GPU memory included. Keys, addresses, the model and
-    its layout are not theirs to set, nor are files with arguments (`--config`)."""
+    """Further arguments of each server, one word per item. They override slurmrl's own arguments,
+    including its share of GPU memory. They must not set keys, addresses, the model, its layout, or
+    files with arguments (`--config`). Example: `[--mem-fraction-static, "0.5"]`"""
     server_start_s: PositiveFloat = 600.0
-    """Seconds that a server may take to start, and to read new weights. It is started three times
-    before the run fails. With `servers`: also the seconds without a usable one after which requests
+    """Time within which a server must start, and load new weights. slurmrl starts it three times
+    before the run fails. With `servers`, also the time without a usable server after which requests
     fail."""
     server_silence_s: PositiveFloat = 60.0
-    """Seconds without an answer, to a request or to a probe, after which a server counts as hung:
-    it is started again, or gets no more requests if it is one of `servers`. At least the longest
-    step of its model."""
+    """Time without an answer, to a request or to a probe, after which a server counts as hung.
+    slurmrl then restarts the server, or sends no more requests to one of `servers`. It must be
+    at least the longest step of the server's model."""
     offload: bool | None = None
-    """Free the memory of the generation weights once another model computes; they move again before
-    the next generation. Servers sleep meanwhile. Requires `backend`. Default: true if generation
-    shares GPUs with other models."""
+    """Free the memory of the generation weights while another model computes. The weights move
+    again before the next generation, and servers sleep. Requires `backend`. Default: true if
+    generation shares GPUs with other models."""
     tensor_parallel_size: PositiveInt | None = None
-    """Ranks that share each matrix, instead of or in addition to the `t` of `backend`."""
+    """Ranks that share each matrix, instead of or in addition to the `t` of `backend`. Example: `2`
+    """
     pipeline_parallel_size: PositiveInt | None = None
-    """Stages that share the layers, instead of or in addition to the `p` of `backend`."""
+    """Stages that share the layers, instead of or in addition to the `p` of `backend`. Example: `2`
+    """
     n: PositiveInt = 1
-    """Completions of each prompt. A step trains on `algorithm.batch_size` times this many. Default
-    where an algorithm compares completions of a prompt: that of `algorithm.name` (8 for `grpo`)."""
+    """Completions of each prompt. A step trains on `algorithm.batch_size` times this number.
+    Default: set by `algorithm.name`: 1, or more if the algorithm compares completions of a
+    prompt (8 for `grpo`). Example: `8`"""
     max_new_tokens: PositiveInt = 256
-    """Maximum number of tokens in a completion; in episodes of several turns, in a turn."""
+    """Maximum number of tokens in a completion; in episodes of several turns, in a turn. Example:
+    `1024`"""
     min_new_tokens: NonNegativeInt = 0
     """Minimum number of tokens in a completion."""
     temperature: PositiveFloat = 1.0
     """Divisor of the logits in sampling and in the log-probabilities of the losses."""
     top_p: PositiveFraction = 1.0
-    """Sample from the smallest set of tokens whose total probability is at least this; with
-    `top_k`, of what that leaves. Training requires `top_k` besides."""
+    """Sample from the smallest set of tokens whose total probability is at least this. With
+    `top_k`, the set is part of these `top_k` tokens. Training with a `top_p` below 1 requires
+    `top_k`. Example: `0.95`"""
     top_k: PositiveInt | None = None
-    """Sample from this many of the most probable tokens; null uses all. Training records which they
-    are for each token, and computes log-probabilities under them (at most 1024; not with vllm)."""
+    """Sample from this many of the most probable tokens; `null` uses all. Training records these
+    tokens at each position and computes log-probabilities over them. It allows at most 1024, and
+    not vllm. Example: `50`"""
     replay_experts: bool = False
-    """The actor is trained with the experts that generation has chosen for each token, instead of
-    those that its routers would choose now. For models with experts, with rollouts of native,
+    """Train the actor with the experts that generation has chosen for each token, instead of the
+    experts that its routers would choose now. For models with experts, with rollouts of native,
     sglang or the actor's own engine."""
     greedy: bool = False
     """Always take the most probable token."""
     stop_token_ids: Sequence[NonNegativeInt] = ()
     """Additional tokens that end a completion. Every `eos_token_id` in the actor's
-    `generation_config.json`, `config.json` and tokenizer ends one too. The log of the run lists all
-    of them. The reward does not see the token that ended a completion."""
+    `generation_config.json`, `config.json` and tokenizer also ends one. The log of the run lists
+    all of them. The reward does not see the token that ended a completion. Example: `[151643]`"""
     stop_strings: Sequence[StopString] = ()
-    """Texts that end a completion as a stop token does, once it has `min_new_tokens`:
-    `["</answer>"]`. One may begin and end within tokens. The token that completes it is kept and
-    trained on, and the reward sees its text. Not with `actor.implementation: hf`."""
+    """Strings that end a completion as a stop token does, once it has `min_new_tokens`. A string
+    may begin and end within tokens. The token that completes it is kept and trained on, and the
+    reward sees its characters. Example: `["</answer>"]`"""
 
     publish: Publish | None = None
-    """Publication of the actor's weights while it is trained (docs/protocols.md). Default: none."""
+    """Publication of the actor's weights during training (docs/protocols.md)."""
 
     tasks: Tasks | None = None
-    """Generate in tasks of their own, without the trainers: `{}`, or with settings. `backend` is
-    the engine, and the layout of a task times their number. Default: the trainers generate."""
+    """Generate in separate tasks without the trainers: `{}`, or with settings. `backend` is then
+    the engine, and the layout of one task times the number of tasks. Default: the trainers
+    generate."""
 
     slurm: JobOptions = JobOptions()
 
@@ -356,13 +387,13 @@ class Rollout(Section):
 
 
 class Transfer(Section):
-    """Moves of weights from the layout in which they are trained to that in which they generate."""
+    """Moves of weights from the layout for training to the layout for generation."""
 
     verify: Literal["first", "always", "never"] = "first"
-    """Moves after which all ranks compare checksums of every tensor: the first one of each start,
+    """Moves after which all ranks compare checksums of every tensor: the first move of each start,
     all, or none. A difference ends the start with an error that names the tensor."""
     staging_mib: PositiveInt = 256
-    """Buffers of a rank for what it sends and receives at a time, in MiB."""
+    """Size of the buffers in which a rank sends and receives weights."""
 
 
 ADDRESSES = "http://HOST:PORT, https://HOST:PORT or unix:/PATH"

@@ -3,15 +3,18 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, create_model
 from ruamel.yaml import YAML
 
 from slurmrl.config.describe import pages
+from slurmrl.config.key_facts import facts_of, parts_of
 from slurmrl.config.problems import descriptions, keys, section_of
 from slurmrl.config.schema import Config, Section
 from slurmrl.plan.algorithms import ALGORITHMS
 
+STRICT = ConfigDict(strict=True)
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -68,8 +71,32 @@ def test_reference_has_type_default_unit_and_presets() -> None:
     assert "- **Default:** bfloat16 on GPUs, float32 on CPUs" in entry(actor, "actor.dtype")
     assert "- **Unit:** seconds" in entry(found["configuration/cluster.md"], "cluster.silence_s")
     coefficient = entry(algorithm, "algorithm.kl.coef")
-    assert "- **Default:** `0.1`; `0.04` for `grpo`, `0.0` for `dr_grpo`" in coefficient
+    assert "- **Default:** `0.1`; `0.04` for `grpo`; `0.0` for `dr_grpo`, `dapo`" in coefficient
     assert "(dataset.md)" in found["configuration/evaluation.md"]
+
+
+def test_example_of_each_key_is_valid() -> None:
+    yaml = YAML(typ="safe", pure=True)
+    for schema in (Config, *schemas().values()):
+        for section in sections(schema):
+            fields = dict(keys(section))
+            if own := parts_of(section.__doc__ or "")[2]:
+                section.model_validate(yaml.load(own))
+            for one in facts_of(section):
+                assert one.example or one.section is not None, (section, one.name)
+                if not one.example:
+                    continue
+                field = fields[one.name]
+                kind = (
+                    Annotated[(field.annotation, *field.metadata)]
+                    if field.metadata
+                    else field.annotation
+                )
+                value = yaml.load(one.example)
+                if one.named and parts_of(descriptions(section)[one.name])[2] == "":
+                    value = {"example": value}  # of the section, and not of the names
+                model = create_model("Example", __config__=STRICT, value=(kind, ...))
+                model.model_validate({"value": value})
 
 
 def test_example_of_the_index_is_a_configuration() -> None:

@@ -139,10 +139,10 @@ def test_recorded_path_keeps_its_dollar_sign(
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("seed=no", "'no' is not allowed: must be a whole number"),
-        ("seed='3'", "'3' is not allowed: must be a whole number"),
-        ("seed=1.5", "1.5 is not allowed: must be a whole number"),
-        ("seed=true", "true is not allowed: must be a whole number"),
+        ("seed=no", "'no' is not allowed: must be an integer"),
+        ("seed='3'", "'3' is not allowed: must be an integer"),
+        ("seed=1.5", "1.5 is not allowed: must be an integer"),
+        ("seed=true", "true is not allowed: must be an integer"),
         ("seed=-1", "-1 is not allowed: must be at least 0"),
         (f"seed={2**32}", "must be at most 4294967295"),
         ("total_steps=-1", "-1 is not allowed: must be at least 0"),
@@ -155,7 +155,7 @@ def test_recorded_path_keeps_its_dollar_sign(
         ("actor.optimizer.betas=0.9", "must be a list"),
         ("actor.optimizer=3", "must be a section"),
         ("rollout.top_p=1.5", "1.5 is not allowed: must be at most 1"),
-        ("rollout.greedy=no", "'no' is not allowed: must be true or false"),
+        ("rollout.greedy=no", "'no' is not allowed: must be a boolean: true or false"),
         ("rollout.min_new_tokens=300", "min_new_tokens 300 exceeds max_new_tokens 256"),
         (
             "rollout.tasks={stale_cache: true, interruptible: false}",

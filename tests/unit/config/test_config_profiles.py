@@ -112,7 +112,7 @@ cluster:
     [
         ("cluster: {slurm: {partitoin: gpu}}", 1, "cluster.slurm.partitoin", "did you mean"),
         ("total_steps: 5", 1, "total_steps", "unknown key; allowed: cluster, root"),
-        ("cluster:\n  hosts: many", 2, "cluster.hosts", "must be a whole number"),
+        ("cluster:\n  hosts: many", 2, "cluster.hosts", "must be an integer"),
         ("root: runs", 1, "root", "must be an absolute path"),
         ("root: /a\nroot: /b", 2, "root", "duplicate key"),
         ("cluster: gpu", 1, "cluster", "must be a section"),

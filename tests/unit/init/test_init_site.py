@@ -117,7 +117,7 @@ def test_every_answer_is_read_back_as_it_was_given(text: str, tmp_path: Path) ->
         (("root",), "runs", "must be an absolute path"),
         (("cluster", "slurm", "time"), "4 hours", "must be MINUTES"),
         (("cluster", "gpus_per_worker"), "8", "must be at most 1"),
-        (("cluster", "gpus_per_worker"), "x", "must be a whole number"),
+        (("cluster", "gpus_per_worker"), "x", "must be an integer"),
         (("cluster", "slurm", "time"), "1", "signal_lead_s"),
     ],
 )
