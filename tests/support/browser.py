@@ -94,14 +94,14 @@ class Page:
         return value
 
     async def screenshot(self, path: Path, selector: str | None = None) -> None:
-        """Of the window, or of the first ``TALLEST`` pixels of an element."""
-        clip: dict[str, Any] = {}
+        """Of the window, or of the first ``TALLEST`` pixels of an element, as PNG or WebP."""
+        clip: dict[str, Any] = {"format": path.suffix.removeprefix(".")}
         if selector is not None:
             box = f"document.querySelector({selector!r}).getBoundingClientRect()"
             sides = f"((box) => [box.x + scrollX, box.y + scrollY, box.width, box.height])({box})"
             x, y, width, height = await self.evaluate(sides)
             area = {"x": x, "y": y, "width": width, "height": min(height, TALLEST), "scale": 1}
-            clip = {"clip": area, "captureBeyondViewport": True}
+            clip |= {"clip": area, "captureBeyondViewport": True}
         shot = await self.call("Page.captureScreenshot", **clip)
         path.write_bytes(base64.b64decode(shot["data"]))
 
