@@ -50,6 +50,7 @@ SIZES = {
 ROWS = 64
 TOKENS = 300
 """Vocabulary of tokenizers that are not part of the repository."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 NOT_HERE = EXAMPLES / "data"
 """Where users put data that is not part of the repository."""
 
@@ -84,7 +85,8 @@ class ShortForms:
         folder = (EXAMPLES / config).parent
         number = [*CONFIGS, *SERVED].index(config)
         yield "seed", number  # so that models differ from those that they learn from
-        if values.get("evaluation", {}).get("dataset", {}).get("type") == "prompt":
+        evaluation = values.get("evaluation", {})
+        if evaluation.get("dataset", {}).get("type") == "prompt" and not evaluation.get("greedy"):
             yield "evaluation.n", 2
         for key, value in leaves(values):
             last = key.rpartition(".")[2]
@@ -96,6 +98,8 @@ class ShortForms:
                 yield key, SIZES[last]
             elif key.endswith("dataset.path"):
                 yield key, self.few_rows(folder / value)
+            elif key == "actor.path" and (folder / value).is_relative_to(NOT_HERE):
+                yield key, self.model()
             elif last == "tokenizer" and (folder / value).is_relative_to(NOT_HERE):
                 yield key, self.tokenizer()
                 yield key.replace(".tokenizer", ".architecture.vocab_size"), TOKENS
@@ -114,6 +118,20 @@ class ShortForms:
     def tokenizer(self) -> Path:
         folder = self.site.folder / "tokenizer"
         train_bpe(["What is 1+1? 1+1 is 2."], TOKENS, folder)
+        return folder
+
+    def model(self) -> Path:
+        """A small random model with a chat template."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        folder = self.tokenizer()
+        settings = folder / "tokenizer_config.json"
+        values = json.loads(settings.read_text())
+        settings.write_text(json.dumps({**values, "chat_template": TEMPLATE}))
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=TOKENS, max_position_embeddings=256, **SIZES)
+        LlamaForCausalLM(config).save_pretrained(folder)
         return folder
 
 

