@@ -23,7 +23,7 @@ from slurmrl.errors import (
 from slurmrl.run.history.slots import Kind
 from tests.fake_runs import FakeRun, write_config
 
-FREE = {"data", "completion", "init", "examples", "docs", "train-tokenizer"}
+FREE = {"data", "completion", "init", "examples", "docs", "explain", "train-tokenizer"}
 """Commands that look at no trial and no configuration; the first has commands of its own."""
 HEAVY = ("pydantic", "rich", "ruamel", "torch", "submitit", "numpy", "transformers")
 SLOW = ("shutil", "subprocess", "tempfile", "asyncio")
