@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.clone import call
 
 ROOT = Path(__file__).parents[3]
 CHANGELOG = """# Changelog
@@ -91,3 +96,135 @@ def test_release_collects_fragments_in_a_new_section_or_a_prepared_one(
     assert prepared == expected
     assert module.section(prepared, "0.2.0").startswith("### Breaking")
     assert module.section(prepared, "0.2") == ""
+
+
+GREEN = ("unit", "distributed", "slurm", "faults", "engines")
+LONG = '<properties><property name="long" value="True"/></properties>'
+
+
+def results(path: Path, name: str, *, lanes: tuple[str, ...] = GREEN, failures: int = 0) -> Path:
+    """Write test results with a passed test of each kind in each lane."""
+    cases = "".join(
+        f'<testcase classname="tests.{lane}.test_x" name="x">{kind}</testcase>'
+        for lane in lanes
+        for kind in ("", LONG)
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    suite = f'<testsuite name="slurmrl {name}" failures="{failures}" errors="0">{cases}</testsuite>'
+    path.write_text(f"<testsuites>{suite}</testsuites>")
+    return path
+
+
+class Repository:
+    """A repository with the programs of a release, on main and tested."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = place(root, a_added="Add a ([a](docs/a.md)).")
+        for name in ("scripts/release", "scripts/fragments.py", ".ci/check-lanes"):
+            (root / name).parent.mkdir(exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+        (root / "slurmrl").mkdir()
+        (root / "slurmrl/__init__.py").write_text('__version__ = "0.2.1.dev0"\n')
+        (root / "CHANGELOG.md").write_text(CHANGELOG)
+        (root / ".gitignore").write_text("/build/\n__pycache__/\n")
+        self.git("init", "-q", "-b", "main")
+        self.commit()
+        self.git("tag", "v0.2.0")
+
+    def git(self, *words: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        return call(["git", *identity, *words], self.root).strip()
+
+    def commit(self) -> None:
+        self.git("add", "-A")
+        self.git("commit", "-qm", "all", "--allow-empty")
+        results(self.root / "build/tests/all.xml", self.git("rev-parse", "HEAD"))
+
+    def release(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(self.root / "scripts/release"), *words]
+        return subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return Repository(tmp_path)
+
+
+def test_dry_run_shows_the_changelog_and_changes_nothing(repository: Repository) -> None:
+    done = repository.release("0.2.1", "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "### Added\n\n- Add a ([a](docs/a.md)).\n" in done.stdout
+    assert "tag v0.2.1" in done.stdout
+    assert "commit 'release: begin 0.2.2.dev0'" in done.stdout
+    assert (
+        "commit 'release: begin 0.3.0.dev0'" in repository.release("0.3.0rc1", "--dry-run").stdout
+    )
+    assert repository.git("status", "--porcelain") == ""
+    assert repository.git("tag") == "v0.2.0"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("0.2", "'0.2' is not a version with three numbers"),
+        ("0.2.2.dev1", "is not a version with three numbers"),
+        ("next", "'next' is not a version"),
+        ("0.2.0", "0.2.0 is not newer than the tag v0.2.0"),
+        ("0.1.9", "0.1.9 is not newer than slurmrl/__init__.py, which has 0.2.1.dev0"),
+    ],
+)
+def test_release_refuses_a_version_that_is_wrong_or_not_newer(
+    repository: Repository, version: str, said: str
+) -> None:
+    done = repository.release(version, "--dry-run")
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_release_names_everything_that_is_open_at_once(repository: Repository) -> None:
+    mark = "TO" + "DO"
+    (repository.root / "docs/a.md").write_text(f"{mark}: finish\n")
+    (repository.root / "changelog.d/b.new.md").write_text("x\n")
+    repository.commit()
+    repository.git("switch", "-qc", "side")
+    (repository.root / "new").touch()
+    done = repository.release("0.2.1", "--ci-passed", "abc")
+    assert done.returncode == 1
+    for said in (
+        "the tree has 1 changes, such as ?? new",
+        "the branch is side",
+        "changelog.d/b.new.md: its name must be",
+        f"--ci-passed names abc, and HEAD is {repository.git('rev-parse', 'HEAD')}",
+        f"open mark: docs/a.md:1:{mark}: finish",
+    ):
+        assert said in done.stderr
+
+
+def test_release_refuses_without_results_of_all_lanes_for_this_commit(
+    repository: Repository,
+) -> None:
+    head = repository.git("rev-parse", "HEAD")
+    file = repository.root / "build/other.xml"
+
+    def refusal() -> str:
+        return repository.release("0.2.1", "--dry-run", "--results", str(file)).stderr
+
+    assert "missing check: no test results in" in refusal()
+    results(file, f"{head}+changes")
+    assert f"has the tests of {head}+changes and not of {head}" in refusal()
+    results(file, head, failures=2)
+    assert "failed check:" in refusal()
+    assert "has 2 failures" in refusal()
+    results(file, head, lanes=GREEN[1:])
+    assert "no fast test of lane unit passed" in refusal()
+    results(file, head)
+    assert refusal() == ""
+    file.unlink()
+    assert repository.release("0.2.1", "--dry-run", "--ci-passed", head).returncode == 0
+
+
+def test_release_without_changes_is_refused(repository: Repository) -> None:
+    (repository.root / "changelog.d/a.added.md").unlink()
+    (repository.root / "changelog.d/README.md").touch()
+    repository.commit()
+    assert "would have no changes" in repository.release("0.2.1", "--dry-run").stderr
