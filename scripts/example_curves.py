@@ -17,7 +17,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 SOURCES = Path(__file__).resolve().parents[1]
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa8800")
+COLORS = ("#4477aa", "#ee6677", "#228833", "#aa8800")
 WIDTH = 400
 LEFT, RIGHT, TOP, HEIGHT, BOTTOM = 46, 388, 46, 112, 30
 PANEL = TOP + HEIGHT + BOTTOM
@@ -148,16 +148,16 @@ def _panel(names: Sequence[str], curves: Mapping[str, Curve], last: int, top: in
         yield f'<text x="{x}" y="{floor + 16}" class="s m">{step}</text>'
     yield f'<text x="{LEFT - 6}" y="{floor + 16}" class="s e">step</text>'
     x = 8.0
-    for name, colour in zip(names, COLOURS, strict=False):
+    for name, color in zip(names, COLORS, strict=False):
         curve = curves[name]
         ends = [curves.get(f"{name}/{end}") for end in ("low", "high")]
         if ends[0] and ends[1]:
             points = [*ends[1], *reversed(ends[0])]
             path = " L".join(at(*point) for point in points)
-            yield f'<path d="M{path} Z" fill="{colour}" fill-opacity="0.2"/>'
+            yield f'<path d="M{path} Z" fill="{color}" fill-opacity="0.2"/>'
         path = " L".join(at(*point) for point in curve)
-        yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
-        yield f'<rect x="{x:g}" y="{top + 12}" width="14" height="4" fill="{colour}"/>'
+        yield f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="1.6"/>'
+        yield f'<rect x="{x:g}" y="{top + 12}" width="14" height="4" fill="{color}"/>'
         words = f"{name}{', 95 % interval' if ends[0] else ''}"
         yield f'<text x="{x + 20:g}" y="{top + 18}" class="b">{escape(words)}</text>'
         x += 36 + 7.2 * len(words)
