@@ -1,6 +1,6 @@
 """Diagnosis of a trial from its status object, as one-line findings. Pure functions.
 
-docs/status.md lists the codes of the findings and what to do about each.
+docs/troubleshooting.md lists the codes of the findings and a remedy for each.
 """
 
 from __future__ import annotations

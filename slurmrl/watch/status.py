@@ -26,7 +26,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "report": "/…/report.html",             null if none was written
       "diagnosis": "12 s a step, about 9 min left",   the first finding, on one line
       "findings": [{"code": "running", "text": "…"}, …],   all findings, the most urgent
-                                              first; never empty. Codes: docs/status.md
+                                              first; never empty. Codes: docs/troubleshooting.md
       "phase": "starting" | "running" | "finished" | null,   of the present incarnation; null before
                                               its master reports and after it ended
       "warned": null,                         the warning that its job will end

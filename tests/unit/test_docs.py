@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 
 import slurmrl
 from slurmrl.run.paths import RunPaths
+from slurmrl.watch import diagnosis
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -103,6 +104,23 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     assert len(messages) >= 30
     parts = [(part.strip(), message) for message in messages for part in message.split("…")]
     assert not [pair for pair in parts if not any(pair[0] in text for text in texts())]
+
+
+def test_troubleshooting_lists_each_finding_of_status() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.partition("## Findings of `status`")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
+    listed = re.findall(r"`(\w+)`", " ".join(cells))
+    calls = (node for node in ast.walk(ast.parse(Path(diagnosis.__file__).read_text())))
+    codes = {
+        node.args[0].value
+        for node in calls
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == diagnosis.StatusFinding.__name__
+        and isinstance(node.args[0], ast.Constant)
+    }
+    assert sorted(listed) == sorted(codes)
 
 
 def test_the_map_has_every_entry_of_a_run_directory() -> None:
