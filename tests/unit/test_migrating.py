@@ -15,9 +15,10 @@ import pytest
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
+from slurmrl.algorithms.policy.presets import PRESETS
 from slurmrl.cli.main import main
 from slurmrl.config.load import load, validate
-from slurmrl.config.problems import paths
+from slurmrl.config.problems import paths, section_at
 from slurmrl.config.schema import Config
 from slurmrl.config.source import dotted
 from slurmrl.plan.algorithms import ALGORITHMS
@@ -154,6 +155,32 @@ def test_keys_of_page_exist_and_their_values_are_valid(page: str, tmp_path: Path
             elif value and key not in others:
                 wrong += problems_of(key, value, algorithm, tmp_path)
     assert wrong == []
+
+
+def default(key: str, algorithm: str) -> Any:
+    """The default of a key, with the preset of the algorithm."""
+    *sections, name = key.split(".")
+    if key == "rollout.n":
+        return PRESETS[algorithm].completions
+    if sections[:1] == ["algorithm"]:
+        value: Any = _schema(algorithm).model_validate({"name": algorithm, "batch_size": 8})
+        for part in (*sections[1:], name):
+            value = getattr(value, part)
+        return value
+    section = section_at(Config, tuple(sections)) or Config
+    return section.model_fields[name].default
+
+
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_defaults_of_slurmrl_are_those_of_the_schema(page: str) -> None:
+    text = (PAGES / page).read_text(encoding="utf-8")
+    table = text.partition("### Other defaults")[2].partition("\n#")[0]
+    stated = re.findall(r"^\| `([\w.]+)`(?: \(`(\w+)`\))? \| .* \| `(.+)` \|$", table, re.MULTILINE)
+    assert len(stated) == len(re.findall(r"^\| `", table, re.MULTILINE)) > 8
+    for key, algorithm, value in stated:
+        actual = default(key, algorithm or "grpo")
+        actual = list(actual) if isinstance(actual, tuple) else actual
+        assert YAML(typ="safe").load(value) == actual, f"{page}: {key}"
 
 
 def stand_ins(page: str, folder: Path) -> tuple[Path, list[str]]:
