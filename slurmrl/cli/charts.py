@@ -43,7 +43,7 @@ FIRST_S, LONGEST_S = 5.0, 60.0
     nargs=-1,
     required=True,
     metavar="EXPERIMENT/TRIAL... [METRIC...]",
-    shell_complete=completion.trials,
+    shell_complete=completion.trials_or_metrics,
 )
 @click.option(
     "--smooth",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples, json_option
+from slurmrl.cli.options import common, examples, json_option, overrides_argument
 from slurmrl.display.terminal import table
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def data() -> None:
     )
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@overrides_argument
 @click.option(
     "--rows",
     type=click.IntRange(min=1),
@@ -70,7 +70,7 @@ def show(
 
 @data.command(epilog=examples("slurmrl data check sft.yaml", "slurmrl data check sft.yaml --json"))
 @click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@overrides_argument
 @json_option
 @common
 def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | None) -> int:
@@ -144,7 +144,7 @@ def _print(sample: DataSample) -> None:
     )
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@overrides_argument
 @click.option(
     "--rows",
     type=click.IntRange(min=1),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.following import Seen, follow, has_ended
 from slurmrl.cli.options import chosen_trial, common, examples, json_option, newest_trial_argument
 from slurmrl.cli.status_text import number
@@ -321,7 +322,12 @@ Row = Mapping[str, Any]
     epilog=examples("slurmrl samples grpo/1", "slurmrl samples grpo/1 --step 40 --evaluation -n 2")
 )
 @newest_trial_argument
-@click.option("--step", type=click.IntRange(min=0), help="Default: the newest step with samples.")
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    shell_complete=completion.sampled_steps,
+    help="Default: the newest step with samples.",
+)
 @click.option("--evaluation", is_flag=True, help="Samples of evaluations instead of training.")
 @click.option(
     "-n",

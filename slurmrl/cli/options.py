@@ -101,9 +101,19 @@ def common(command: F) -> F:
     return root(profile(debug(command)))
 
 
+def overrides_argument(command: F) -> F:
+    """Add the argument ``overrides``."""
+    argument = click.argument(
+        "overrides",
+        nargs=-1,
+        metavar="[dotted.key=value]...",
+        shell_complete=completion.overrides,
+    )
+    return argument(command)
+
+
 def submitting(command: F) -> F:
     """Add the arguments and options of ``submit`` and ``resume``."""
-    overrides = click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
     scheduler = click.option(
         "--scheduler",
         type=click.Choice(["auto", "local", "slurm"]),
@@ -121,7 +131,7 @@ def submitting(command: F) -> F:
         help="Print the jobs, files and batch scripts that would be made (with --json also the "
         "plan); write and submit nothing.",
     )
-    return overrides(scheduler(wait(json_option(dry_run(checking(command))))))
+    return overrides_argument(scheduler(wait(json_option(dry_run(checking(command))))))
 
 
 def checking(command: F) -> F:

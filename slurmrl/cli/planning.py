@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples, json_option
+from slurmrl.cli.options import common, examples, json_option, overrides_argument
 
 if TYPE_CHECKING:
     from slurmrl.display.blocks import Document
@@ -36,7 +36,7 @@ class Shown(NamedTuple):
     )
 )
 @click.argument("target", metavar="CONFIG|ALLOCATION", shell_complete=completion.files)
-@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@overrides_argument
 @click.option(
     "--scheduler",
     type=click.Choice(["auto", "local", "slurm"]),

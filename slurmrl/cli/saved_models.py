@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from slurmrl.cli import completion
 from slurmrl.cli.options import common, examples, json_option, trial_argument
 from slurmrl.display.terminal import age, table
 
@@ -143,7 +144,10 @@ def _content(one: StoredVersion) -> str:
 )
 @trial_argument
 @click.option(
-    "--step", type=click.IntRange(min=0), help="The checkpoint to export. Default: the newest."
+    "--step",
+    type=click.IntRange(min=0),
+    shell_complete=completion.commits,
+    help="The checkpoint to export. Default: the newest.",
 )
 @click.option(
     "--output",

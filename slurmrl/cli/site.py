@@ -14,7 +14,7 @@ import click
 
 from slurmrl import env
 from slurmrl.cli import completion
-from slurmrl.cli.options import checking, common, examples, json_option
+from slurmrl.cli.options import checking, common, examples, json_option, overrides_argument
 from slurmrl.config.profiles import expanded
 from slurmrl.display.terminal import hanging, plain, row_lines, table, width
 
@@ -239,7 +239,7 @@ def list_examples(output: Path | None, as_json: bool) -> int:
 
 @click.command(epilog=examples("slurmrl doctor", "slurmrl doctor grpo.yaml --job"))
 @click.argument("config", type=click.Path(path_type=Path), required=False)
-@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@overrides_argument
 @click.option("--job", is_flag=True, help="Also run the checks of compute nodes in a short job.")
 @click.option(
     "--timeout",
@@ -351,7 +351,7 @@ def _torch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     )
 )
 @click.argument("config", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@overrides_argument
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),

@@ -73,7 +73,7 @@ def submit(
     "--checkpoint",
     required=True,
     metavar="TRIAL[@STEP]|PATH",
-    shell_complete=completion.trials_or_files,
+    shell_complete=completion.checkpoints,
     help="The model: a checkpoint of a trial (default: its newest), the folder of a model, or "
     "hf://org/name.",
 )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pty
+import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from slurmrl.env import user_name
+from slurmrl.run.paths import RunPaths
 
 ASK = {
     "bash": """
@@ -49,15 +54,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def completed(shell: str, words: list[str], folder: Path) -> set[str]:
-    """What the shell offers in place of the last word; fish has an order of its own."""
-    line = " ".join(repr(word) for word in words) if shell != "fish" else repr(" ".join(words))
+def environment(folder: Path) -> dict[str, str]:
+    """Variables of a shell that finds the folder's slurmrl, and no files of the user."""
     environ = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parents[3]),
         "HOME": str(folder),
     }
     environ.pop("SLURMRL_ROOT", None)
+    return environ
+
+
+def completed(shell: str, words: list[str], folder: Path) -> set[str]:
+    """What the shell offers in place of the last word; fish has an order of its own."""
+    line = " ".join(repr(word) for word in words) if shell != "fish" else repr(" ".join(words))
+    environ = environment(folder)
     flags = {"bash": ["--norc"], "zsh": ["-f"], "fish": ["--no-config"]}[shell]
     done = subprocess.run(
         [shell, *flags, "-c", ASK[shell] % line],
@@ -78,6 +89,97 @@ def test_shells_complete_commands_options_and_trials(shell: str, folder: Path) -
     assert completed(shell, ["slurmrl", "logs", "--fol"], folder) == {"--follow"}
     assert completed(shell, ["slurmrl", "cancel", "add/"], folder) == {"add/2", "add/10"}
     assert completed(shell, ["slurmrl", "unknown", "x"], folder) == set()
+
+
+def start_trial(folder: Path) -> None:
+    """Make the files of add/10 that completion reads: two steps, two checkpoints."""
+    paths = RunPaths.of(folder / "runs", user_name(), "add", "10")
+    paths.identity.parent.mkdir(parents=True, exist_ok=True)
+    paths.identity.write_text("{}")
+    lines = ({"step": 1, "time": 0.0, "reward": 0.1}, {"step": 2, "eval/reward": 0.5, "loss": 1})
+    paths.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in (20, 140):
+        paths.checkpoint(step, 1).mkdir(parents=True)
+    paths.samples.mkdir()
+    (paths.samples / "step-00000007.jsonl").write_text("{}\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_keys_values_metrics_and_steps(shell: str, folder: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    start_trial(folder)
+
+    def offered(*words: str) -> set[str]:
+        return completed(shell, ["slurmrl", *words], folder)
+
+    submit = ("submit", "ppo.yaml")
+    assert offered(*submit, "actor.opt") == {"actor.optimizer."}
+    assert offered(*submit, "trial=2", "actor.optimizer.w") == {
+        "actor.optimizer.weight_decay=",
+        "actor.optimizer.warmup_steps=",
+    }
+    # bash splits words at "=" and replaces only the value
+    for key, value, values in (
+        ("actor.optimizer.schedule", "co", {"constant", "cosine"}),
+        ("rollout.greedy", "", {"true", "false"}),
+        ("algorithm.name", "d", {"dr_grpo", "dapo", "dpo", "distill"}),
+    ):
+        if shell == "bash":
+            typed, expected = [key, "=", *([value] if value else [])], values
+        else:
+            typed, expected = [f"{key}={value}"], {f"{key}={one}" for one in values}
+        assert offered(*submit, *typed) == expected
+    assert offered("explain", "rollout.pub") == {"rollout.publish", "rollout.publish."}
+    assert offered("explain", "--algorithm", "gs") == {"gspo"}
+    assert offered("plot", "add/10", "e") == {"eval/reward"}
+    assert offered("export", "add/10", "--step", "") == {"20", "140"}
+    assert offered("samples", "add/10", "--step", "") == {"7"}
+    assert offered("eval", "ppo.yaml", "--checkpoint", "add/10@1") == {"add/10@140"}
+
+
+INTERACTIVE = {
+    "bash": (["--norc", "-i"], 'eval "$(slurmrl completion bash)"'),
+    "zsh": (["-f", "-i"], 'autoload -U compinit; compinit -u -D; eval "$(slurmrl completion zsh)"'),
+    "fish": (["--no-config", "-i"], "slurmrl completion fish | source"),
+}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_key_goes_on_without_space_at_prompt(shell: str, folder: Path) -> None:
+    """Type into a shell in a terminal: Tab completes a section, and its key follows."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    flags, begin = INTERACTIVE[shell]
+    environ = environment(folder) | {"TERM": "xterm" if shell == "fish" else "dumb"}
+    master, terminal = pty.openpty()
+    with subprocess.Popen(
+        ["setsid", "--ctty", shell, *flags],
+        cwd=folder,
+        env=environ,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    ) as process:
+        os.close(terminal)
+        try:
+            type_until(master, f"{begin}; echo rea''dy\n", "ready\r")
+            shown = type_until(master, "slurmrl submit ppo.yaml actor.opt\t", "actor.optimizer.")
+            type_until(master, "lr", "actor.optimizer.lr", shown)
+        finally:
+            process.kill()
+            os.close(master)
+
+
+def type_until(terminal: int, text: str, wanted: str, shown: str = "") -> str:
+    """Write to a terminal, and read until it has shown ``wanted`` after ``shown``. Return all."""
+    os.write(terminal, text.encode())
+    end = time.monotonic() + 60
+    while wanted not in shown:
+        assert time.monotonic() < end, f"waited for {wanted!r}: {shown!r}"
+        if select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
 
 
 def test_a_root_that_is_named_before_the_trial_counts(folder: Path) -> None:
