@@ -13,9 +13,10 @@ FOLDER = "changelog.d"
 CHANGELOG = "CHANGELOG.md"
 README = "README.md"
 WIDTH = 120
-LONGEST = 240
+LONGEST = 280
 """Characters of one entry, with its link."""
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+UNBROKEN = re.compile(r"\[[^\]]*\]\([^)]*\)|`[^`]*`")
 SECTION = re.compile(r"(?m)^## ")
 
 
@@ -103,6 +104,9 @@ def _place(title: str) -> int:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(
-        f"- {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    """Return an entry as lines that break no link and no code."""
+    kept = UNBROKEN.sub(lambda found: found[0].replace(" ", "\0"), text)
+    lines = textwrap.fill(
+        f"- {kept}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
+    return lines.replace("\0", " ")
