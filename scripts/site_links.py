@@ -17,8 +17,8 @@ from mkdocs.structure.pages import Page
 LINK = re.compile(r"\]\((?!\w+:|#)([^)\s#]+)")
 """A relative link up to its anchor."""
 ALWAYS = ("CHANGELOG.md",)
-INTERNAL = {"boost": 0.3}
-"""Weight of a page for developers among the results of a search."""
+BEHIND = {"boost": 0.3}
+"""Weight of pages for developers and of files among the results of a search."""
 
 
 def repository_path(page: str) -> str:
@@ -60,9 +60,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    if page.parent is not None and page.parent.title == "Internals":
-        page.meta.setdefault("search", INTERNAL)
     here = page.file.src_uri
+    internal = page.parent is not None and page.parent.title == "Internals"
+    if internal or here.startswith("files/"):
+        page.meta.setdefault("search", BEHIND)
     folder = dirname(repository_path(here))
 
     def rewritten(link: re.Match[str]) -> str:
