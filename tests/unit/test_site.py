@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import markdown
 import pytest
 
 from tests.support import browser
@@ -109,7 +111,7 @@ async def _look(site: Path, shots: Path) -> None:
                     await page.screenshot(shots / shot)
                     if (await page.evaluate(BRIGHTNESS) < 128) != (scheme == "dark"):
                         faults.append((name, f"is not {scheme}"))
-        assert faults == []
+        assert not faults, "\n".join(f"{where}: {what}" for where, what in faults)
         assert formulas > 0
         assert page.complaints == []
         assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
@@ -120,6 +122,39 @@ async def _first_hit(page: browser.Page, home: Path, word: str) -> str:
     await page.visit(home)
     found: str = await page.until(SEARCH.replace("WORD", word))
     return found.partition("?")[0].partition("#")[0]
+
+
+MARKED = """\
+> [!WARNING]
+> Never do `this`.
+
+<!-- tabs -->
+**Laptop**
+
+```bash
+slurmrl submit a.yaml
+```
+
+**Slurm**
+
+Run **sbatch**.
+
+<!-- end of tabs -->
+
+> a quotation
+"""
+
+
+def test_call_outs_and_tabs_of_plain_markdown_are_rendered() -> None:
+    convert = runpy.run_path(str(ROOT / "scripts" / "site_blocks.py"))["on_page_markdown"]
+    used = ["admonition", "pymdownx.superfences", "pymdownx.tabbed"]
+    style = {"pymdownx.tabbed": {"alternate_style": True}}
+    html = markdown.markdown(convert(MARKED), extensions=used, extension_configs=style)
+    assert '<div class="admonition warning">' in html
+    assert re.findall(r"<label[^>]*>(\w+)</label>", html) == ["Laptop", "Slurm"]
+    assert html.count('<div class="tabbed-block">') == 2
+    assert "<p>Run <strong>sbatch</strong>.</p>" in html
+    assert "<blockquote>" in html
 
 
 @pytest.mark.parametrize("latex", [r"\begin{aligned} a &= b \end{aligned}", r"\unknown x"])

@@ -1,0 +1,36 @@
+"""Call-outs and tabs of the documentation site (a hook of mkdocs).
+
+Pages write both so that they read well as plain Markdown, too. A call-out is a quotation whose
+first line is ``[!NOTE]``, ``[!TIP]``, ``[!IMPORTANT]``, ``[!WARNING]`` or ``[!CAUTION]``. Tabs lie
+between ``<!-- tabs -->`` and ``<!-- end of tabs -->``; a paragraph in bold names each of them.
+"""
+
+from __future__ import annotations
+
+import re
+from textwrap import indent
+
+CALL_OUT = re.compile(
+    r"^> \[!(?P<kind>NOTE|TIP|IMPORTANT|WARNING|CAUTION)\]\n(?P<text>(?:^>.*\n?)+)", re.MULTILINE
+)
+KINDS = {"IMPORTANT": "info", "CAUTION": "danger"}
+"""Names that Material has for kinds of call-outs, where they differ."""
+TABS = re.compile(r"^<!-- tabs -->\n(?P<tabs>.*?)^<!-- end of tabs -->$", re.MULTILINE | re.DOTALL)
+TAB = re.compile(r"^\*\*(?P<name>[^*\n]+)\*\*$", re.MULTILINE)
+INDENT = " " * 4
+
+
+def call_out(found: re.Match[str]) -> str:
+    kind = KINDS.get(found["kind"], found["kind"].lower())
+    text = re.sub(r"^> ?", "", found["text"], flags=re.MULTILINE)
+    return f"!!! {kind}\n\n{indent(text, INDENT)}\n"
+
+
+def tabs(found: re.Match[str]) -> str:
+    _, *parts = TAB.split(found["tabs"])
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return "\n".join(f'=== "{name}"\n{indent(text, INDENT)}' for name, text in pairs)
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    return TABS.sub(tabs, CALL_OUT.sub(call_out, markdown))
