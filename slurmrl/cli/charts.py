@@ -221,7 +221,7 @@ def _shown(value: Any) -> str:
     help="The file. Default: report.html in the run directory of a single trial, report.html here "
     "for several.",
 )
-@click.option("--watch", is_flag=True, help="Write it again until no trial runs or waits.")
+@click.option("--watch", is_flag=True, help="Rewrite the file until no trial is running or queued.")
 @common
 def report(names: tuple[str, ...], output: Path | None, watch: bool, root: str | None) -> int:
     """Write one HTML file about trials: curves, timeline, checkpoints, samples, settings.

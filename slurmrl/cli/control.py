@@ -39,7 +39,7 @@ except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueErr
     where = traceback.extract_tb(error.__traceback__)[-1]
     file = getattr(error, "filename", None) or f"{where.filename}, line {where.lineno}"
     print(f"Error: the trial's copy of slurmrl is damaged: {type(error).__name__}: {error} "
-          f"({file}). --update-code takes the present one", file=sys.stderr)
+          f"({file}). --update-code uses the current code", file=sys.stderr)
     sys.exit(3)
 """
 """Runs the slurmrl of a trial, and reports damage to its files, which cannot report it."""
@@ -135,7 +135,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
 
 @click.command(epilog=examples("slurmrl stop grpo/1", "slurmrl stop grpo/1 --wait"))
 @trials_argument
-@click.option("--wait", is_flag=True, help="Return when their jobs have ended.")
+@click.option("--wait", is_flag=True, help="Wait until the jobs of the trials have ended.")
 @common
 def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     """Stop trials at the next step: they commit, and their jobs end.
@@ -153,7 +153,7 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
             click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
         else:
             look = f"slurmrl status {name}{again(folder)}"
-            click.echo(f"{name} stops at the next step and commits; to see how: {look}")
+            click.echo(f"{name} stops at the next step and commits; to watch it: {look}")
     return 0
 
 
@@ -255,7 +255,7 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
 
 @click.command(epilog=examples("slurmrl rm grpo/1", "slurmrl rm grpo/1 grpo/2 --yes"))
 @trials_argument
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Remove without asking for confirmation.")
 @common
 def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     """Remove trials with all their files: checkpoints, exports, metrics, logs.

@@ -112,7 +112,7 @@ def _row(counts: DataCounts) -> tuple[str, ...]:
 def _warn(counts: list[DataCounts]) -> None:
     for each in counts:
         if each.equal_pairs:
-            what = "pairs whose chosen and rejected answers are the same: they teach nothing"
+            what = "pairs have equal chosen and rejected answers, from which nothing is learned"
             click.echo(f"warning: {each.source}: {each.equal_pairs} {what}", err=True)
         for remark in each.remarks:
             click.echo(f"warning: {each.source}: {remark}", err=True)
@@ -157,7 +157,7 @@ def _print(sample: DataSample) -> None:
     "completions",
     multiple=True,
     metavar="TEXT",
-    help="Score this text. Repeatable. Default: score each row's own answer.",
+    help="Score this completion. Repeatable. Default: score the answer of each row.",
 )
 @click.option(
     "--completions",

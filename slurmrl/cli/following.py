@@ -146,7 +146,7 @@ def has_ended(paths: RunPaths) -> bool:
         atomic.read(paths.identity)
     except FileNotFoundError:
         trial = paths.full_name
-        raise UnknownNameError(f"trial {trial} was removed: {paths.run} is gone") from None
+        raise UnknownNameError(f"trial {trial} was removed: {paths.run} is missing") from None
     return recent(paths.history, exports=False).end is not None
 
 
@@ -235,10 +235,12 @@ class TrialFollower:
         if not self._local:
             return True
         if count == 1:
-            self._view.note("stopping at the next step and committing; Ctrl-C again kills")
+            self._view.note(
+                "stopping at the next step with a commit; press Ctrl-C again to kill the run"
+            )
             self._jobs.scheduler.interrupt(self._jobs.ids)
         else:
-            self._view.note("killing; the last commit stays")
+            self._view.note("killing the run; the last commit is kept")
             self._jobs.scheduler.kill(self._jobs.ids)
         return False
 

@@ -104,7 +104,7 @@ def clock(seconds: float) -> str:
 @click.option(
     "--process",
     metavar="GLOB",
-    help="Print only processes of this name, as the lines have it: 'rank 3', 'agent *', master.",
+    help="Print only processes of this name, as in the printed lines: 'rank 3', 'agent *', master.",
 )
 @click.option("--group", help="Print only this group. Default: all groups.")
 @click.option(

@@ -81,7 +81,7 @@ COMMANDS = {
         "slurmrl.cli.datasets:train_tokenizer", "Train a tokenizer on datasets."
     ),
     "completion": Command(
-        "slurmrl.cli.completion:completion", "Print the script that completes in your shell."
+        "slurmrl.cli.completion:completion", "Print the completion script of your shell."
     ),
 }
 
@@ -96,7 +96,7 @@ Begin with:
   slurmrl init grpo          a configuration with its data and reward
   slurmrl plan grpo.yaml     what would run where
   slurmrl submit grpo.yaml   start it
-  slurmrl status             how it is going
+  slurmrl status             state and progress
 
 Exit codes: 0 success, 1 the run failed, 2 usage or configuration error, 3 environment error, 130
 interrupted."""

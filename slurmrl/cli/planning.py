@@ -204,7 +204,10 @@ def _graph(config: str, overrides: tuple[str, ...], root: str | None, *, evaluat
         if settings.config.evaluation is None:
             raise UsageError(f"{config} has no evaluation section")
         if not settings.config.trainers_evaluate:
-            raise UsageError(f"{config}: trials of their own evaluate, see evaluation.tasks")
+            raise UsageError(
+                f"{config}: separate trials evaluate (evaluation.tasks), so there is "
+                f"no graph to show"
+            )
         suite, own = next(iter(settings.config.evaluations.items()))
         calls, dataset = planned.evaluation(suite), own.held_out
     warnings = unread(calls, dataset.kind, evaluation=evaluation)

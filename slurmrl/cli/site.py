@@ -78,12 +78,12 @@ set-up lines.
     metavar="NAME",
     help="With site: name of the profile. Default: default.",
 )
-@click.option("--yes", is_flag=True, help="With site: take all proposals and ask nothing.")
+@click.option("--yes", is_flag=True, help="With site: accept all proposals without asking.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 def init(kind: str, output: Path | None, name: str | None, yes: bool, force: bool) -> int:
     if kind == SITE:
         if output is not None:
-            raise click.UsageError("a profile has its place: --name NAME instead of --output")
+            raise click.UsageError("--output is not allowed with site: use --name NAME")
         return _site(name, yes=yes, force=force)
     if name is not None or yes:
         raise click.UsageError("--name and --yes belong to slurmrl init site")
@@ -92,7 +92,7 @@ def init(kind: str, output: Path | None, name: str | None, yes: bool, force: boo
     made = starter.starter_files(kind, output or Path(f"{kind}.yaml"))
     written = starter.write_files(made, force=force)
     config = next(iter(made))
-    there = f"{', '.join(map(str, made))} are there already, as they would be written"
+    there = f"{', '.join(map(str, made))} exist already with this content"
     click.echo(f"wrote {', '.join(map(str, written))}" if written else there)
     click.echo(f"  look at it  slurmrl plan {config}")
     click.echo(f"  start it    slurmrl submit {config}")
@@ -115,11 +115,11 @@ def _site(name: str | None, *, yes: bool, force: bool) -> int:
     if path.exists() and not force:
         raise click.UsageError(f"{path} exists: --force replaces it, --name writes another one")
     if not yes and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise click.UsageError("there is no terminal to ask in: --yes takes all proposals")
+        raise click.UsageError("there is no terminal for questions: --yes accepts all proposals")
     found = survey()
     _tell(found)
     if not yes:
-        click.echo(f"\nEnter takes the proposal in brackets; {LEAVE_OUT} leaves a setting out.")
+        click.echo(f"\nEnter accepts the proposal in brackets; {LEAVE_OUT} leaves a setting out.")
     questions, values = _answers(found, yes=yes)
     text = site_profile.render_profile(questions, values, cluster=found.cluster)
     click.echo(f"\n{text}")
@@ -172,7 +172,7 @@ def _put(values: dict[KeyPath, Any], question: Question, found: Survey, *, yes: 
         try:
             values[question.key] = value_of(question, answer)
             if words := doubt(question, answer, found):
-                click.echo(f"  taken, but {words}")
+                click.echo(f"  accepted, but {words}")
             return
         except ValueError as error:
             if yes:
@@ -341,7 +341,7 @@ def _slowest(check: Check) -> float:
 def _torch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     if re.fullmatch(r"cpu|cuda|cu\d{3}|none", value):
         return value
-    raise click.BadParameter("cpu, cuda, none, or cu and a version of CUDA, as cu126")
+    raise click.BadParameter("cpu, cuda, none, or a version of CUDA such as cu126")
 
 
 @click.command(
@@ -358,7 +358,7 @@ def _torch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     metavar="FILE",
     help="The file to write. Default: EXPERIMENT-TRIAL.tar.",
 )
-@click.option("--no-wheels", is_flag=True, help="Leave out the packages of slurmrl.")
+@click.option("--no-wheels", is_flag=True, help="Leave out the Python packages.")
 @click.option(
     "--python",
     default=PYTHON,

@@ -307,7 +307,7 @@ def conclusion(status: Status, again: str) -> str:
             lines.append(f"  exported model  {status['export']}")
         lines += [f"  {name:<14}  {path}" for name, path in _results(status)]
     elif state in LIVES:
-        lines.append(f"  the run continues; to see how: slurmrl status {trial}{again}")
+        lines.append(f"  the run continues; to watch it: slurmrl status {trial}{again}")
         lines.append(f"  to end it with a commit: slurmrl stop {trial}{again}")
     else:
         if state == "FAILED":

@@ -118,7 +118,7 @@ def evaluate(
 
     chosen = choose_suites(config, suites)
     if len(chosen) > 1 and any(override.startswith("trial=") for override in overrides):
-        raise UsageError("trial=NAME is for one suite: each has a trial of its own; add --suite")
+        raise UsageError("trial=NAME needs --suite: each suite has its own trial")
     proposals = [
         propose(
             *(config, of_evaluation(overrides)),
@@ -317,7 +317,7 @@ def _facts(proposal: Proposal, outlook: Outlook | None) -> Iterator[tuple[str, s
     for group in proposal.plan.jobs:
         yield f"job of {group.name}", ", ".join(_job(proposal, group))
     if used := proposal.settings.profile:
-        keys = ", ".join(used.settings) or "nothing that the configuration leaves open"
+        keys = ", ".join(used.settings) or "no setting, because the configuration sets them all"
         yield "site profile", f"{used.file}: {keys}"
     yield "directory", f"{proposal.paths.run}{'' if prepared else ' (new)'}"
     added = [] if prepared else ["configuration", "plan"]

@@ -138,8 +138,8 @@ class ChatTemplate:
             if not found:
                 raise ChatTemplateError(
                     f"the chat template leaves out a message with one of the roles "
-                    f"{', '.join(roles)} behind a turn of the assistant, or the turn itself; use "
-                    "another role"
+                    f"{', '.join(roles)} after a turn of the assistant, or the turn itself; use "
+                    f"another role"
                 )
             pieces.append(piece)
         return [*pieces[1:], rest]
@@ -233,7 +233,7 @@ class ChatTemplate:
         answered = self._render([ASKED, said], tools).partition(TURN_TEXT)[0]
         begun, found, _ = self._render([said], tools).partition(TURN_TEXT)
         if not found or not answered.startswith(asked):
-            raise self._not_incremental(0, "it begins otherwise than the generation prompt")
+            raise self._not_incremental(0, "it does not begin with the generation prompt")
         begun = _common(begun, text)
         header = next(asked[at:] for at in range(len(asked) + 1) if asked[at:] in begun)
         if header:
@@ -332,7 +332,7 @@ class ChatTemplate:
             if isinstance(error, ConfigError):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ChatTemplateError(f"the chat template refuses it: {reason}") from error
+            raise ChatTemplateError(f"the chat template rejects it: {reason}") from error
         (text,), blocks = rendered
         return text, [(first, last) for first, last in blocks[0]] if marked else []
 

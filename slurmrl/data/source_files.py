@@ -172,7 +172,7 @@ SUFFIXES: Final = {".csv": ",", ".tsv": "\t"}
 NAMES: Final = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 POINTER: Final = "version https://git-lfs.github.com/"
 NULS: Final = (
-    "holds NUL bytes, which are no text: the file was not written to its end, or was damaged (a "
+    "holds NUL bytes, which are not text: the file was not written to its end, or was damaged (a "
     "full disk, a crash); write it again"
 )
 

@@ -186,7 +186,7 @@ def texts(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
             for key in keys:
                 text = row.get(key)
                 if not isinstance(text, str):
-                    what = "has no such key" if key not in row else "is no text"
+                    what = "has no such key" if key not in row else "is not a string"
                     there = ", ".join(sorted(row))
                     raise UsageError(f"{source.where(number)}: {key}: {what}; keys: {there}")
                 yield text

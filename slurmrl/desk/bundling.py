@@ -189,7 +189,7 @@ class _Files:
         if source in self._names:
             return self._names[source]
         if name in (CONFIG, MANIFEST, INPUTS, WHEELS):
-            raise UsageError(f"{source}: a bundle has a {name} of its own; rename this one")
+            raise UsageError(f"{source}: a bundle already has a file {name}; rename this one")
         new = {str(PurePosixPath(name) / part): path for part, path in copying.files(source)}
         if not new:
             raise UsageError(f"{source}: the folder has no files")
@@ -205,8 +205,8 @@ class _Files:
 def _of_trial(text: str) -> str:
     name = text.removeprefix(TRIAL_PREFIX).partition("@")[0]
     return (
-        f"'{text}' is a trial of this machine, which a bundle cannot name; slurmrl export {name} "
-        "writes a folder, which it can"
+        f"'{text}' is a trial of this machine, which a bundle cannot contain; export it with "
+        f"slurmrl export {name} and name the folder"
     )
 
 
@@ -323,8 +323,8 @@ def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str
     source = Path(slurmrl.__file__).parents[1]
     if not (source / "setup.cfg").exists():
         raise EnvironmentFailure(
-            f"{source} has no source of slurmrl to make its wheel of: run slurmrl bundle in a "
-            "checkout (scripts/setup), or add --no-wheels and carry the wheel over yourself"
+            f"{source} has no source code of slurmrl to build its wheel from: run slurmrl bundle "
+            f"in a checkout (scripts/setup), or add --no-wheels and copy the wheel yourself"
         )
     folder.mkdir()
     constraints = folder.with_name("constraints.txt")

@@ -309,7 +309,7 @@ def _measure(source: Source, evaluation: KeyPath, algorithm: Any) -> str:
     allowed = ", ".join(kind for kinds in measured.values() for kind in kinds)
     of_what = f" of a model of {algorithm}" if others else ""
     message = (
-        f"{kind!r} cannot be evaluated by a trial of its own{of_what}; allowed: {allowed}. With "
+        f"{kind!r} cannot be evaluated by a separate trial{of_what}; allowed: {allowed}. With "
         "total_steps=0 a trial evaluates as in training"
     )
     raise ConfigError((source.problem((*evaluation, "dataset", "type"), message),))

@@ -131,8 +131,8 @@ class Trial:
         """
         if not trial_code.is_this_code(trial_code.current_code(self._paths)):
             raise UsageError(
-                f"{self.name} runs another slurmrl than this one, which must write what it reads: "
-                f"slurmrl resume {self.name} does"
+                f"{self.name} runs another version of slurmrl, which must write its own files: use "
+                f"slurmrl resume {self.name}"
             )
         _start(propose_resume(self._paths, overrides), check=check)
 

@@ -416,7 +416,7 @@ def _beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> F
     if dataset.kind == "prompt":
         setting, what = "max_prompt_tokens", "allows before a completion"
     message = (
-        f"{lines} of {dataset.path} have more than {most} tokens, the most that "
+        f"{lines} of {dataset.path} have more than {most} tokens, the maximum that "
         f"max_position_embeddings {what}; {setting}: {most} leaves them out"
     )
     section, _, _ = key.partition(".sources.")

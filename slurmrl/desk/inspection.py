@@ -183,7 +183,7 @@ class RewardData:
         sections = (config.dataset, *(own.held_out for own in judged))
         prompts = [data for data in sections if data.kind == "prompt"]
         if not prompts:
-            message = "has no prompts for a reward to judge: type 'prompt' is required"
+            message = "has no prompts for a reward to score: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))
         self.dataset = next(iter(prompts[0].parts.values()))
         file = config.cluster.variables_file
@@ -428,7 +428,7 @@ def _of_file(rows: FoundRows, path: Path, count: int | None) -> list[Item]:
         if "id" in values:
             row = named.get(str(values["id"]))
         if not isinstance(text, str):
-            problems.append(Problem(where, "completion", "must be a text"))
+            problems.append(Problem(where, "completion", "must be a string"))
         elif row is None:
             which = repr(values["id"]) if "id" in values else f"number {position + 1}"
             message = f"{rows.config.path} has no row {which}"

@@ -162,7 +162,7 @@ def _writes(
 
 NO_MODELS = (
     "the reward needs the scores of reward_model, and try-reward loads no models: try its other "
-    "parts without the part named 'model', or judge completions of the actor by an evaluation "
+    "parts without the part named 'model', or score completions of the actor in an evaluation "
     "(slurmrl submit CONFIG total_steps=0)"
 )
 

@@ -25,7 +25,7 @@ from slurmrl.scheduler.elastic import ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.watch.snapshot import newest_submission
 
-IDLE = "no job of the trial waits or runs: the number holds once it is resumed"
+IDLE = "no job of the trial is queued or running: the number applies after slurmrl resume"
 WITHIN_SECONDS = "the local chain follows within seconds"
 FOLLOWS = "the trainers' job follows within a minute"
 

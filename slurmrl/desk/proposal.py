@@ -290,7 +290,7 @@ def _check_number(plan: Plan, config: Config, paths: RunPaths) -> None:
         if group.elastic and tasks is not None and 0 < number < tasks.min:
             raise UsageError(
                 f"rollout.tasks.min: {tasks.min} is not allowed: slurmrl scale has set {number} "
-                "tasks for this trial. Change rollout.tasks.max too, which sets their number anew"
+                "tasks for this trial. Change rollout.tasks.max too, which resets their number"
             )
 
 

@@ -142,18 +142,19 @@ def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Q
     about = f"Account to charge. Yours: {', '.join(accounts) or 'not known'}."
     yield Question(("cluster", "slurm", "account"), about, default or (accounts or ("",))[0])
     limits = [one.time_limit for one in chosen]
-    about = "Time limit of one job of the chain; a run may take many of them."
-    about += f" That of the partition: {', '.join(limits)}." if limits else ""
+    about = "Time limit of one job of the chain; a run may take many jobs."
+    about += f" Limit of the partition: {', '.join(limits)}." if limits else ""
     yield Question(("cluster", "slurm", "time"), about, _time(limits))
     types = list(dict.fromkeys(name for one in chosen for name in one.gpu_types))
     if types:
-        about = f"GPU type to request. There: {', '.join(types)}."
+        about = f"GPU type to request. Available: {', '.join(types)}."
         yield Question(("cluster", "slurm", "gpu_type"), about, types[0] if len(types) == 1 else "")
     elif chosen and not any(one.most_gpus for one in chosen):
         yield Question(GPUS, "GPUs of a worker, 0 or 1. The partition's hosts have none.", "0")
     shown = ", ".join(map(_interface, found.interfaces)) or "not known"
     about = (
-        "Network interface between workers; left out: that of the default route. On this host: "
+        "Network interface between workers. If left out: the interface of the default route. On "
+        "this host: "
         f"{shown}. Compute nodes may have others: slurmrl doctor --job looks there."
     )
     fast = [one.name for one in found.interfaces if one.is_infiniband]

@@ -32,7 +32,7 @@ OF_SLURM: Final = {"gres": "gpu_type", "gpus-per-node": "gpu_type"}
 def ask_slurm(
     settings: Settings, request: SubmissionRequest, client: SlurmClient | None = None
 ) -> list[Finding]:
-    """Return what Slurm would refuse, with its words and the setting, and what would never start.
+    """Return what Slurm would reject, with its words and the setting, and what would never start.
 
     Nothing is submitted.
     """
@@ -70,7 +70,7 @@ def _refused(
     if one.waits or (one.unclear and _out_of_service(one, settings, client, partitions)):
         message = f"Slurm would accept {job}{what}, but not start it now: {one.words}"
         return Finding(SUBJECT, Weight.WARNING, message, key)
-    return Finding(SUBJECT, Weight.FAILED, f"Slurm would refuse {job}{what}: {one.words}", key)
+    return Finding(SUBJECT, Weight.FAILED, f"Slurm would reject {job}{what}: {one.words}", key)
 
 
 def _key(settings: Settings, group: str, name: str) -> str:

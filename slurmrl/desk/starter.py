@@ -63,7 +63,7 @@ def starter_files(kind: str, output: Path) -> dict[Path, str]:
     """
     starter = STARTERS.get(kind)
     if starter is None:
-        raise UsageError(f"'{kind}' is no kind of configuration; {near(kind, list(STARTERS))}")
+        raise UsageError(f"'{kind}' is not a kind of configuration; {near(kind, list(STARTERS))}")
     if output.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--output {output}: the name of a configuration ends with .yaml")
     if not PLAIN.fullmatch(output.stem):
@@ -108,13 +108,13 @@ def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
         raise UsageError(f"{', '.join(taken)} {verb}: --force replaces, --output names another")
     for path in data:
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no file: --output names another one")
+            raise UsageError(f"{path} is not a file: --output names another one")
     needed = [path for path in data if not _has(path, data[path])]
     for path in reversed(needed):
         if force:
             atomic.replace(path, data[path])
         elif not atomic.exclusive_create(path, data[path]):
-            raise UsageError(f"{path} has just been made by another process: left as it is")
+            raise UsageError(f"{path} was created by another process just now and stays unchanged")
     return needed
 
 

@@ -168,7 +168,7 @@ def _torch(settings: Settings, plan: Plan) -> list[Finding]:
         "pytorch.org/get-started), or set gpus_per_worker: 0 to compute on CPUs"
     )
     if settings.config.cluster.slurm.setup:
-        message += "; where cluster.slurm.setup brings another torch, add --no-check"
+        message += "; if cluster.slurm.setup provides another torch, add --no-check"
     return [Finding("torch", Weight.FAILED, message, "cluster.gpus_per_worker")]
 
 
@@ -321,7 +321,7 @@ def disk_space(settings: Settings) -> list[Finding]:
         return []
     parts = [f"{copies} checkpoints of {_size(checkpoint)}"]
     parts += [f"an export of {_size(export)}"] if export else []
-    parts += [f"{_size(versions)} of whole weight versions"] if versions else []
+    parts += [f"{_size(versions)} of full weight versions"] if versions else []
     parts += [f"{_size(data)} of tokenized data"] if data else []
     message = (
         f"{_size(free)} are free in {folder}, but the run needs about {_size(needed)}: "
@@ -385,7 +385,7 @@ def missing_packages(settings: Settings, plan: Plan) -> list[Finding]:
     if slurm.container:
         return without
     weight = Weight.WARNING if slurm.setup else Weight.FAILED
-    hint = " (the set-up lines of the job may bring it)" if slurm.setup else ""
+    hint = " (the setup lines of the job may provide it)" if slurm.setup else ""
     found = dict(_missing(settings, plan))
     return without + [Finding(ENGINE, weight, f"{text}{hint}", key) for key, text in found.items()]
 

@@ -75,7 +75,7 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
         if time.monotonic() > deadline:
             names = ", ".join(f"{task.job_id} ({task.raw})" for task in left)
             raise WaitTimeoutError(
-                f"waited {LEAVE_TIMEOUT_S:.0f} s for jobs left from before: {names}"
+                f"waited {LEAVE_TIMEOUT_S:.0f} s for jobs of an earlier submission: {names}"
             )
         sleep(0.1)
         left = jobs.active()

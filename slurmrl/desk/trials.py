@@ -74,7 +74,7 @@ def find(root: Path, name: str) -> RunPaths:
     experiment, slash, trial = name.partition("/")
     if not slash or not experiment or not trial or "/" in trial:
         known = " ".join(paths.full_name for paths in all_trials(root)[:5])
-        hint = f"; there are: {known}" if known else ""
+        hint = f"; existing trials: {known}" if known else ""
         raise UsageError(f"'{name}': expected EXPERIMENT/TRIAL{hint}")
     for paths in trials(root, experiment):
         if paths.trial == trial:

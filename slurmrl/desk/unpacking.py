@@ -190,7 +190,7 @@ def _manifest(
         name for name in stated.keys() | there.keys() if stated.get(name) != there.get(name)
     )
     if wrong or len(stated) != len(manifest.files) or CONFIG not in stated:
-        raise _incomplete(path, f"{(wrong or [CONFIG])[0]} is not as {MANIFEST} says")
+        raise _incomplete(path, f"{(wrong or [CONFIG])[0]} differs from {MANIFEST}")
     return manifest, hashlib.sha256(text).hexdigest()[:DIGEST_CHARACTERS]
 
 
@@ -258,7 +258,7 @@ def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
         if not target.is_file() or target.stat().st_size != stated.bytes:
             raise UsageError(
                 f"{folder}, where this bundle was unpacked earlier, has changed: {stated.name} is "
-                f"not what it was; remove the folder, and submit again"
+                f"not the same file any more; remove the folder and submit again"
             )
 
 
@@ -274,4 +274,4 @@ def _require_space(bundles: Path, manifest: BundleManifest) -> None:
 
 
 def _incomplete(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path} is damaged or not whole: {why}; copy it again")
+    return UsageError(f"{path} is damaged or incomplete: {why}; copy it again")

@@ -49,7 +49,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
     "support": Capability(
         (*BUILT_IN, "sglang", HF),
-        "does not report the tokens that each one is sampled from, which the losses need",
+        "does not report the sampling mask of each token, which the losses need",
     ),
     "experts": Capability((*BUILT_IN, "sglang"), "does not record the experts of this model"),
     "experts of mixtral": Capability(BUILT_IN, "does not record the experts of mixtral"),
@@ -198,7 +198,7 @@ own requests."""
 KEY: Final = "all users of the host could read the key, and a Unix socket of your own needs none"
 ADDRESS: Final = "slurmrl chooses where the server listens"
 MODEL: Final = "the server has the actor, and gets its weights from slurmrl"
-LAYOUT: Final = "rollout.backend says over how many GPUs a server is spread"
+LAYOUT: Final = "rollout.backend sets the number of GPUs of a server"
 CONFLICTS: Final[Mapping[str, str]] = {
     "--config": (
         "its file could set what rollout.server_args must not; write its settings there as "
@@ -301,7 +301,7 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
         ),
         stale_cache_conflicts={
             "--enable-pdmux": (
-                "with rollout.tasks.stale_cache: the server would draw while it reads weights"
+                "with rollout.tasks.stale_cache: the server would sample while it loads weights"
             )
         },
     ),
@@ -335,7 +335,7 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
             **CONFLICTS,
             "--uds": ADDRESS,
             **dict.fromkeys(("-tp", "-pp", "-dp"), LAYOUT),
-            "--logprobs-mode": "log-probabilities have to be those of the distribution drawn from",
+            "--logprobs-mode": "log-probabilities must be relative to the sampling distribution",
         },
     ),
 }

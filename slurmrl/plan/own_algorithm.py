@@ -71,7 +71,7 @@ def own_name(text: str, folder: Path) -> OwnName | None:
         raise UsageError(f"'{text}' is not allowed: there is no file {path}")
     if not path.stem.isidentifier():
         raise UsageError(
-            f"'{text}' is not allowed: '{path.stem}' is no name of a module; rename the file to "
+            f"'{text}' is not allowed: '{path.stem}' is not a module name; rename the file to "
             "letters, digits and '_'"
         )
     return OwnName(f"{path.stem}:{match[2]}", path.parent)

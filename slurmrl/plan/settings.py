@@ -254,7 +254,7 @@ def _algorithm(schema: type[BaseModel], source: Source) -> tuple[Algorithm | Non
     except Exception as error:  # a validator of the user's own may raise anything
         if not is_own(source.values["algorithm"]["name"]):
             raise
-        message = f"{schema.__name__} refuses its settings with {describe(error, [])}"
+        message = f"{schema.__name__} rejects its settings with {describe(error, [])}"
         raise ConfigError((source.problem(("algorithm",), message),)) from error
     return cast(Algorithm | None, algorithm), problems
 

@@ -200,7 +200,7 @@ class CodeReward(RewardFunction):
         text = value_at(row, self._prefix_key)
         if not isinstance(text, str):
             raise UnusableRowError(
-                f"reward 'code': the row has no text '{self._prefix_key}'", index
+                f"reward 'code': the row has no string '{self._prefix_key}'", index
             )
         return text
 

@@ -101,7 +101,7 @@ def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
     if isinstance(value, Mapping):
         return _of_lists(value)
     if not isinstance(value, Sequence):
-        raise UsageError(f"they are {_kind(value)}; allowed: an object, a list or a text")
+        raise UsageError(f"they are {_kind(value)}; allowed: an object, a list or a string")
     return [_of_item(row, item) for item in value]
 
 
@@ -134,7 +134,7 @@ def _of_item(row: Mapping[str, Any], item: Any) -> Case:
         if item.get("fn_name"):
             return _call(str(item["fn_name"]), item["input"], item["output"])
         return _script(item["input"], item["output"])
-    raise UsageError("an entry of a list must be code (a text) or have input and output")
+    raise UsageError("an entry of a list must be code (a string) or have input and output")
 
 
 def _script(given: Any, expected: Any) -> Case:
@@ -145,7 +145,7 @@ def _lines(value: Any) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
-        raise UsageError(f"input and output must be texts or lists of lines, not {_kind(value)}")
+        raise UsageError(f"input and output must be strings or lists of lines, not {_kind(value)}")
     return value
 
 

@@ -376,7 +376,7 @@ class _Requests:
     def __init__(self, requests: Sequence[Mapping[str, Any]], within_s: float) -> None:
         self.requests = requests
         self.waiting = deque(range(len(requests)))
-        self.too_late = f"it was not judged within {within_s:g} s"
+        self.too_late = f"it was not scored within {within_s:g} s"
         self.replies: list[Reply | Unanswered] = [Unanswered(self.too_late)] * len(requests)
         self.end = inf
         """Deadline for all requests."""

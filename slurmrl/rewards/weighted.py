@@ -156,7 +156,7 @@ class WeightedReward:
             return ""
         fields = dict.fromkeys(key for each in settings for key in each.where)
         values = ", ".join(f"{key}: {_shown(value_at(row, key))}" for key in fields)
-        return f"no part of the reward judges this row ({values}); see reward.parts.<name>.where"
+        return f"no part of the reward scores this row ({values}); see reward.parts.<name>.where"
 
 
 def make_reward(
@@ -361,7 +361,7 @@ class PooledReward:
         score = "no score" if given is None else f"the score {given:g}"
         for index in failed[:MOST_LOGGED]:
             logger.warning(
-                "reward %s cannot judge %s, completion %s: %s; it gets %s",
+                "reward %s cannot score %s, completion %s: %s; it gets %s",
                 self.name,
                 places[index],
                 shortened(completions[index]),
@@ -370,7 +370,7 @@ class PooledReward:
             )
         if len(failed) > MOST_LOGGED:
             logger.warning(
-                "reward %s: %d of %d completions could not be judged and get %s",
+                "reward %s: %d of %d completions could not be scored and get %s",
                 self.name,
                 len(failed),
                 len(errors),
@@ -382,7 +382,7 @@ class PooledReward:
         single = self._of_one_prompt or len(errors) == 1
         if all_failed and (not single or self._failed_calls >= MOST_SINGLE_FAILURES):
             raise RewardError(
-                f"reward {self.name} could not judge any of {self._failures_in_a_row} completions "
+                f"reward {self.name} could not score any of {self._failures_in_a_row} completions "
                 f"in a row, the last one for {places[failed[-1]]}: {errors[failed[-1]]}"
             )
 

@@ -382,7 +382,7 @@ class SampleGroup:
         if sizes is None and experts is None:
             return None
         if sizes is None or experts is None or sizes.shape != self.lengths.shape:
-            return "has a part of the arrays of experts"
+            return "has only some arrays of the experts"
         if (sizes.dtype.str, experts.dtype.str) != tuple(ROUTES.values()):
             return f"experts are {experts.dtype}, their sizes {sizes.dtype}"
         whole = (sizes >= 0).all() and not (sizes % self.lengths).any()
@@ -393,14 +393,14 @@ class SampleGroup:
     def _wrong_support(self, support: SampledSupport) -> str | None:
         sizes, ids = np.array(support.sizes, np.int32), np.array(support.ids, np.int32)
         if sizes.shape != self.input_ids.shape or sizes.min() < 0 or sizes.sum() != ids.size:
-            return f"{sizes.size} supports with {ids.size} token ids"
+            return f"{sizes.size} sampling masks with {ids.size} token ids"
         if (ids < 0).any():
-            return "a token id of a support is negative"
+            return "a token id of a sampling mask is negative"
         if ((sizes > 0) & (self.drawn_by < 0)).any():
-            return "a token that was not sampled has a support"
+            return "a token that was not sampled has a sampling mask"
         drawn = np.repeat(self.input_ids, sizes) == ids
         if drawn.sum() != (sizes > 0).sum():
-            return "a token is not in its support, or more than once"
+            return "a token is missing in its sampling mask or occurs twice"
         return None
 
 
@@ -426,7 +426,7 @@ def _read_support(arrays: Sequence[Array | None]) -> SampledSupport | None:
     if sizes is None and ids is None:
         return None
     if sizes is None or ids is None or {sizes.dtype.str, ids.dtype.str} != {*SUPPORT.values()}:
-        raise ValueError("has a part of the arrays of supports, or of other types")
+        raise ValueError("has only some arrays of the sampling masks, or arrays of other types")
     return SampledSupport(array("i", sizes.tobytes()), array("i", ids.tobytes()))
 
 

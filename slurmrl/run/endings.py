@@ -190,7 +190,7 @@ def attempt_failure_words(failure: Failure) -> str:
 def _silence(failure: Failure, reason: str) -> str:
     """Return how long a process was silent; the reason where a report does not have that."""
     if failure.silent_s is not None:
-        return f": no sign of life for {failure.silent_s:g} s"
+        return f": no heartbeat for {failure.silent_s:g} s"
     return f": {reason}" if reason else ""
 
 

@@ -202,7 +202,7 @@ def _has_waited(group: GroupProgress, collective: SharedCollective) -> str:
 def _has_been(group: GroupProgress) -> str:
     have, place, detail = _have(group), plain(group.call), _detail(group)
     if group.silent_s:
-        silent = f"{have} given no sign of life for {age(group.silent_s)}"
+        silent = f"{have} sent no heartbeat for {age(group.silent_s)}"
         return f"{silent} (last in {place}{detail})" if place else silent
     since = age(group.since_s)
     if not place:

@@ -200,7 +200,7 @@ def continue_after(
             return _requeue(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     except (EnvironmentFailure, CorruptFileError) as error:
-        return f"cannot find out what follows this job: {error}"
+        return f"cannot determine which job follows this one: {error}"
     after = successors(tasks, link.group, link.element)
     if not after:
         return "no link is left: slurmrl resume resumes the trial"

@@ -294,7 +294,9 @@ class Extender:
                 else:
                     note(self._run, self._number, self._group, index, job)
         except EnvironmentFailure as error:
-            logger.info("void extensions were not recorded; the next top-up tries again: %s", error)
+            logger.info(
+                "failed extensions were not recorded; the next extension tries again: %s", error
+            )
 
     def _noted(self, last: Extension) -> str | None:
         for one in read(self._run, self._number, self._group):

@@ -196,7 +196,9 @@ class LocalChain:
                 return 0
             return demand.wanted_tasks(self._run, self._group, self._width)
         except (CorruptFileError, EnvironmentFailure) as error:
-            _log.warning("the number of tasks is as planned: %s", error)
+            _log.warning(
+                "cannot read the wanted number of tasks, using the planned one: %s", error
+            )
             return self._width
 
     def _pauses(self, following: int) -> bool:

@@ -90,8 +90,8 @@ def _skipped(status: Status) -> Iterator[StatusFinding]:
         whose = f" of the {skipped['model']}" if skipped["model"] else ""
         last = f"{skipped['steps']} steps" if skipped["steps"] > 1 else "step"
         text = (
-            f"nothing was learned: all updates{whose} in the last {last} were skipped, because "
-            "gradients were not finite"
+            f"the model did not change: all updates{whose} in the last {last} were skipped, "
+            "because gradients were not finite"
         )
         yield StatusFinding("skipped", text)
 
@@ -102,7 +102,7 @@ def _unjudged(status: Status) -> Iterator[StatusFinding]:
         steps = unjudged["steps"]
         last = f"{steps} steps" if steps > 1 else "step"
         text = (
-            f"the reward could not judge {unjudged['share']:.0%} of the completions of the last "
+            f"the reward could not score {unjudged['share']:.0%} of the completions of the last "
             f"{last} (reward_unjudged); the workers' logs say why"
         )
         yield StatusFinding("unjudged", text)
@@ -123,7 +123,7 @@ def _avoided(status: Status) -> Iterator[StatusFinding]:
     if hosts:
         named = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
         why = plain(status["avoided"][0]["why"])[-120:]
-        text = f"jobs avoid {named} ({hosts[0]}: {why})"
+        text = f"jobs exclude {named} ({hosts[0]}: {why})"
         undo = f"to use one again: slurmrl resume {status['trial']} --include HOST"
         yield StatusFinding("avoided", f"{text}; {undo}")
 

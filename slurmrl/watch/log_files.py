@@ -71,7 +71,7 @@ class Part(NamedTuple):
 def head(number: int, skipped: int) -> bytes:
     """Return the line that says which part this is."""
     without = f" without its first {skipped} bytes" if skipped else ""
-    kept = "of earlier parts at most the last is kept (logging.output_mib)"
+    kept = "at most the last earlier part is kept (logging.output_mib)"
     return f"--- slurmrl: part {number} of this output{without}; {kept} ---\n".encode()
 
 

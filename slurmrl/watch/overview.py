@@ -229,7 +229,7 @@ def keep_overview(paths: RunPaths) -> None:
             values = {**made_from, **{name: status[name] for name in KEPT}}
             atomic.replace(paths.overview, json.dumps(values).encode())
     except SlurmrlError as error:
-        logger.info("%s is not written: %s", paths.overview, error)
+        logger.info("cannot write %s: %s", paths.overview, error)
 
 
 def read_overview(paths: RunPaths) -> dict[str, Any] | None:

@@ -51,7 +51,7 @@ SLEEPS = "rank 1, which has been in reward_inf for"
 EXPLAINED = {
     "spin": (f"in ref_inf (items of actor_gen) for {SLEEPS}", "in spin"),
     "skipped": ("in reward_inf (all_reduce #2): these are different operations", "in skipped"),
-    "stop": ("rank 1, which has given no sign of life for", "it is stopped (SIGSTOP)"),
+    "stop": ("rank 1, which has sent no heartbeat for", "it is stopped (SIGSTOP)"),
 }
 
 

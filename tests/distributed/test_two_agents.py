@@ -278,13 +278,13 @@ def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> No
     names = NameStore(job.paths.names)
     hang = documents.parse(names.get(keys.hang(1)), "hang")
     assert hang["text"].startswith("rank 0 has waited")
-    assert "for rank 1, which has given no sign of life for" in hang["text"]
+    assert "for rank 1, which has sent no heartbeat for" in hang["text"]
     assert sorted(hang["files"]) == [f"logs/trainer/{task}.0.stacks-1.0.txt" for task in range(2)]
     waiting, stopped = [(job.paths.run / file).read_text() for file in sorted(hang["files"])]
     assert "=== rank 0 on n0: has waited" in waiting
     assert "distributed_c10d.py" in waiting
     assert "=== the master" in waiting
-    assert "=== rank 1 on n1: has given no sign of life for" in stopped
+    assert "=== rank 1 on n1: has sent no heartbeat for" in stopped
     assert "it is stopped (SIGSTOP)" in stopped
     assert job.end() == [OK, OK]
 

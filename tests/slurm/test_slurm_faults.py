@@ -25,7 +25,7 @@ def test_a_host_on_which_nothing_can_start_is_avoided(tmp_path: Path, bed: Path)
     status = site.status("sft/1")
     assert [one["host"] for one in status["avoided"]] == ["n0"]
     assert "encodings" in status["avoided"][0]["why"]
-    assert "jobs avoid n0" in site.slurmrl("status", "sft/1").stdout
+    assert "jobs exclude n0" in site.slurmrl("status", "sft/1").stdout
     ended = site.wait_for_end("sft/1")
     assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
     assert "FAILED" not in states(array(site.paths("sft/1"))).values()

@@ -188,7 +188,7 @@ def _check_role(name: str) -> str:
             "letter"
         )
     if name in Config.model_fields:
-        raise ValueError(f"'{name}' is a section of its own")
+        raise ValueError(f"'{name}' is already a section of the configuration")
     return name
 
 

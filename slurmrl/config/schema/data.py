@@ -349,7 +349,7 @@ class Template:
                 literals[-1] += text[at]
                 at += 1
         if not fields:
-            raise UsageError("has no {key}: every line would give the same text")
+            raise UsageError("has no {key}: every row would give the same prompt")
         return Template(tuple(literals), tuple(fields))
 
     def fill(self, values: Mapping[str, str]) -> str:

@@ -129,7 +129,8 @@ class Tasks(Section):
         if self.stale_cache and not (self.interruptible and self.max_staleness):
             other = "max_staleness 0" if self.interruptible else "interruptible: false"
             raise ValueError(
-                f"stale_cache is not allowed with {other}: no completion goes on with new weights"
+                f"stale_cache is not allowed with {other}: completions do not continue with new "
+                f"weights"
             )
         return self
 

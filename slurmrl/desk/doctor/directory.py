@@ -44,12 +44,12 @@ NUMBERS = (1, 2, 3, 5, 6, 7)
 
 
 def content(folder: Path, request: dict[str, Any]) -> Check:
-    """Whether this host reads what the login node wrote. Raises OSError."""
+    """Whether this host reads the login node's file. Raises OSError."""
     digest = hashlib.sha256(atomic.read(folder / CONTENT)).hexdigest()
     if digest != request["content"]:
         advice = "the hosts do not share one directory, or its client caches wrongly"
-        return failed("same directory", "content differs from what the login node wrote", advice)
-    return ok("same directory", "reads what the login node wrote")
+        return failed("same directory", "its content differs from the login node's file", advice)
+    return ok("same directory", "reads the login node's file")
 
 
 def owner(folder: Path) -> Check:
@@ -72,7 +72,7 @@ def owner(folder: Path) -> Check:
     if warnings:
         advice = "if this is not intended, choose another --root or change the folder's mode"
         return warning("ownership", "; ".join(warnings), advice)
-    return ok("ownership", f"ours, mode 0700; umask {_umask():04o}")
+    return ok("ownership", f"yours, mode 0700; umask {_umask():04o}")
 
 
 def latency(folder: Path) -> Check:
@@ -145,7 +145,7 @@ def inodes(folder: Path) -> Check:
     """Raises OSError for a folder that does not answer."""
     system = os.statvfs(folder)
     if system.f_files == 0:
-        return ok("inodes", "the file system does not count them")
+        return ok("inodes", "not counted by this file system")
     measured = f"{system.f_favail} free of {system.f_files}"
     if system.f_favail < FEW_INODES:
         advice = "delete old runs: each one keeps some thousand small files"

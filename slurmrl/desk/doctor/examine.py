@@ -154,7 +154,7 @@ def check_configuration(
     fine = problems or [ok("configuration", f"{path} can be submitted")]
     if (used := settings.profile) is None:
         return settings, fine
-    keys = ", ".join(used.settings) or "nothing that the configuration leaves open"
+    keys = ", ".join(used.settings) or "no setting, because the configuration sets them all"
     return settings, [*fine, ok("site profile", f"{used.file} sets {keys}")]
 
 
@@ -204,9 +204,11 @@ def check_scheduler(
     """
     advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
     if kind == "local" and requested == AUTO and shutil.which("sbatch"):
-        return [warning("scheduler", "local: sbatch is here, but finds no configuration", advice)]
+        return [
+            warning("scheduler", "local: sbatch is installed but finds no configuration", advice)
+        ]
     if kind == "local":
-        return [ok("scheduler", "local: this machine alone")]
+        return [ok("scheduler", "local: only this machine")]
     checks = [
         *guarded("slurm version", advice, machine.slurm_version),
         *guarded("scontrol", advice, machine.controller),

@@ -97,7 +97,7 @@ class ProbeJob:
 
     def run(self) -> list[Check]:
         """Submit, wait, collect; an error on the way becomes a failed check."""
-        advice = "see whether 'sbatch' takes a job by hand with the same options"
+        advice = "see whether 'sbatch' accepts a job by hand with the same options"
         return guarded("job", advice, self._run)
 
     def _run(self) -> list[Check]:
@@ -119,9 +119,7 @@ class ProbeJob:
         if missing:
             checks.append(self._lost(missing, ended))
         elif hosts == 1:
-            checks.append(
-                ok("other hosts", "the job had one host, so there was no other to compare with")
-            )
+            checks.append(ok("other hosts", "not compared, because the job had one host"))
         return checks
 
     def request(self) -> SubmissionRequest:
@@ -188,7 +186,7 @@ class ProbeJob:
         while len(self._results()) < self.group.hosts and time.monotonic() < deadline:
             time.sleep(0.2)
         ended = jobs.scheduler.query(jobs.ids)
-        return _shown(ended[0]) if ended else "the job is gone"
+        return _shown(ended[0]) if ended else "the scheduler no longer knows the job"
 
     def _results(self) -> dict[int, list[Check]]:
         results = {}

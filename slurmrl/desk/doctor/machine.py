@@ -120,7 +120,7 @@ def processor(models: Sequence[str]) -> list[Check]:
         return []
     if slow := slow_bfloat16(models):
         return [warning("processor", slow, "set dtype: float32 (the default on CPUs)")]
-    return [ok("processor", f"nothing known against bfloat16 ({', '.join(models)})")]
+    return [ok("processor", f"no known problem with bfloat16 ({', '.join(models)})")]
 
 
 def driver(gpus: bool) -> Check:
@@ -252,7 +252,7 @@ def slurm_in_jobs(script: Path) -> list[Check]:
         client.ping()
         checks.append(ok("scontrol in jobs", "works"))
     except SchedulerError as error:
-        advice = "runs work, but only the login node can find out why a job ended"
+        advice = "runs work, but only the login node can report why a job ended"
         checks.append(warning("scontrol in jobs", str(error), advice))
     try:
         client.try_out(script)

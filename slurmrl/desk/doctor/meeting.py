@@ -158,7 +158,7 @@ def _delays(here: Host, other: Host, task: int, name: str) -> Check:
     if not all(delay.same_content for delay in delays.values()):
         return failed(
             "directory between hosts",
-            f"host {name}: one host does not read what the other one wrote",
+            f"host {name}: one host cannot read the other host's files",
             "the hosts share no directory, or its client caches wrongly: choose another root",
         )
     shown = " and ".join(_shown(delay.seconds) for delay in delays.values())

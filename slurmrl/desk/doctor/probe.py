@@ -49,7 +49,7 @@ _ADVICE = (
     "try cluster.slurm.container and container_python by hand on a host of the job; what has to be "
     "loaded first belongs in cluster.slurm.setup",
     "mount the directory of --root inside at the same path (apptainer: --bind, enroot: --mount)",
-    "install the packages of pyproject.toml in the image, for its container_python",
+    "install slurmrl's packages (setup.cfg) in the image, for its container_python",
     "the directory of --root must be the same inside, and writable for you",
 )
 CUDA_LIBRARY = "libcuda.so.1"

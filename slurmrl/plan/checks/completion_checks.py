@@ -67,8 +67,8 @@ def sampling(draft: Draft) -> Iterator[Problem]:
     }
     for field in (field for field, restricts in restricted.items() if restricts):
         reason = (
-            f" with {name}: its losses assume that each token is drawn from the whole vocabulary, "
-            "and would be wrong for others; leave it out"
+            f" with {name}: its losses assume that tokens are sampled from the whole vocabulary; "
+            f"leave it out"
         )
         yield draft.refuse((ROLLOUTS, field), reason, getattr(rollout, field))
 
@@ -79,15 +79,15 @@ def _unrecorded(draft: Draft) -> Iterator[Problem]:
     if rollout.top_k is None:
         if rollout.top_p < 1.0:
             reason = (
-                " without rollout.top_k, which bounds the tokens that are recorded for each one "
-                f"that is drawn; set it, to {MOST_SUPPORT} or less"
+                f" without rollout.top_k, which bounds the recorded sampling mask of each token; "
+                f"set it to {MOST_SUPPORT} or less"
             )
             yield draft.refuse((ROLLOUTS, "top_p"), reason, rollout.top_p)
         return
     if rollout.top_k > MOST_SUPPORT:
         reason = (
-            f" with {name}: so many token ids are recorded for each token that it draws; "
-            f"at most {MOST_SUPPORT}"
+            f" with {name}, which records that many token ids for each sampled token; at most "
+            f"{MOST_SUPPORT}"
         )
         yield draft.refuse((ROLLOUTS, "top_k"), reason, rollout.top_k)
     elif reason := draft.lacks(ROLLOUTS, "support"):
@@ -102,7 +102,7 @@ def experts(draft: Draft) -> Iterator[Problem]:
     shape = shape_of(draft.config.actor)
     reason = ""
     if not (draft.algorithm.trains_on_samples and draft.algorithm.replays):
-        reason = f"{draft.algorithm.name} does not replay what generation records"
+        reason = f"{draft.algorithm.name} does not use recorded experts"
     elif shape is not None and not shape.experts:
         reason = "the actor has no experts"
     elif shape is not None:
@@ -180,8 +180,8 @@ def votes(draft: Draft) -> Iterator[Problem]:
 def useless_pattern(pattern: str, key: str) -> str:
     """``key`` is the setting that the pattern needs."""
     return (
-        f"'{pattern}' is not allowed without {key}: maj@k needs the score from which on a "
-        "completion is correct"
+        f"'{pattern}' is not allowed without {key}: maj@k needs the minimum score of a correct "
+        f"completion"
     )
 
 
@@ -190,8 +190,8 @@ def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
     for place, dataset in config.datasets().items():
         if config.dataset.is_chat and not dataset.is_chat:
             yield (
-                f"{dotted(place)}: its prompts are text, those of training get the chat template; "
-                f"set {dotted((*place, 'chat_template'))}: true if they should, too"
+                f"{dotted(place)}: its prompts get no chat template, but the training prompts do; "
+                f"set {dotted((*place, 'chat_template'))}: true to apply it here as well"
             )
     for suite, own in config.evaluations.items():
         evaluation = own.evaluation
@@ -205,6 +205,6 @@ def no_rates(config: Config, key: str) -> str:
     """``key`` is the setting that adds them."""
     judge = f"reward '{config.reward.title}'" if config.reward is not None else "the episode"
     return (
-        f"no pass@k and maj@k: {judge} can give other scores than 1 and 0; set {key} to the score "
-        "from which on a completion is correct"
+        f"no pass@k and maj@k: {judge} can give other scores than 1 and 0; set {key} to the "
+        f"minimum score of a correct completion"
     )

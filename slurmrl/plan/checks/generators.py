@@ -56,7 +56,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     settings = rollout.tasks
     if settings is None:
         if rollout.slurm != type(rollout.slurm)():
-            reason = " without rollout.tasks: it is about their jobs"
+            reason = " without rollout.tasks: it configures their jobs"
             yield draft.refuse((ROLLOUTS, "slurm"), reason)
         return
     yield from _wrong_slurm(draft, rollout.slurm, (ROLLOUTS, "slurm"))
@@ -68,7 +68,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     elif len(generating) > 1:
         reason = (
             f": {algorithm.name} generates {len(generating)} times in a step "
-            f"({', '.join(generating)}), tasks once"
+            f"({', '.join(generating)}), but rollout tasks generate once"
         )
         yield draft.refuse((ROLLOUTS, "tasks"), reason)
     yield from _refused(draft, OF_TRAINERS, " with rollout.tasks")
@@ -87,7 +87,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
         return
     copies = allocation.sizes["dp"]
     if settings.max is not None and copies not in (1, settings.max):
-        reason = f": rollout.backend '{rollout.backend}' says {copies} tasks; leave out one of them"
+        reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; leave out one of them"
         yield draft.refuse((ROLLOUTS, "tasks", "max"), reason, settings.max)
     if settings.min > (most := settings.max or copies):
         reason = f": at most {most} tasks run (rollout.tasks.max)"
@@ -107,8 +107,8 @@ def _inside(draft: Draft) -> Iterator[Problem]:
     behind = tuple(range(workers, workers + number * size))
     if len(listed) == len(behind) and listed != behind:
         reason = (
-            f" with rollout.tasks: the models of the trainers have GPUs "
-            f"{format_gpus(range(workers))}, tasks those behind; write {format_gpus(behind)}"
+            f" with rollout.tasks: the trainers' models use GPUs {format_gpus(range(workers))} and "
+            f"the tasks use the next ones; write {format_gpus(behind)}"
         )
         yield draft.refuse((ROLLOUTS, "gpus"), reason, rollout.gpus)
     if rollout.slurm != type(rollout.slurm)():
@@ -148,15 +148,15 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
             yield draft.problem(evaluation_key(suite), message)
     if len(config.experiment) > LONGEST_EXPERIMENT:
         message = (
-            f"has at most {LONGEST_EXPERIMENT} characters with evaluation.tasks: the experiment "
-            f"of the evaluations has '{EVALUATED}' behind it"
+            f"has at most {LONGEST_EXPERIMENT} characters with evaluation.tasks: the experiment of "
+            f"the evaluations ends in '{EVALUATED}'"
         )
         yield draft.problem(("experiment",), message)
     calls = [
         call for own in config.evaluations.values() for call in algorithm.evaluation_calls(own)
     ]
     if any(call.role == REWARD_MODEL for call in calls) and config.reward_model is None:
-        message = "is required: the reward of an evaluation asks this model"
+        message = "is required: the reward of an evaluation uses this model"
         yield draft.problem((REWARD_MODEL,), message)
     yield from _wrong_slurm(draft, settings.slurm, (*TASKS, "slurm"))
     yield from _layout_of_evaluations(draft, settings.backend, calls)
@@ -204,7 +204,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
     allocation = draft.allocations().get(ROLLOUTS)
     backend = allocation.backend if allocation else ""
     if allocation is None or not BACKENDS[backend].serves:
-        reason = f": it is for servers (rollout.backend {' or '.join(SERVER_KINDS)})"
+        reason = f": only servers use it (rollout.backend {' or '.join(SERVER_KINDS)})"
         yield from _refused(draft, (*OF_RUNNING, *OF_OURS, *OF_ALL), reason)
         return
     if rollout.servers:
@@ -228,8 +228,8 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
     key: KeyPath = (ROLLOUTS, "temperature")
     if config.rollout.greedy and config.rollout.temperature != 1.0:
         reason = (
-            f" with greedy and {backend}: its log-probabilities of greedy tokens are those at "
-            "temperature 1"
+            f" with greedy and {backend}: it reports log-probabilities of greedy tokens at "
+            f"temperature 1"
         )
         yield draft.refuse(key, reason, config.rollout.temperature)
     asked = {key: config.rollout.temperature}
@@ -240,7 +240,9 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
             asked[*evaluation_key(suite), "temperature"] = own.evaluation.temperature
     for key, temperature in asked.items():
         if temperature < least:
-            reason = f" with {backend}, which draws at another temperature then; at least {least:g}"
+            reason = (
+                f" with {backend}, which would sample at another temperature; at least {least:g}"
+            )
             yield draft.refuse(key, reason, temperature)
 
 
@@ -259,8 +261,8 @@ def _own(draft: Draft, backend: str) -> Iterator[Problem]:
     if not rollout.gpus.strip() and rollout.tasks is None:
         message = (
             f"is required with {backend}: the GPUs of the trainers' job (workers, if there are no "
-            "GPUs) that have a server. Or set rollout.tasks, and each task has one, or "
-            "rollout.servers to the addresses of running ones"
+            "GPUs) that have a server. Or set rollout.tasks (one server per task) or "
+            "rollout.servers (addresses of running servers)"
         )
         yield draft.problem((ROLLOUTS, "gpus"), message)
     if reason := _unusable(rollout.python, contained=bool(draft.config.cluster.slurm.container)):
@@ -270,8 +272,8 @@ def _own(draft: Draft, backend: str) -> Iterator[Problem]:
     if backend == "vllm" and on_cpus and shape is not None and shape.tied:
         message = (
             "vllm is not allowed on CPUs with this actor, whose embeddings are tied "
-            "(tie_word_embeddings): it would go on with the first vocabulary projection after "
-            "updates; use native or sglang"
+            "(tie_word_embeddings): it would keep its first vocabulary projection after updates; "
+            "use native or sglang"
         )
         yield draft.problem((ROLLOUTS, "backend"), message)
 
@@ -299,7 +301,7 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
         )
         yield draft.refuse((ROLLOUTS, "backend"), reason, rollout.backend)
     if rollout.offload is not None:
-        reason = " with rollout.servers: their memory is not the run's"
+        reason = " with rollout.servers: the run does not manage their memory"
         yield draft.refuse((ROLLOUTS, "offload"), reason)
     twice = [address for address, count in Counter(rollout.servers).items() if count > 1]
     if twice:

@@ -103,7 +103,7 @@ def reward(draft: Draft) -> Iterator[Problem]:
         user for user, (own, calls) in users.items() if makes_rewards(calls) and own.reward is None
     ]
     if judging and not draft.writes("reward") and not config.rollout.episode.has_turns:
-        message = f"is required: it judges the completions of {' and '.join(judging)}"
+        message = f"is required: it scores the completions of {' and '.join(judging)}"
         yield draft.problem(("reward",), message)
     for where, judge in config.rewards().items():
         yield from _unknown_functions(draft, where, judge)
@@ -125,8 +125,8 @@ def suite_rewards(draft: Draft) -> Iterator[Problem]:
         calls = draft.algorithm.evaluation_calls(own)
         if key in draft.config.rewards() and not makes_rewards(calls):
             reason = (
-                f": the evaluation of a dataset of type {own.held_out.type} generates nothing "
-                "that it could judge"
+                f": the evaluation of a dataset of type {own.held_out.type} generates no "
+                f"completions that it could score"
             )
             yield draft.refuse(key, reason)
 
@@ -205,10 +205,10 @@ def length_of_run(draft: Draft) -> Iterator[Problem]:
     if not one_pass:
         return
     if config.dataset.weights:
-        message = f"with weights are not allowed: {name} goes over each row once"
+        message = f"with weights are not allowed: {name} processes each row once"
         yield draft.problem(("dataset", "sources"), message)
     if config.evaluation is not None:
-        reason = f": {name} trains nothing that could be evaluated on the way"
+        reason = f": {name} trains no model that an evaluation could use"
         yield draft.refuse(("evaluation",), reason)
     if config.stop_when is not None:
         yield draft.refuse(("stop_when",), f": {name} ends after the last row of the dataset")

@@ -247,7 +247,7 @@ def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[s
     without = config.model_copy(update={FIELD: ""})
     twice = list(_written_twice(config))
     if twice:
-        message = f"'{text}' is not allowed beside {', '.join(twice)}: leave out {FIELD}"
+        message = f"'{text}' is not allowed together with {', '.join(twice)}: leave out {FIELD}"
         return without, [source.problem((FIELD,), message)], []
     try:
         trains = config.algorithm.get("name") not in UNTRAINED

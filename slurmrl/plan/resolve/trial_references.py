@@ -182,8 +182,8 @@ class TrialResolver:
             merge = f", then export a whole model: slurmrl export {reference.name}{exports.form}"
             return message + (merge if exports.form else "")
         message = (
-            f"the newest export of '{text}', that of step {exports.newest}, is an adapter; export "
-            f"a whole model: slurmrl export {reference.name} --step {exports.newest}{exports.form}"
+            f"the newest export of '{text}' (step {exports.newest}) is an adapter; export a whole "
+            f"model: slurmrl export {reference.name} --step {exports.newest}{exports.form}"
         )
         if exports.whole:
             message += f", or name an older one: {text}@{max(exports.whole)}"

@@ -50,10 +50,10 @@ class GenerationOptions:
             (self.temperature > 0, "temperature must be above 0 (use greedy for the most likely)"),
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (self.top_k is None or self.top_k >= 1, "top_k must be at least 1"),
-            (all(self.stop_strings), "stop_strings must not be empty texts"),
+            (all(self.stop_strings), "stop_strings must not contain empty strings"),
             (
                 not self.support or (self.top_k is not None and not self.greedy),
-                "support needs top_k, which bounds it, and draws that are not greedy",
+                "a recorded sampling mask needs top_k and sampling that is not greedy",
             ),
         )
         broken = [rule for holds, rule in rules if not holds]

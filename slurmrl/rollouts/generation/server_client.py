@@ -118,17 +118,17 @@ class ServerClient(RolloutEngine):
             completion = await self._dialect.draw(draw)
         if others := set(completion.versions) - self._held:
             raise RunFailedError(
-                f"{draw.name}: {self._dialect.where} has drawn with weights {min(others)}, which "
+                f"{draw.name}: {self._dialect.where} has sampled with weights {min(others)}, which "
                 "this run has not installed: it was started again, or another run uses it"
             )
         if not all(map(math.isfinite, completion.logprobs)):
             raise RunFailedError(
-                f"{draw.name}: {self._dialect.where} has drawn tokens with log-probabilities that "
-                "are not finite numbers; have the weights diverged?"
+                f"{draw.name}: {self._dialect.where} has sampled tokens with log-probabilities "
+                "that are not finite numbers; have the weights diverged?"
             )
         if completion.finish == "aborted" and job.aborting is None:
             raise RunFailedError(
-                f"{draw.name}: the server aborted the request, as one that ends does"
+                f"{draw.name}: the server aborted the request, perhaps because it is shutting down"
             )
         return completion
 

@@ -179,8 +179,8 @@ class VllmDialect(HttpDialect):
             )
         if draw.options.support:
             raise UsageError(
-                f"{self.where}: vLLM reports what a token was drawn from for all requests of a "
-                "server or for none; use native or sglang, or leave out top_k and top_p"
+                f"{self.where}: vLLM reports sampling masks for all requests of a server or for "
+                f"none; use native or sglang, or leave out top_k and top_p"
             )
         body = request_body(draw, cache=self._cache)
         reply = await self._client.post(self.GENERATE, body, timeout_s=None)

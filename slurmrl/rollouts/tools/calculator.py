@@ -42,7 +42,7 @@ class Calculator:
             UsageError: anything but such an expression, or a result that is too large.
         """  # `ToolSchemas` describes the tool with this text
         if not isinstance(expression, str) or len(expression) > MOST_CHARACTERS:
-            raise UsageError(f"an expression is a text of up to {MOST_CHARACTERS} characters")
+            raise UsageError(f"an expression is a string of up to {MOST_CHARACTERS} characters")
         try:
             tree = ast.parse(expression.strip(), mode="eval")
             value = _value(tree.body)

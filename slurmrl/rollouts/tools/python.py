@@ -69,7 +69,7 @@ class PythonTool:
             UsageError: the program failed; the message is the last line of its errors.
         """  # `ToolSchemas` describes the tool with this text
         if not isinstance(code, str):
-            raise UsageError("code is a text")
+            raise UsageError("code must be a string")
         while len(self._threads) < self._size:
             thread = threading.Thread(target=self._serve, daemon=True)
             self._threads.append(thread)

@@ -231,5 +231,5 @@ def fabric_bell(interface: str | None, hosts: int) -> Bell | None:
     try:
         return Bell(fabric_address(interface, hosts))
     except (EnvironmentFailure, OSError) as error:
-        logger.warning("no doorbell, messages are noticed by polling only: %s", error)
+        logger.warning("no wake-ups, so messages are found only by polling: %s", error)
         return None

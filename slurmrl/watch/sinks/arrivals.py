@@ -57,7 +57,7 @@ def main() -> int:
     try:
         hand_over(paths)
     except SlurmrlError as error:
-        logger.warning("evaluations are not handed over: %s", error)
+        logger.warning("cannot send evaluations to the logging sinks: %s", error)
         return 1
     return 0
 

@@ -130,7 +130,7 @@ class Symptoms:
         name = self._children.name(rank)
         return Failure(
             cause=Cause.HUNG,
-            reason=f"{name} gave no sign of life for {self._silence_s:g} s and was killed",
+            reason=f"{name} sent no heartbeat for {self._silence_s:g} s and was killed",
             host=self._host,
             world=self._children.world,
             rank=rank,

@@ -106,7 +106,7 @@ class RolloutTask:
             self.turn(TURN_S)
         logger.info("its workers have retired")
         if self.host.inside and not self._told:  # nothing else replaces it; none is too many
-            raise _lost("the master asked it to leave")
+            raise _lost("the master told it to exit")
 
     def _is_orphaned(self) -> bool:
         """Return whether an earlier task has waited for the same trainers as long as it should."""

@@ -312,6 +312,6 @@ class UnscoredSteps:
             raise RewardError(
                 f"the reward gave no score to {share:.0%} of the completions of this step, and to "
                 f"most of those of the {MOST_STEPS - 1} before; the workers' logs say why. "
-                "Completions without a score are not trained on: mend the reward or what it needs, "
-                "or give such completions a score (reward.pool.unjudged_score)"
+                "Completions without a score are not trained on: fix the reward or its "
+                "dependencies, or give such completions a score (reward.pool.unjudged_score)"
             )

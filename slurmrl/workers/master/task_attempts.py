@@ -240,7 +240,7 @@ class RolloutAttempt:
             self._log.append(*batch)
             self._unsent = False
         except (EnvironmentFailure, FileNotFoundError) as error:
-            logger.warning("cannot ask %s, will retry: %s", self.name, error)
+            logger.warning("cannot send requests to %s, will retry: %s", self.name, error)
         return self._log is not None and not self._unsent
 
 
@@ -335,7 +335,7 @@ class TaskEvents:
 
     def silent(self, attempt: RolloutAttempt, items: int) -> None:
         """Its ``items`` go to others, because it says nothing."""
-        logger.warning("%s says nothing, %d items are queued again", attempt.name, items)
+        logger.warning("%s is silent; its %d items are queued again", attempt.name, items)
         said = {"silent_s": attempt.silent_s, "items": items}
         self._writer.write("task_silent", **attempt.who, **said)
 
@@ -348,7 +348,7 @@ class TaskEvents:
     def damaged(self, sample: StoredGroup, reason: str) -> None:
         """The item of a damaged sample is made again."""
         group, task, attempt = parse_name(sample.task)
-        logger.warning("item %d is made again: %s", sample.item, reason)
+        logger.warning("item %d is generated again: %s", sample.item, reason)
         self._writer.write(
             "samples_damaged",
             task=f"{group}/{task}",
@@ -370,7 +370,7 @@ def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
     try:
         return events.read_kind(paths, f"master.{incarnation}", STATE)
     except (CorruptFileError, EnvironmentFailure) as error:
-        logger.warning("states of rollout tasks may be told again: %s", error)
+        logger.warning("states of rollout tasks may be reported twice: %s", error)
         return []
 
 

@@ -42,7 +42,7 @@ from slurmrl.workers.rollout_messages import (
 
 Key = tuple[str, int]
 """(lease, item)"""
-ASKED = "the master asks this task to leave"
+ASKED = "the master told this task to exit"
 logger = log.get(__name__)
 
 

@@ -178,7 +178,7 @@ class Judging:
         if self._left:
             return group
         if self._late[row.item] >= MOST_LATE:
-            logger.warning("item %d is left to the trainers: its score came too late", row.item)
+            logger.warning("the trainers will score item %d: its score came too late", row.item)
             return group
         try:
             sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
@@ -189,7 +189,7 @@ class Judging:
             self._late[row.item] += 1
             raise
         except SlurmrlError as error:
-            logger.warning("item %d is left to the trainers to judge: %s", row.item, error)
+            logger.warning("the trainers will score item %d: %s", row.item, error)
             return group
         return replace(group, judged=replace(judged, submission=self._submission))
 
@@ -240,7 +240,7 @@ class Judging:
             raise
         if unknown := UNKNOWN.intersection(wanted):
             self._left = True
-            raise UsageError(f"the reward asks for {min(unknown)}, which only they know")
+            raise UsageError(f"the reward asks for {min(unknown)}, which only the trainers know")
         extras = {name: questions.extras[name] for name in wanted}
         began = time.monotonic()
         (verdict,) = pool.ask([vars(replace(questions, extras=extras))], abandoned=gone)

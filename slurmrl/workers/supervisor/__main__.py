@@ -222,7 +222,7 @@ def run_task(link: Link, rounds: Rounds) -> int:
             group = ElasticGroup(link.run, link.submission, link.group, client, by=link.element)
             group.leave_alone()
     except SlurmrlError as error:
-        logger.info("the queued tasks are not held: %s", error)
+        logger.info("cannot hold the queued tasks: %s", error)
     return code
 
 

@@ -278,7 +278,7 @@ def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
                 atomic.remove(folder / ORIGIN)  # what a kill leaves is none to be read
                 shutil.rmtree(folder, ignore_errors=True)
     except (SlurmrlError, OSError) as error:  # a file system may not tell what is there
-        logger.info("checkpoints that were evaluated stay for now: %s", error)
+        logger.info("cannot remove evaluated checkpoints yet: %s", error)
 
 
 def remove_leftovers(paths: RunPaths) -> None:
@@ -351,7 +351,7 @@ def hand_over_results(paths: RunPaths) -> None:
         command = [sys.executable, "-P", "-m", module, str(trained.run)]
         if child.run(command, HAND_OVER_S, shown=True).code is None:
             logger.warning(
-                "evaluations are not handed over: it took longer than %.0f s", HAND_OVER_S
+                "evaluations were not sent to the logging sinks within %.0f s", HAND_OVER_S
             )
     except (SlurmrlError, OSError) as error:
-        logger.warning("evaluations are not handed over: %s", error)
+        logger.warning("cannot send evaluations to the logging sinks: %s", error)

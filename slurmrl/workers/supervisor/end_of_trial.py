@@ -135,7 +135,7 @@ def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
     except (SlurmrlError, OSError) as error:
         ended = str(error)
     if ended:
-        logger.warning("%s is not written: %s", paths.report, ended)
+        logger.warning("cannot write %s: %s", paths.report, ended)
 
 
 def _wanted(paths: RunPaths) -> bool:

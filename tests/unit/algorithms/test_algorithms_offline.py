@@ -304,7 +304,7 @@ def test_a_pass_keeps_the_order_of_the_file_and_commits_each_step(
         (["dataset.type=kto"], "dataset.type", "prompt or preference or prompt_answer"),
         (["stop_when=reward >= 1"], "stop_when", "ends after the last row"),
         (["evaluation.dataset.path=x", "evaluation.dataset.type=prompt"], "evaluation", "trains"),
-        (["reward=null"], "reward", "is required: it judges"),
+        (["reward=null"], "reward", "is required: it scores"),
         (["algorithm.vote_pattern=("], "algorithm.vote_pattern", "not a regular expression"),
         (["rollout.greedy=true"], "rollout", "n 8 is not allowed with greedy"),
     ],
@@ -330,5 +330,5 @@ def test_rows_of_weighted_sources_would_come_any_number_of_times(tmp_path: Path)
         "dataset.path=''",
         f"dataset.sources={{a: {{path: {heldout}, weight: 1}}, b: {{path: {heldout}, weight: 2}}}}",
     ]
-    with pytest.raises(ConfigError, match="goes over each row once"):
+    with pytest.raises(ConfigError, match="processes each row once"):
         make_settings(tmp_path, *sources)

@@ -63,7 +63,7 @@ def test_a_check_counts_pairs_of_the_same_answers(
     tokenizer = f"actor.tokenizer={HELD_OUT.parent / 'tokenizer'}"
     overrides = [f"dataset.path={path}", "evaluation=", tokenizer]
     assert main(["data", "check", str(example), *overrides]) == 0
-    assert "warning: dataset: 2 pairs whose chosen and rejected" in capsys.readouterr().err
+    assert "warning: dataset: 2 pairs have equal chosen and rejected" in capsys.readouterr().err
 
 
 def test_check_warns_of_tools_that_no_prompt_names(

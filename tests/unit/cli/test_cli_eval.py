@@ -68,7 +68,7 @@ def test_an_experiment_of_the_command_line_is_the_one_that_trains(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trial=mine",), "trial=NAME is for one suite"),
+        (("trial=mine",), "trial=NAME needs --suite"),
         (("--suite", "tow"), "--suite tow: no such suite; did you mean 'two'"),
     ],
 )

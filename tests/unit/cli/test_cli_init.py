@@ -41,7 +41,7 @@ def test_a_first_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["init", "grpo", "--output", "math.yaml"]) == 0
     assert "wrote math.yaml, math.jsonl, math_reward.py" in capsys.readouterr().out
     assert main(["init", "grpo", "--output", "math.yaml"]) == 0
-    assert "are there already" in capsys.readouterr().out
+    assert "exist already" in capsys.readouterr().out
     assert main(["init", "ppo", "--output", "math.yaml"]) == 2
     assert "math.yaml exists: --force replaces" in capsys.readouterr().err
     assert main(["init", "ppo", "--output", "math.yaml", "--force"]) == 0
@@ -54,7 +54,7 @@ def test_a_first_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_site_without_questions(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "site"]) == 2
-    assert "no terminal to ask in: --yes" in capsys.readouterr().err
+    assert "no terminal for questions: --yes" in capsys.readouterr().err
     assert main(["init", "site", "--yes"]) == 0
     output = capsys.readouterr().out
     assert "found: cluster lab (Slurm 24.11.5), 1 partition\n" in output

@@ -150,7 +150,7 @@ def test_completions_of_a_file_find_their_rows(
     samples.write_text(json.dumps({"completion": "0"}) + "\n" + json.dumps({"id": 99}) + "\n")
     code, _, err = run(capfd, str(config), "--completions", str(samples))
     assert code == 2
-    assert "samples.jsonl:2: completion: must be a text" in err
+    assert "samples.jsonl:2: completion: must be a string" in err
 
 
 def test_completion_of_file_has_no_answer_if_truncated(

@@ -194,9 +194,9 @@ def test_generation_blocks_of_a_template_are_the_targets(site: Site) -> None:
         (JOINED, "the token ' See' contains both context and the assistant's turn"),
         (
             "{{ raise_exception('roles must alternate') }}",
-            "the chat template refuses it: roles must alternate",
+            "the chat template rejects it: roles must alternate",
         ),
-        ("{{ messages[9].content }}", "the chat template refuses it: "),
+        ("{{ messages[9].content }}", "the chat template rejects it: "),
     ],
 )
 def test_templates_without_a_right_mask_are_refused(

@@ -31,7 +31,7 @@ def test_a_tokenizer_of_the_texts_of_some_keys(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"answer": "b"}', r"rows.jsonl:2: prompt: has no such key; keys: answer"),
-        ('{"prompt": 3}', r"rows.jsonl:2: prompt: is no text"),
+        ('{"prompt": 3}', r"rows.jsonl:2: prompt: is not a string"),
         ("[]", r"rows.jsonl:2: must be a JSON object"),
         ("{", r"rows.jsonl:2: "),
     ],

@@ -61,7 +61,7 @@ def test_a_container_that_workers_can_live_in(tmp_path: Path) -> None:
         ("sys.exit('FATAL: no image.sif')", sys.executable, "1: FATAL: no image.sif", "by hand"),
         ("", "/not/python", "does not start: exit code 127: env", "by hand"),
         (NOTHING_BOUND, sys.executable, "it has python; then exit code 1: FileNotFound", "--bind"),
-        ("words.insert(-5, '-S')", sys.executable, "No module named", "packages of pyproject"),
+        ("words.insert(-5, '-S')", sys.executable, "No module named", "packages (setup.cfg)"),
         (A_COPY_BOUND, sys.executable, "is not visible on the host", "the same inside"),
     ],
     ids=["image", "python", "directory", "packages", "another directory"],

@@ -135,7 +135,7 @@ def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
         await settle()
         made = replace(completion(), versions=("1.1", "default", "default"))
         dialect.draws["r-0-0"].set_result(made)
-        with pytest.raises(RunFailedError, match=r"drawn with weights default.* not installed"):
+        with pytest.raises(RunFailedError, match=r"sampled with weights default.* not installed"):
             await future
         await engine.health()
         dialect.held = "default"

@@ -102,7 +102,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     made = starter.starter_files("grpo", tmp_path / "grpo.yaml")
     (tmp_path / "grpo.jsonl").mkdir()
-    with pytest.raises(UsageError, match="is no file"):
+    with pytest.raises(UsageError, match="is not a file"):
         starter.write_files(made, force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["grpo.jsonl"]
 

@@ -238,5 +238,5 @@ def test_hosts_that_are_avoided_are_named_last() -> None:
     avoided = [{"host": host, "why": "python: not found"} for host in ("n3", "n4")]
     findings = diagnose(status(avoided=avoided))
     assert [finding.code for finding in findings] == ["running", "avoided"]
-    assert "avoid n3, n4 (n3: python: not found)" in findings[-1].text
+    assert "exclude n3, n4 (n3: python: not found)" in findings[-1].text
     assert "--include HOST" in findings[-1].text

@@ -40,7 +40,7 @@ FOR = "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) for rank 
         ),
         (
             replace(waits(3, "actor_train"), silent_s=14.0),
-            f"{FOR}, which has given no sign of life for 14 s (last in actor_train)",
+            f"{FOR}, which has sent no heartbeat for 14 s (last in actor_train)",
         ),
         (
             waits(3, "actor_train", 1842),

@@ -377,7 +377,7 @@ def test_a_short_trial_that_learned_nothing(run: FakeRun) -> None:
     run.end(Kind.FINISHED, step=2)
     found = look(run)
     assert found["skipped"] == {"steps": 2, "model": "actor"}
-    assert found["diagnosis"].startswith("nothing was learned")
+    assert found["diagnosis"].startswith("the model did not change")
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,11 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
         ({"cause": "hung", **WORKER}, "rank 3 on n1 hung, train_step of step 4"),
         (
             {"cause": "hung", "silent_s": 60.0, "reason": "what was seen", **WORKER},
-            "rank 3 on n1 hung: no sign of life for 60 s, train_step of step 4",
+            "rank 3 on n1 hung: no heartbeat for 60 s, train_step of step 4",
         ),
         (
-            {"cause": "hung", "reason": "rank 3 gave no sign of life for 60 s", **WORKER},
-            "rank 3 on n1 hung: rank 3 gave no sign of life for 60 s, train_step of step 4",
+            {"cause": "hung", "reason": "rank 3 sent no heartbeat for 60 s", **WORKER},
+            "rank 3 on n1 hung: rank 3 sent no heartbeat for 60 s, train_step of step 4",
         ),
         ({"cause": "hung", "host": "n0"}, "a process on n0 hung"),
         ({"cause": "deadline", "reason": "waited 600 s"}, "too slow: waited 600 s"),

@@ -183,7 +183,7 @@ def test_torch_on_the_login_node_is_refused_with_its_line(
         ("models.jugde.backend=fsdp:d1", "did you mean 'judge'? allowed: judge", "models.jugde"),
         (
             "models.reward.backend=fsdp:d1",
-            "'reward' is a section of its own",
+            "'reward' is already a section of the configuration",
             "models.reward.[key]",
         ),
         ("models.judge.path=nowhere", "there is no such folder", None),

@@ -81,7 +81,7 @@ def test_the_log_shows_some_failures_and_counts_all(
     with caplog.at_level(logging.WARNING):
         judge(make(), ["a", *["raise"] * 20])
     assert len(caplog.records) == 6
-    assert "20 of 21 completions could not be judged and get no score" in caplog.text
+    assert "20 of 21 completions could not be scored and get no score" in caplog.text
 
 
 def test_a_hang_ends_with_its_time(make: Make) -> None:

@@ -86,7 +86,7 @@ def test_rows_choose_their_parts(reward: Make) -> None:
     assert judged.metrics() == {"reward/first": (1.0, 2.0), "reward/second": (4.0, 1.0)}
     problems = made.check_rows([*ROWS, {"source": "four"}, {}])
     assert problems[:3] == ["", "", ""]
-    assert problems[3].startswith("no part of the reward judges this row (source: 'four')")
+    assert problems[3].startswith("no part of the reward scores this row (source: 'four')")
     assert "(source: absent)" in problems[4]
     with pytest.raises(RewardError, match=r"rows\.jsonl:9: no part .* \(source: 'four'\)"):
         made.judge(["p"], ["a"], [{"source": "four"}], ["rows.jsonl:9"])

@@ -190,7 +190,7 @@ def test_a_link_without_sbatch_breaks_nothing(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "cannot find out what follows" in continue_after(link(run, 0))
+    assert "cannot determine which job follows" in continue_after(link(run, 0))
     end_chain(link(run, 0))
     monkeypatch.setattr(chain, "RETRY_S", 0.0)
     tries = counted(monkeypatch, "top_up")

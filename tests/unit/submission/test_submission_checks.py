@@ -240,7 +240,7 @@ def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path)
     changes = [evaluation, f"reward={{parts: {{a: {{{part}}}}}}}"]
     (found,) = look(tmp_path, settings_of(tmp_path, *changes))
     assert found.where.endswith("rows.jsonl:2")
-    assert "no part of the reward judges this row (kind: absent)" in found.message
+    assert "no part of the reward scores this row (kind: absent)" in found.message
     changes[1] = changes[1].replace("mine:Good", "mine:Better")
     (found,) = look(tmp_path, settings_of(tmp_path, *changes))
     assert "mine has no 'Better'" in found.message
@@ -472,7 +472,7 @@ def test_room_is_needed_for_checkpoints_weight_versions_and_prepared_data(
     free = SimpleNamespace(f_bavail=1, f_frsize=1)
     monkeypatch.setattr(trial_checks.os, "statvfs", lambda folder: free)
     (found,) = trial_checks.disk_space(settings)
-    assert f", {versions / 2**20:.1f} MiB of whole weight versions, " in found.message
+    assert f", {versions / 2**20:.1f} MiB of full weight versions, " in found.message
     assert f", {data / 2**20:.1f} MiB of tokenized data; choose" in found.message
     config = settings.config
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)

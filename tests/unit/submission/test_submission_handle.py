@@ -36,7 +36,7 @@ def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: Fak
     scheduler.tasks = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial_code, "is_this_code", lambda folder: False)
-        with pytest.raises(UsageError, match="slurmrl resume add/7 does"):
+        with pytest.raises(UsageError, match="use slurmrl resume add/7"):
             trial.resume()
     trial.resume("total_steps=9", check=False)
     assert trial.status()["submission"] == 2

@@ -70,7 +70,7 @@ def test_finding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("add", UsageError, "expected EXPERIMENT/TRIAL; there are: add/1"),
+        ("add", UsageError, "expected EXPERIMENT/TRIAL; existing trials: add/1"),
         ("add/1/2", UsageError, "expected EXPERIMENT/TRIAL"),
         ("add/", UsageError, "expected EXPERIMENT/TRIAL"),
         ("adt/1", UnknownNameError, "did you mean 'add/1'"),

@@ -212,7 +212,7 @@ def test_trial_given_up_for_hangs_reports_who_waited_for_whom(past: Past) -> Non
 
     What two incarnations are compared by does not: the times in it differ.
     """
-    silence = "rank 3 on n1 gave no sign of life for 60 s and was killed"
+    silence = "rank 3 on n1 sent no heartbeat for 60 s and was killed"
     for number in range(MOST):
         writer = past.ends(rank=3, call="gen", reason=silence, cause="hung")
         text = f"ranks 0-2 have waited {number} s in gen for rank 3\nwhich is in gen"

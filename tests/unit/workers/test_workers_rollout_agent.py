@@ -343,7 +343,7 @@ def test_in_the_job_of_the_trainers_a_task_that_must_leave_is_started_again(bed:
 
     assert bed.run(story()) == FAILED
     (failure,) = bed.told("failure")
-    assert failure["reason"].endswith("as lost: the master asked it to leave")
+    assert failure["reason"].endswith("as lost: the master told it to exit")
 
 
 def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:

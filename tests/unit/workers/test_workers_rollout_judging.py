@@ -326,4 +326,4 @@ def test_a_reward_that_nobody_waits_for_is_stopped_and_its_item_left_to_the_trai
     asyncio.run(asyncio.wait_for(judge(), 60))
     made.close()
     assert caplog.text.count("the reward for data.jsonl:1 (sample 0@0, index 0) is stopped") == 2
-    assert "item 0 is left to the trainers" in caplog.text
+    assert "the trainers will score item 0" in caplog.text

@@ -138,7 +138,7 @@ def test_silence(bed: Bed, rank: int | None) -> None:
     bed.children.quiet = [rank]
     failure = bed.failure()
     assert failure.cause == "hung"
-    assert failure.reason.endswith("gave no sign of life for 60 s and was killed")
+    assert failure.reason.endswith("sent no heartbeat for 60 s and was killed")
     assert (failure.rank, failure.silent_s) == (rank, 60.0)
 
 
