@@ -60,7 +60,7 @@ class Backoff:
         self._pause_s = first_s
 
     def next_s(self) -> float:
-        """Return the next pause in seconds, for callers that wait in a way of their own."""
+        """Return the next pause in seconds, for callers that wait by themselves."""
         pause_s = self._pause_s
         self._pause_s = min(pause_s * self._growth, self.last_s)
         return pause_s * (1 - self.JITTER * self._random.random())

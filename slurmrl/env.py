@@ -40,7 +40,7 @@ class Variable(NamedTuple, Generic[T]):
 
     @contextmanager
     def given(self, text: str) -> Iterator[None]:
-        """Let this process and its children see another value meanwhile."""
+        """Give this process and its children another value within the context."""
         before = os.environ.get(self.name)
         os.environ[self.name] = text
         try:

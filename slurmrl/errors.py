@@ -60,7 +60,7 @@ class RefusedError(UsageError):
 
     @property
     def status(self) -> int:
-        """Of HTTP."""
+        """HTTP status code of the response."""
         return int(self.args[1])
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Problem(NamedTuple):
     key: str
     """Dotted key, ``actor.backend``; empty for the file as a whole."""
     message: str
-    """The value, the rule, and what is allowed."""
+    """The value, the rule, and the allowed values."""
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.where, self.key, self.message) if part)
@@ -105,7 +105,7 @@ class ChatTemplateError(UsageError):
 
 
 class RewardError(UsageError):
-    """A reward function broke its contract, or cannot judge a row of the data."""
+    """A reward function broke its contract or cannot score a row of the data."""
 
 
 class EpisodeLimitError(SlurmrlError, RuntimeError):
@@ -117,7 +117,7 @@ class EpisodeError(SlurmrlError, RuntimeError):
 
 
 class UnusableRowError(RewardError):
-    """A reward function cannot judge one row. ``args``: the reason, the row's index in its call."""
+    """A reward function cannot score one row. ``args``: the reason, the row's index in its call."""
 
     @property
     def index(self) -> int:
@@ -169,7 +169,7 @@ class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an O
 
 
 class UnusableGpuError(EnvironmentFailure):
-    """torch cannot use the GPU that this worker was given; that of another host may be fine."""
+    """torch cannot use the GPU of this worker; a GPU of another host may be fine."""
 
 
 class OwnershipError(EnvironmentFailure):

@@ -64,7 +64,7 @@ def describe(error: BaseException) -> str:
 
 
 def _import(error: ImportError) -> str:
-    """Return what an import lacks and where the user's code wants it.
+    """Return the missing module of an import and its place in the user's code.
 
     The result omits the path of a file that is not the user's.
     """

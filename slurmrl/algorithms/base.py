@@ -28,7 +28,7 @@ Stats = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class CallContext:
-    """The context of a call, besides its model and its batch."""
+    """The context of a call, in addition to its model and its batch."""
 
     step: int
     seed: int
@@ -47,7 +47,7 @@ class CallContext:
     evaluation: bool = False
     """True in an evaluation, which has its own sampling settings and random stream."""
     device: torch.device | None = None
-    """Of this rank's models."""
+    """Device of this rank's models."""
     stored: Callable[[str], SampleGroup] | None = None
     """Reads the completions of an item, by its id, where rollout tasks have made them. Raises
     SampleFileError, EnvironmentFailure."""
@@ -78,11 +78,11 @@ class CallResult:
     """More about the rows of ``texts``, of whichever call, with their ``id`` and ``index`` (0 for
     an item's only completion)."""
     dropped: dict[str, str] = field(default_factory=dict)
-    """Of a filter: the reason, by id, of each item that it does not accept."""
+    """Reason of each item that a filter rejects, by id."""
     records: Mapping[str, Record] = field(default_factory=dict)
     """JSON objects by id, about each item or none. A call that records returns lines of the trial's
     results; any other call of an evaluation may return scores, which go to the evaluation's file
-    behind the row's id."""
+    with the row's id."""
 
 
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods
@@ -121,4 +121,4 @@ class Interface(ABC):  # noqa: B024 - each interface implements some of the meth
         raise NotImplementedError(f"{type(self).__name__} does not record")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Release what the interface holds (processes of a reward)."""
+        """Release the resources of the interface (processes of a reward)."""

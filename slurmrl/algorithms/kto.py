@@ -132,8 +132,8 @@ def answer_losses(logratios: Tensor, desirable: Tensor, kl: float, kto: KTO) -> 
     """[S]: lambda_y - v(x, y) (Ethayarajh et al. 2024, eq.
 
     8) from log(p / p_ref) of the answers and their labels (bool), both [S]. The value v of a
-    desirable answer is lambda_D s(beta (logratio - kl)), that of an undesirable one lambda_U s(beta
-    (kl - logratio)). No gradient passes through the reference point ``kl``.
+    desirable answer is lambda_D s(beta (logratio - kl)), the value of an undesirable one is
+    lambda_U s(beta (kl - logratio)). No gradient passes through the reference point ``kl``.
     """
     sign = torch.where(desirable, 1.0, -1.0).to(logratios.dtype)
     weight = torch.where(desirable, kto.desirable_weight, kto.undesirable_weight)

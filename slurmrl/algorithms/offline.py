@@ -1,4 +1,4 @@
-"""What a run without training computes and records about the items of its dataset."""
+"""Computations and records of a run without training, for the items of its dataset."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pairs of sequences: the chosen and the rejected answer to a prompt.
 
-P pairs, S = 2P sequences: those of an item are chosen, rejected, chosen, rejected, … The weights of
-an item's pairs add up to one, so each prompt counts alike, however many pairs it has.
+P pairs, S = 2P sequences: the sequences of an item are chosen, rejected, chosen, rejected, … The
+weights of an item's pairs add up to one, so each prompt counts alike, however many pairs it has.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PairInterface(Interface):
     def scores(
         self, outputs: dict[str, Tensor], batch: SequenceSample, context: CallContext
     ) -> Tensor:
-        """[S]: what the model gives each answer, the chosen one more."""
+        """[S]: the model's value of each answer, higher for the chosen one."""
 
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext

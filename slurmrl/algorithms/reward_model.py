@@ -2,8 +2,8 @@
 
 A model is read at the token with which generation would have ended the answer: the first stop token
 of the last turn that is the answer's, or its last token if there is none (a truncated completion).
-What a chat template puts after the end of a turn, such as a newline after ``<|im_end|>``, is not
-read, because a completion never has it.
+Text that a chat template puts after the end of a turn, such as a newline after ``<|im_end|>``, is
+not read, because a completion never has it.
 
 Models without `SCORE_AT` in their config.json were trained on whole conversations as the template
 renders them, so they are read at the last token of these. S sequences, T packed tokens, P pairs.
@@ -129,7 +129,7 @@ def turn_ends(sample: SequenceSample, stops: Sequence[int]) -> Tensor:
     last = torch.where(last < cuts[:-1], cuts[1:] - 1, last)
     context = torch.where(read & (place < last[owner]), place, -1)
     before = (cuts[:-1] - 1).scatter_reduce(0, owner, context, "amax")
-    # Some templates leave the end token outside of what they mark as the assistant's.
+    # Some templates leave the end token outside of the assistant's marked part.
     turn = (place > before[owner]) & (place <= last[owner] + 1)
     stop = turn & torch.isin(ids, ids.new_tensor(stops))
     first = torch.full_like(last, len(ids))

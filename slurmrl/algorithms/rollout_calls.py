@@ -1,8 +1,8 @@
 """The calls that give a step its completions.
 
 `RolloutInterface` generates them with the trainers' engine, of one turn each or by episodes.
-`StoredInterface` reads those of rollout tasks from their files. Both make the same keys and metrics
-of them.
+`StoredInterface` reads the completions of rollout tasks from their files. Both make the same keys
+and metrics of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RolloutInterface(Interface):
     def _outcomes(
         self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
     ) -> list[EpisodeOutcome] | None:
-        """The ends of the episodes; None on a rank that computes what its leader asks for."""
+        """The ends of the episodes; None on a rank that follows its leader."""
         if self._episodes is None:
             self._episodes = ConfiguredEpisodes(context.settings.config)
         waiting, episode = Waiting(), context.settings.config.rollout.episode
@@ -149,7 +149,7 @@ async def _answers(
 def _as_sample(
     ids: tuple[str, ...], ended: Sequence[Completions], context: CallContext, device: torch.device
 ) -> SequenceSample:
-    """The completions, those of a prompt as one item."""
+    """The completions; all completions of a prompt form one item."""
     count, options = completions(context), generation_options(context)
     none = [[0.0] * len(each.prompt) for each in ended]
     mask = [
@@ -221,7 +221,7 @@ def as_sample(
 ) -> SequenceSample:
     """The groups' keys.
 
-    Tensors of tokens are where the models compute, as those of their own generation.
+    Tensors of tokens are on the models' device, like generated tokens.
     """
     data: dict[str, Tensor | None] = {
         "input_ids": _joined([each.input_ids for each in groups], torch.int64),

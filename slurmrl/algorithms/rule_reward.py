@@ -1,4 +1,4 @@
-"""Rewards by rules: the questions that a reward function is asked, and what becomes of its scores.
+"""Rewards by rules: calls of a reward function and the use of its scores.
 
 The trainers' ranks and rollout tasks ask the same questions.
 """
@@ -105,7 +105,7 @@ def _judged(
     questions: Questions,
     reward: WeightedReward | None,
 ) -> JudgedCompletions:
-    """What rollout tasks have said, and the reward function about all other items."""
+    """Scores from rollout tasks, and from the reward function for all other items."""
     left = [
         place
         for group, count, end in zip(groups, counts, accumulate(counts), strict=True)
@@ -149,7 +149,7 @@ def score_records(
 def _with_turns(
     scores: Sequence[float | None], earned: Sequence[float], places: Sequence[str]
 ) -> list[float | None]:
-    """The scores and what the turns have earned besides; None stays."""
+    """The scores plus the rewards of the turns; None stays."""
     sums: list[float | None] = []
     for score, more, place in zip(scores, earned, places, strict=True):
         sums.append(None if score is None else score + more)
@@ -281,7 +281,7 @@ def _extras(
     completions: Sequence[str],
     context: CallContext,
 ) -> Extras:
-    """What a reward may ask for in addition to texts and rows (docs/rewards.md)."""
+    """Arguments that a reward may ask for, next to completions and rows (docs/rewards.md)."""
     counts = sample.sequence_counts("input_ids")
     ends = list(accumulate(counts))
     groups = [list(completions[end - count : end]) for end, count in zip(ends, counts, strict=True)]
@@ -331,14 +331,14 @@ def last_turns(sample: SequenceSample) -> list[list[int]]:
 
 
 def earned(sample: SequenceSample) -> list[float]:
-    """What the turns of each completion have earned together."""
+    """Sum of the rewards of the turns of each completion."""
     rewards = sample.tensor(TURN_REWARDS).double().cpu()
     parts = rewards.tensor_split(sample.cu_seqlens(TURN_REWARDS)[1:-1].long())
     return [float(part.sum()) for part in parts] if sample.bs else []
 
 
 def transcript(sample: SequenceSample, number: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """The turns of a completion and the texts between them, special tokens included."""
+    """The turns of a completion and everything between them, special tokens included."""
     start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
     ids = sample.tensor("input_ids")[start:stop].tolist()
     read = sample.tensor("prompt_mask")[start:stop].tolist()

@@ -119,7 +119,7 @@ class ReturnMoments:
     """Moments of all returns so far. Before the first ones, normalization changes nothing."""
 
     weight: float = 0.0
-    """Of what the moments were computed from: exponential: 1 - decay^steps, by which they are
+    """Weight of the data in the moments. exponential: 1 - decay^steps, by which they are
     divided already (as Adam corrects its bias); moving: the number of returns."""
     mean: float = 0.0
     square: float = 0.0

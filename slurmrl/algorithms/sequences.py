@@ -138,8 +138,8 @@ def train_on_batch(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Make one optimizer step.
 
-    Return what every training step reports, and the sums of the loss function's statistics over all
-    ranks, with the ``denominator``'s.
+    Return the metrics of every training step, and the sums of the loss function's statistics over
+    all ranks, with the ``denominator``'s.
     """
     result = engine.train_batch(sample, loss_fn, denominator, temperature=temperature)
     means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}

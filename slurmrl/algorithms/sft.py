@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 FIRST, EVERY = 10, 100
-"""The first steps, and every how many of the others, of which samples are kept: steps of SFT may be
-short and many, and each has a file of its own."""
+"""The first steps, and every how many of the others, of which samples are kept: SFT may have many
+short steps, and each has its own file."""
 LONGEST = 20_000
-"""Characters of a text that are kept: rows of SFT may be as long as the model's context."""
+"""Maximum number of characters of a string that are kept: rows of SFT may be as long as the model's
+context."""
 
 
 class SFTInterface(Interface):

@@ -18,7 +18,7 @@ from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
 
 UNFINISHED = "\ufffd"
-"""What stands for a character of which tokens are missing."""
+"""Replacement of a character of which tokens are missing."""
 DIGITS = 4
 
 
@@ -49,7 +49,7 @@ def kept(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
 
 
 def noted(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
-    """Yield the completions of which token values are kept: those of `kept`, or none."""
+    """Yield the completions of which token values are kept: `kept`, or none."""
     return kept(counts, settings) if settings.sample_tokens else iter(())
 
 
@@ -113,7 +113,7 @@ def _span(read: Sequence[float], start: int, stop: int, settings: Logging) -> tu
 
 
 def pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return a text for each token; together they are the text of all.
+    """Return a string for each token; concatenated, they decode all tokens.
 
     A token that ends within a character has an empty one, and the token that completes the
     character has the whole.

@@ -100,7 +100,7 @@ def _split(root: Path, words: Sequence[str]) -> tuple[list[RunPaths], Sequence[s
 
 
 def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) -> Collection[str]:
-    """Return the metrics to draw.
+    """Return the metrics to plot.
 
     Raises UnknownNameError for a pattern that none of the trials has a metric for.
     """
@@ -197,7 +197,7 @@ def _values(one: Any, two: Any) -> tuple[str, str]:
 
 
 def _section(settings: dict[str, Any]) -> str:
-    """What is set in a section that the other trial lacks."""
+    """Settings of a section that the other trial lacks."""
     return ", ".join(f"{plain(key)}: {_shown(value)}" for key, value in settings.items()) or "{}"
 
 

@@ -1,4 +1,4 @@
-"""``slurmrl completion``, and what the shells ask while a command line is typed."""
+"""``slurmrl completion``, and the requests of the shells while a command line is typed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINES = {
     "zsh": 'eval "$(slurmrl completion zsh)"    # in ~/.zshrc, after compinit',
     "fish": "slurmrl completion fish | source    # in ~/.config/fish/config.fish",
 }
-"""What turns completion on, by shell."""
+"""Command that turns completion on, by shell."""
 
 UNFINISHED: Mapping[str, Mapping[str, str]] = {
     "bash": {

@@ -246,7 +246,7 @@ def _text(tried: Tried, name: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return the text on one line. A long one loses its beginning: the answer is at the end."""
+    """Return the string on one line. A long one loses its beginning: the answer is at the end."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARACTERS else f"…{line[-SHOWN_CHARACTERS:]}"
 

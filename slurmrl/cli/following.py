@@ -34,7 +34,7 @@ FIRST_S, LONGEST_S = 0.3, 5.0
 SLICE_S = 0.1
 """A pause that Ctrl-C must end is slept in slices of this length."""
 CURVE_STEPS, CURVE_WIDTH = 400, 40
-"""Newest steps of the curve that the live view draws, and its columns."""
+"""Number of newest steps in the curve of the live view, and its columns."""
 MOST_LINES = 100
 """Most steps to print after one look."""
 POLL_S = {"local": 0.5}
@@ -139,8 +139,8 @@ def _pause(seconds: float, interrupts: Interrupts | None, sleep: Callable[[float
 def has_ended(paths: RunPaths) -> bool:
     """Whether the history ends the trial.
 
-    Ask before reading what its processes wrote: then nothing that they wrote before the end is
-    missed. Raises UnknownNameError for a removed trial.
+    Ask before reading the output of its processes, so that no output before the end is missed.
+    Raises UnknownNameError for a removed trial.
     """
     try:
         atomic.read(paths.identity)
@@ -159,7 +159,7 @@ def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[Tas
 
 
 class PolledScheduler:
-    """A scheduler that is asked seldom, however often a command looks at the run directories."""
+    """A scheduler that gets few requests, however often a command reads the run directories."""
 
     def __init__(self, kind: str) -> None:
         from slurmrl.scheduler import make

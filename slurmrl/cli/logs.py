@@ -1,4 +1,4 @@
-"""Commands that print what the processes of a trial wrote: logs, events, samples."""
+"""Commands that print the output of a trial's processes: logs, events, samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"\d{1,2}:\d\d(:\d\d)?")
 COMMON_KEYS = ("time", "writer", "kind")
 LINES = 12
-"""Lines of a text that are printed; ``--whole`` prints all."""
+"""Number of printed lines of a string; ``--whole`` prints all."""
 
 
 def since_option(command: F) -> F:
@@ -270,7 +270,7 @@ class _EventPrinter:
         self._width = 0
         """Columns of kinds; they never shrink, so that followed lines stay aligned."""
         self.read: list[dict[str, Any]] = []
-        """What the last look read."""
+        """Lines that the last poll read."""
 
     def print(self) -> int:
         """Return the number of printed events."""

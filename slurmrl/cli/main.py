@@ -89,7 +89,7 @@ REMOVED = {
     "graph": "slurmrl plan CONFIG --graph shows the calls of a step",
     "names": "slurmrl status TRIAL shows the processes of a trial and their heartbeats",
 }
-"""Commands of earlier releases, and what replaces each."""
+"""Commands of earlier releases, and their replacements."""
 BEGINNING = """\b
 Begin with:
   slurmrl init site          once on a cluster: partition, account, folder of runs
@@ -167,7 +167,7 @@ def cli() -> None:
 
 
 def _print_version(ctx: click.Context) -> None:
-    """The commit is that of the checkout, else that of the build; without either it is left out."""
+    """Name the commit of the checkout, else of the build, else none."""
     from slurmrl.desk import provenance
 
     commit = provenance.commit_of_package()

@@ -1,4 +1,4 @@
-"""``slurmrl plan``: what would run where, or the graph of a step."""
+"""``slurmrl plan``: the processes and their GPUs, or the graph of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Shown(NamedTuple):
-    """What the command prints."""
+    """Parts that the command prints."""
 
     values: dict[str, Any]
     """As JSON."""

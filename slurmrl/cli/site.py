@@ -133,7 +133,7 @@ def _site(name: str | None, *, yes: bool, force: bool) -> int:
 
 
 def _tell(found: Survey) -> None:
-    """Print what was found, and what was not."""
+    """Print found and missing values."""
     if found.cluster:
         count = len(found.partitions)
         click.echo(f"found: cluster {found.cluster}, {count} partition{'s' * (count != 1)}")

@@ -193,7 +193,7 @@ def rollouts(status: Status) -> str:
 
 
 def _rollouts(status: Status) -> Iterator[tuple[str, str]]:
-    """Yield what rollout tasks do, how old their samples are, and what became of the others."""
+    """Yield the state of rollout tasks, staleness of samples, and the fate of other groups."""
     found = status["rollouts"]
     if found is None:
         return

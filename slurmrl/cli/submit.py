@@ -136,9 +136,9 @@ def evaluate(
 def report_checks(
     proposal: Proposal, timeout_s: float | None, compared: set[str]
 ) -> Sequence[Finding]:
-    """Check what the run will read and print the findings.
+    """Check the files that the run will read and print the findings.
 
-    None checks only what takes no time. ``compared``: see `slurmrl.desk.trial_checks.check_trial`.
+    None does only instant checks. ``compared``: see `slurmrl.desk.trial_checks.check_trial`.
 
     Raises ConfigError for findings that would make the run fail.
     """
@@ -164,7 +164,7 @@ def carry_out(
     wait: bool | None,
     as_json: bool,
 ) -> int:
-    """Check and start trials, or show what a ``dry_run`` would start.
+    """Check and start trials, or only print them (``dry_run``).
 
     If ``check_s`` is None, only checks that take no time run. All trials are checked before the
     first one starts. None starts after a watched trial that did not finish.
@@ -202,7 +202,7 @@ def _interrupts(watch: bool) -> AbstractContextManager[Interrupts | None]:
     """Count Ctrl-C for a trial that is watched."""
     if not watch:
         return nullcontext()
-    from slurmrl.cli.following import Interrupts  # loads what reads a trial
+    from slurmrl.cli.following import Interrupts  # loads the modules that read a trial
 
     return Interrupts()
 
@@ -212,7 +212,7 @@ def _watch(
 ) -> int:
     """``said`` is printed as JSON together with the last status; None prints for people.
 
-    Ctrl-C since the submission began counts: it would leave behind a run that nobody watches.
+    Ctrl-C since the submission began counts: otherwise a run would continue that nobody watches.
     """
     from slurmrl.cli import status_text
     from slurmrl.cli.following import TrialFollower, exit_code, make_view
@@ -282,7 +282,7 @@ def show(
     *,
     as_json: bool,
 ) -> int:
-    """Print what would be submitted, and the batch scripts.
+    """Print the jobs of a submission and the batch scripts.
 
     ``outlook``: where the trial is, if it exists.
     """
@@ -329,7 +329,7 @@ def _facts(proposal: Proposal, outlook: Outlook | None) -> Iterator[tuple[str, s
 
 
 def _job(proposal: Proposal, group: GroupPlan) -> Iterator[str]:
-    """Yield what a group's array asks for."""
+    """Yield the request of a group's array."""
     from slurmrl.plan.placement import slurm_of
 
     gpus = group.gpus_per_worker * group.slots_per_host

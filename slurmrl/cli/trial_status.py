@@ -104,11 +104,11 @@ def _chosen(root: Path, names: Sequence[str]) -> list[RunPaths]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What the command line asks for."""
+    """Trials that the command line selects."""
 
     root: Path
     names: Sequence[str]
-    """Of trials and experiments; empty for all trials."""
+    """Names of trials and experiments; empty for all trials."""
     states: Sequence[str]
     """Empty for all states."""
     order: str
@@ -119,7 +119,7 @@ class _Wanted:
         return len(self.names) == 1 and "/" in self.names[0]
 
     def listed(self, statuses: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the statuses in the wanted states, in order; equal ones stay in that of names."""
+        """Return the statuses in the wanted states, in order; equal ones in the order of names."""
         kept = [one for one in statuses if not self.states or one["state"] in self.states]
         if self.order == "age":
             kept.sort(key=lambda one: -(one["submitted"] or 0.0))
@@ -201,7 +201,7 @@ class Rest:
     """Tells when nothing will happen by itself.
 
     Each trial has ended, or the scheduler says twice in a row that no job of it is left. (The
-    history is read first, and a trial may end before the scheduler is asked.)
+    history is read first, and a trial may end before the request to the scheduler.)
     """
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ def _footer() -> str:
 
 
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:
-    """Return what must change for a status to be news; ages alone are not."""
+    """Return the fields whose change makes a status news; ages do not."""
     checkpoint = status["checkpoint"] or {}
     ended = _is_over(status)
     return (

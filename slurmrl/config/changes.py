@@ -61,7 +61,7 @@ MAY_CHANGE = frozenset(
     }
 )
 """Dotted keys, including all keys below them (`*` is any text), that change how a run is executed,
-monitored or ended, but not what it computes."""
+monitored or ended, but not its results."""
 
 
 LAYOUT = frozenset(
@@ -84,7 +84,7 @@ LAYOUT = frozenset(
     }
 )
 """Dotted keys that change the number of ranks and the micro-batches of the same computation. They
-may change too; `consequences` reports what is not preserved."""
+may change too; `consequences` reports the resulting differences."""
 
 
 SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in SECTIONS)
@@ -121,7 +121,7 @@ def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
 
 
 def may_change() -> str:
-    """List the settings that may change, for a message; those of models once for all of them."""
+    """List the settings that may change, for a message; settings of models once for all models."""
     keys = MAY_CHANGE | LAYOUT | SCHEDULES
     of_models = {key.removeprefix("actor.") for key in keys if key.startswith("actor.")}
     others = keys - {f"{role}.{name}" for role in SECTIONS for name in of_models}
@@ -211,7 +211,7 @@ def _moves(role: str, overrides: Sequence[str]) -> bool:
 
 
 def consequences(old: Config, new: Config) -> list[str]:
-    """Describe what a changed layout preserves and what it does not.
+    """Describe the properties that a changed layout preserves or loses.
 
     Return lines for the user; none if the layout is the same.
     """

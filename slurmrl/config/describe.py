@@ -89,7 +89,7 @@ class Chapter:
 
 
 def pages(algorithms: Mapping[str, type[BaseModel]], environment: str) -> dict[str, str]:
-    """Return the text of each page by its path below docs/.
+    """Return the content of each page by its path below docs/.
 
     ``algorithms`` are the schemas of the ``algorithm`` section by name. ``environment`` is Markdown
     about the environment variables.

@@ -30,7 +30,7 @@ from slurmrl.fsio.field_types import SIZE, Fields, each
 
 PREFIX: Final = "hf://"
 CACHE: Final = ".hub"
-"""Folder of the cache, beside those of experiments (whose names do not begin with a dot)."""
+"""Folder of the cache, next to the folders of experiments (whose names do not begin with a dot)."""
 DEFAULT_REVISION: Final = "main"
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
@@ -41,7 +41,7 @@ _FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".t
 
 
 class HubKind(StrEnum):
-    """What is fetched of a repository; also the folder of the cache."""
+    """Kind of repository; also the folder of the cache."""
 
     DATASET = "datasets"
     MODEL = "models"
@@ -57,7 +57,7 @@ class HubReference:
     revision: str = DEFAULT_REVISION
     """A branch, a tag or a commit."""
     subset: str | None = None
-    """Of a dataset that has several."""
+    """Subset of a dataset that has several."""
 
     def __str__(self) -> str:
         return f"{PREFIX}{self.repository}@{self.revision}"
@@ -94,7 +94,7 @@ class HubReference:
 
 
 def of_folder(folder: Path, cache: Path, subset: str | None = None) -> HubReference | None:
-    """The reference by commit whose folder in a cache this is; ``subset`` is that of a dataset.
+    """Return the reference by commit of a folder in a cache; ``subset`` is a dataset's subset.
 
     None for any other folder.
     """
@@ -144,7 +144,7 @@ def record(made: Path, folder: Path) -> None:
 
 
 def damage(folder: Path) -> str:
-    """What a folder lacks, as the end of a sentence about it; empty if it is whole.
+    """Return the defects of a folder, as the end of a sentence about it; empty if it is complete.
 
     Raises EnvironmentFailure if its list cannot be read.
     """
@@ -202,8 +202,8 @@ class HubCache:
     def fetch(self, reference: HubReference) -> Path:
         """The folder of the revision as it is on the hub now.
 
-        A commit is fetched once, and again if its folder has lost files. Where the hub cannot be
-        reached, that of the last time is used.
+        A commit is fetched once, and again if its folder has lost files. If the hub cannot be
+        reached, the previously fetched commit is used.
         """
         known = self.newest(reference)
         if known is not None and reference.is_commit:

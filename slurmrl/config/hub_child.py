@@ -1,8 +1,8 @@
 """The child process that fetches a repository.
 
-It downloads one commit into ``<home>/fetching``, resuming what an
-interrupted call has left there, makes the folder ``<home>/<commit>.<pid>`` of it, and renames that
-to ``<home>/<commit>``, beside which ``<commit>.json`` lists its files. Progress is shown on stderr.
+It downloads one commit into ``<home>/fetching``, resuming an interrupted download, makes the folder
+``<home>/<commit>.<pid>`` of it, and renames that to ``<home>/<commit>``. ``<commit>.json`` next to
+it lists its files. Progress is shown on stderr.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RepositoryFetcher:
         return commit
 
     def _publish(self, made: Path, target: Path) -> None:
-        """Give a folder its place, perhaps that of one that has lost files.
+        """Give a folder its place, and replace a folder that has lost files.
 
         Runs that read those that it still had keep them open.
         """

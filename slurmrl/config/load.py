@@ -303,7 +303,7 @@ def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
     """Apply each override; the last one of a key wins.
 
     A value is parsed as YAML, so ``a.b=[1, 2]`` is a list and ``a.b=`` is null; a whole section
-    replaces the file's. A setting that is a text takes the characters as they stand: ``trial=007``,
+    replaces the file's. A string setting takes the characters as they are written: ``trial=007``,
     ``dataset.prompt_template={question}``. Only null clears it, and quotes around the whole are
     removed. Errors are added to the source's problems.
     """
@@ -340,14 +340,14 @@ def _set(source: Source, path: KeyPath, text: str) -> None:
 
 
 def _is_quoted(node: Node | None, text: str) -> bool:
-    """Return whether the text is one string of YAML in quotes."""
+    """Return whether the argument is one quoted YAML string."""
     whole = text.strip()
     style = node.style if isinstance(node, ScalarNode) else None
     return style in ("'", '"') and len(whole) > 1 and whole[0] == whole[-1] == style
 
 
 def _is_text(path: KeyPath) -> bool:
-    """Return whether a setting is a text, in which 007 and no stand for themselves."""
+    """Return whether a setting is a string, in which 007 and no stand for themselves."""
     owner = section_at(Config, path[:-1])
     field = dict(keys(owner)).get(str(path[-1])) if owner else None
     return field is not None and set(types(field.annotation)) - {type(None)} == {str}

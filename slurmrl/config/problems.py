@@ -1,4 +1,4 @@
-"""Schema violations as messages for the user: the value, the rule, and what is allowed."""
+"""Schema violations as messages for the user: the value, the rule, and the allowed values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OTHER_NAMES = {
     "train_batch_size": "batch_size",
     "model_path": "path",
 }
-"""What other systems call a setting of the same section, and its name here."""
+"""Names of settings in other systems, and their names here, within a section."""
 REMOVED: Mapping[KeyPath, tuple[object, str]] = {
     ("*", "optimizer", "alpha"): (0.99, "only rmsprop used it, which is no longer supported"),
     ("*", "optimizer", "rho"): (0.9, "only adadelta used it, which is no longer supported"),
@@ -63,7 +63,7 @@ REMOVED: Mapping[KeyPath, tuple[object, str]] = {
         "metrics.jsonl has every step; remove it, and read that file with pandas or slurmrl plot",
     ),
 }
-"""Settings of earlier releases: the default, and what there is instead. A first part of `*` stands
+"""Settings of earlier releases: the default and the replacement. A first part of `*` stands
 for any section at any depth."""
 LOGS: Final = frozenset({("logging", "csv")})
 """Those that changed no result: a trial that has one is read without it."""

@@ -1,4 +1,4 @@
-"""Site profiles: what all configurations have in common on a cluster, in files of the user's.
+"""Site profiles: settings that all configurations of a cluster share, in files of the user's.
 
 ``~/.config/slurmrl/NAME.yaml`` is merged under a configuration when its trial is submitted or
 planned (`load.put_under`). A trial records the result, so whatever reads its run directory needs no
@@ -33,7 +33,7 @@ def folder() -> Path:
 
 
 def file_of(name: str) -> Path:
-    """Where the profile of a name is or would be. Raises UsageError for what cannot be one."""
+    """Where the profile of a name is or would be. Raises UsageError for an invalid name."""
     if not _NAME.fullmatch(name) or name == NONE:
         raise UsageError(
             f"profile '{name}': a name has 1 to 64 letters, digits, '.', '_' or '-', begins with a "

@@ -90,7 +90,7 @@ class Source:
         return str(self.path)
 
     def spelling(self, key_path: KeyPath) -> Any:
-        """The value at a key; a number as the text that is written there."""
+        """The value at a key; a number as the string that is written there."""
         value, mark = self.at(key_path), self.marks.get(key_path)
         written = mark.text if mark is not None else None
         return value if written is None or isinstance(value, str) else written
@@ -116,12 +116,12 @@ class Source:
         return file.parent.absolute()
 
     def is_of_profile(self, key_path: KeyPath) -> bool:
-        """Whether the value at this key is that of the profile."""
+        """Whether the value at this key comes from the profile."""
         file, _, _ = self.where(key_path).rpartition(":")
         return self.profile is not None and file == str(self.profile)
 
     def of_profile(self) -> list[KeyPath]:
-        """The settings that are those of the profile."""
+        """The settings that come from the profile."""
         return [key for key in _settings(self.values) if self.is_of_profile(key)]
 
     def at(self, key_path: KeyPath) -> Any:

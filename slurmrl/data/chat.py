@@ -46,7 +46,7 @@ class MarkedText(NamedTuple):
 
 
 class ChatTemplate:
-    """The chat template of a dataset: the tokenizer's, or that of a file.
+    """The chat template of a dataset: from the tokenizer or from a file.
 
     Methods raise ChatTemplateError for a conversation that the template refuses, or whose turns
     cannot be told apart.
@@ -73,8 +73,8 @@ class ChatTemplate:
     def conversation(self, messages: Sequence[Message], tools: Any) -> MarkedText:
         """The text of a whole conversation.
 
-        A turn begins after the generation prompt, and ends with what the template puts after it,
-        except white space after a special token.
+        A turn begins after the generation prompt, and ends with the text that the template puts
+        after it, except white space after a special token.
         """
         messages = self._whole(messages)
         text = whole = self._render(messages, tools)
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> EndOfTurn:
-        """How the template ends a turn whose content is a text."""
+        """End of a turn whose content is a string, as the template writes it."""
         with suppress(ChatTemplateError):
             said = {"role": ASSISTANT, "content": TURN_TEXT}
             alone = self._render(with_system([ASKED, said], self._system), self._tools)
@@ -115,7 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def _known(self) -> set[str]:
-        """The texts of the tokenizer's special and added tokens."""
+        """The strings of the tokenizer's special and added tokens."""
         return {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
 
     def around_messages(self, roles: Sequence[str]) -> list[str]:
@@ -383,8 +383,8 @@ class EndOfTurn(NamedTuple):
     """
 
     tokens: tuple[str, ...] = ()
-    """The texts of the tokens; none if the template ends a turn without a token. The first one is
-    the token that comes before a message of the user."""
+    """The strings of the tokens; empty if the template ends a turn without a token. The first one
+    is the token that comes before a message of the user."""
     by_next: bool = False
     """Whether the token is the beginning of the next message, as in GLM-4's template."""
 
@@ -392,9 +392,9 @@ class EndOfTurn(NamedTuple):
     def of(tail: str, following: Sequence[str], known: Collection[str]) -> EndOfTurn:
         """Return the end of a turn.
 
-        ``tail`` is the text after the content of the last turn, each of ``following`` the text
-        between the content of a turn and the next message. ``known`` are the texts of the
-        tokenizer's special and added tokens.
+        ``tail`` contains the text after the content of the last turn, each of ``following`` the
+        text between the content of a turn and the next message. ``known`` contains the strings of
+        the tokenizer's special and added tokens.
         """
         if own := _first(tail, known):
             return EndOfTurn((own.token,))
@@ -426,7 +426,7 @@ class _FirstToken(NamedTuple):
 
 
 def _first(text: str, known: Collection[str]) -> _FirstToken | None:
-    """Return the first of the known tokens in a text: the longest one at its place."""
+    """Return the first of the known tokens in a string: the longest one at its place."""
     found = [(text.find(token), -len(token), token) for token in known if token and token in text]
     if not found:
         return None

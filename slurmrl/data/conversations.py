@@ -1,8 +1,8 @@
-"""Checks of texts and of conversations: lists of messages with a role and a content. Torch-free.
+"""Checks of strings and of conversations: lists of messages with a role and a content. Torch-free.
 
-`left_out` finds what a chat template leaves out of a conversation. Every value that the model must
-see gets a mark, and the marks are searched for in the rendered text. So a value is found in
-whatever form the template writes it, and is not mistaken for other text with the same words.
+`left_out` finds the parts of a conversation that a chat template leaves out. Every value that the
+model must see gets a mark, and the marks are searched for in the rendered text. So a value is found
+in whatever form the template writes it, and is not mistaken for other text with the same words.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ SHOWN = 60
 
 
 def wrong_text(value: Any) -> str:
-    """Why a value is not a text; "" if it is.
+    """Return the reason why a value is not a string; "" if it is.
 
     Other values are never converted to strings: their Python form (``None``, ``True``, ``[{'role':
-    …``) is not what the user meant.
+    …``) would be a mistake.
     """
     if not isinstance(value, str):
         return f"must be a string, but is {kind_of(value)}{_advice(value)}"
@@ -190,7 +190,7 @@ REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """The keys of a message's reasoning."""
 MARKS: Final = "mark{}x"
 Rendered = Callable[[Sequence[Message], Any], str]
-"""Returns the text of messages and tools, or "" if the template refuses them."""
+"""Returns the text of messages and tools, or "" if the template rejects them."""
 
 
 def left_out(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str:

@@ -1,6 +1,6 @@
-"""Tokens of texts and conversations, with the tokenizer and the chat template of a dataset.
+"""Tokens of strings and conversations, with the tokenizer and the chat template of a dataset.
 
-Torch-free, except for what transformers imports.
+Torch-free, except for imports of transformers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ Chat = tuple[Sequence[Message], Any]
 
 
 class Encoder:
-    """Tokenizes texts and conversations.
+    """Tokenizes strings and conversations.
 
     :raises ConfigError: there is no chat template, though the dataset needs one.
     """
@@ -183,10 +183,10 @@ PROBE: Final = "a"
 
 
 class Continuations:
-    """Tokenizes texts that continue a context.
+    """Tokenizes strings that continue a context.
 
     Many tokenizers begin each text with a space (Metaspace, Prepend: Llama 2, Mistral, T5). Inside
-    a text they do not, so they tokenize a continuation behind an anchor, whose tokens are removed.
+    a string they do not, so they tokenize a continuation after an anchor, whose tokens are removed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -236,7 +236,7 @@ class Continuations:
                 yield anchor, start
 
     def _adds_space_after(self, token: int | None) -> bool:
-        """Whether the tokenizer begins a text with a space again behind a special token."""
+        """Whether the tokenizer begins text with a space again after a special token."""
         added = self._tokenizer.added_tokens_decoder.get(token)
         if added is None:
             return False

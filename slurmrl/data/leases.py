@@ -84,7 +84,7 @@ class SampleLedger(Ledger):
     def __init__(
         self, incarnation: int, lineage: Lineage, record: LedgerRecord | None = None
     ) -> None:
-        """``lineage`` is that of the new ``incarnation``, which no lease in the record is from."""
+        """``lineage`` belongs to the new ``incarnation``, which no lease in the record is from."""
         record = record or LedgerRecord()
         super().__init__(record)
         self.refused: Counter[str] = Counter()
@@ -183,7 +183,7 @@ class SampleLedger(Ledger):
         return True
 
     def return_items(self, lease: str, items: Iterable[int]) -> list[int]:
-        """Queue items again that a lease still holds, and return them; others are left alone."""
+        """Queue the items again that a lease still holds, and return them. Ignore other items."""
         returned = [item for item in items if self._release(lease, item)]
         self._queued_again.update(returned)
         return returned
@@ -191,7 +191,7 @@ class SampleLedger(Ledger):
     def redo(self, sample: StoredGroup) -> bool:
         """Queue the item of a finished sample again that cannot be read.
 
-        Returns whether the sample waited for a step; others are left alone.
+        Return whether the sample waited for a step. Ignore other samples.
         """
         if self._finished.get(sample.item) != sample:
             return False

@@ -82,7 +82,7 @@ class LeasedItems:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredGroup:
-    """Where the samples of an item are, and what decides about their use.
+    """Place of the samples of an item, and the facts that decide about their use.
 
     Result logs, the ledger and `LoadBatch` hold it.
     """
@@ -117,11 +117,11 @@ class LedgerRecord:
     trained: tuple[StepRun, ...] = ()
     dropped: tuple[DroppedRun, ...] = ()
     dropped_before: tuple[DropCount, ...] = ()
-    """Of the items before ``settled``."""
+    """Drop counts of the items before ``settled``."""
     leased: tuple[LeasedItems, ...] = ()
     samples: tuple[StoredGroup, ...] = ()
-    """Of all items that have one, also of those that were in flight for a step: what a step that is
-    not committed takes is still finished."""
+    """Samples of all items that have one. Items in flight for a step are included: the samples that
+    an uncommitted step takes are still finished."""
 
     def check(self, where: object) -> None:
         """Raises CorruptFileError that names ``where`` if the fields contradict each other."""

@@ -1,6 +1,6 @@
 """A batch without its tensors: ids, lengths, metadata, and the names of recorded keys. Torch-free.
 
-The support of a token is what top-k and top-p left when it was sampled: token ids, ascending. An
+The sampling mask of a token lists the token ids that top-k and top-p kept, ascending. An
 empty one stands for the whole vocabulary, and for tokens that were not sampled.
 """
 
@@ -18,10 +18,10 @@ Lengths = dict[str, list[list[int]]]
 SIZES = "support_sizes"
 """Key of a batch: the number of token ids in each token's support."""
 IDS = "support_ids"
-"""Key of a batch: the token ids of the supports of a sequence, one behind the other."""
+"""Key of a batch: the concatenated token ids of a sequence's sampling masks."""
 EXPERTS = "experts"
-"""Key of a batch: the experts of all blocks that read a token, for each token of a sequence, one
-behind the other; -1 stands for the router's choice. Nothing for a sequence without a record."""
+"""Key of a batch: the experts of all blocks that read a token, concatenated over the tokens of a
+sequence; -1 stands for the router's choice. Nothing for a sequence without a record."""
 
 
 @dataclass

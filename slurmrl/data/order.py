@@ -88,8 +88,7 @@ class DataOrder:
 class Mixture:
     """Items of several sources in the ratio of weights, each source in its own order of epochs.
 
-    The indices of a source follow those of the sources before it; epochs are those of the item's
-    source.
+    The indices of a source follow the indices of the sources before it; epochs count per source.
 
     Item ``n`` belongs to the source in whose arc of a circle the place ``start + n * step`` lies.
     The golden step keeps every stretch of items close to the ratio, and how many of the first ``n``

@@ -56,8 +56,8 @@ def prepare(
 ) -> Path:
     """Return the directory in ``folder`` with the prepared rows.
 
-    Only one process of an incarnation calls this; those of older incarnations may still be at it,
-    in directories of their own.
+    Only one process of an incarnation calls this; processes of older incarnations may still do the
+    same, in separate directories.
 
     :raises ConfigError: rows or settings that cannot be used; each problem names its line.
     :raises UsageError: the disk is full: another start would meet that again.
@@ -92,7 +92,7 @@ def find(
 ) -> Path:
     """The newest directory that `prepare` has finished, without a look at the dataset's files.
 
-    Raises EnvironmentFailure, also if there is none.
+    Raises EnvironmentFailure if it cannot be read or does not exist.
     """
     for directory in _made(folder, recipe(config, tokenizer), calls):
         with suppress(CorruptFileError):
@@ -209,7 +209,7 @@ def _remove(directory: Path, calls: SystemCalls) -> None:
 
 
 Progress = Callable[[str], None]
-"""Receives what is being done: ``tokenizing rows.jsonl, 34 % (340000 rows)``."""
+"""Receives the current activity: ``tokenizing rows.jsonl, 34 % (340000 rows)``."""
 
 CHUNK_BYTES: Final = 16 << 20
 

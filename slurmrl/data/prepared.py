@@ -48,7 +48,7 @@ _RUN: Final = np.dtype("<u4")
 
 
 class Entry(NamedTuple):
-    """The place of a row and what it consists of."""
+    """The place of a row and its parts."""
 
     start: int
     """Its first byte. It ends where the next one starts."""

@@ -74,7 +74,7 @@ class RecordReader:
     ) -> None:
         """``most_bytes``: read only the complete rows in that many bytes from the start.
 
-        ``convert`` makes other rows of those of the file.
+        ``convert`` makes other rows from the rows of the file.
         """
         self._convert = convert
         self.rows = 0
@@ -390,7 +390,7 @@ TEMPLATE_TOKENS: Final = 128
 """Most tokens that a chat template adds to a conversation without tools, such as its own system
 prompt."""
 MARKS: Final = 2
-"""Tokens that a tokenizer adds before and after a text."""
+"""Tokens that a tokenizer adds before and after a string."""
 FIELD: Final = re.compile(r"\{([^{}]*)\}")
 
 

@@ -1,4 +1,4 @@
-"""The texts and tokens of a dataset's rows, and remarks on traps in usable rows. Torch-free."""
+"""The strings and tokens of a dataset's rows, and remarks on traps in usable rows. Torch-free."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class DatasetRows:
 def _may_be_longer(row: Row, most: int) -> bool:
     """A text has no more tokens than bytes, and as JSON more bytes.
 
-    The other half is for what templates add.
+    The other half is for tokens that templates add.
     """
     return len(json.dumps([*row.values()])) > most // 2
 

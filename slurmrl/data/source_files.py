@@ -1,4 +1,4 @@
-"""What all files of rows have in common, and what a wrong file is. Torch-free.
+"""Common code of files of rows, and the diagnosis of a wrong file. Torch-free.
 
 A file may be compressed, in an encoding other than UTF-8, or in a format other than JSON
 (`wrong_beginning`): the message says how to convert it. `arrow_files` finds the Parquet files of a
@@ -141,7 +141,7 @@ BEGINNINGS: Final = {
     b'{\x00"\x00': _UTF.format("UTF-16LE"),
     b'\x00{\x00"': _UTF.format("UTF-16BE"),
 }
-"""What is wrong with a file, by its first bytes."""
+"""Problem of a file, by its first bytes."""
 
 
 def wrong_beginning(path: Path) -> str:
@@ -155,7 +155,7 @@ def wrong_beginning(path: Path) -> str:
 
 
 def not_utf_8(error: UnicodeDecodeError, where: str = "") -> str:
-    """What is wrong with text that cannot be decoded."""
+    """Return the problem of text that cannot be decoded."""
     byte = error.object[error.start]
     return (
         f"not UTF-8 text{where} (byte 0x{byte:02x}: {error.reason}); convert the file to UTF-8, "
@@ -178,7 +178,7 @@ NULS: Final = (
 
 
 def other_form(path: Path) -> str:
-    """Return what a file is whose first row is not JSON; "" if that row has a mistake.
+    """Return the kind of a file whose first row is not JSON; "" if that row has a mistake.
 
     Raises EnvironmentFailure.
     """
@@ -215,7 +215,7 @@ def _object_on_lines(first: str) -> str:
 
 
 def _separator(lines: list[str]) -> str:
-    """Return what separates the cells of a table; "" for other text."""
+    """Return the separator of the cells of a table; "" for other text."""
     if any(line.startswith(("{", "[")) for line in lines[: ALIKE + 1]):
         return ""
     for separator in NAMES:

@@ -46,11 +46,11 @@ BOM = codecs.BOM_UTF8
 HEAD_BYTES = 1 << 16
 """Where a file's first character is looked for."""
 TOKEN_CHARACTERS = 16
-"""The longest token without quotes that can be cut at the end of what was read; numbers are not
+"""The longest token without quotes that can be cut at the end of the buffer; numbers are not
 rows anyway."""
 BATCH_ROWS = 256
 SCHEMA_KEYS = ("parameters", "input_schema", "arguments")
-"""Keys that tools and tool calls have beside their names."""
+"""Keys that tools and tool calls have in addition to their names."""
 
 
 def open_source(
@@ -181,7 +181,7 @@ class JsonArray(RowSource):
         self._digest = blake2b(digest_size=16)
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._text = ""
-        """What has been read and not yet dropped."""
+        """Bytes that were read and not yet dropped."""
         self._at = 0
         """The next character in it."""
         self._line = 1
@@ -298,7 +298,7 @@ class JsonArray(RowSource):
 
 
 class ArrowFiles(RowSource):
-    """The rows of the files one after the other, as JSON: dates are ISO texts, decimals texts."""
+    """The rows of the files one after the other, as JSON: dates and decimals are strings."""
 
     _first: list[int]
 

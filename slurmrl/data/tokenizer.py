@@ -1,6 +1,6 @@
 """Tokenizers in Hugging Face form: read from a local folder, or trained on datasets.
 
-Torch-free, except for what transformers imports.
+Torch-free, except for imports of transformers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise UsageError(f"no tokenizer in {folder}: no vocabulary file (tokenizer.json, …)")
     end_id(tokenizer)
-    tokenizer.clean_up_tokenization_spaces = False  # rewards judge the text as it was written
+    tokenizer.clean_up_tokenization_spaces = False  # Rewards score text as it was written.
     return tokenizer
 
 
@@ -154,7 +154,7 @@ def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None
 def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
     """Train a byte-level BPE tokenizer of ``vocabulary`` tokens, and save it.
 
-    Each digit is a token of its own, so that numbers of any length are tokenized alike.
+    Each digit is a separate token, so that numbers of any length are tokenized alike.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -177,7 +177,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
 
 
 def texts(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
-    """The texts under ``keys`` in all rows. Raises UsageError with the row that has none."""
+    """The strings under ``keys`` in all rows. Raises UsageError with the row that has none."""
     for file in files:
         source = open_source(file)
         for number, _, row, problem in source.rows():

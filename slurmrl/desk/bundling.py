@@ -53,14 +53,13 @@ OF_CLUSTER: Final[Mapping[KeyPath, str]] = {
     ("rollout", "server_keys"): "",
     ("rollout", "server_weights"): "",
 }
-"""What servers of the cluster are started with and read, which need not be here; and the values
-that the configuration is checked with instead."""
+"""Files for servers that only the cluster needs, and the values that replace them in checks."""
 LEFT_ALONE = (("cluster", "variables_file"),)
 """Secrets."""
 HEADER = "# Made by slurmrl bundle. Relative paths are files of the bundle.\n"
 PACKAGE: Final = "slurmrl"
 PLATFORMS: Final = ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1")
-"""Of manylinux; pip takes each literally."""
+"""Versions of manylinux; pip accepts only the listed ones."""
 NOT_BUILT: Final = (".*", "__pycache__", "*.egg-info", "build", "dist", "docs", "runs", "tests")
 INDEX: Final = "https://download.pytorch.org/whl"
 OMITTED: Final = "none"
@@ -130,16 +129,16 @@ class Contents:
     files: Mapping[str, Path]
     """By their names in the bundle, which ascend."""
     notes: tuple[str, ...]
-    """What the cluster must have itself."""
+    """Files that the cluster must have."""
 
 
 def collect_contents(
     settings: Settings, code: OwnCode, elsewhere: Mapping[KeyPath, str] | None = None
 ) -> Contents:
-    """Find what a configuration names.
+    """Find the files that a configuration names.
 
-    ``elsewhere`` are settings that name what only the cluster has. Raises ConfigError for what a
-    bundle cannot hold.
+    ``elsewhere`` has the settings whose files only the cluster has. Raises ConfigError for files
+    that a bundle cannot hold.
     """
     config, source = settings.config, settings.source
     values = _without_profile(source)
@@ -182,9 +181,10 @@ class _Files:
         self._names: dict[Path, str] = {}
 
     def add(self, name: str, source: Path) -> str:
-        """Add a file, or those of a folder, and return the name.
+        """Add a file, or all files of a folder, and return the name.
 
-        What is there already, such as the model of two roles, is added once. Raises UsageError.
+        A source that two settings name, such as the model of two roles, is added once. Raises
+        UsageError.
         """
         if source in self._names:
             return self._names[source]
@@ -220,7 +220,7 @@ def _at(values: Any, key: KeyPath) -> Any:
 
 
 def _without_profile(source: Source) -> dict[str, Any]:
-    """The values without those of the site profile, which are about this machine's cluster."""
+    """The values without the site profile's values, which concern this machine's cluster."""
     values = copy.deepcopy(source.values)
     for key in source.of_profile():
         del _at(values, key[:-1])[key[-1]]
@@ -231,7 +231,7 @@ def _without_profile(source: Source) -> dict[str, Any]:
 
 
 def _forget_subsets(dataset: Any) -> None:
-    """What was fetched of the hub is the subset alone, and local files have none."""
+    """A dataset of the hub is fetched as this subset only, and local files have none."""
     if isinstance(dataset, dict):
         dataset.pop("subset", None)
         for part in (dataset.get("sources") or {}).values():
@@ -285,7 +285,7 @@ def _add(
 ) -> Member:
     """Write a member without owner, time and mode of its file.
 
-    Raises UsageError if the file becomes shorter or longer meanwhile.
+    Raises UsageError if the file becomes shorter or longer during the copy.
     """
     info = tarfile.TarInfo(name)
     info.size, info.mode = size, 0o600
@@ -302,7 +302,7 @@ def _add(
 
 
 class _Digest(io.RawIOBase):
-    """Reads a file and takes the checksum of what was read."""
+    """Reads a file and computes the checksum of the bytes."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -318,7 +318,7 @@ def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str
     """Fill a new folder with wheels of slurmrl and its requirements, for Linux on x86-64.
 
     The wheels have the versions that are installed here, and include some of slurmrl's extras,
-    which need not be installed here. Raises EnvironmentFailure with what pip printed.
+    which need not be installed here. Raises EnvironmentFailure with the output of pip.
     """
     source = Path(slurmrl.__file__).parents[1]
     if not (source / "setup.cfg").exists():
@@ -331,7 +331,7 @@ def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str
     constraints.write_text("".join(f"{line}\n" for line in installed(torch)))
     wanted = requirements(torch, extras)
     _pip(download_command(folder, constraints, wanted, python=python, torch=torch))
-    copied = folder.with_name("source")  # a build writes into the tree, and takes what is there
+    copied = folder.with_name("source")  # A build writes into the tree and uses the files there.
     shutil.copytree(source, copied, ignore=shutil.ignore_patterns(*NOT_BUILT))
     _pip(["wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copied)])
     if torch == OMITTED:
@@ -341,7 +341,7 @@ def gather_wheels(folder: Path, *, python: str, torch: str, extras: Sequence[str
 
 
 def requirements(torch: str, extras: Sequence[str] = ()) -> list[str]:
-    """What slurmrl needs. Without torch, what torch itself brings along is left to it, too."""
+    """Requirements of slurmrl. Without torch, its dependencies are left out too."""
     needed = []
     for line in distribution(PACKAGE).requires or ():
         extra = _EXTRA.search(line)

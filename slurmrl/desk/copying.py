@@ -81,9 +81,9 @@ def copy(source: Path, target: Path, without: Collection[str] = ()) -> None:
 
 
 def stamps(sources: Mapping[Path, Collection[str]]) -> dict[Path, tuple[int, ...]]:
-    """What changes whenever one of the files to copy does: their names, sizes, times and inodes.
+    """Return a state that changes with any file to copy: names, sizes, times and inodes.
 
-    ``sources``: each with what is left out of it.
+    ``sources``: each with its left-out files.
     """
     found: dict[Path, tuple[int, ...]] = {}
     for source, without in sources.items():

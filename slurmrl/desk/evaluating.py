@@ -52,10 +52,10 @@ OF_ENGINES: Final = (
     *("servers", "server_weights", "server_keys"),
     *("python", "server_args", "server_start_s", "server_silence_s"),
 )
-"""What of `rollout` is about an engine for generation alone, see `_actor_generates`."""
+"""Settings of `rollout` that concern only a generation engine, see `_actor_generates`."""
 OF_LAYOUT: Final = ("model", "gpus")
 OF_HOSTS: Final = ("hosts", "workers_per_host")
-"""What of `actor` and `cluster` is about the layout of the trainers."""
+"""Settings of `actor` and `cluster` that concern the layout of the trainers."""
 OF_TRAINING_SAMPLES: Final = ("n", "temperature", "greedy", "top_p", "top_k", "replay_experts")
 """Settings of `rollout` that evaluations do not have in common with it."""
 SAMPLING: Final = ("n", "temperature", "greedy", "max_new_tokens")
@@ -80,7 +80,7 @@ def find_checkpoint(text: str, root: Path) -> EvaluatedModel:
 
     Without a step it is the newest checkpoint that the trial has now.
 
-    Raises UsageError for what is none of these.
+    Raises UsageError for anything else.
     """
     if text.startswith(HUB_PREFIX):
         return EvaluatedModel(text, _as_name(text.removeprefix(HUB_PREFIX)))
@@ -185,7 +185,7 @@ def _root_of(source: Source) -> str:
 
 
 class _Derived:
-    """The values of an evaluation, taken from those of a source with their marks."""
+    """The values of an evaluation, copied from a source with their marks."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -195,7 +195,7 @@ class _Derived:
     def take(self, old: KeyPath, new: KeyPath, without: Sequence[str] = ()) -> None:
         value, section = _at(self.source.values, old), _at(self.values, new[:-1])
         if value is None or not isinstance(section, dict):
-            return  # what is no section is reported when the values are checked
+            return  # A value that is not a section is reported by the check of the values.
         if isinstance(value, dict):
             value = {key: each for key, each in value.items() if key not in without}
         section[str(new[-1])] = value
@@ -208,7 +208,7 @@ class _Derived:
 
 
 def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> None:
-    """Replace what trains by the evaluation of a suite."""
+    """Replace the training settings by the evaluation of a suite."""
     if not isinstance(source.values.get("evaluation"), dict):
         message = f"is required to evaluate a model of algorithm {algorithm.get('name')}"
         raise ConfigError((source.problem(("evaluation",), message),))
@@ -241,7 +241,7 @@ def _from_evaluation(source: Source, algorithm: dict[str, Any], suite: str) -> N
 
 
 def _from_training(derived: _Derived) -> None:
-    """What an evaluation has in common with the trial that trains."""
+    """Settings that an evaluation shares with the trial that trains."""
     for key in ("experiment", *KEPT):
         derived.take((key,), (key,))
     derived.take(("actor",), ("actor",), OF_TRAINING)
@@ -291,10 +291,10 @@ def _at(values: dict[str, Any], path: KeyPath) -> Any:
 
 
 def _measure(source: Source, evaluation: KeyPath, algorithm: Any) -> str:
-    """What is measured on a dataset of the type of an evaluation.
+    """Measures of a dataset by the type of an evaluation.
 
-    Preferences are those of a model with a scalar head, which no other algorithm of slurmrl trains
-    as its actor.
+    Preferences need a model with a scalar head, which no other algorithm of slurmrl trains as its
+    actor.
     """
     dataset = _at(source.values, (*evaluation, "dataset"))
     kind = dataset.get("like") or dataset.get("type") if isinstance(dataset, dict) else None

@@ -63,7 +63,7 @@ class InputChecks:
         """Lines of these that a length limit leaves out."""
 
     def checks(self) -> dict[str, tuple[str, Callable[[], Iterator[Finding]]]]:
-        """Return the checks by subject, with words for what each is doing."""
+        """Return the checks by subject, with words for each activity."""
         return {
             "algorithm": ("importing the algorithm", self._algorithm),
             "weights": ("reading the headers of the weights", self._weights),
@@ -137,7 +137,7 @@ class InputChecks:
                 yield Finding("weights", Weight.FAILED, message, key)
 
     def _adapters(self) -> Iterator[Finding]:
-        """Of checkpoints that are evaluated without an export, which would compare them.
+        """Check checkpoints that are evaluated without an export, which would compare them.
 
         The last check, because it reads whole models.
         """
@@ -224,7 +224,7 @@ class InputChecks:
     def _judged_rows(
         self, function: WeightedReward, sections: Mapping[KeyPath, DatasetConfig]
     ) -> Iterator[Finding]:
-        """Yield the rows that the reward cannot judge."""
+        """Yield the rows that the reward cannot score."""
         for key, dataset in sources(sections):
             rows = self.rows.get(key)
             if dataset.kind != "prompt" or rows is None:
@@ -391,7 +391,7 @@ def sources(sections: Mapping[KeyPath, DatasetConfig]) -> Iterator[tuple[str, Da
 def judged(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
     """Return the datasets that the reward with this dotted key scores.
 
-    The trial's reward scores all datasets except those of suites that have a separate reward.
+    The trial's reward scores all datasets, except for suites with a separate reward.
     """
     judges: dict[KeyPath, str] = {("dataset",): "reward"}
     for suite in config.evaluations:

@@ -30,7 +30,7 @@ from slurmrl.plan.settings import Settings
 
 @dataclass(frozen=True)
 class Selection:
-    """Which completions are judged: those of a file, texts for rows, or the rows' own answers."""
+    """The completions to score: from a file, given strings, or the rows' own answers."""
 
     rows: int | None
     """Number of rows, from the first, or of completions of the file (None: all)."""
@@ -62,7 +62,7 @@ class DataSample:
 
 @dataclass(frozen=True, kw_only=True)
 class DataCounts:
-    """What a source holds."""
+    """Content of a source."""
 
     source: str
     path: str
@@ -166,9 +166,9 @@ class Tried:
 
 
 class RewardData:
-    """The rows that a configuration's reward judges.
+    """The rows that a configuration's reward scores.
 
-    :raises ConfigError: a configuration without a reward, or without prompts to judge.
+    :raises ConfigError: a configuration without a reward, or without prompts to score.
     """
 
     def __init__(self, settings: Settings) -> None:

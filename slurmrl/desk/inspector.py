@@ -230,7 +230,7 @@ def _judged(
 
 
 def _extras(items: Sequence[Item]) -> dict[str, Any]:
-    """What a reward may ask for in addition to texts and rows, as in the first step of a run.
+    """Arguments that a reward may ask for, as in the first step of a run.
 
     The completions of a row are a group.
     """
@@ -251,7 +251,7 @@ def _extras(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def token_ids(folder: str | None, completions: Sequence[str]) -> list[list[int]]:
-    """The tokens of texts as if a model had written them, with the end-of-text token."""
+    """The tokens of strings as if a model had written them, with the end-of-text token."""
     if folder is None:
         raise UsageError("the reward asks for token_ids, but the configuration has no tokenizer")
     tokenizer = load_tokenizer(Path(folder))

@@ -44,7 +44,7 @@ def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
     """Extend the chains of a live trial that are short of links.
 
     Return None where no chain is: the trial has ended or must be resumed, has enough links, or is
-    no chain of Slurm jobs. ``dry_run`` reports what would be queued and queues nothing.
+    no chain of Slurm jobs. ``dry_run`` only reports the number of new jobs.
 
     Raises UsageError, SchedulerError.
     """

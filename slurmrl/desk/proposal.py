@@ -110,8 +110,7 @@ class Proposal:
     def check(self, timeout_s: float | None, compared: set[str] | None = None) -> list[Finding]:
         """Check everything that the run will read, and whether Slurm accepts its jobs.
 
-        See `trial_checks`, also for ``compared``. Without ``timeout_s``, check only what takes no
-        time.
+        See `trial_checks`, also for ``compared``. Without ``timeout_s``, do only instant checks.
 
         Check nothing for a trial with another slurmrl, which may not know all settings of this one:
         `submit` refuses it, unless it is complete.
@@ -182,7 +181,7 @@ def propose_resume(
 ) -> Proposal:
     """Plan to resume the trial of a run directory, with changes.
 
-    ``update_code`` runs the present code instead of that of the newest submission. Raises
+    ``update_code`` runs the current code instead of the newest submission's. Raises
     UsageError if the trial was never prepared.
     """
     if not is_prepared(paths):
@@ -351,7 +350,7 @@ def trial_uuid(paths: RunPaths) -> str:
 
 
 def write_plan(paths: RunPaths, settings: Settings, plan: Plan) -> None:
-    """Replace the plan, and the estimates that reports compare with what was measured."""
+    """Replace the plan, and the estimates that reports compare with measurements."""
     atomic.replace(paths.estimates, json.dumps(figures(settings, plan)).encode())
     atomic.replace(paths.plan, plan.to_json().encode())
 

@@ -273,8 +273,8 @@ def installed_packages() -> dict[str, str]:
     """
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
-        known = distribution.metadata  # a file, parsed anew at each use
-        if known["Name"]:  # missing in what a killed installation left
+        known = distribution.metadata  # a file that is parsed again at each use
+        if known["Name"]:  # missing after a killed installation
             versions.setdefault(known["Name"], known["Version"])
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 

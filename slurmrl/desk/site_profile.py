@@ -1,4 +1,4 @@
-"""The settings of a site profile as questions, each with what was found and a proposal."""
+"""The settings of a site profile as questions, each with findings and a proposal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SETUP: Final = ("cluster", "slurm", "setup")
 WIDTH: Final = 100
 _PLAIN: Final = re.compile(r"(?:[A-Za-z]|~?/)[A-Za-z0-9_./-]*")
 _WORDS: Final = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
-"""What YAML of some version does not read as a text."""
+"""Values that some version of YAML does not read as a string."""
 HEAD: Final = """\
 # Site profile of slurmrl, by `slurmrl init site`{of}.
 # Each setting holds for all of your configurations that do not set it themselves; `slurmrl plan`
@@ -58,7 +58,7 @@ class NetworkInterface:
 
 @dataclass
 class Survey:
-    """Answers; what there was no answer to is empty, and ``missing`` tells why."""
+    """Findings; unknown values are empty, and ``missing`` has the reasons."""
 
     cluster: str = ""
     """Name and version."""
@@ -116,7 +116,7 @@ class Question:
 
     key: KeyPath
     about: str
-    """What it is, and what was found."""
+    """Description and findings."""
     proposal: str = ""
     """Empty leaves the setting out."""
 
@@ -167,7 +167,7 @@ def further_questions(found: Survey, partition: str, modules: str) -> Iterator[Q
 
 
 def value_of(question: Question, answer: str) -> Any:
-    """What a profile has for an answer. Raises ValueError for one that it may not have."""
+    """Return the value of a profile for an answer. Raises ValueError for a wrong one."""
     value: Any = answer
     if question.key == SETUP:
         value = [line.strip() for line in answer.split(";") if line.strip()]
@@ -182,7 +182,7 @@ def value_of(question: Question, answer: str) -> Any:
 
 
 def doubt(question: Question, answer: str, found: Survey) -> str:
-    """What speaks against an answer that is allowed; empty if nothing does.
+    """Return a doubt about an allowed answer; empty if there is none.
 
     (sinfo does not show partitions that are hidden from the user.)
     """

@@ -32,7 +32,7 @@ OF_SLURM: Final = {"gres": "gpu_type", "gpus-per-node": "gpu_type"}
 def ask_slurm(
     settings: Settings, request: SubmissionRequest, client: SlurmClient | None = None
 ) -> list[Finding]:
-    """Return what Slurm would reject, with its words and the setting, and what would never start.
+    """Return jobs that Slurm would reject or never start, with its words and the setting.
 
     Nothing is submitted.
     """
@@ -103,7 +103,7 @@ def _out_of_service(
 
 
 def _too_long(slurm: Slurm, partitions: list[Partition]) -> Iterator[tuple[str, Weight, str]]:
-    """Yield a time limit above that of every partition. sbatch accepts it on most clusters."""
+    """Yield a time limit above the limit of every partition. sbatch accepts it on most clusters."""
     if slurm.time is None or not partitions:
         return
     longest = max(partitions, key=lambda one: time_limit_s(one.time_limit))

@@ -24,7 +24,7 @@ RULE: Final = "its name may have letters, digits, '.', '_', '-', '+' and single 
 """The configuration names the files next to it without quotes."""
 EXAMPLES: Final = package.FOLDER / "examples"
 FETCHED: Final = ("data",)
-"""What the user of a checkout has put there."""
+"""Files that the user of a checkout has put there."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Starter:
     """One kind of training."""
 
     template: str
-    """Of the configuration."""
+    """File name of the configuration's template."""
     data: str
     """Lines of data as it reads them."""
     rewards: bool = False
@@ -58,8 +58,8 @@ STARTERS: Final[dict[str, Starter]] = {
 def starter_files(kind: str, output: Path) -> dict[Path, str]:
     """The content of the files to write, the configuration ``output`` first.
 
-    The others lie beside it and have its name in theirs. Raises UsageError for an unknown kind and
-    an unusable name.
+    The others are next to it and contain its name in theirs. Raises UsageError for an unknown kind
+    and an unusable name.
     """
     starter = STARTERS.get(kind)
     if starter is None:
@@ -98,8 +98,8 @@ def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
 
     Return those that were not there yet with this content.
 
-    Raises UsageError, and EnvironmentFailure for what cannot be written. Each file appears as a
-    whole; the first one in order is written last, so that where it is, the others are.
+    Raises UsageError, and EnvironmentFailure for files that cannot be written. Each file appears as
+    a whole; the first one in order is written last, so that where it is, the others are.
     """
     data = {path: text.encode() for path, text in files.items()}
     taken = [str(path) for path in data if path.exists() and not _has(path, data[path])]
@@ -124,7 +124,7 @@ def _has(path: Path, data: bytes) -> bool:
 
 
 def examples() -> Iterator[tuple[str, str]]:
-    """The configurations, each with what it says about itself. Raises EnvironmentFailure."""
+    """The configurations, each with its description. Raises EnvironmentFailure."""
     if not EXAMPLES.is_dir():
         raise EnvironmentFailure(
             f"{EXAMPLES} is not there: this slurmrl was copied without its examples; install it"
@@ -153,7 +153,7 @@ def copy_examples(target: Path) -> None:
 
 
 def _summary(path: Path) -> str:
-    """What the comment at its top begins with, up to a colon or the end of the sentence."""
+    """Beginning of the comment at its top, up to a colon or the end of the sentence."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("# "):

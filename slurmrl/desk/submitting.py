@@ -113,7 +113,7 @@ def submit(proposal: Proposal) -> Submitted:
     scheduler = make(proposal.kind)
     scheduler.check()
     space.require(proposal.paths.run)
-    proposal.scripts()  # what cannot be written into a script is refused before anything is
+    proposal.scripts()  # Reject values that a script cannot contain before writing anything.
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     outlook = Outlook(fold([]), complete=False, left=None) if fresh else _outlook(proposal)
     if outlook.left is not None:
@@ -229,7 +229,7 @@ def _other_configuration(before: Config, settings: Settings, changed: Sequence[s
 
 
 def _notes(before: Config, settings: Settings, step: int) -> list[str]:
-    """Return what changes after the commit of ``step``."""
+    """Return the changes after the commit of ``step``."""
     algorithm = settings.algorithm
     return [
         *consequences(before, settings.config),

@@ -222,7 +222,7 @@ def ask_inspector(
     """Return a request to the inspector about a configuration.
 
     ``folder`` receives the configuration, and the code of a trial that has no snapshot;
-    ``variables`` are those of the configuration.
+    ``variables`` come from the configuration.
     """
     config = folder / "config.yaml"
     config.write_text(dump(settings.config), encoding="utf-8")
@@ -241,8 +241,7 @@ def ask_inspector(
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a job, so that imports fail here as they would there.
 
-    ``folder`` receives a copy of the user's code, without what lies beside it; ``variables`` are
-    those of the configuration.
+    ``folder`` receives a copy of only the user's code; ``variables`` come from the configuration.
     """
     place = code.snapshot
     if place is None:
@@ -409,7 +408,7 @@ def _missing(settings: Settings, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _of_servers(engine: str, module: str, python: str | None) -> Iterator[tuple[str, str]]:
-    """Yield what servers lack; without ``module``, slurmrl itself generates."""
+    """Yield missing packages of servers; without ``module``, slurmrl itself generates."""
     if not module:
         return
     if not _is_here(OF_CLIENT):

@@ -185,7 +185,7 @@ class OwnCode:
 def find_own_code(settings: Settings, folders: Sequence[Path] | None = None) -> OwnCode:
     """Find the code that a configuration needs.
 
-    ``folders`` replace those of the settings. Raises ConfigError for entries of ``code`` that
+    ``folders`` replace the folders of the settings. Raises ConfigError for entries of ``code`` that
     cannot be copied.
     """
     config, source = settings.config, settings.source

@@ -41,7 +41,7 @@ MANIFEST: Final = "bundle.json"
 CONFIG: Final = "config.yaml"
 INPUTS: Final = "input-files"
 WHEELS: Final = "wheel-files"
-"""A dash keeps the folders apart from the user's modules, which lie beside them."""
+"""A dash keeps the folders apart from the user's modules, which are next to them."""
 FORMAT: Final = 1
 MANIFEST_BYTES: Final = 64 << 20
 MOST_FILES: Final = 200_000
@@ -66,7 +66,7 @@ class BundleManifest:
 
     @property
     def unpacked(self) -> tuple[Member, ...]:
-        """What a trial needs: all but the wheels."""
+        """Files that a trial needs: all except the wheels."""
         return tuple(one for one in self.files if not one.name.startswith(f"{WHEELS}/"))
 
 
@@ -168,7 +168,7 @@ def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]
 def _manifest(
     archive: tarfile.TarFile, members: dict[str, tarfile.TarInfo], path: Path
 ) -> tuple[BundleManifest, str]:
-    """What the bundle says of its files, which its members must agree with, and its digest."""
+    """Manifest of the bundle, with which its members must agree, and its digest."""
     if MANIFEST not in members:
         raise _incomplete(path, f"it has no {MANIFEST}, its last file")
     if members[MANIFEST].size > MANIFEST_BYTES:
@@ -201,7 +201,7 @@ def _extract(
     part: Path,
     path: Path,
 ) -> None:
-    """Write what a trial needs.
+    """Write the files that a trial needs.
 
     The folder is new and only regular files are made in it, so no name can lead out of it.
     """

@@ -1,8 +1,8 @@
 """Documents for users: ``document`` holds the blocks, ``text`` and ``svg`` render them.
 
-``columns`` aligns text, also for commands that print without a document.
+``columns`` aligns text, for commands without a document too.
 
 A command makes plain values, prints them with ``--json``, and turns them into a document for the
 terminal or a picture. To add a kind of block, add its class to ``document`` and its renderer to the
-table of ``text``, and to that of ``svg`` if it can be drawn.
+table of ``text``, and to the table of ``svg`` if it can be drawn.
 """

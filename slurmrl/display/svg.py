@@ -15,7 +15,7 @@ COLORS: Final = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66ccee", "#aa3377
 """For series, in order of appearance (Tol's bright palette)."""
 NO_SERIES: Final = "#8c959f"
 MOST_ROWS: Final = 32
-"""Rows of a grid that are drawn."""
+"""Maximum number of rows of a grid in the picture."""
 MARKS: Final = {"": "", "in": "← ", "out": "→ "}
 LETTER: Final = 7.4
 LINE: Final = 20
@@ -25,7 +25,7 @@ LABEL_WIDTH: Final = 84
 GAP: Final = 8
 """Between the cells of a grid."""
 NODE_GAPS: Final = (80, 26)
-"""Between the nodes of a graph: beside and below each other."""
+"""Gaps between the nodes of a graph: horizontal and vertical."""
 LANE: Final = 10
 """Height of the lane in which arrows pass a column of nodes."""
 _STYLE: Final = """\

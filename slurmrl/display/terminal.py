@@ -47,7 +47,7 @@ def first_line(text: object) -> str:
 
 
 def plain(text: str) -> str:
-    """Return the text on one line, without control characters."""
+    """Return the string on one line, without control characters."""
     return "".join(c if c.isprintable() else " " for c in text).strip()
 
 

@@ -2,9 +2,9 @@
 
 One engine may fulfill both. Algorithms do not depend on which engine they run on.
 
-T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is
-log p(x_t | x_<t) and ``entropy[t]`` that of the distribution x_t was drawn from, both 0 at the
-first token of a sequence; ``values[t]`` is the value after reading token t.
+T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is log
+p(x_t | x_<t) and ``entropy[t]`` the entropy of the distribution from which x_t was sampled, both 0
+at the first token of a sequence; ``values[t]`` is the value after reading token t.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OutputFn = Callable[[Outputs, SequenceSample], Outputs]
 """(outputs of whole sequences, the micro-batch) -> per-token results, each [T]."""
 
 Served = RolloutEngine | None
-"""What a rank gets of an engine that serves requests; None: it submits none."""
+"""Interface of a rank to an engine that serves requests; None: the rank submits none."""
 
 TOKENS = "input_ids"
 PROMPTS = "prompt_ids"
@@ -56,13 +56,13 @@ def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """How an engine of the trainers' world serves requests. Servers have options of their own."""
+    """How an engine of the trainers' world serves requests. Servers have their own options."""
 
     rows: int = 256
     """Most sequences that are extended at a time; further ones wait."""
     cache_bytes: int | None = None
-    """Most memory of a rank for keys and values. Default: on a GPU most of the free memory,
-    elsewhere what the sequences need."""
+    """Most memory of a rank for keys and values. Default: most of the free memory on a GPU, else as
+    much as the sequences need."""
     decode: Decode | None = None
     """Turns token ids into text, for stop strings."""
     turns: bool = True
@@ -89,7 +89,7 @@ class Engine(ABC):
     config: ModelConfig | HFConfig
     context: ParallelContext
     frozen: str | None = None
-    """The `Fingerprint` of the weights that are not trained beside adapters; None without these."""
+    """The `Fingerprint` of the frozen weights below adapters; None without adapters."""
 
     @abstractmethod
     def layout(self) -> Layout:
@@ -142,7 +142,7 @@ class Engine(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing else
-        """End what the engine keeps besides the memory of this process."""
+        """Release the engine's resources outside this process's memory."""
 
 
 class TrainEngine(Engine):
@@ -257,7 +257,7 @@ class GenerateEngine(Engine):
         Collective: every rank of the model enters and leaves, with requests or without.
 
         Of the ranks that have the same samples, the leader gets the engine. The others get None:
-        they compute what the leader serves as they enter, until it leaves. Without
+        from entering on they compute the leader's requests, until it leaves. Without
         ``options.turns`` they may get an engine, too; then all of them submit the same requests.
 
         Raises UsageError for options that the model does not support.

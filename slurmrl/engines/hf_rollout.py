@@ -47,7 +47,7 @@ class HFRollout(RolloutEngine):
     """Serves all waiting requests together, then those that were submitted during the round.
 
     A round samples with the same options, except for ``max_new_tokens`` and a ``min_new_tokens``
-    that is cut to it. Requests with other options get rounds of their own (`split_rounds`).
+    that is cut to it. Requests with other options get separate rounds (`split_rounds`).
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class _Batch:
         """The rows in the batch."""
         self._new = [0] * len(rows)
         self._stopped = [False] * len(rows)
-        """Of all rows, as of the last check, as ``_new`` is."""
+        """Whether each row had stopped at the last check, like ``_new``."""
         self._tokens: list[list[int]] = [[] for _ in rows]
         """The new tokens of all rows as of the last check, if there are stop strings."""
         self._count = 0

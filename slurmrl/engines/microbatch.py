@@ -32,7 +32,7 @@ from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
-"""Statistics of `Engine.train_batch` itself, besides those of the loss function."""
+"""Statistics of `Engine.train_batch` itself, in addition to the loss function's."""
 SHORTEST = 16
 """Tokens of a prefix that is worth the calls that it costs."""
 MOST = 64
@@ -163,7 +163,7 @@ class Sums:
         return loss
 
     def over_ranks(self, context: ParallelContext, *, some_empty: bool) -> dict[str, float]:
-        """Return the totals. The names are those of the ranks that had a micro-batch."""
+        """Return the totals. The names come from the ranks that had a micro-batch."""
         if self._tokens:
             tokens = torch.full((), self._tokens, dtype=torch.float64, device=self._device)
             self._sums["tokens"] = tokens
@@ -221,7 +221,7 @@ def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
 
 
 def support_of(sample: SequenceSample | None) -> Support | None:
-    """The supports of a sample's tokens; None if all were drawn from the whole vocabulary."""
+    """Return the sampling masks of a sample's tokens; None without top-k and top-p."""
     if sample is None or SIZES not in sample.keys:
         return None
     return Support.of(sample.tensor(SIZES), sample.tensor(IDS))
@@ -271,7 +271,7 @@ class SharedTokens:
     """[N]: which token of the sample each token of the pieces is."""
     pieces: Pieces
     places: Tensor
-    """[T]: the place of each token of the sample among those of the pieces."""
+    """[T]: the place of each token of the sample among the tokens of the pieces."""
 
 
 def shared_tokens(sample: SequenceSample) -> SharedTokens | None:
@@ -314,7 +314,7 @@ def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
     """The prefixes of at least `SHORTEST` tokens, in order.
 
     They leave out the most tokens that prefixes of up to `MOST` sequences can; each sequence has at
-    most one, and a token behind it.
+    most one, and a token after it.
     """
     common = _common_tokens(sample)
     saved = [0] * (len(common) + 2)

@@ -51,8 +51,8 @@ class GatheredGeneration(GenerateEngine):
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
         """See `GenerateEngine`.
 
-        The weights stay gathered meanwhile, so no rank may call another method. Without turns each
-        rank gets an engine.
+        The weights stay gathered during this time, so no rank may call another method. Without
+        turns each rank gets an engine.
         """
         self._offload.check()
         with torch.no_grad(), self._shards.gathered() as decoder:
@@ -104,7 +104,7 @@ class GatheredGeneration(GenerateEngine):
 class NativeEngine(GatheredGeneration):
     """A frozen copy of a model on each data-parallel rank of ``context``, in ``model.dtype``.
 
-    Its weights come from moves: those of a built-in decoder are undefined before the first one.
+    Its weights come from moves: a built-in decoder has undefined weights before the first move.
     ``source``, ``seed`` and the other arguments are as for ``FSDPEngine``.
     """
 

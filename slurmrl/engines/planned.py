@@ -27,7 +27,7 @@ from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 
 
 class PlannedModel(Folded, Protocol):
-    """What a layout depends on in the plan of a model."""
+    """Part of a model's plan that its layout depends on."""
 
     @property
     def trained(self) -> bool: ...

@@ -54,8 +54,8 @@ REPORT_S = 5.0
 class DistantEngine(RolloutEngine):
     """An engine whose loop runs in another thread.
 
-    Its requests get a prefix, which distinguishes them from those of other incarnations and runs on
-    the same server.
+    Its requests get a prefix, which distinguishes them from requests of other incarnations and runs
+    on the same server.
     """
 
     def __init__(self, engine: RolloutEngine, loop: asyncio.AbstractEventLoop, prefix: str) -> None:
@@ -146,7 +146,7 @@ class ServerEngine(GenerateEngine):
         self._moved = self._away = False
         self._updates = 0
         self._token = secrets.token_hex(4)
-        """Distinguishes requests and weight versions from those of other incarnations and runs."""
+        """Distinguishes requests and weight versions of different incarnations and runs."""
         self._installed: Path | None = None
         self._servers: Servers | None = None
         self._loop = asyncio.new_event_loop()
@@ -217,7 +217,7 @@ class ServerEngine(GenerateEngine):
         return self._placing.layout()
 
     def storages(self) -> Mapping[str, Tensor]:
-        """Tensors that a move fills; the servers get them before they draw again."""
+        """Tensors that a move fills; the servers get them before they sample again."""
         self._moved = True
         if not self._tensors:
             layout = self.layout()
@@ -305,7 +305,7 @@ class ServerEngine(GenerateEngine):
             ) from error
 
     def _remove_installed(self) -> None:
-        """Remove what the servers need no more."""
+        """Remove files that the servers no longer need."""
         if self._installed is not None:
             shutil.rmtree(self._installed)
         self._installed = None

@@ -55,7 +55,7 @@ def list_names(folder: Path) -> set[str]:
 def read(path: Path) -> bytes:
     """Return a file's content.
 
-    Raises UsageError for what is not a regular file, UnreadableInputError.
+    Raises UsageError if it is not a regular file, UnreadableInputError.
     """
     try:
         with opened(path) as file:

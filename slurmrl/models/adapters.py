@@ -47,7 +47,7 @@ Matrix = TypeVar("Matrix", Array, "Tensor")
 BLOCK = 2**18
 """Elements that stay in the cache of a processor's core while all products are added."""
 PREFIX = "base_model.model."
-"""Of the wrapped model's names."""
+"""Prefix of the wrapped model's names."""
 TASKS: dict[Head, str] = {"lm": "CAUSAL_LM", "value": "SEQ_CLS"}
 
 
@@ -181,7 +181,7 @@ def _config(lora: Lora, head: Head, base: str, targets: list[str]) -> dict[str, 
 def summand(
     name: str, shape: Index, box: Box, bits: Bits, count: Callable[[int, int], Bits]
 ) -> Bits:
-    """What a box of a parameter of ``shape`` adds.
+    """Contribution of a box of a parameter of ``shape``.
 
     :param bits: flat, the elements of the box as integers of their width.
     :param count: the numbers from one to before another as int64, where ``bits`` are.

@@ -103,7 +103,7 @@ class Rope:
     def from_hf(values: Mapping[str, Any], max_positions: int) -> tuple[Rope, list[str]]:
         """Read the rotary fields of a ``config.json`` like transformers; the list has the problems.
 
-        The older ``rope_scaling`` precedes ``rope_parameters``, and an original length beside them
+        The older ``rope_scaling`` precedes ``rope_parameters``, and an original length next to them
         precedes one inside.
         """
         stated = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})

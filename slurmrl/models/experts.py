@@ -72,7 +72,7 @@ class SparseMLP(nn.Module):
         self.tokens: int | None = None
         """The number of tokens of the next call that are not padding; None for all."""
         self.routes: Routes | None = None
-        """What is done about the experts of the next calls; None: the router chooses."""
+        """Treatment of the experts of the next calls; None: the router chooses."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output [T, h] for ``x`` [T, h]."""
@@ -99,7 +99,7 @@ class SparseMLP(nn.Module):
 
 
 class Routes(Protocol):
-    """What blocks do about the experts of the next calls."""
+    """Treatment of the experts in the next calls of blocks."""
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
         """The experts [T, K] that a block takes where its router prefers ``own`` [T, K]."""
@@ -107,7 +107,7 @@ class Routes(Protocol):
 
 
 class Recorded:
-    """Keeps what the routers choose."""
+    """Keeps the choices of the routers."""
 
     def __init__(self, cells: Sequence[Tensor], slots: Tensor) -> None:
         """Record into ``cells``, [C, K] int16 of each block.

@@ -74,7 +74,7 @@ class Family:
     files: str = "slurmrl.models.shapes:by_name"
     """``module:function`` that maps parameters to tensors of the files."""
     decoder: str = "slurmrl.models.decoder:Decoder"
-    """``module:Class`` of the decoder; a family with another structure has a file of its own."""
+    """``module:Class`` of the decoder; a family with another structure has a separate file."""
     fields: Mapping[str, str] = field(default_factory=dict)
     """Config fields that the family names differently: our name to its name."""
     without: frozenset[str] = frozenset()
@@ -371,7 +371,7 @@ def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:
 
 
 def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
-    """Sizes, by field name, that are impossible alone or together."""
+    """Sizes, by field name, that are impossible by themselves or together."""
     problems = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % max(kv_heads, 1):

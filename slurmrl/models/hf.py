@@ -92,8 +92,8 @@ def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float
 def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write a decoder's config and weights into an existing folder.
 
-    The weight files equal those of transformers' ``save_pretrained`` byte for byte. One tensor at a
-    time is copied.
+    The weight files equal the output of transformers' ``save_pretrained`` byte for byte. One tensor
+    at a time is copied.
     """
     parameters = dict(decoder.named_parameters())
     specs = [

@@ -92,7 +92,7 @@ class HFConfig:
 
 
 def stored(name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """A parameter's tensor in an export: the one of transformers' name."""
+    """A parameter's tensor in an export, under transformers' name."""
     return (TensorSlice(name.removeprefix(MODULE)),)
 
 

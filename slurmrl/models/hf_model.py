@@ -1,4 +1,4 @@
-"""Any causal model of transformers behind the contract of the built-in decoders.
+"""Any causal model of transformers with the interface of the built-in decoders.
 
 Sequences are one padded batch with a mask, which every model supports. Logits [T, V] are
 materialised only if the model does more than multiply hidden states by its head.
@@ -88,7 +88,7 @@ class HFModel(PackedModel):
         return {name: values for name, values in self.named_buffers() if name in persistent}
 
     def use(self, recompute: Recompute) -> None:
-        """Set what is recomputed in backward passes: ``off`` or ``full``."""
+        """Set the recomputation in backward passes: ``off`` or ``full``."""
         if recompute == "selective":
             raise UsageError("implementation hf supports activation checkpointing off or full only")
         if recompute == "full":
@@ -191,7 +191,7 @@ def _loaded(
 ) -> tuple[Any, dict[str, Any]]:
     """The model of a folder, and transformers' report.
 
-    The weights of a pinned checkpoint are in memory twice meanwhile.
+    During this, the weights of a pinned checkpoint are in memory twice.
     """
     options = {"config": settings, "dtype": dtype, "output_loading_info": True}
     if not is_pinned(source):
@@ -408,7 +408,7 @@ def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
 
 
 def _joined_values(values: Sequence[Any]) -> Any:
-    """Tensors that have a dim of rows, also in lists and dicts, joined; others are alike."""
+    """Join tensors that have a dim of rows, in lists and dicts too; others are equal."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(values))

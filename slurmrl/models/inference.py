@@ -1,8 +1,8 @@
 """The layers of a built-in decoder as few calls of torch, for generation.
 
-One product computes what all matrices give that read the same input. For that they lie side by side
-in memory (``join_matrices``); on a CPU small models are copied for faster products. Parts without a
-short form are called as modules.
+One product computes the outputs of all matrices that read the same input. For that they lie side by
+side in memory (``join_matrices``); on a CPU small models are copied for faster products. Parts
+without a short form are called as modules.
 
 T packed tokens, h hidden size, V vocabulary.
 """

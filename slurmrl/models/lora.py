@@ -34,7 +34,7 @@ class Adapters:
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """The decoder computes with its frozen weights alone."""
+        """The decoder computes with only its frozen weights."""
         self._used = False
         try:
             yield
@@ -80,7 +80,7 @@ class Adapters:
 def attach(decoder: Decoder, lora: Lora) -> Adapters:
     """Freeze a decoder's parameters, except for a value head, and give its linear layers adapters.
 
-    What is trained is in float32.
+    Trained parameters are in float32.
     """
     decoder.requires_grad_(False)
     if decoder.head == "value":

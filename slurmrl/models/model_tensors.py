@@ -76,7 +76,7 @@ def weight_files(folder: Path) -> dict[str, set[str]]:
 
 
 def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
-    """The tensors of a model folder by name, and what is wrong with its files."""
+    """The tensors of a model folder by name, and the problems of its files."""
     try:
         if is_pinned(folder):
             return PinnedTensors(folder).specs(), []
@@ -104,7 +104,7 @@ def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
 
 
 def mismatches(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -> list[str]:
-    """How the weights differ from those of the architecture, as messages."""
+    """Differences between the weights and the architecture, as messages."""
     missing, other, quantized = [], [], []
     for name, shape in implied_shapes(config, head).items():
         stored = stored_name(name, headers)
@@ -333,7 +333,7 @@ class FolderParameters:
 
 
 class TrainedTensors(Protocol):
-    """What is trained, of a checkpoint or of a weight version."""
+    """Trained tensors of a checkpoint or of a weight version."""
 
     def weights(self) -> Iterable[tuple[str, TensorSpec]]:
         """Names and specs of the tensors."""
@@ -345,7 +345,7 @@ class TrainedTensors(Protocol):
 
 
 class MergedCheckpoint:
-    """Weights for an export: W + scale * B A in float32, and what is trained besides.
+    """Weights for an export: W + scale * B A in float32, and other trained tensors.
 
     Raises UsageError if the folder has no weights of this architecture.
     """

@@ -109,7 +109,7 @@ class PagedCache:
         return bool(self._numbers)
 
     def record_experts(self) -> None:
-        """From now on; what the cache holds has no record."""
+        """Applies from now on; tokens in the cache have no record."""
         cells = self.spare + 1 if self.pages else 0
         self.experts = [
             torch.zeros((cells, count), dtype=torch.int16, device=self._device)
@@ -117,7 +117,7 @@ class PagedCache:
         ]
 
     def _grown(self, slab: Tensor) -> Tensor:
-        # Zeros: what is masked is still multiplied by 0.
+        # Zeros: masked values are still multiplied by 0.
         grown = slab.new_zeros((self.spare + 1, *slab.shape[1:]))
         grown[: slab.shape[0]] = slab
         return grown
@@ -183,7 +183,7 @@ class PagedCore:
 
 
 class PagedDecoder:
-    """A decoder with its cache. The decoder's parameters keep their place in memory meanwhile."""
+    """A decoder with its cache. The decoder's parameters must keep their place in memory."""
 
     def __init__(self, decoder: Decoder, page: int) -> None:
         self.decoder, self.cache = decoder, PagedCache(decoder, page)
@@ -194,14 +194,14 @@ class PagedDecoder:
     def reads_beginnings_apart(self) -> bool:
         """Whether whole beginnings are faster as the fresh tokens of a call.
 
-        On CPUs the compiled attention over cells is not slower, and each token's result depends on
-        its row alone.
+        On CPUs the compiled attention over cells is not slower, and each token's result depends
+        only on its row.
         """
         return for_floats(self.decoder.head_weight()) is None
 
     @property
     def copies_weights(self) -> bool:
-        """Whether calls use copies of the parameters' values, which ``renew`` makes anew."""
+        """Whether calls use copies of the parameters' values, which ``renew`` updates."""
         return self._packed
 
     def renew(self) -> None:

@@ -25,7 +25,7 @@ of a layer's activations, is computed again."""
 LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor]
 
 CHECKPOINT_OPTIONS: Mapping[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-"""Layers draw no random numbers, because decoders have no dropout."""
+"""Layers use no random numbers, because decoders have no dropout."""
 PRODUCTS = ("aten::mm", "aten::addmm")
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",

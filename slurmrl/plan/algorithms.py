@@ -46,7 +46,7 @@ ALGORITHMS = Registry(
 
 
 def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
-    """The models of a trial: those of the algorithm, and the reward model if a call uses it."""
+    """The models of a trial: the algorithm's models, and the reward model if a call uses it."""
     calls = list(all_calls(config, algorithm))
     if all(call.role != REWARD_MODEL for call in calls):
         return algorithm.roles()
@@ -64,7 +64,7 @@ def all_calls(config: Config, algorithm: Algorithm) -> Iterator[Call]:
 
 
 class Algorithm(Protocol):
-    """What the plan and the master need from an algorithm's schema."""
+    """Parts of an algorithm's schema that the plan and the master need."""
 
     dataset_types: ClassVar[tuple[str, ...]]
     """Types of training dataset that it accepts."""
@@ -72,9 +72,9 @@ class Algorithm(Protocol):
     """Types of held-out dataset that it can evaluate."""
 
     trains_on_samples: ClassVar[bool]
-    """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
-    Then sampling may not be restricted to a part of the vocabulary, unless it ``replays`` what is
-    recorded of that."""
+    """Whether losses assume that tokens were sampled with the probabilities that they compute.
+    Then sampling may not be restricted to a part of the vocabulary, unless it ``replays`` the
+    recorded sampling masks."""
 
     replays: ClassVar[bool]
     """Whether all models compute log-probabilities under the part of the vocabulary that generation
@@ -156,11 +156,11 @@ class Algorithm(Protocol):
         ...
 
     def notes(self, config: Config) -> Iterable[str]:
-        """What the run leaves out with these settings, for people."""
+        """Parts that the run leaves out with these settings, for people."""
         ...
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
-        """What the lines of the trial's results amount to; None: nothing."""
+        """Summary of the lines of the trial's results; None: there is none."""
         ...
 
     def refill(self) -> Refill:

@@ -22,9 +22,9 @@ from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.parse import HostRow
 
 ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.task_setup:build_rollout"
-"""What makes the worker of a rollout task."""
+"""Function that makes the worker of a rollout task."""
 STORED: Final = "slurmrl.algorithms.rollout_calls:StoredInterface"
-"""What reads the completions of rollout tasks, instead of generating."""
+"""Interface that reads the completions of rollout tasks instead of generating."""
 STORED_METRICS: Final = ("response_length", "prompt_length", "finished")
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
 """From the outermost to the innermost: tensor-parallel ranks communicate most and are adjacent,
@@ -101,7 +101,7 @@ def _stored(call: Call) -> Call:
 
 
 def expert_sizes(allocation: Allocation) -> dict[str, int]:
-    """The experts' own grid, also in Megatron's order; empty where there is none."""
+    """The experts' own grid, in Megatron's order as well; empty without experts."""
     experts = allocation.experts
     if experts is None:
         return {}

@@ -31,7 +31,7 @@ REWARD_MODEL: Final = "reward_model"
 
 
 class Method(StrEnum):
-    """What a call does with its model."""
+    """Operation of a call on its model."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -80,7 +80,7 @@ class Measure(StrEnum):
     """Its exponential."""
 
     def score(self, metric: str) -> str:
-        """The score from which a metric is computed: the one of its name, except for losses."""
+        """Return the score from which a metric is computed; losses have another name."""
         return "logprob" if self in (Measure.LOSS, Measure.PERPLEXITY) else metric
 
 
@@ -94,7 +94,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What all lines of the results of a trial amount to."""
+    """Summary of all lines of the results of a trial."""
 
     estimates: Mapping[str, Estimate]
     """By the name of the metric."""
@@ -316,7 +316,7 @@ def _call(call: PlannedCall) -> dict[str, Any]:
 
 
 def _edges(calls: Sequence[PlannedCall], dataset_keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The keys that pass from one call to another; those of the dataset come first."""
+    """The keys that pass from one call to another; keys of the dataset come first."""
     makers = _makers(dataset_keys, [(call.name, call.outputs) for call in calls])
     edges: dict[tuple[str, str], list[str]] = {}
     for call in calls:

@@ -101,7 +101,7 @@ class EngineRules:
     """``module:Class`` of the torch-free class whose ``from_hf`` rejects architectures that it
     cannot run."""
     module: str = ""
-    """Module that it needs beside slurmrl's own dependencies; of servers, in their own Python."""
+    """Module that it needs in addition to slurmrl's dependencies; servers have it in theirs."""
     install: str = ""
     """Command that installs the module."""
     needs_gpu: bool = False
@@ -119,9 +119,9 @@ EXPERTS_NEED: Final[Mapping[str, object]] = {
     "radix_cache_backend": None,
     "speculative_algorithm": None,
 }
-"""What settings of SGLang must be where it reports experts. Other values bring keys and values into
-the cache, or move them, without the experts beside them, or leave out layers: the server would
-report those of other tokens."""
+"""Required settings of SGLang if it reports experts. Other values bring keys and values into
+the cache, or move them, without their experts, or leave out layers: the server would report
+the experts of other tokens."""
 ENGINES: Final = {
     **dict.fromkeys(FSDP, EngineRules("dtc", DECODER)),
     "megatron": EngineRules(
@@ -216,7 +216,7 @@ CONFLICTS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRules:
-    """What is known of one kind of server."""
+    """Facts about one kind of server."""
 
     title: str
     """Its name in messages."""

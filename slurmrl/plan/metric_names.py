@@ -24,7 +24,7 @@ ROLLOUT_SUMS: Final = (
 """Groups since the last step."""
 STALENESS_MEAN: Final = "rollout/staleness_mean"
 STALENESS_MAX: Final = "rollout/staleness_max"
-"""Of the groups of a step."""
+"""Metrics of the groups of a step."""
 WAITED_S: Final = "rollout/waited_s"
 """For the groups of a step."""
 JUDGED: Final = "rollout/judged"
@@ -32,11 +32,11 @@ JUDGED: Final = "rollout/judged"
 UNSCORED: Final = "reward_unscored"
 """The share of completions to which the reward gave no score, where it may do so."""
 ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, JUDGED)
-"""Of trials with rollout tasks."""
+"""Metrics of trials with rollout tasks."""
 UPDATE_KEPT: Final = "update_kept"
 """The share of the actor's update that the weights in the type of generation have."""
 EVALUATION_S: Final = "time/evaluation"
-"""Of a whole evaluation; with ``/<suite>`` of one of its suites."""
+"""Seconds of a whole evaluation; with ``/<suite>`` of one suite."""
 
 
 RATES: Final = re.compile(r"eval/([^/]+/)?(pass|maj)@")
@@ -44,7 +44,7 @@ RATES: Final = re.compile(r"eval/([^/]+/)?(pass|maj)@")
 
 
 def evaluation_metric(suite: str) -> str:
-    """What the names of the metrics of a suite's evaluation begin with."""
+    """Prefix of the names of the metrics of a suite's evaluation."""
     return "eval/" if suite == WHOLE else f"eval/{suite}/"
 
 

@@ -28,7 +28,7 @@ class GroupPlan(_PlanPart):
     """Workers of one kind and shape.
 
     The trainers' rank = host * workers_per_host + index on the host. Every other group is elastic:
-    each of its tasks is a world of its own on one host.
+    each of its tasks is a separate world on one host.
     """
 
     name: str = TRAINERS
@@ -45,8 +45,8 @@ class GroupPlan(_PlanPart):
     spares: int = Field(default=0, ge=0, le=MOST_COUNT)
     """Additional hosts of its job, which replace lost hosts."""
     tasks_per_host: int = Field(default=0, ge=0, le=MOST_COUNT)
-    """Rollout tasks that run in the trainers' job: on the GPUs of each host behind those of the
-    trainers."""
+    """Rollout tasks that run in the trainers' job: on the GPUs of each host after the trainers'
+    GPUs."""
     slots_per_task: int = Field(default=1, ge=1, le=MOST_COUNT)
     """GPUs of such a task, in those of a worker."""
     worker: str = "slurmrl.workers.worker.setup:build_trainer"
@@ -81,8 +81,8 @@ class ModelPlan(_PlanPart):
     """One role's placement.
 
     ``ranks[i]`` is the worker of its group that holds the model's i-th rank, in row-major order of
-    the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers are counted host by host;
-    those of the trainers are their ranks.
+    the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers are counted host by host; the
+    trainers' workers are their ranks.
     """
 
     role: str
@@ -155,9 +155,9 @@ class CallPlan(_PlanPart):
     base: bool = False
     """Whether it runs on that model without its adapters."""
     pre_hooks: tuple[Reallocation, ...] = ()
-    """What the ranks of both layouts do before the call."""
+    """Actions of the ranks of both layouts before the call."""
     post_hooks: tuple[Reallocation | Offloading, ...] = ()
-    """What the ranks of the models concerned do after it."""
+    """Actions of the ranks of the models concerned after it."""
 
 
 class Plan(_PlanPart):
@@ -209,7 +209,7 @@ class Plan(_PlanPart):
 
     @property
     def jobs(self) -> tuple[GroupPlan, ...]:
-        """The groups with jobs of their own. Rollout tasks may run in the trainers' job."""
+        """The groups with separate jobs. Rollout tasks may run in the trainers' job."""
         inside = self.trainers.tasks_per_host > 0
         return (self.trainers,) if inside else self.groups
 

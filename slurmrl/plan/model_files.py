@@ -21,7 +21,7 @@ some chat templates put a newline after."""
 
 
 def config_values(model: Model) -> dict[str, Any]:
-    """The ``config.json`` object of a role: its ``architecture``, or that of its folder.
+    """The ``config.json`` object of a role: its ``architecture``, or the file of its folder.
 
     Raises UsageError.
     """

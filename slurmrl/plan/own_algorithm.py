@@ -48,7 +48,7 @@ class OwnName(NamedTuple):
     reference: str
     """``module:Class``"""
     folder: Path | None = None
-    """The folder of the file, if the name is that of a file."""
+    """The folder of the file, if the name names a file."""
 
 
 def is_own(name: object) -> bool:
@@ -132,7 +132,7 @@ def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _use_module_of(top: str, folders: Sequence[Path]) -> None:
-    """Load ``top`` from ``folders``, if it is there: anew, because another one may be loaded."""
+    """Load ``top`` from ``folders`` again, if it exists: another one may be loaded."""
     spec = own_module(top, folders)
     if spec is None or spec.loader is None:
         return
@@ -197,9 +197,9 @@ SECTIONS: Final = {"name": {"reward", "episode"}, "type": {"dataset"}}
 
 
 def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
-    """Replace the names of files in the values by those of their modules.
+    """Replace the names of files in the values by the names of their modules.
 
-    Return the folders of the files, and what is wrong with the names.
+    Return the folders of the files, and the problems of the names.
     """
     folders: dict[str, Path] = {}
     problems = []
@@ -237,7 +237,7 @@ RECORDED: Final = {
     "rollout.top_k": "slurmrl.algorithms.schema:supports",
     "rollout.replay_experts": "slurmrl.algorithms.schema:routes",
 }
-"""What gives the keys that generation records, by the setting that has it do so."""
+"""Keys that generation records, by the setting that enables this."""
 NUMBERS: Final = ("batch_size", "minibatches", "optimizer_steps", "epochs", "completions")
 ALGORITHM: Final = ("algorithm",)
 
@@ -306,7 +306,7 @@ def _refused_default(model: type[BaseModel]) -> str:
 def violations(
     algorithm: Algorithm, config: Config, folders: Sequence[Path]
 ) -> Iterator[tuple[KeyPath, str]]:
-    """What breaks the contract: the key, and the message. ``folders`` hold the user's code."""
+    """Violations of the interface: the key, and the message. ``folders`` hold the user's code."""
     if not is_own(algorithm.name):
         for role in config.models:
             yield ("models", role), "is not allowed: only an algorithm of your own has such roles"
@@ -396,7 +396,7 @@ def _wrong_call(call: Call, uses: dict[str, RoleUse], config: Config) -> Iterato
             yield f"{what} trains, but has no role"
         return
     if call.role == "reward_model" and call.role not in uses:
-        return  # that of the reward
+        return  # the reward's folder
     if call.role not in uses:
         yield f"{what} uses the role '{call.role}', which roles() lacks; {near(call.role, [*uses])}"
         return
@@ -441,7 +441,7 @@ def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: boo
 
 
 def _unread(algorithm: Algorithm, calls: Sequence[Call], config: Config) -> Iterator[str]:
-    """Calls that would train on other probabilities than those that tokens were drawn with."""
+    """Calls that would train with other probabilities than sampling used."""
     for setting, recorded in RECORDED.items():
         keys = resolve(recorded)(algorithm, config)
         for call in calls:

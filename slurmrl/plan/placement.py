@@ -86,7 +86,7 @@ def _by_servers(allocation: Allocation) -> tuple[int, ...]:
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
     """The placements of the roles' models and, under ``rollout``, of a separate generation engine.
 
-    Invalid ones are left out, and so is a role that has no model of its own (`uses_base`).
+    Invalid ones are left out, and so is a role without a separate model (`uses_base`).
     """
     placed = {}
     sections: dict[str, Model | Rollout] = {
@@ -106,7 +106,7 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
 
 
 def in_tasks(rollout: Rollout) -> bool:
-    """Whether completions are made in tasks of their own; servers without GPUs have no other place.
+    """Whether rollout tasks make the completions; servers without GPUs have no other place.
 
     Raises AllocationError.
     """
@@ -128,7 +128,7 @@ def uses_base(config: Config, role: str) -> bool:
 
 
 def model_of(config: Config, name: str) -> Model:
-    """The section behind a model of the plan: generation runs the actor's weights."""
+    """The section of a model of the plan: generation runs the actor's weights."""
     return config.actor if name == ROLLOUTS else config.model(name)
 
 

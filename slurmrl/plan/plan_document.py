@@ -264,7 +264,7 @@ def allocation_document(explained: Mapping[str, Any]) -> Document:
     parts = explained.get("components", [explained])
     names = [_name(part, number, parts) for number, part in enumerate(parts)]
     blocks: list[Block] = [_sizes(part) for part in parts]
-    if "write_instead" in explained:  # what shares GPUs is not known
+    if "write_instead" in explained:  # it is unknown which models share GPUs
         blocks += [_rank_grid({name: part}) for name, part in zip(names, parts, strict=True)]
         blocks.append(Lines("write instead:", explained["write_instead"]))
     else:

@@ -83,7 +83,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 
 
 def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
-    """The estimates of a plan alone: of the fullest GPU, and of the calls by name."""
+    """Only the estimates of a plan: for the fullest GPU, and for the calls by name."""
     sized = _sized(settings, plan)
     placed = call_costs.placed_models(settings)
     calls = _calls(settings, plan, placed)
@@ -101,8 +101,7 @@ def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
 def _sized(settings: Settings, plan: Plan) -> Settings:
     """The same with sequences no longer than the rows of the data make them.
 
-    A plan with GPUs counts what the configuration allows, as the check that refuses what does not
-    fit.
+    A plan with GPUs counts the sequences that the configuration allows, like the memory check.
     """
     if _uses_gpus(plan):
         return settings
@@ -119,7 +118,7 @@ def _group(plan: Plan, group: GroupPlan) -> dict[str, Any]:
     """A fixed group is one job on all its hosts; its array's elements are successive links.
 
     In an elastic group they are tasks of one host each, of which ``hosts`` run at a time; tasks in
-    the trainers' job have no array, and the job requests what they need.
+    the trainers' job have no array, and the job includes their requests.
     """
     memory, slots = group.memory_bytes, group.slots_per_host
     array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"

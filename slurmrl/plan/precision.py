@@ -45,7 +45,7 @@ class GeneratingPrecision:
     dtype: str | None
     """Type of its weights and computations; None if only the server knows."""
     source: str | None = None
-    """The setting that chooses it; None: that of ``actor.dtype``."""
+    """The setting that chooses it; None: ``actor.dtype``."""
     rounding: tuple[str, ...] = ()
     """Arguments with which it rounds weights or caches further."""
 

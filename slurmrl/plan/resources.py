@@ -19,11 +19,11 @@ from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 
 Hosts: TypeAlias = Mapping[str, Sequence[HostRow]]
-"""Of the partitions of each group."""
+"""Hosts of the partitions of each group."""
 CPUS: Final = 8
-"""Cores of a worker with a GPU: the reward, tokenization, checkpoints and NCCL run beside it."""
+"""Cores of a worker with a GPU: the reward, tokenization, checkpoints and NCCL run next to it."""
 SHARE_OF_MEMORY: Final = 0.9
-"""Of a host's memory, what a default may request: Slurm may reserve some for itself."""
+"""Share of a host's memory that a default may request: Slurm may reserve some for itself."""
 MEMORY_OPTIONS: Final = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
 
 
@@ -44,7 +44,7 @@ def memory(
     needed_hosts: int,
     hosts: Sequence[HostRow],
 ) -> str | None:
-    """Memory of a worker in Slurm's notation: the estimate, or what the hosts have if that is less.
+    """Memory of a worker in Slurm's notation: the estimate, or the hosts' memory if that is less.
 
     None: nothing is requested, because the estimate is unknown, the cluster does not know its
     hosts' memory, or ``extra_lines`` request memory.
@@ -95,7 +95,7 @@ def ask(config: Config) -> Hosts | None:
 
 
 def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
-    """What the cluster could not provide even if all its hosts were idle."""
+    """Requests that the cluster could not serve even if all its hosts were idle."""
     if hosts is not None and (unknown := list(_unknown_partitions(config, hosts))):
         return unknown
     known = (group for group in plan.jobs if hosts is not None and group.name in hosts)
@@ -156,7 +156,7 @@ def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterat
 
 
 def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
-    """Default requests that were lowered to what the hosts have."""
+    """Default requests that were lowered to the hosts' resources."""
     cluster, found = settings.config.cluster, []
     for group in plan.jobs if hosts else ():
         cores = group.cpus_per_worker // max(group.gpus_per_worker, 1)

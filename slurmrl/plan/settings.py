@@ -44,11 +44,11 @@ from slurmrl.scheduler import choose
 
 @dataclass(frozen=True)
 class ProfileUse:
-    """The site profile under a configuration, and what it sets there."""
+    """The site profile under a configuration, and the settings from it."""
 
     file: Path
     settings: dict[str, Any]
-    """By dotted key, without what the configuration or the command line sets itself."""
+    """By dotted key, without settings of the configuration or the command line."""
 
     def to_json(self) -> dict[str, Any]:
         return {"file": str(self.file), "settings": self.settings}
@@ -66,7 +66,7 @@ class Settings:
     algorithm: Algorithm
     source: Source
     notes: tuple[str, ...] = ()
-    """Deprecated spellings with their replacements, and what is left out of the metrics."""
+    """Deprecated spellings with their replacements, and metrics that are left out."""
     missing: tuple[Problem, ...] = ()
     """When planning: the problems that would prevent a submission."""
     folders: tuple[Path, ...] = ()
@@ -90,13 +90,13 @@ def load_settings(
 
     ``root`` and ``scheduler`` override the configuration's own. When ``planning``, absent files and
     engines are listed in ``missing`` instead of refused. ``folders`` are searched for the user's
-    own code; by default, that of the file and the current directory. ``resumed``: the file is that
-    of a trial, whose unused sections are left alone. ``data``: fetch datasets of the hub also when
-    ``planning``. ``derive`` makes another configuration of the file's values, before the overrides.
-    The site profile in force is merged under the file, unless it is ``resumed``.
+    own code; by default, the folder of the file and the current directory. ``resumed``: the file
+    belongs to a trial, whose unused sections are accepted. ``data``: fetch datasets of the hub even
+    when ``planning``. ``derive`` makes another configuration of the file's values, before the
+    overrides. The site profile in force is merged under the file, unless it is ``resumed``.
 
-    Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
-    and between them and the files that they name.
+    Raises ConfigError with every problem: of syntax, of values, of the algorithm's settings, and of
+    the files that they name.
     """
     source = load(path, overrides, derive, None if resumed else profiles.in_force())
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
@@ -180,7 +180,7 @@ def _checked(
 
 
 def _profile_use(source: Source, root: Path | None, scheduler: str | None) -> ProfileUse | None:
-    """``root`` and ``scheduler`` override what the profile has, as the command line does."""
+    """``root`` and ``scheduler`` override the profile, as the command line does."""
     if source.profile is None:
         return None
     given: dict[KeyPath, object] = {("root",): root, ("cluster", "scheduler"): scheduler}
@@ -208,9 +208,9 @@ def load_resolved_settings(path: Path) -> Settings:
 def _schema(
     source: Source, folders: list[Path]
 ) -> tuple[type[BaseModel] | None, list[Path], list[Problem]]:
-    """The schema that ``algorithm.name`` names, and the folders with that of a user's own file.
+    """Return the schema of ``algorithm.name`` and the folders, including the file's folder.
 
-    In the values, the name of a file becomes that of its module.
+    In the values, the name of a file becomes the name of its module.
     """
     values = source.values.get("algorithm")
     if not isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Reward functions: rules that judge completions.
+"""Reward functions: rules that score completions.
 
 A new rule = one class (see ``rules.py``) plus one line below; a user's own function or class
 is named ``package.module:name`` in the configuration and needs neither (docs/rewards.md).
@@ -27,7 +27,7 @@ REWARDS = Registry(
 def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> CheckedReward:
     """Make the function of a name in the table or of ``module:name``.
 
-    :param cores: CPU cores that it may use; default: those of this process.
+    :param cores: CPU cores that it may use; default: the cores of this process.
 
     :raises UsageError: an unknown name, an object that is not a reward, or options that it rejects.
     :raises UnreadableInputError: the module cannot be imported.

@@ -28,7 +28,7 @@ class RewardFunction(ABC):
         """
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the reason why each row cannot be judged, "" if it can.
+        """Return the reason why each row cannot be scored, "" if it can.
 
         Called at submission, so torch must not be imported.
         """

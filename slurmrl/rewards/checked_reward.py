@@ -24,12 +24,12 @@ PER_COMPLETION: Final = (
     "model_scores",
 )
 MODEL_SCORES: Final = "model_scores"
-"""Of these, the one that is there only if a reward model scores the completions."""
+"""The argument that exists only if a reward model scores the completions."""
 PER_CALL: Final = ("step", "evaluation")
-"""What a reward may ask for by the names of its parameters (docs/rewards.md)."""
+"""Arguments that a reward may request by the names of its parameters (docs/rewards.md)."""
 Stats = dict[str, tuple[float, float]]
 Extras = Mapping[str, Any]
-"""Values by these names: those of `PER_COMPLETION` are lists with one entry per completion."""
+"""Values by these names: the values of `PER_COMPLETION` are lists with one entry per completion."""
 NO_EXTRAS: Final[Extras] = {}
 
 
@@ -68,7 +68,7 @@ class CheckedReward:
     ) -> list[float]:
         """One finite score per completion; ``places`` are the rows' source lines, for messages.
 
-        :raises RewardError: invalid scores, a row that cannot be judged, or an additional argument
+        :raises RewardError: invalid scores, a row that cannot be scored, or an additional argument
             that is not in ``extras``.
         """
         if not completions:
@@ -92,12 +92,12 @@ class CheckedReward:
 
     @property
     def checks_rows(self) -> bool:
-        """Whether it says which rows it can judge."""
+        """Whether it reports the rows that it can score."""
         method = getattr(type(self._object), "check_rows", None)
         return callable(method) and method is not RewardFunction.check_rows
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`)."""
+        """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`)."""
         problems = self._optional("check_rows", rows)
         return [""] * len(rows) if problems is None else list(problems)
 

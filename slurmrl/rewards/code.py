@@ -42,7 +42,7 @@ MISSING = {
     "files": "they can change the user's files",
     "processes": "nothing limits the number of their processes",
 }
-"""What it means that a sandbox lacks a protection."""
+"""Consequence of a protection that a sandbox lacks."""
 
 
 class CodeReward(RewardFunction):
@@ -50,7 +50,7 @@ class CodeReward(RewardFunction):
 
     :param tests_key: the row's key for the tests; a path with dots for one inside an object.
         Default: the first of ``tests``, ``input_output``, ``test_list`` and ``test`` in the row.
-    :param prefix_key: the row's key for a text that is put before each program, such as the
+    :param prefix_key: the row's key for a string that is put before each program, such as the
         beginning of the function that a model completes.
     :param score: ``all``: 1 if all tests pass; ``share``: the share of tests that pass.
     :param test_timeout_s: seconds for one test.
@@ -205,7 +205,7 @@ class CodeReward(RewardFunction):
         return text
 
     def _check_protections(self) -> None:
-        """Report once what the sandboxes here cannot prevent.
+        """Report once the attacks that the sandboxes here cannot prevent.
 
         :raises UsageError: namespaces are required and something is missing.
         """
@@ -221,7 +221,7 @@ class _Run:
     def __init__(self, program: str, cases: Sequence[Case]) -> None:
         self.program = program
         self.unjudged = ""
-        """Why it could not be judged, if so."""
+        """Reason why it could not be scored, if any."""
         self._cases = cases
         self._begun = 0
         self._passed = 0
@@ -313,7 +313,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_isolation(user: str, facts: Mapping[str, Any], *, required: bool) -> None:
-    """Report what a sandbox cannot prevent here, given what it says about itself.
+    """Report the attacks that a sandbox cannot prevent here, given its own report.
 
     :raises UsageError: isolation is ``required`` and something is missing.
     """

@@ -68,7 +68,7 @@ class Case:
         return 2 * size + SPARE_BYTES
 
     def request(self) -> dict[str, Any]:
-        """What the sandbox needs; without the expected result."""
+        """Data for the sandbox, without the expected result."""
         return {
             "kind": self.kind,
             "stdin": self.stdin,
@@ -106,7 +106,7 @@ def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
 
 
 def _parsed(text: str) -> Any:
-    """The JSON in a text, if it holds an object or a list; else the text."""
+    """The JSON in a string, if it holds an object or a list; else the string."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -227,7 +227,7 @@ def _close(ours: float, theirs: float) -> bool:
 def same_value(value: Any, expected: Any) -> bool:
     """Whether a function's result is as expected.
 
-    Some data sets put each expected result in a list of its own.
+    Some data sets put each expected result in a separate list.
     """
     if _equal(value, expected):
         return True
@@ -250,9 +250,9 @@ def _equal(ours: Any, theirs: Any) -> bool:
 def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
     """The fenced block of Python that the tests are about; the whole text if there is none.
 
-    Blocks without a language count only if none is said to be Python. Of several, it is the last of
-    those that define most of the names that the tests use; for tests of what a program prints, the
-    last of those that look most like a whole program.
+    Blocks without a language count only if no block is labeled Python. Among several blocks, take
+    the last one that defines most of the names in the tests. For tests of printed output, take the
+    last one that looks most like a whole program.
     """
     tagged: list[str] = []
     bare: list[str] = []

@@ -1,10 +1,10 @@
 """The process that runs programs: one JSON request a line in, one JSON reply a line out.
 
 Its source is sent to a Python that may be inside a container (`slurmrl.rewards.code.LOADER`), so it
-imports nothing of slurmrl. Where the kernel allows, it has namespaces of its own: no network, a
+imports nothing of slurmrl. Where the kernel allows, it has its own namespaces: no network, a
 read-only file system with one small private folder, and a process table whose processes all die
-with its first one. Elsewhere it reports what is missing. Each program runs in a forked child with
-resource limits and without capabilities, and never sees the results that are expected of it.
+with its first one. Elsewhere it reports the missing protections. Each program runs in a forked
+child with resource limits and without capabilities, and never sees the expected results.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ VARIABLES = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 RESULT_FD, MOST_OPEN_FILES, WATCH_S = 3, 256, 0.02
-MOST_CPUS = 4  # that a program is told of, lest its pools have more processes than it may have
+MOST_CPUS = 4  # Programs see this number, so that their pools do not exceed the allowed processes.
 NAMED = ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math")
 MODULES = {*NAMED, "copy", "datetime", "io", "json", "operator", "os", "random", "re", "string"}
 MODULES |= {"statistics", "sys", "time"}
-"""What programs have without importing it; of the `NAMED`, also what ``import *`` takes."""
+"""Names that programs have without an import; of `NAMED` modules, those of ``import *`` too."""
 LAST_BYTES = 2000
 """Bytes at the end of standard error from which the reason of a failure is taken."""
 
@@ -63,7 +63,7 @@ class Sandbox:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self.network = self.files = self.process_table = False
-        """What is isolated."""
+        """Isolated resources."""
         if settings["namespaces"]:
             self._enter_namespaces()
         self._kept: dict[str, list[tuple[str, int]]] = {}
@@ -349,7 +349,7 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
 
 
 def _flush(space: dict[str, Any]) -> None:
-    """Write what the program's files hold back, as the interpreter does at its end."""
+    """Flush the program's files, as the interpreter does at its end."""
     files = [value for value in space.values() if isinstance(value, io.IOBase)]
     for file in (sys.stdout, sys.__stdout__, *files):
         if file is not None and not getattr(file, "closed", False):

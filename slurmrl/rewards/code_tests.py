@@ -202,7 +202,7 @@ def _is_test_case(node: Definition, defined: Definitions) -> bool:
 
 
 def _classes(node: ast.ClassDef, defined: Definitions) -> list[ast.ClassDef]:
-    """A class and those of its bases that the code defines."""
+    """A class and its bases, as far as the code defines them."""
     classes = [node]
     for each in classes:  # which grows
         bases = [defined.get(base.id) for base in each.bases if isinstance(base, ast.Name)]

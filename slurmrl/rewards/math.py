@@ -26,7 +26,7 @@ PROGRAM = PoolProgram(
     hint=": is math-verify installed?",
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
-"""A plain number, which is a valid reference. No judge needs to check it."""
+"""A plain number, which is a valid reference. No process needs to check it."""
 BRACKETS = re.compile(r"(?<!\\)(?<!\\sqrt)(?<!\\left)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
 """Square brackets, which may hold a pair of others, as in ``[\\sqrt[3]{8}]``; no ``\\[…\\]``."""
 
@@ -35,12 +35,12 @@ class MathReward(RewardFunction):
     """Judged by math-verify in separate processes.
 
     :param timeout_s: seconds after which a completion scores 0 and counts as
-        ``reward_unjudged``, as does one that crashes its judge twice.
+        ``reward_unjudged``, as does a completion that crashes its process twice.
     :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
         count as ``reward_unjudged``.
-    :param processes: parallel judges. Default: one per CPU core of the rank, at most 8.
+    :param processes: parallel processes. Default: one per CPU core of the rank, at most 8.
     :param marker: the final answer is the rest of the line after its last occurrence (GSM8K's
-        ``#### 72``); a text without it is searched as a whole.
+        ``#### 72``); a completion without it is searched as a whole.
     :param tail_characters: length of the end of a longer text that is searched.
     :param literal: whether a reference that is a plain number must be stated as a number in a box
         or after the marker too: there ``21 + 33`` is no answer for 54 then.
@@ -145,7 +145,7 @@ class MathReward(RewardFunction):
         }
 
     def _answer(self, text: Any) -> tuple[str, bool]:
-        """The text to judge, and whether it is an answer behind the marker."""
+        """Return the string to score, and whether it is an answer after the marker."""
         text = SPACES.sub(" ", str(text)).strip()
         answer = marked_answer(text, self._marker)
         return tail(text if answer is None else answer, self._tail), answer is not None

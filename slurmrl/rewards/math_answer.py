@@ -273,7 +273,7 @@ CHOSEN = (
 )
 ANSWER_IS = re.compile(rf"(?i:\banswer\b(?:\s+is)?(?:\s+(?:option|choice))?){CHOSEN}")
 OPTION_IS = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?){CHOSEN}")
-"""The letter of a multiple choice: a reference, in a box or behind the marker, and in a text."""
+"""The letter of a multiple choice: in a reference, in a box or after the marker, and in prose."""
 NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
 """The begin of a numbered heading."""
 VALUE = re.compile(r"[\s*_$=-]*(?:\\|[€£¥₹]|US\$)?\.?(?:\d|(?<=\\))")
@@ -297,7 +297,7 @@ TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
 MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^]|\.\d)")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
 NO_PROSE = re.compile(r"[+*/^_\\{}<>|]|(?<=\s)-\s")
-"""With one of these characters, a text with words and a number is a formula."""
+"""With one of these characters, a string with words and a number is a formula."""
 CURRENCIES = re.compile("[€£¥₹]")
 NAMED = re.compile(
     r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
@@ -337,7 +337,7 @@ def marked_answer(text: str, marker: str) -> str | None:
 
 
 def is_heading(line: str) -> bool:
-    """Whether a line behind the marker is empty or a title, as Markdown writes it."""
+    """Whether a line after the marker is empty or a title, as Markdown writes it."""
     if not line.strip() or NUMBERED.match(line):
         return True
     return is_prose(line) and not VALUE.match(line)
@@ -390,7 +390,7 @@ def stated(text: str) -> str:
 
 
 def chosen(text: str, *, inside: bool) -> str:
-    """The letter that a text chooses, "" if none. ``inside``: it is an answer without prose."""
+    """The letter that a string chooses, "" if none. ``inside``: it is an answer without prose."""
     text = re.sub(r"\\(?:text|math)\w*|\\[ ,;]|[{}$*]", " ", text)
     if inside and (label := LABEL.match(text)):
         return label[1]
@@ -399,7 +399,7 @@ def chosen(text: str, *, inside: bool) -> str:
 
 
 def formula_of(match: re.Match[str]) -> str:
-    """What stands inside an environment."""
+    """Content of an environment."""
     return "".join(filter(None, match.groups()))
 
 
@@ -445,7 +445,7 @@ def the_only(formulas: list[str]) -> str | None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a text has a word that is no product of neighbors in the alphabet: ``abc``."""
+    """Whether a string has a word that is no product of neighbors in the alphabet: ``abc``."""
     words = ("".join(sorted(word.lower())) for word in PROSE.findall(text))
     return any(word not in string.ascii_lowercase or len(word) < 3 for word in words)
 

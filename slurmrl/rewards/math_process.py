@@ -41,7 +41,7 @@ from slurmrl.rewards.math_answer import (
 from slurmrl.rewards.process_pool import end_with_parent, send, take_pipes
 
 Reading = list[Any]
-"""Expressions that math-verify has read, and the text from which it has read them."""
+"""Expressions that math-verify has read, and their source string."""
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def compare_relatively() -> None:
 
 
 def leading_zeros(*numbers: Any) -> int:
-    """Zeros behind the decimal point of the smallest number except zero; 0 if one is no number."""
+    """Zeros after the decimal point of the smallest number except zero; 0 if one is no number."""
     if not all(getattr(each, "is_number", False) for each in numbers):
         return 0
     try:
@@ -143,7 +143,7 @@ def read(text: str, *, plain: bool = False) -> Reading:
 
 @cache
 def targets() -> list[Any]:
-    """What math-verify reads: formulas and numbers.
+    """Inputs of math-verify: formulas and numbers.
 
     It does not remove units, among which it counts most letters and pairs such as ``bc``.
     """
@@ -155,7 +155,7 @@ def targets() -> list[Any]:
 
 
 def read_stated(text: str) -> Reading:
-    """math-verify's reading of the number that a text states."""
+    """Number that a string states, as math-verify reads it."""
     from math_verify import ExprExtractionConfig, parse
 
     numbers = [ExprExtractionConfig()]
@@ -185,7 +185,7 @@ def prepare(text: str, *, plain: bool = False) -> str:
 def refusal(text: str, reference: Reading) -> str:
     """Why no completion can be compared with a reference; "" if one can.
 
-    What math-verify cannot calculate with is compared as text.
+    Expressions that math-verify cannot compute are compared as strings.
     """
     if not FORMULA.search(text) and not BOX.search(text) and too_long(text):
         return f"its formula has more than {LONGEST_FORMULA} characters; put it in \\boxed{{}}"

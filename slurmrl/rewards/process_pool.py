@@ -69,7 +69,7 @@ class PoolProgram:
     hint: str = ""
     """Advice in case that it does not start."""
     modules: Sequence[str] = ()
-    """Folders from which it imports. Default: those of its environment."""
+    """Folders from which it imports. Default: the variables of its environment."""
     most_reply_bytes: int = 1 << 20
     """Longest reply that is read. A longer one comes from a process that is out of control."""
     closing_s: float = 0.0
@@ -79,7 +79,7 @@ class PoolProgram:
 class PoolProcess:
     """A running process, which handles one request at a time.
 
-    It has a session of its own, which is killed as a whole. Its end is noticed by its pidfd: a
+    It has its own session, which is killed as a whole. Its end is noticed by its pidfd: a
     process that it has forked may keep the pipe open.
     """
 
@@ -139,7 +139,7 @@ class PoolProcess:
             yield self._requests.fileno(), selectors.EVENT_WRITE
 
     def work(self) -> Reply | None:
-        """Send and receive what is possible without waiting. Return a message once it is whole.
+        """Send and receive without waiting. Return a message once it is whole.
 
         :raises WorkerDiedError: the process has ended, or its reply is not a JSON object of bounded
             size.
@@ -177,7 +177,7 @@ class PoolProcess:
             self._unsent = self._unsent[os.write(self._requests.fileno(), self._unsent) :]
 
     def _receive(self) -> bool:
-        """Read what there is. Return whether the pipe is at its end."""
+        """Read the available bytes. Return whether the pipe is at its end."""
         try:
             while len(self._unread) <= self._most_bytes:
                 data = os.read(self._replies.fileno(), READ_BYTES)
@@ -228,7 +228,7 @@ class ProcessPool:
         if not 0 < timeout_s < inf or (processes is not None and processes < 1):
             raise UsageError(f"timeout_s {timeout_s} and processes {processes} must be positive")
         self.facts: Reply = {}
-        """What the process that started last has reported about itself."""
+        """Report of the newest process about itself."""
         self._size = processes
         self._timeout_s = timeout_s
         self._program = program

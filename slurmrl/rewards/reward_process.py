@@ -1,8 +1,8 @@
 """The process that runs a whole reward, apart from the process that asks for scores.
 
 Run as ``python -m slurmrl.rewards.reward_process``. A pool of a user's reward asks for one
-completion at a time (`PooledReward`), a rollout task for all completions of a prompt. What the
-user's code prints goes to standard error; requests and replies use descriptors of their own.
+completion at a time (`PooledReward`), a rollout task for all completions of a prompt. Output of the
+user's code goes to standard error; requests and replies use separate descriptors.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> WeightedReward | None
 
 
 def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: bool) -> Reply:
-    """Return what the reward finds out about a row, or about completions."""
+    """Return the reward's results for a row, or for completions."""
     try:
         if "row" in request:
             return {"problem": str(reward.check_rows([request["row"]])[0])}
@@ -72,14 +72,14 @@ def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: boo
         if of_groups and (problem := judged.problem(len(request["completions"]))):
             raise RewardError(f"the reward {problem}")
         return {"judged": objects.to_json(judged)}
-    except MemoryError as error:  # what it has allocated may be lost for good
+    except MemoryError as error:  # its memory may be lost for good
         return {"error": _short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return {"error": _short(error)}
 
 
 def _short(error: BaseException) -> str:
-    """Return what an error says; for an error of the user's code, with its place there."""
+    """Return the message of an error; for an error of the user's code, with its place."""
     text = str(error) if isinstance(error, SlurmrlError) else describe(error)
     return text[:MOST_CHARACTERS]
 

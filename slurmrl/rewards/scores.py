@@ -1,4 +1,4 @@
-"""Scores: what a reward function returned as finite numbers, and what a reward gave completions."""
+"""Scores: finite numbers from a reward function, and the rewards of completions."""
 
 from __future__ import annotations
 
@@ -108,18 +108,18 @@ def shortened(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCompletions:
-    """One entry for each completion. Numbers keep all their bits, also in files."""
+    """One entry for each completion. Numbers keep all their bits, even in files."""
 
     scores: tuple[Annotated[float | None, SCORE], ...] = ()
-    """The weighted sums; None for completions that the reward could not judge."""
+    """The weighted sums; None for completions that the reward could not score."""
     parts: tuple[Mapping[str, float], ...] = ()
-    """What each part of the reward gave, before its weight, by the names of the parts that judged
-    it; nothing for a reward that is not a sum."""
+    """Scores of the parts of the reward before their weights, by the name of the part; empty for a
+    reward that is not a sum."""
     stats: Stats = field(default_factory=dict)
-    """What the functions have counted besides."""
+    """Counts that the functions return in addition."""
     submission: int = 0
-    """Of the trial, with whose code and settings a rollout task has judged. Another one may have
-    another reward."""
+    """Submission of the trial with whose code and settings a rollout task has scored. Another one
+    may have another reward."""
 
     def problem(self, count: int) -> str | None:
         """Why these are not the scores of ``count`` completions, all finite; None if they are."""

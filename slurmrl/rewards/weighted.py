@@ -1,6 +1,6 @@
 """The configured reward: a weighted sum of functions, each for the rows that it is meant for.
 
-A user's function may run in a pool of processes: what fails there costs one completion.
+A user's function may run in a pool of processes: a failure there costs one completion.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WeightedReward:
 
     @property
     def checks_rows(self) -> bool:
-        """Whether a function says which rows it can judge. Raises as `judge` does."""
+        """Whether a function reports the rows that it can score. Raises as `judge` does."""
         return any(part.scorer.checks_rows for part in self._parts.values())
 
     def wanted(self) -> set[str]:
@@ -95,7 +95,7 @@ class WeightedReward:
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
     ) -> JudgedCompletions:
-        """Return the weighted sum for each completion, and what it was made of.
+        """Return the weighted sum for each completion, and its parts.
 
         The sum is None where a part with a weight could not score the completion.
 
@@ -136,7 +136,7 @@ class WeightedReward:
         return JudgedCompletions(scores=tuple(scores), parts=tuple(given), stats=stats)
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:
-        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`)."""
+        """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`)."""
         problems = [self._judged_by_none(row) for row in rows]
         for settings, scorer in self._parts.values():
             chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
@@ -150,7 +150,7 @@ class WeightedReward:
             part.scorer.close()
 
     def _judged_by_none(self, row: Row) -> str:
-        """Why no part judges a row; "" if one does."""
+        """Return the reason why no part scores a row; "" if one does."""
         settings = [part.settings for part in self._parts.values()]
         if any(applies(each, row) for each in settings):
             return ""
@@ -166,7 +166,7 @@ def make_reward(
 
     Raises as `make` does, or in its first call for functions in a pool.
 
-    :param of_one_prompt: each call has the completions of one prompt alone.
+    :param of_one_prompt: each call has only the completions of one prompt.
     """
     cores = cores or len(os.sched_getaffinity(0))
     return WeightedReward(
@@ -187,12 +187,12 @@ def reward_program(
 ) -> PoolProgram:
     """Return the program of a process that has the whole reward (`reward_process`).
 
-    It reports ``wanted``, what the functions ask for, and ``checks_rows``.
+    It reports ``wanted`` (arguments that the functions request) and ``checks_rows``.
 
     :param cores: CPU cores that it may use.
     :param of_groups: each request has the completions of one prompt.
     :param memory_bytes: limit of its private memory.
-    :param closing_s: how long the functions may take to release what they hold.
+    :param closing_s: how long the functions may take to release their resources.
     """
     return PoolProgram(
         f"the reward '{reward.title}'",
@@ -216,7 +216,7 @@ def _scorer(part: RewardPart, cores: int, of_one_prompt: bool) -> Scorer:
 
 
 def applies(settings: RewardPart, row: Row) -> bool:
-    """Whether a part judges a row."""
+    """Return whether a part scores a row."""
     return all(
         any(_same(value_at(row, key), value) for value in _alternatives(wanted))
         for key, wanted in settings.where.items()
@@ -237,7 +237,7 @@ def _shown(value: Any) -> str:
 
 
 class PooledReward:
-    """A user's reward that is called in processes of its own with one completion at a time.
+    """A user's reward that is called in separate processes with one completion at a time.
 
     A completion for which it raises, takes too long, returns no score or kills its process gets
     ``pool.unjudged_score``, or no score without that.
@@ -269,7 +269,7 @@ class PooledReward:
 
     @property
     def needs_answers(self) -> bool:
-        """A user's function decides itself what a row must have."""
+        """A user's function decides itself about the required fields of a row."""
         return False
 
     def wanted(self) -> Sequence[str]:
@@ -287,7 +287,7 @@ class PooledReward:
     ) -> list[float | None]:
         """One finite score per completion, or None; see `CheckedReward.score`.
 
-        :raises RewardError: no completion could be judged.
+        :raises RewardError: no completion could be scored.
         """
         self._stats = {}
         if not completions:
@@ -321,7 +321,7 @@ class PooledReward:
         return [self._score(reply) for reply in replies]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`).
+        """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`).
 
         Without rows it checks that the reward can be made.
 
@@ -334,7 +334,7 @@ class PooledReward:
 
     @property
     def checks_rows(self) -> bool:
-        """Whether it says which rows it can judge."""
+        """Whether it reports the rows that it can score."""
         return bool(self._pool.start()["checks_rows"])
 
     def stats(self) -> Stats:

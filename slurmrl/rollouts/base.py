@@ -1,4 +1,4 @@
-"""What episodes and environments exchange. Torch-free."""
+"""Types that episodes and environments exchange. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class EpisodeItem:
     """The prompt of an episode. Each of a prompt's ``rollout.n`` completions is an episode."""
 
     sample_id: str
-    """Of the row, with the epoch: ``17@0``."""
+    """Id of the row, with the epoch: ``17@0``."""
     index: int
-    """The place of the completion among those of its prompt, from 0."""
+    """The index of the completion among its prompt's completions, from 0."""
     prompt: tuple[int, ...]
     """Token ids."""
     text: str
@@ -34,7 +34,7 @@ class EpisodeItem:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTurn:
-    """What the policy wrote between two messages."""
+    """Text of the policy between two messages."""
 
     text: str
     """Without special tokens and the stop token; with the stop string that ended it."""
@@ -53,11 +53,11 @@ class Reply:
     """An environment's answer to a turn."""
 
     text: str = ""
-    """What the policy reads before its next turn."""
+    """Messages that the policy reads before its next turn."""
     role: str = "user"
     """The role of that message in the chat template."""
     reward: float = 0.0
-    """What the turn has earned."""
+    """Reward of the turn."""
     done: bool = False
     """Whether the episode has ended; then there is no message."""
 

@@ -42,12 +42,12 @@ class Completions:
         self.versions: list[str] = []
         """The weight version of each; "" for others."""
         self.support = SampledSupport()
-        """What each was sampled from; empty for others, and where it was not recorded."""
+        """Sampling mask of each; empty for tokens that were not sampled, and without records."""
         self.experts: Array | None = None
-        """What read each token up to the end of the last turn, prompt included; None: it was not
+        """Experts that read each token up to the end of the last turn, prompt included; None: not
         recorded."""
         self.rewards: list[float] = []
-        """What a turn has earned, at its last token; 0 elsewhere."""
+        """Reward of a turn, at its last token; 0 elsewhere."""
         self.turns = 0
         self.stopped = False
         """Whether the last turn ended with a stop token or stop string."""
@@ -71,7 +71,7 @@ class Completions:
         self.support.skip(len(added))
 
     def reward(self, value: float) -> None:
-        """Add to what the latest turn has earned."""
+        """Add to the reward of the latest turn."""
         if self._last_written < 0:
             raise UsageError(f"reward {shown(value)}: there is no turn yet")
         number = as_number(value)
@@ -117,7 +117,7 @@ class Completions:
         return padded[: len(self.sequence)].reshape(-1)
 
     def cut(self) -> None:
-        """Drop what the policy has read behind its last turn, which nothing follows."""
+        """Drop the tokens after the last turn of the policy, which no turn follows."""
         for column in (self.tokens, self.written, self.logprobs, self.versions, self.rewards):
             del column[self._last_written + 1 :]
         (self.support,) = self.support.cut([len(self.tokens)])

@@ -1,4 +1,4 @@
-"""Runs episodes side by side. One that fails costs itself alone."""
+"""Runs episodes side by side. An episode that fails affects no other episode."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EpisodeOutcome:
     failure: str = ""
     tool_calls: int = 0
     tool_failures: int = 0
-    """Calls of tools, and those of them that failed."""
+    """Calls of tools, and failed calls."""
 
 
 class EpisodeRunner:
@@ -125,7 +125,7 @@ class EpisodeRunner:
     async def _completed(
         self, policy: Policy, item: EpisodeItem, tools: Tools
     ) -> Completions | None:
-        """What the policy wrote; None if a limit left it no turn."""
+        """Text of the policy; None if a limit left it no turn."""
         try:
             completions = await self._episode(policy, item, tools)
         except EpisodeLimitError:

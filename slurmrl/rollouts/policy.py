@@ -98,9 +98,9 @@ class Policy:
         self._left_s = 0.0
         self._over = False
         self._from: Counter[int] = Counter()
-        """How often a turn began behind this many tokens."""
+        """Number of turns that began after this many tokens."""
         self.latest: Completions | None = None
-        """What the policy wrote to last."""
+        """Completion that the policy wrote to last."""
         self.limited = False
         """Whether the episode has reached a limit."""
 
@@ -136,7 +136,7 @@ class Policy:
             self._waiting.end()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a text that continues a context, without special tokens."""
+        """Token ids of a string that continues a context, without special tokens."""
         return self._dialogue.encode(text)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
@@ -151,7 +151,7 @@ class Policy:
         self.say_all(completions, [(role, text)])
 
     def say_all(self, completions: Completions, said: Sequence[tuple[str, str]]) -> None:
-        """Add several messages at once, each a role and a text."""
+        """Add several messages at once, each a role and a string."""
         turn = completions.ends_with_turn
         tokens = self._dialogue.messages(said, completions.sequence[-1], turn=turn)
         completions.read(tokens)
@@ -180,7 +180,7 @@ class Policy:
             seed=self._sampling.seed,
             step=self._sampling.step,
             options=options,
-            # What it has read is cached now, and groups that have begun should end.
+            # Its prompt is cached now, and groups that have begun should end.
             priority=self._limits.turns - self._turns,
         )
         return request, most == left
@@ -244,7 +244,7 @@ class Dialogue:
         self.vocabulary = len(self._tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text behind another text.
+        """Return the tokens of a string after another string.
 
         Names of special tokens in it are ordinary text, so that no message can end a turn or
         pretend to be another role.
@@ -264,9 +264,9 @@ class Dialogue:
     def messages(
         self, said: Sequence[tuple[str, str]], behind: int, *, turn: bool
     ) -> tuple[int, ...]:
-        """Messages, each a role and a text, up to where the next turn begins.
+        """Messages, each a role and a string, up to the beginning of the next turn.
 
-        Without a chat template they are the texts alone. The context ends with the token
+        Without a chat template they contain only the text. The context ends with the token
         ``behind``; ``turn`` says whether the policy wrote it.
         """
         if self._template is None:
@@ -280,7 +280,7 @@ class Dialogue:
         return tokens[1:] if written else tokens
 
     def _joined(self, behind: int, parts: Sequence[tuple[str, bool]]) -> tuple[int, ...]:
-        """The tokens of texts, each literal or not, one behind the other."""
+        """The concatenated tokens of strings, each literal or not."""
         tokens = [behind]
         for text, literal in parts:
             tokens += self._behind(tokens[-1], text, literal=literal)
@@ -291,7 +291,7 @@ class Dialogue:
         return tokens
 
     def _pieces_of(self, roles: tuple[str, ...]) -> list[str]:
-        """What the template puts around the texts of messages, by their roles."""
+        """Strings that the template puts around the content of messages, by role."""
         if roles not in self._pieces:
             assert self._template is not None
             self._pieces[roles] = self._template.around_messages(roles)

@@ -132,8 +132,8 @@ class SampleWriter:
 def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -> SampleGroup:
     """Read a recorded group, and nothing else of its file.
 
-    Where this host may see an old state of the directory, what looks missing or damaged is read
-    again for about a minute. Raises SampleFileError if it is (the group must be made again),
+    Where this host may see an old state of the directory, a file that looks missing or damaged is
+    read again for about a minute. Raises SampleFileError if it is (the group must be made again),
     EnvironmentFailure.
     """
     pauses_s = HIDDEN_PAUSES_S if calls.caches(folder) else ()
@@ -144,7 +144,7 @@ def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) 
 
 
 def read_once(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -> SampleGroup:
-    """`read_group` for callers that look again in a way of their own. Raises as it does."""
+    """`read_group` for callers that retry by themselves. Raises as it does."""
     path = folder / stored.file
     where = f"{path}, item {stored.item},"
     try:
@@ -174,8 +174,8 @@ def remove_settled(
 
     ``newest`` is the last file that a record names; later ones may not have their record yet. None:
     the attempt has ended and its log was read to the end. ``needed`` are those with groups that are
-    unsettled in the newest commit. Raises EnvironmentFailure; what is left is removed the next
-    time.
+    unsettled in the newest commit. Raises EnvironmentFailure; the next call removes remaining
+    files.
     """
     try:
         names = atomic.list_names(folder, calls=calls)
@@ -197,7 +197,7 @@ def _number_of(name: str) -> int | None:
 
 
 def _read(path: Path, offset: int, length: int, calls: SystemCalls) -> bytes:
-    """These bytes of a file, or those of them that it has."""
+    """These bytes of a file, as far as it has them."""
     parts = []
     with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as descriptor:
         while length and (part := calls.pread(descriptor, min(READ_BYTES, length), offset)):
@@ -223,7 +223,7 @@ class SampleGroup:
     item: int
     lease: str
     versions: tuple[str, ...]
-    """Of the weights that sampled tokens, from old to new, at least one."""
+    """Versions of the weights that sampled tokens, from old to new, at least one."""
     lengths: Array
     """int32 [n]: tokens of each completion with its prompt."""
     prompt_lengths: Array
@@ -246,15 +246,15 @@ class SampleGroup:
     logprobs: Array
     """float32 [T]: under the distribution that the token was sampled from; 0 for others."""
     turn_rewards: Array
-    """float32 [T]: what a turn has earned, at its last token; 0 elsewhere."""
+    """float32 [T]: reward of a turn, at its last token; 0 elsewhere."""
     support: SampledSupport | None = None
-    """What each token was sampled from; None: it was not recorded."""
+    """Sampling mask of each token; None: not recorded."""
     expert_sizes: Array | None = None
     """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
     experts: Array | None = None
-    """int16: those of all completions, side by side (see `data.meta.EXPERTS`)."""
+    """int16: experts of all completions, side by side (see `data.meta.EXPERTS`)."""
     judged: JudgedCompletions | None = None
-    """What the reward gave the completions in the task; None: the trainers judge them."""
+    """Scores of the completions in the task; None: the trainers score them."""
 
     def __post_init__(self) -> None:
         problem = self._problem()
@@ -405,7 +405,7 @@ class SampleGroup:
 
 
 def _joined_support(completions: Sequence[Completions]) -> SampledSupport | None:
-    """Of all tokens, if any was recorded."""
+    """Join the sampling masks of all tokens, if any was recorded."""
     support = SampledSupport()
     for each in completions:
         support.skip(len(each.prompt))

@@ -1,7 +1,7 @@
 """Environments of the package ``verifiers`` 0.1 as episodes, in this process. Torch-free.
 
 Such an environment talks to an OpenAI client. It gets one whose model is the policy: new messages
-are added behind the tokens that the policy has sampled, as in every episode.
+are added after the tokens that the policy has sampled, as in every episode.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class VerifiersEpisode:
 
 
 class PolicyClient:
-    """What an environment uses of ``AsyncOpenAI``: ``chat.completions.create``."""
+    """The part of ``AsyncOpenAI`` that environments use: ``chat.completions.create``."""
 
     def __init__(self, policy: Policy, item: EpisodeItem) -> None:
         self._policy = policy

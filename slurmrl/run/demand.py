@@ -1,10 +1,10 @@
-"""What limits the jobs of a submission: tasks that a user wants, trainers that are gone, a stop.
+"""Limits of the jobs of a submission: wanted tasks, missing trainers, a stop.
 
 - A group has as many tasks as planned, unless a user has set another number (``slurmrl scale``),
   which holds until they set another one or the plan changes.
-- A task of an elastic group records trainers that were gone for too long. The tasks that would
-  follow it need not wait as long again: none starts until the trainers are back, which is when a
-  new incarnation has begun, or when a link of theirs removes the record.
+- A task of an elastic group records trainers that were gone for too long. Later tasks need not wait
+  again: no task starts until the trainers are back. They are back when a new incarnation has begun,
+  or when one of their links removes the record.
 - A user stops a submission (``slurmrl stop``): its trainers commit, and no other job starts.
 """
 
@@ -49,7 +49,7 @@ class Orphaned:
     incarnation: Annotated[int, COUNT]
     attempt: Annotated[int, COUNT]
     counter: Annotated[int, SIZE] | None = None
-    """Of the last heartbeat; None if there was none."""
+    """Counter of the last heartbeat; None if there was none."""
 
 
 def read_orphaned(run: RunPaths, group: str) -> Orphaned | None:

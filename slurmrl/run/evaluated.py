@@ -1,7 +1,7 @@
-"""What trials of ``slurmrl eval`` have found out about the checkpoints of a trial.
+"""Results of ``slurmrl eval`` for the checkpoints of a trial.
 
 The readers of the trial look for them there. So a result counts once, however often its trial was
-interrupted, and also where training has long ended. (Other programs cannot look: `sinks.arrivals`.)
+interrupted, even long after training has ended. (Other programs cannot look: `sinks.arrivals`.)
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class _Evaluation(NamedTuple):
 def read(paths: RunPaths) -> list[dict[str, Any]]:
     """Lines of metrics with the evaluations of all checkpoints, by step.
 
-    What is damaged, or about a checkpoint that training did not continue from, is left out.
+    Damaged results are left out, and results of checkpoints that training did not continue from.
     """
     return _read(paths, trials(paths))
 
 
 def lines_of(paths: RunPaths) -> list[dict[str, Any]]:
-    """All lines of a trial's metrics, with those of `read`."""
+    """All lines of a trial's metrics, and the lines of `read`."""
     return merged(metrics.read(paths.metrics), read(paths))
 
 
@@ -69,7 +69,7 @@ def newest(paths: RunPaths) -> dict[str, Any]:
 def merged(
     own: Iterable[Mapping[str, Any]], more: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The lines of a trial with those of `read`, by step. Its own values win."""
+    """The lines of a trial and of `read`, by step. Its own values win."""
     found = {line["step"]: dict(line) for line in more}
     for line in own:
         found[line["step"]] = {**found.get(line["step"], {}), **line}

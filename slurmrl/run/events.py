@@ -113,7 +113,7 @@ class EventWriter:
 
 
 def read_all(paths: RunPaths) -> list[Event]:
-    """Return all writers' events by time; those of one writer keep their order."""
+    """Return all writers' events by time; events of one writer keep their order."""
     return EventReader(paths).read()
 
 
@@ -154,7 +154,7 @@ class EventReader:
         self._offsets: dict[str, int] = {}
 
     def read(self) -> list[Event]:
-        """Return new events by time; those of one writer keep their order.
+        """Return new events by time; events of one writer keep their order.
 
         An incomplete line is returned once it is complete.
         """

@@ -66,7 +66,7 @@ class _Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress(_Progress):
-    """What one rank is doing."""
+    """Activity of one rank."""
 
     rank: Annotated[int, COUNT]
     collective: PendingCollective | None = None
@@ -74,7 +74,7 @@ class RankProgress(_Progress):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupProgress(_Progress):
-    """What ranks of one world are doing that do the same, with the largest of their ages."""
+    """Common activity of ranks of one world, with the largest of their ages."""
 
     ranks: Annotated[str, SPANS]
     collective: SharedCollective | None = None
@@ -96,7 +96,7 @@ class LeaseNote:
 
 
 def grouped(rows: Iterable[RankProgress]) -> list[GroupProgress]:
-    """Return the groups, those of the trainers first, in the order of their first ranks."""
+    """Return the groups, the trainers' groups first, in the order of their first ranks."""
     found: dict[RankProgress, list[RankProgress]] = {}
     for row in rows:
         found.setdefault(_kind(row), []).append(row)
@@ -109,7 +109,7 @@ def _place(group: GroupProgress) -> tuple[bool, str, int]:
 
 
 def _kind(row: RankProgress) -> RankProgress:
-    """Return what is equal for ranks that do the same."""
+    """Return the key that is equal for ranks with the same activity."""
     collective = row.collective and replace(row.collective, since_s=0.0)
     silent_s = 1.0 if row.silent_s else 0.0
     return replace(row, rank=0, since_s=0.0, silent_s=silent_s, collective=collective)
@@ -226,7 +226,7 @@ def _detail(group: GroupProgress) -> str:
 
 
 def describe(row: RankProgress) -> str:
-    """Return what one rank does, on one line."""
+    """Return the activity of one rank, on one line."""
     [group] = grouped([row])
     if group.collective is not None and not group.silent_s:
         return _has_waited(group, group.collective)

@@ -66,7 +66,7 @@ def avoided(run: RunPaths) -> list[BadHost]:
 
 
 def failed_starts(run: RunPaths, start: str | None = None) -> list[BadHost]:
-    """Return the failed starts of the trial, or those of one start of a job."""
+    """Return the failed starts of the trial, or of one start of a job."""
     return [
         _read(run, file)
         for file in _names(run)

@@ -1,4 +1,4 @@
-"""Leases: the holder increments a counter; observers judge by their own clocks whether it moves.
+"""Leases: the holder increments a counter; observers check by their own clocks whether it moves.
 
 No clock and no file time of another machine is used. The observer's clock advances only while
 the directory answers, so a stalled file system does not look like a dead holder.
@@ -22,7 +22,7 @@ DIGITS = 20
 NOTE_BYTES = 64 * 1024
 GAPS_PER_TTL = 4
 """The time between two looks counts for at most 1/4 of the TTL, because an observer that was
-suspended, or hung in a write of its own, was not watching."""
+suspended, or hung in its own write, was not watching."""
 
 
 class Lease:
@@ -37,7 +37,7 @@ class Lease:
         """Increment the counter. Raises EnvironmentFailure; the holder must then start nothing new.
 
         ``note`` follows the counter in the same write. If it is shorter than the previous note,
-        the tail of that remains behind it; a reader can see a partial note.
+        the tail of that note remains after it; a reader can see a partial note.
         """
         self._counter += 1
         data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]
@@ -89,7 +89,7 @@ class LeaseView:
     """Seconds for which the counter was observed not to move."""
     counter: int | None
     note: bytes = b""
-    """The note that the holder wrote behind the counter."""
+    """The note that the holder wrote after the counter."""
 
 
 class LeaseObserver:

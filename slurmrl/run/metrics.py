@@ -26,7 +26,7 @@ LATEST_BYTES = 64 << 20
 MIXED_BYTES = 1 << 20
 """How far before the last line to keep `cut` searches for lines to drop."""
 _EVALUATION = b'"eval/'
-"""What the lines of steps with an evaluation contain."""
+"""Keys that the lines of steps with an evaluation contain."""
 NO_STEP = 2**60
 """Greater than any step."""
 
@@ -183,8 +183,7 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines that hold an object with a step.
 
-    Skips what a crash left in the middle of the file: a torn line to which a later one was
-    appended.
+    Skips a torn line in the middle of the file, which a crash leaves if a later line is appended.
     """
     for raw in raw_lines:
         with suppress(CorruptFileError):

@@ -7,15 +7,15 @@ from pathlib import Path
 
 DAMAGED_PREFIX = "damaged-"
 EVALUATED = "-eval"
-"""What follows the name of an experiment in that of the evaluations of its checkpoints."""
+"""Suffix of an experiment's name in the name of the evaluations of its checkpoints."""
 BEING_EVALUATED = "being_evaluated"
 """The folder of a trial with the checkpoints that ``evaluation.tasks`` evaluates."""
 EVALUATION = "evaluation-"
-"""What part files of evaluations begin with."""
+"""Prefix of part files of evaluations."""
 
 
 def part_prefix(step: int, incarnation: int) -> str:
-    """What the names of the part files begin with that an incarnation writes for a step."""
+    """Prefix of the part files that an incarnation writes for a step."""
     return f"step-{step:08d}.{incarnation}"
 
 
@@ -154,7 +154,7 @@ class RunPaths:
         return self.run / f"scale.{group}.json"
 
     def orphaned(self, group: str) -> Path:
-        """What its last task has seen of trainers that were gone for too long."""
+        """Record of its last task about trainers that were gone for too long."""
         return self.run / f"orphaned.{group}.json"
 
     @property
@@ -172,12 +172,12 @@ class RunPaths:
 
     @property
     def summary(self) -> Path:
-        """What these lines amount to."""
+        """Summary of these lines."""
         return self.run / "summary.json"
 
     @property
     def overview(self) -> Path:
-        """What a list of trials says about an ended one (see `watch.overview`)."""
+        """Line of a finished trial in lists of trials (see `watch.overview`)."""
         return self.run / "overview.json"
 
     @property
@@ -240,7 +240,7 @@ class RunPaths:
 
     @property
     def estimates(self) -> Path:
-        """What the plan expects of memory and time."""
+        """Estimates of memory and time from the plan."""
         return self.run / "estimates.json"
 
     @property
@@ -337,8 +337,7 @@ class RunPaths:
     ) -> Path:
         """Control log that one agent writes and the master reads.
 
-        ``attempt`` is that of a task which may be started several times in an incarnation; None for
-        the trainers.
+        ``attempt`` numbers the starts of a task in an incarnation; None for the trainers.
         """
         started = "" if attempt is None else f".{attempt}"
         return self.control / f"{incarnation:08d}.{group}.{task}{started}"

@@ -1,11 +1,11 @@
-"""What a trial's processes publish: who they are, and reports about the end of an incarnation.
+"""Publications of a trial's processes: their identity, and reports about the end of an incarnation.
 
-The first failure of an incarnation counts. Reports may be those of older versions of slurmrl, which
-lack fields. See `watch.published` for the readers and `workers.failure` for the writers.
+The first failure of an incarnation counts. Reports may come from older versions of slurmrl and lack
+fields. See `watch.published` for the readers and `workers.failure` for the writers.
 
 A world is a set of processes that share one process group and one fate, with ranks 0..n-1 of their
 own. The group of the trainers is one world on all of its hosts. In every other group each task is a
-world of its own.
+separate world.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ TRAINERS: Final = "trainer"
 """The group of the trainers, and the name of their world. Its end is the end of an incarnation."""
 
 MASTER: Final = "master"
-"""The name of the master among the groups, for its output. Its log is numbered like that of the
-agent that starts it: the trainers' first."""
+"""The name of the master among the groups, for its output. Its log has the number of the agent that
+starts it: the trainers' first agent."""
 
 
 def group_of(world: str) -> str:
@@ -64,7 +64,7 @@ class Cause(StrEnum):
     MASTER = "master"
     """The master ended unexpectedly."""
     ENVIRONMENT = "environment"
-    """The machine, the cluster or the shared directory could not do what was needed."""
+    """The machine, the cluster or the shared directory failed."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class StacksRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The base of what is published about an incarnation."""
+    """Base class of publications about an incarnation."""
 
     damage: str = ""
     """Why the report cannot be read; all other fields then have their defaults."""
@@ -185,7 +185,7 @@ class LostHost(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTaskView:
-    """An attempt of a task that lives, as far as the master knows."""
+    """An attempt of a task that is alive, as far as the master knows."""
 
     task: str
     """``rollout/3``"""
@@ -220,7 +220,7 @@ class RolloutsView:
     wanted: Annotated[int, SIZE] = 0
     """Tasks that may run at a time."""
     waits_for: str = ""
-    """What the trainers wait for; empty if there is a batch for the next step, or one in work."""
+    """Reason why the trainers wait; empty if there is a batch for the next step, or one in work."""
     finished: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
     """Groups that wait for a step, by their staleness in steps: age of the oldest weights."""
     trained: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What steps keep of their completions or rows, as JSON lines.
+"""Completions or rows that steps keep, as JSON lines.
 
 ``samples/`` has readable samples. Each incarnation appends to files that no other one writes:
 ``step-<s>.<incarnation>.jsonl`` of training and ``eval-step-<s>.<incarnation>.jsonl`` of
@@ -110,7 +110,7 @@ def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
 
 
 def _lines(index: Path) -> Iterator[dict[str, Any]]:
-    """The lines of an index; what a kill or a full disk has left of one is skipped."""
+    """The lines of an index; torn lines from a kill or a full disk are skipped."""
     with suppress(FileNotFoundError), lines.opened(index) as file:
         for raw in file.forward():
             with suppress(CorruptFileError):

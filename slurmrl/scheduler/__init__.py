@@ -23,7 +23,7 @@ PROBE_S = 10.0
 _UNCONFIGURED = "Could not establish a configuration source"
 """Words of Slurm's commands where they find no configuration: the machine is in no cluster."""
 _UNREACHED = "failed to fetch remote configs"
-"""They say this besides on a machine that gets its configuration from a controller."""
+"""They also say this on a machine that gets its configuration from a controller."""
 
 
 def make(name: str) -> Scheduler:

@@ -59,7 +59,7 @@ class TaskState:
     """Why it is pending or how it ended, in the scheduler's words; may be empty."""
     hosts: tuple[str, ...]
     words: str = ""
-    """Why it is pending and what the user can do, or how it ended; empty while it runs."""
+    """Reason why it is pending, with advice, or the way it ended; empty while it runs."""
     exit_code: int | None = None
     """Exit code of the batch process that has ended, where known."""
     signal: int | None = None
@@ -110,7 +110,7 @@ class GroupRequest:
     command: tuple[str, ...] = ()
     """Command of an element; empty: the batch supervisor of this group."""
     slurm: Mapping[str, Any] | None = None
-    """The options of its jobs as plain values; None: those of ``cluster.slurm``."""
+    """The options of its jobs as plain values; None: the options of ``cluster.slurm``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class SchedulerPoll:
         self._asked: dict[str, tuple[str, ...]] | None = None
         self._answer: list[TaskState] = []
         self._failure: EnvironmentFailure | None = None
-        """Why there is no answer for the jobs that were asked for last."""
+        """Reason why the last request for jobs got no answer."""
 
     @property
     def pause_s(self) -> float:
@@ -268,5 +268,5 @@ class SchedulerPoll:
 
 
 def _shape(tasks: list[TaskState]) -> Mapping[tuple[str, str], tuple[str, str, int]]:
-    """Return what counts as a change: everything but times."""
+    """Return the fields that count as a change: all except times."""
     return {(t.group, t.job_id): (t.raw, t.reason, t.restarts) for t in tasks}

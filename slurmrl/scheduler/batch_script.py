@@ -145,7 +145,7 @@ def _attempt(request: SubmissionRequest) -> str:
 
 
 def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str]:
-    """Return the user's shell lines (``setup``), and what they need."""
+    """Return the user's shell lines (``setup``) and their requirements."""
     lines = [str(line) for line in slurm_options(request, group).get("setup") or ()]
     return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines
 
@@ -158,7 +158,7 @@ def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str
         "array": _array(group),
         "chdir": str(request.run.run),
         "cpus-per-task": str(group.workers_per_host * group.cpus_per_worker),
-        "export": "ALL",  # of what our client gives sbatch: see environment.EXPORTED
+        "export": "ALL",  # variables that our client gives sbatch: see environment.EXPORTED
         "job-name": request.job_name(group.name),
         "nodes": "1" if group.elastic else str(group.hosts + spares),
         "ntasks-per-node": "1",
@@ -187,7 +187,7 @@ def extra_lines(request: SubmissionRequest, group: GroupRequest) -> list[str]:
 
 
 def check_value(key: str, value: str) -> None:
-    """Refuse what sbatch would read as something else: line breaks and backslashes."""
+    """Reject characters that sbatch would misread: line breaks and backslashes."""
     if any(ord(char) < 32 or char == "\x7f" for char in value):
         raise UsageError(f"--{key}={value!r}: a directive cannot hold control characters")
     if "\\" in value:
@@ -195,7 +195,7 @@ def check_value(key: str, value: str) -> None:
 
 
 def _mode(slurm: Mapping[str, Any]) -> Continue:
-    """What follows a link of a fixed group."""
+    """Successor of a link of a fixed group."""
     return Continue(slurm.get("continue") or Continue.CHAIN)
 
 

@@ -126,7 +126,7 @@ def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> lis
 
 
 def continues(chain: Chain) -> Continue:
-    """Return what follows a link, as the submission's request says.
+    """Return the successor of a link according to the submission's request.
 
     Submissions of older versions are chains.
     """
@@ -280,7 +280,7 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
 
 
 class Upkeep:
-    """Runs in threads of its own, since a link must not wait for Slurm.
+    """Runs in separate threads, since a link must not wait for Slurm.
 
     Signals stay with the caller's threads.
     """

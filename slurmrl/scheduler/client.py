@@ -109,7 +109,7 @@ class SlurmClient:
         return {name: limit for name, _, limit in lines if name}
 
     def partition_names(self) -> list[str]:
-        """Return the names of all partitions, also of those that are hidden from this user."""
+        """Return the names of all partitions, including those hidden from this user."""
         return sorted(set(self._run("sinfo", "--noheader", "--all", "--format=%R").split()))
 
     def time_left_s(self, job: str) -> float | None:
@@ -207,7 +207,7 @@ class SlurmClient:
         self._scancel(*elements)
 
     def signal(self, name: str, elements: Iterable[str], *, steps: bool) -> None:
-        """Send a signal to the batch processes only, or to those of the steps as well."""
+        """Send a signal to the batch processes only, or to the steps' processes as well."""
         whom = "--full" if steps else "--batch"
         self._scancel(whom, f"--signal={name}", *elements)
 

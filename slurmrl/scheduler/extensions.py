@@ -121,7 +121,7 @@ def close(run: RunPaths, number: int, group: str, index: int) -> None:
 
 
 def name(run: RunPaths, number: int, group: str, index: int) -> str:
-    """Return the job name of an extension: that of the first array, and its index."""
+    """Return the job name of an extension: the first array's name, and the index."""
     return f"{submission.directive(run, number, group, 'job-name')}.{index}"
 
 

@@ -196,9 +196,7 @@ class LocalChain:
                 return 0
             return demand.wanted_tasks(self._run, self._group, self._width)
         except (CorruptFileError, EnvironmentFailure) as error:
-            _log.warning(
-                "cannot read the wanted number of tasks, using the planned one: %s", error
-            )
+            _log.warning("cannot read the wanted number of tasks, using the planned one: %s", error)
             return self._width
 
     def _pauses(self, following: int) -> bool:
@@ -220,7 +218,7 @@ class LocalChain:
         self._write()
 
     def _end(self, index: int) -> None:
-        """Kill what an ended link left behind, as Slurm does.
+        """Kill the remaining processes of an ended link, as Slurm does.
 
         Reap it last, so that its process group cannot be reused.
         """
@@ -239,7 +237,7 @@ class LocalChain:
             "SLURM_ARRAY_JOB_ID": self._state.job,
             "SLURM_ARRAY_TASK_ID": str(index),
         }
-        environ.pop("PYTHONPATH", None)  # the chain's own; the script sets that of the link
+        environ.pop("PYTHONPATH", None)  # the chain's own; the script sets the link's
         with self._run.batch_log(self._group, name).open("ab") as output:
             return subprocess.Popen(
                 ["/bin/bash", str(self._run.submission_script(self._number, self._group))],

@@ -50,7 +50,7 @@ def cluster_hosts(text: str) -> list[HostRow]:
 
 
 def gpu_count(resources: str) -> int:
-    """Return the number of GPUs in a host's generic resources; those of several types add up."""
+    """Return the number of GPUs in a host's generic resources; several types add up."""
     return sum(number for _, number in gpus(resources))
 
 
@@ -216,7 +216,7 @@ class Partition:
 
     @property
     def most_gpus(self) -> int:
-        """Of one host."""
+        """Maximum number of GPUs of one host."""
         return max((kind.gpus for kind in self.kinds), default=0)
 
     @property

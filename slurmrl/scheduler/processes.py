@@ -40,7 +40,7 @@ class ProcessId:
 
     def alive(self) -> bool:
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, os.WNOHANG)  # if it is a child of ours, let it go
+            os.waitpid(self.pid, os.WNOHANG)  # If it is our child, reap it.
         return ProcessId.of(self.pid) == self
 
     def send(self, number: int) -> None:

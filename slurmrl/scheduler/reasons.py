@@ -1,6 +1,6 @@
 """Slurm's reasons for pending and ended jobs, explained and with advice.
 
-The names are those of ``job_reason_string`` in Slurm 22.05 to 26.05 and of its page "Job Reason
+The names come from ``job_reason_string`` in Slurm 22.05 to 26.05 and from its page "Job Reason
 Codes". Limits have composed names (``QOSMaxGRESPerUser``), so they are read by their parts.
 """
 
@@ -114,7 +114,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
         "raise cluster.mem_per_worker or lower max_tokens_per_mb",
     ),
 }
-"""Slurm's name -> (what it means, what to do)."""
+"""Slurm's name -> (meaning, advice)."""
 
 PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("nodes required for job are down", "ReqNodeNotAvail"),

@@ -250,7 +250,7 @@ class MemoryRequest:
         self._asked: set[tuple[str, int]] = set()
 
     def complete(self, found: Sequence[QueueRow], jobs: Sequence[str]) -> list[QueueRow]:
-        """Return the queue's rows and those of the elements that it no longer shows."""
+        """Return the queue's rows and the rows of elements that it no longer shows."""
         seen = {(row.job, element) for row in found for element in row.elements}
         lacking = [job for job in jobs if self._lacks(job, seen)]
         if lacking and self._there:
@@ -277,7 +277,7 @@ class MemoryRequest:
         self._there = answer is not None
         # The row of a cancelled array can name elements whose own rows say more.
         for row in sorted(answer or (), key=lambda row: len(row.elements), reverse=True):
-            if not states.interpret(row.raw).state.active:  # what still runs is the queue's to say
+            if not states.interpret(row.raw).state.active:  # the queue shows running elements
                 self._known |= {(row.job, element): _one(row, element) for element in row.elements}
 
 

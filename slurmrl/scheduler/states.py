@@ -1,6 +1,6 @@
-"""States of a trial's elements: Slurm's job states, the rows of its commands, and what they mean.
+"""States of a trial's elements: Slurm's job states, the rows of its commands, and their meaning.
 
-Names and meanings of states are those of squeue's manual page, section JOB STATE CODES, and of
+Names and meanings of states come from squeue's manual page, section JOB STATE CODES, and from
 ``job_states`` in slurm.h, from Slurm 22.05 on. A flag is shown in place of the base state that it
 modifies.
 """
@@ -68,7 +68,7 @@ ENDINGS: dict[str, JobState] = {
     "RaisedSignal": JobState.FAILED,
     "TimeLimit": JobState.TIMEOUT,
 }
-"""What the reason of a job that is completing says about its end, which the flag hides. A batch
+"""End of a completing job according to its reason, which the flag hides. A batch
 process killed by a signal is a ``JobLaunchFailure`` in 22.05, a ``RaisedSignal`` in newer ones."""
 
 
@@ -169,7 +169,7 @@ _CONTROL = re.compile(
     r" RunTime=(?P<ran>\S+) TimeLimit=(?P<limit>\S+).*? StartTime=(?P<start>\S+).*?"
     r" NodeList=(?P<hosts>\S*)"
 )
-"""Fields in scontrol's order; what a user chooses (a job's name) can look like any of them."""
+"""Fields in scontrol's order; a name that a user chooses can look like any of them."""
 
 
 def control(text: str) -> list[QueueRow]:
@@ -249,7 +249,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
     for group, ids in jobs.items():
         tasks = [task for job in ids for task in _tasks(group, by_job.get(job, []))]
         shown = [task for task in tasks if task.element >= 0]
-        # What is left of an array whose pending elements were cancelled tells only if nothing does.
+        # The rest of an array whose pending elements were cancelled counts only without other rows.
         result += shown or [replace(task, element=0) for task in tasks[:1]]
         if not tasks:
             result.append(forgotten(group, ids[-1] if ids else ""))

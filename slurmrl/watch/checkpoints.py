@@ -40,8 +40,8 @@ class StoredCommit:
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
     """Return all checkpoints by step; sizes are always checked.
 
-    One that the run deletes meanwhile is omitted. Raises EnvironmentFailure if the history cannot
-    be read.
+    A checkpoint that the run deletes during the listing is omitted. Raises EnvironmentFailure if
+    the history cannot be read.
     """
     records = History(paths.history).read()
     state = fold(records)
@@ -88,7 +88,7 @@ def _look(
 def _set_aside(
     paths: RunPaths, records: list[Record], times: dict[str, float]
 ) -> list[StoredCommit]:
-    """Checkpoints set aside as damaged that still exist; a run may remove them meanwhile."""
+    """Checkpoints set aside as damaged that still exist; a run may remove them at any time."""
     damaged = []
     for record in records:
         if record.kind is Kind.DELETE and "reason" in record.data:

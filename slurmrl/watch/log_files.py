@@ -2,7 +2,7 @@
 
 Lines of several files are merged by their times, entries kept together. An entry is a line of our
 own loggers (see `slurmrl.log`) with all that follows it in its file: a traceback, or what a library
-prints. A traceback that nobody announced is an entry of its own.
+prints. A traceback without an announcing line is a separate entry.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _known(kind: str, name: str, known: list[str]) -> str:
 
 class LogLine(NamedTuple):
     label: str
-    """Of its file: ``trainer/0``."""
+    """Label of its file: ``trainer/0``."""
     time: float | None
     """Seconds since the epoch by the writer's clock; None before the first entry of a file."""
     process: str

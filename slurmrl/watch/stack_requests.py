@@ -65,7 +65,7 @@ class Request:
     def answers(
         self, timeout_s: float, sleep: Callable[[float], None] = time.sleep
     ) -> Iterator[str]:
-        """Yield the texts as they arrive, until all are there or the time is over."""
+        """Yield the stacks as they arrive, until all have arrived or the time is over."""
         deadline = time.monotonic() + timeout_s
         backoff = Backoff(*POLL_S, sleep=sleep)
         while self._files:

@@ -69,7 +69,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
                                               update of a model (SFT's is "") was skipped, because
                                               its gradients were not finite; null for fewer than 3
       "unjudged": {"steps": 20, "share": 0.4} | null,   share of the completions of the newest steps
-                                              that the reward could not judge; null below 0.1
+                                              that the reward could not score; null below 0.1
       "timing": {
         "step_s": 12.3,                       mean of the newest steps; null before the first
         "left_s": 240.0,                      to the last step at that pace

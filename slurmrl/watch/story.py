@@ -281,7 +281,7 @@ def _unsaid(traces: Traces) -> End | None:
 def _was_cancelled(traces: Traces) -> bool:
     """Whether the trial was cancelled while the incarnation ran.
 
-    The signal alone does not show that.
+    The signal by itself does not show that.
     """
     end = traces.begun.end
     if end is None or end.kind is not Kind.CANCELLED:

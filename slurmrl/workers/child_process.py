@@ -336,7 +336,7 @@ def write_stacks_on_signal(descriptor: int) -> None:
 
 
 def stacks_wakeup() -> int:
-    """Return a descriptor that is readable after each signal, also in a blocked main thread."""
+    """Return a descriptor that is readable after each signal, even in a blocked thread."""
     ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     return ours

@@ -74,7 +74,7 @@ def join(
 
     Args:
         start: names the number of ranks and the network interface.
-        directory: of this world alone.
+        directory: used only by this world.
         timeout: of one collective.
     """
     if interface := start.interface:

@@ -57,12 +57,12 @@ class LoadBatch(Order):
     evaluation: bool = False
     """Whether items and calls are those of an evaluation."""
     suite: str = WHOLE
-    """Of an evaluation: the name of its suite."""
+    """Suite of an evaluation."""
     candidates: bool = False
     """Whether these items go through the calls up to the filter only. The step's last `LoadBatch`
     then has those that were accepted, which keep what these calls made of them."""
     samples: tuple[StoredGroup, ...] = ()
-    """Of each item, if rollout tasks made the completions: what a call that generates reads."""
+    """Samples of each item, which a generate call reads if rollout tasks made the completions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class RunCall(Order):
     evaluation: bool = False
     suite: str = WHOLE
     part: str = ""
-    """Of a call that records: what the names of the ranks' part files begin with."""
+    """Prefix of the names of the ranks' part files, for a call that records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class Ready:
     held_out: tuple[HeldOut, ...] = ()
     """The datasets of `Config.evaluations`."""
     stop_tokens: tuple[tuple[int, str], ...] = ()
-    """Ids and texts of the tokens that end a completion."""
+    """Ids and strings of the tokens that end a completion."""
     directories: tuple[str, ...] = ()
     """Names of the directories of the prepared rows, one for each source."""
 
@@ -189,9 +189,9 @@ class Done:
     notes: tuple[Mapping[str, Any], ...] = ()
     """More about such rows, by ``id`` and ``index``."""
     dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
-    """Of a filter: places in the batch of the items that it does not accept, by reason."""
+    """Places in the batch of the items that a filter rejects, by reason."""
     scored: bool = False
-    """Of a call of an evaluation: the rank has written scores of its items to a part file, whose
+    """Whether the rank has written scores of its items of an evaluation to a part file, whose
     number is the rank."""
 
 
@@ -206,7 +206,7 @@ class Saved:
     seq: Annotated[int, SIZE]
     """The number of the order."""
     files: tuple[SavedFile, ...] = ()
-    """Those of a checkpoint. (A part of a weight version has an index of its own.)"""
+    """Those of a checkpoint. (A part of a weight version has its own index.)"""
     error: str = ""
     """Why they are not."""
 
@@ -257,7 +257,7 @@ class Start:
     exclusive: bool = False
     """Whether the scheduler gives each GPU to one job."""
     submission: Annotated[int, COUNT] = 0
-    """Of the trial, whose code and settings this is."""
+    """Submission of the trial that this code and these settings belong to."""
 
 
 @dataclass(frozen=True, kw_only=True)

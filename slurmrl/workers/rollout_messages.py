@@ -31,7 +31,7 @@ class RequestedItem:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateItems:
-    """Make the completions of each item. How many and how they are drawn is in the plan."""
+    """Make the completions of each item. The plan has their number and the sampling options."""
 
     lease: Annotated[str, LEASE]
     items: tuple[RequestedItem, ...]
@@ -106,14 +106,14 @@ class Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class Holds:
-    """The weight version that draws the next token."""
+    """The weight version that samples the next token."""
 
     version: Annotated[str, VERSION]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A published version that the task cannot read. It tries again when that is published anew."""
+    """A published version that the task cannot read. It tries again at the next publication."""
 
     version: Annotated[str, VERSION]
     reason: str

@@ -89,8 +89,8 @@ class RecomputeInterface(Interface):
     ) -> CallResult:
         """The training engine's log-probabilities of the completions, as ``old_logprobs``.
 
-        Reports the mean and largest absolute difference to those of generation, over response
-        tokens, and the mismatch of the two policies.
+        Reports the mean and largest absolute difference to generation's log-probabilities, over
+        response tokens, and the mismatch of the two policies.
         """
         assert engine is not None
         sample = sample.to(engine.context.device)
@@ -232,7 +232,7 @@ def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
 def _second_moment(
     engine: TrainEngine, settings: PolicyGradient, temperature: float
 ) -> Callable[[SequenceSample], SequenceSample] | None:
-    """What adds to a minibatch the tokens that M2PO keeps, by the current weights."""
+    """Function that adds to a minibatch the tokens that M2PO keeps, by the current weights."""
     threshold = settings.m2_threshold
     if threshold is None:
         return None

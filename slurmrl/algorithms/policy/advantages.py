@@ -81,7 +81,8 @@ class Estimates:
     """The critic's value of the state before the token, when it was sampled; 0 without a critic."""
     advantages: Tensor
     returns: Tensor
-    """The advantage plus the value; without a critic, what the advantage was computed from."""
+    """The advantage plus the value; without a critic, the return of which the advantage is
+    computed."""
 
 
 def estimate(
@@ -233,7 +234,7 @@ def _penalties(
     settings: PolicyGradient,
     scalars: Mapping[str, float],
 ) -> Tensor:
-    """[R]: what the KL to the reference takes from the reward of each token."""
+    """[R]: the KL penalty that is subtracted from the reward of each token."""
     old = old_logprobs(sample)[responses.tokens]
     if not settings.uses_reference or settings.kl.where != "reward":
         return torch.zeros_like(old)

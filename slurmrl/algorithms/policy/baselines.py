@@ -1,6 +1,6 @@
-"""Baselines that need calls of their own: the critic's values, and a greedy completion's reward.
+"""Baselines that need separate calls: the critic's values, and a greedy completion's reward.
 
-The greedy completion of each prompt and its reward have keys of their own (`GREEDY`).
+The greedy completion of each prompt and its reward have separate keys (`GREEDY`).
 """
 
 from __future__ import annotations

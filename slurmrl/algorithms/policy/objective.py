@@ -80,7 +80,7 @@ def surrogate(
 def _clipped(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic clip (Schulman et al. 2017, eq.
 
-    7) with bounds of its own on either side (Yu et al. 2025, "DAPO", eq. 10). ``dual_clip`` bounds
+    7) with a separate bound on either side (Yu et al. 2025, "DAPO", eq. 10). ``dual_clip`` bounds
     the loss of tokens with negative advantages (Ye et al. 2020, "Mastering complex control in MOBA
     games").
     """
@@ -156,7 +156,7 @@ def policy_loss(
 
     The loss is the surrogate times the importance weights, minus ``entropy_coef`` times the
     entropy, plus ``kl_coef`` times the KL to the reference. ``outputs`` are logp and entropy [T] of
-    the actor. ``batch`` has what they are compared with: ``logprobs`` (of the policy before the
+    the actor. ``batch`` has their references: ``logprobs`` (of the policy before the
     updates), ``advantages`` and `MASK`. It may also have
 
     - `LOSS_WEIGHTS`: the weight of each token's loss; without it, all are 1;

@@ -18,7 +18,7 @@ class Preset:
     title: str
     """Name of the method, and its paper."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults that differ from those of `ppo`."""
+    """Defaults that differ from `ppo`."""
     completions: int = 1
     """Default of `rollout.n`."""
 

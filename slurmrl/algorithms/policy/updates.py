@@ -34,7 +34,7 @@ logger = log.get(__name__)
 
 MeanStats = dict[str, float]
 ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
-"""The engine's results besides the sums of the loss function's statistics."""
+"""The engine's results, except the sums of the loss function's statistics."""
 LOSS_STATS = ("actor/loss", "actor_loss", "kl_loss", "value_loss")
 """Statistics that are weighted like the loss. The others are sums over tokens."""
 MISMATCH = "mismatch_"

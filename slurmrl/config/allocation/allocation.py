@@ -1,4 +1,4 @@
-"""The engines that an allocation string may name, and what a string means."""
+"""The engines that an allocation string may name, and the meaning of a string."""
 
 from __future__ import annotations
 

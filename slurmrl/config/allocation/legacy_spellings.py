@@ -156,7 +156,7 @@ class _Reader:
         scanner.skip_blanks()
         start = scanner.position
         if scanner.take_if("eval"):
-            return  # evaluations have no layout of their own here
+            return  # Evaluations have no separate layout here.
         if _SERVER.match(scanner.text, start):
             self._server(start)
         elif scanner.comes("attn") or scanner.comes("(") or self._only_dimensions():
@@ -177,7 +177,7 @@ class _Reader:
         self._add("rollout", _Part(start, allocation), start)
 
     def _as(self, backend: str) -> Allocation:
-        """Read dimensions as those of a backend."""
+        """Read the dimensions of a backend."""
         return _shifted(self._scanner, f"{backend}:")
 
     def _dimensions(self) -> Allocation:
@@ -236,7 +236,7 @@ class _Reader:
 
 
 def _shifted(scanner: Scanner, prefix: str) -> Allocation:
-    """Read dimensions as if ``prefix`` preceded them; errors point into the text itself."""
+    """Read dimensions as if ``prefix`` preceded them; errors point into the string itself."""
     start = scanner.position
     end = _end_of_dimensions(scanner.text, start)
     inner = Scanner(prefix + _renamed(scanner.text[start:end]))

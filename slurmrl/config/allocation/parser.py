@@ -38,7 +38,7 @@ ENDS = frozenset({"", "+", "|"})
 def parse(text: str) -> Allocation:
     """Parse one allocation.
 
-    Raises AllocationError that points at the character and says what is allowed there.
+    Raises AllocationError with the position of the character and the allowed characters.
     """
     scanner = Scanner(text)
     allocation = single(scanner)
@@ -248,7 +248,7 @@ class Scanner:
         return self.text[self.position : self.position + 1]
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """Consume and return the text that matches at the position; it may be empty."""
+        """Consume and return the string that matches at the position; it may be empty."""
         self.skip_blanks()
         match = pattern.match(self.text, self.position)
         if match is None:
@@ -257,7 +257,7 @@ class Scanner:
         return match[0]
 
     def take_if(self, text: str) -> bool:
-        """Consume a text if it comes next; blanks may separate its characters."""
+        """Consume a string if it comes next; blanks may separate its characters."""
         start = self.position
         for character in text:
             if self.character != character:
@@ -267,7 +267,7 @@ class Scanner:
         return True
 
     def comes(self, text: str) -> bool:
-        """Whether a text comes next. Consumes nothing."""
+        """Return whether a string comes next. Consumes nothing."""
         start = self.position
         comes = self.take_if(text)
         self.position = start

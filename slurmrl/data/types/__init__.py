@@ -1,6 +1,6 @@
 """The types of dataset: which keys a row has, and the sequences of tokens that it becomes.
 
-A new type is a class in a file of its own (`base.RowType`), a line below, one in
+A new type is a class in a new file (`base.RowType`), a line below, one in
 ``plan/dataflow.py`` (the keys of its samples) and one in the schema. Torch-free.
 """
 
@@ -47,7 +47,7 @@ def row_type(config: DatasetConfig) -> RowType:
 
 
 def own_convert(kind: RowType) -> Callable[[Row], Row] | None:
-    """What converts the rows of the file, if that is a user's own code."""
+    """Function that converts the rows of the file, if the type is a user's own code."""
     return None if type(kind).convert is RowType.convert else kind.convert
 
 

@@ -173,7 +173,7 @@ class Preferences(PromptAnswers):
 
 
 def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
-    """The sequences of all rows as those of one, or the first reason why there are none."""
+    """The sequences of all rows in one list, or the first reason why a row has none."""
     sequences: list[TokenSequence] = []
     for row in rows:
         if isinstance(row, str):
@@ -183,7 +183,7 @@ def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
 
 
 def _answers(value: Any) -> list[Any]:
-    """The answers under a key: texts, or lists of messages."""
+    """The answers under a key: strings, or lists of messages."""
     return value if isinstance(value, list) and not is_messages(value) else [value]
 
 

@@ -97,14 +97,14 @@ def conversation(kind: RowType, row: Row) -> list[dict[str, Any]]:
 
 
 def tools(kind: RowType, row: Row) -> list[Any] | None:
-    """The row's tools, or those of the dataset; None for no tools."""
+    """The tools of the row, else of the dataset; None for no tools."""
     value = value_at(row, kind.config.tools_key)
     own = value if isinstance(value, list) else kind.config.tools
     return list(own) if own else None
 
 
 def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], value: Any) -> str:
-    """Why a value is neither a text nor messages for the template's field ``name``."""
+    """Return the reason why a value is neither a string nor messages for the field ``name``."""
     if not isinstance(value, list):
         return wrong_full_text(value)
     setting = f"{name}_template"

@@ -124,7 +124,7 @@ def template_fields(config: DatasetConfig, setting: str) -> list[RowField]:
 
 
 def wrong_full_text(value: Any) -> str:
-    """Why a value is not a text with more than white space."""
+    """Return the reason why a value is not a string with more than white space."""
     return wrong_text(value) or ("" if value.strip() else "must not be empty")
 
 
@@ -143,7 +143,7 @@ def _wrong_number(value: Any) -> str:
 
 
 class RowType(ABC):
-    """The keys that a row must have, its texts, and the sequences of tokens that it becomes."""
+    """The keys that a row must have, its strings, and its sequences of tokens."""
 
     dataset: ClassVar[str]
     """``module:Class`` of the `data.dataset.TokenizedDataset` that makes samples of the rows."""
@@ -158,7 +158,7 @@ class RowType(ABC):
         }
 
     def fields(self) -> list[RowField]:
-        """The keys of a row. Default: those of the templates."""
+        """The keys of a row. Default: the fields of the templates."""
         return [field for _, fields in self._filled.values() for field in fields]
 
     def holds_messages(self, row: Row) -> bool:
@@ -187,7 +187,7 @@ class RowType(ABC):
         return None
 
     def stored(self, row: Row, raw: bytes) -> bytes:
-        """What samples need of a row besides its tokens, as JSON. ``raw`` is the row itself."""
+        """Fields of a row that samples need next to its tokens, as JSON. ``raw`` is the row."""
         return b""
 
     def fits(self, row: RowTokens) -> bool:
@@ -206,7 +206,7 @@ class RowType(ABC):
     def convert(self, row: Row) -> Row:
         """A row of the file as one with the keys of the type.
 
-        A type of a user's own overrides this; what it raises is a problem of the row.
+        A type of a user's own overrides this; its exceptions are problems of the row.
         """
         return row
 

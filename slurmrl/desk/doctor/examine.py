@@ -52,7 +52,7 @@ class Examination:
     job: bool
     timeout_s: float
     check_timeout_s: float | None = None
-    """For the files of the configuration's trial; None leaves them alone."""
+    """For the files of the configuration's trial; None skips them."""
 
 
 def examine(what: Examination, say: Say) -> list[Check]:
@@ -198,7 +198,7 @@ def check_scheduler(
     plan: Plan | None,
     hosts: Hosts | None,
 ) -> list[Check]:
-    """Whether Slurm answers and has what the configuration needs.
+    """Check that Slurm answers and has the resources of the configuration.
 
     ``kind`` is the scheduler that ``requested`` stands for; ``hosts`` are the cluster's.
     """
@@ -221,7 +221,7 @@ def check_scheduler(
 
 
 def check_root(folder: Path) -> list[Check]:
-    """``folder`` lies beside the runs and is ours."""
+    """``folder`` is a private folder next to the runs."""
     return [
         *guarded("ownership", ROOT_ADVICE, lambda: directory.owner(folder)),
         *guarded("directory", ROOT_ADVICE, lambda: directory.latency(folder)),

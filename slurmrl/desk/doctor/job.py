@@ -1,4 +1,4 @@
-"""The short job: submitted like the job of a run, in its own folder beside the runs."""
+"""The short job: submitted like the job of a run, in its own folder next to the runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gpus_of(group: GroupRequest) -> int:
 
 @contextmanager
 def scratch(root: Path) -> Iterator[RunPaths]:
-    """A folder beside the runs that is gone afterwards, with the parents that had to be made."""
+    """A temporary folder next to the runs; it is removed with the parents that had to be made."""
     folder = root / user_name() / FOLDER
     made = [path for path in folder.parents if not path.exists()]
     paths = RunPaths(folder / uuid.uuid4().hex)
@@ -138,7 +138,7 @@ class ProbeJob:
         )
 
     def _write(self) -> None:
-        """Write what the job reads: this package, the request, and content to compare."""
+        """Write the files that the job reads: this package, the request, and content to compare."""
         for folder in (*self.paths.directories(), self.folder):
             atomic.make_private_directory(folder)
         copying.copy_package(self.paths.code / "slurmrl")

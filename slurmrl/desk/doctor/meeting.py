@@ -55,7 +55,7 @@ _NAME: Final = re.compile(r"file\.\d+\.\d+")
 
 @dataclass(frozen=True)
 class ProbeHost:
-    """This host among those of the job."""
+    """This host among the hosts of the job."""
 
     folder: Path
     token: str
@@ -317,7 +317,7 @@ def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
 
 
 def clock_offset(other: Host) -> tuple[float, float]:
-    """Return how far the other host's clock is ahead of ours, and the error bound, in seconds.
+    """Return the lead of the other host's clock over this host's, and the error bound, in seconds.
 
     The bound is half of the round trip. The smallest round trip of five counts (Cristian 1989).
     """
@@ -336,7 +336,7 @@ class FileDelay:
     seconds: float | None
     """None: not visible within LONGEST_DELAY_S."""
     same_content: bool
-    """Whether the reader read what was written; True where it read nothing."""
+    """Whether the reader read the written content; True where it read nothing."""
 
 
 def file_delay(maker: Host, reader: Host, name: str) -> FileDelay:

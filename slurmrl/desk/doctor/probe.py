@@ -4,7 +4,7 @@
 ``result.<task>.json``. It ends within two minutes whatever the others do.
 
 The container that workers run in is started once, with the workers' command. The stage that it
-reaches shows what is missing. `checks_inside` runs in the container and writes its results to
+reaches shows the missing part. `checks_inside` runs in the container and writes its results to
 ``inside.<task>.json``.
 """
 
@@ -83,7 +83,9 @@ def check_host(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     interface = request["interface"]
     place = meeting.ProbeHost(folder, str(request["token"]), task, int(request["hosts"]), interface)
     checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.meet_hosts(place))
-    if request["servers"] is not None and task == 0:  # that of the first rank, which asks them
+    if (
+        request["servers"] is not None and task == 0
+    ):  # host of the first rank, which sends the requests
         checks += server_checks.check_running(request["servers"])
     if settings.container is not None:  # at the end: the others do not wait for its start
         inside = partial(check_container, folder, task, settings)

@@ -1,7 +1,7 @@
 """One self-contained HTML file about trials: curves, story, time, checkpoints, samples, settings.
 
 `collecting` reads a run directory into a `TrialReport`, and `page` writes reports as a file that
-needs no network. The charts are uPlot's, which lies in ``assets`` with its license. To show
-something more, add its field to `report_data`, what reads it to `collecting`, and what draws it to
+needs no network. The charts are uPlot's, which lies in ``assets`` with its license. To show more
+data, add the field to `report_data`, its reader to `collecting`, and its view to
 ``assets/page.js``.
 """

@@ -1,4 +1,4 @@
-"""Read a run directory into a report. What is damaged or missing is left out.
+"""Read a run directory into a report. Damaged or missing files are left out.
 
 Pure functions derive the times of calls and tasks from events, metrics and the plan, and where the
 settings of trials differ.
@@ -91,7 +91,7 @@ RECENT = 50
 """Newest steps whose times are averaged."""
 PREFIX = "time/"
 TOKENS = "tokens"
-"""The metric of a step's tokens, those of prompts and completions."""
+"""The metric of a step's tokens, in prompts and completions."""
 OWN: Final = ("experiment", "trial", "root")
 """Settings that always differ between trials."""
 NO_DEFAULT: Final = object()
@@ -216,8 +216,8 @@ def call_times(
     """Return the mean time and operations of each call, in the plan's order.
 
     ``planned`` has the estimates of the calls by name, and the tokens of a step that they assume.
-    The operations of a step are nearly proportional to its tokens, so they are scaled to those of
-    the steps.
+    The operations of a step are nearly proportional to its tokens, so they are scaled to the tokens
+    of the steps.
     """
     newest = lines[-RECENT:]
     tokens, assumed = mean(newest, TOKENS), planned.get("tokens")
@@ -321,7 +321,7 @@ def _has(section: str, settings: Flat) -> bool:
 
 
 def _set_in(section: str, settings: Flat) -> dict[str, Any] | None:
-    """What a trial sets in a section; None without the section."""
+    """Return the settings of a trial in a section; None without the section."""
     if not _has(section, settings):
         return None
     prefix = f"{section}."

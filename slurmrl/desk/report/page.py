@@ -1,8 +1,8 @@
 """Reports as one HTML file, and charts for a terminal.
 
 The HTML file loads nothing and sends nothing: its policy allows the scripts and the styles of this
-package, by their digests, and no connections. What trials have written is data: JSON in a script
-element that is never run, in which no text can end the element. The script puts it into the page as
+package, by their digests, and no connections. The content of trials is data: JSON in a script
+element that is never run. No string in it can end the element. The script puts it into the page as
 text only.
 """
 
@@ -29,7 +29,7 @@ HARMLESS = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u20
 """How JSON writes the characters that mean something to HTML or JavaScript."""
 COLORS = ("blue", "orange", "green", "magenta", "cyan", "red", "yellow", "gray")
 MARKERS = ("braille", "x", "o", "*", "+", "#", "@", "%")
-"""Of trials, where colors do not tell them apart."""
+"""Markers of the trials in charts without colors."""
 
 
 def write(path: Path, reports: Sequence[TrialReport]) -> None:
@@ -64,11 +64,11 @@ def render(reports: Sequence[TrialReport], *, now: float) -> str:
 
 
 def embedded(value: Any) -> str:
-    """Return JSON that can stand in a script element, whatever texts and numbers it has."""
+    """Return JSON that can stand in a script element, for any strings and numbers."""
     encode = partial(json.dumps, default=vars, separators=(",", ":"))
     try:
         text = encode(value, allow_nan=False)
-    except ValueError:  # a file has 1e400 or NaN, which JSON lacks: as texts they are readable
+    except ValueError:  # A file has 1e400 or NaN, which JSON lacks: as strings they are readable.
         text = encode(json.loads(encode(value), parse_constant=str), allow_nan=False)
     return text.translate(HARMLESS)
 

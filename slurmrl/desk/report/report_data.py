@@ -25,15 +25,15 @@ from slurmrl.run.metrics import TIME
 from slurmrl.run.samples import SamplePlace, places
 
 MOST_POINTS = 4000
-"""Of a curve. A screen has fewer columns."""
+"""Maximum number of points of a curve; a screen has fewer columns."""
 DIGITS = 7
 PLACES = ("step", TIME)
-"""What says where a line stands; all others are metrics."""
+"""Keys with the position of a line; all others are metrics."""
 MOST_ROWS = 10_000
 MOST_TEXT = 6_000
-"""Characters of a text."""
+"""Maximum number of characters of a string."""
 MOST_TOKENS = 300_000
-"""Tokens with values, those of the newest samples."""
+"""Tokens with values, of the newest samples."""
 VALUES = FieldType(
     "a list of numbers and nulls",
     lambda value: (
@@ -119,7 +119,7 @@ class CommitRow:
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     rows: Sequence[Mapping[str, Any]]
-    """Lines of ``samples/`` by step; then those of evaluations, with ``evaluation: true``."""
+    """Lines of ``samples/`` by step; then lines of evaluations, with ``evaluation: true``."""
     steps: int
     """Steps and evaluations with kept samples."""
     shown: int
@@ -132,7 +132,7 @@ class TrialReport:
     status: Mapping[str, Any]
     """The object of ``slurmrl status --json`` (`watch.status`)."""
     lines: int
-    """Of metrics."""
+    """Number of lines of metrics."""
     curves: Mapping[str, Curve]
     calls: Sequence[CallTime]
     step_s: float | None
@@ -147,7 +147,7 @@ class TrialReport:
     """The plan's figures (`plan.plan_values.figures`); empty if there are none."""
     tasks: Sequence[TaskSpan]
     rollouts: Mapping[str, Any] | None
-    """What the newest master said last about rollout tasks (`run.reports`)."""
+    """Last report of the newest master about rollout tasks (`run.reports`)."""
     commits: Sequence[CommitRow]
     samples: Samples
     config: str
@@ -157,7 +157,7 @@ class TrialReport:
     environment: Mapping[str, Any]
     """The record of the newest code snapshot: versions, packages, git."""
     diffs: Mapping[str, str]
-    """What git had not committed, by repository."""
+    """Uncommitted changes, by repository."""
 
 
 def curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
@@ -293,7 +293,7 @@ def _rows(place: SamplePlace) -> Iterator[Mapping[str, Any]]:
 
 
 def _cut(value: Any) -> Any:
-    """Return a value whose texts have at most MOST_TEXT characters."""
+    """Return a value whose strings have at most MOST_TEXT characters."""
     if isinstance(value, str) and len(value) > MOST_TEXT:
         return f"{value[:MOST_TEXT]} … {len(value) - MOST_TEXT} more characters"
     if isinstance(value, list):

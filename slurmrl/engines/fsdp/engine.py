@@ -75,13 +75,13 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     It generates with all shards gathered.
 
-    Trained models keep float32 weights and compute in ``model.dtype``; frozen models are stored
-    in that dtype. Weights are read from the folder ``source``, or drawn at random for
+    Trained models keep float32 weights and compute in ``model.dtype``; frozen models are stored in
+    that dtype. Weights are read from the folder ``source``, or initialized at random for
     ``model.architecture``. ``total_steps`` counts optimizer steps. Models of up to ``small_bytes``
     use one collective for all parameters instead of one for each layer.
 
     With ``model.lora`` a trained model's weights are stored like a frozen one's, and its adapters
-    are trained. ``layout`` and ``storages`` are those of the weights with the adapters merged.
+    are trained. ``layout`` and ``storages`` describe the weights with the adapters merged.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         fill(adapters, placing.own_boxes(), partial(initial_matrix, placing.shapes, self._seed))
 
     def _fingerprint(self, local: Mapping[str, Tensor]) -> str:
-        """Of the frozen weights on all ranks. Collective."""
+        """Return the fingerprint of the frozen weights of all ranks. Collective."""
         found = Fingerprint(self._placing.shapes, self.context.device)
         for shard in self._placing.layout(copies=False).held_by(self.context.rank):
             if shard.name not in self._trained_placing.shapes:
@@ -426,7 +426,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     @cached_property
     def _saved_layout(self) -> Layout:
-        """The layout of a checkpoint: what is trained and its moments, each element on one rank."""
+        """The layout of trained tensors and moments in a checkpoint, each element once."""
         return self._trained_placing.layout(self._prefixes, copies=False)
 
     @property
@@ -435,7 +435,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return ("", *(f"{moment}/" for moment in self._optimizer.names))
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's chunks of what is trained and of its moments, and the model's constants."""
+        """This rank's chunks of trained tensors and their moments, and the model's constants."""
         assert self._optimizer is not None
         tensors = self._shards.trained() | self._shards.decoder.constants()
         for moment, values in self._optimizer.moments.items():

@@ -53,8 +53,8 @@ from slurmrl.tensors.ops.splitmix import hash64, mix, start
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 DEVICE_BLOCK = 2**24
-"""Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32 besides
-the elements in the weight's type."""
+"""Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32 in
+addition to the elements in the weight's type."""
 
 
 def new_model(

@@ -105,7 +105,7 @@ class Placing:
         return found
 
     def _spread(self, wholes: Sequence[Box], every: int) -> Holders:
-        """The chunks of each tensor rank's box; of ``every`` equal boxes, those of the first."""
+        """The chunks of each tensor rank's box; of ``every`` equal boxes, only the first's."""
         ranks: dict[Box, list[int]] = {}
         for rank, tensor_rank in enumerate(self._tensor_ranks):
             box = self._chunk(wholes[tensor_rank], rank)

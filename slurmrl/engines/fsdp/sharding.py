@@ -124,7 +124,7 @@ class Shards:
 
     @contextmanager
     def resharded(self) -> Iterator[None]:
-        """Reshard at the end, also after an exception."""
+        """Reshard at the end, even after an exception."""
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ packed tokens, padded with a separate last sequence; attention sees whole sequen
 
 Routers take recorded experts and add the load-balancing loss: L blocks with experts in a chunk, E
 experts, K of them for each token. megatron passes each layer a mask of its tokens, and keeps it for
-the layers that it computes again. The mask tells routers what they must know about a micro-batch.
+the layers that it computes again. The mask gives routers the facts about a micro-batch.
 They hold nothing of it: several micro-batches may be on their way through a pipeline, and a process
 may hold several models. (megatron's own `RouterReplay` keeps records in lists of the class.)
 """
@@ -215,7 +215,7 @@ class Router(TopKRouter):  # type: ignore[misc]
         self.balance = balance
         self.number = 0 if balance is None else balance.join()
         self.block = 0
-        """This router's index among those of its chunk."""
+        """This router's index among the routers of its chunk."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and the choices, both [T, E], of ``logits`` [T, 1, E].
@@ -287,7 +287,7 @@ class Modules:
     row: type
     experts: ModuleSpec
     activation: ModuleSpec | None = None
-    """Of dense layers; None for megatron's own."""
+    """Activation module of dense layers; None for megatron's own."""
     router: Callable[..., Router] = Router
 
 
@@ -361,14 +361,14 @@ class Micro:
     ids: Tensor
     """[T + padding]"""
     cu_seqlens: Tensor
-    """In host memory; the padding is a sequence of its own."""
+    """In host memory; the padding is a separate sequence."""
     back: Tensor
     """[T] index of each token of the sample's order."""
     params: Packed
     real: Tensor | None = None
     """[T + padding] whether a token belongs to the batch; None where routers need no mask."""
     support: Support | None = None
-    """Of T + padding tokens; None: all were drawn from the whole vocabulary."""
+    """Sampling masks of T + padding tokens; None: all were sampled from the whole vocabulary."""
     experts: Tensor | None = None
     """[T + padding, L, K] recorded experts in the blocks that have some; None: no record."""
 

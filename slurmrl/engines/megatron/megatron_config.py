@@ -125,14 +125,14 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, A
             "recompute_num_layers": 1,
         }
     if recompute == "selective" and transformer_engine:
-        # PyTorch does not see the products of its modules, so it cannot keep those of attention.
+        # PyTorch does not see the products of its modules, so it cannot keep attention's products.
         modules = ["layernorm", "mlp", "moe"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}
 
 
 def group_of(context: ParallelContext, name: str) -> dist.ProcessGroup:
-    """This rank's group; of the rank alone if the layout does not split that way."""
+    """Group of this rank; it contains only the rank if the layout does not split that way."""
     return context.groups.get(name, context.groups["alone"])
 
 

@@ -30,7 +30,7 @@ EXPERTS = {
     False: "experts.local_experts.{index}.linear_{matrix}.weight",
     True: "experts.linear_{matrix}.weight{index}",
 }
-"""Where an expert's matrices are: each in a module of its own, or grouped."""
+"""Place of an expert's matrices: each in its own module, or grouped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Stage:
     ends: bool
 
     def blocks(self, config: ModelConfig) -> slice:
-        """Its blocks with experts, among those of the model."""
+        """Its blocks with experts, among the model's blocks with experts."""
         sparse = () if config.moe is None else config.moe.layers
         first = sum(layer < self.first_layer for layer in sparse)
         last = sum(layer < self.first_layer + self.layers for layer in sparse)

@@ -137,7 +137,7 @@ class ModelState:
 
     @property
     def _prefixes(self) -> tuple[str, ...]:
-        """Of the names of weights and moments in a checkpoint."""
+        """Prefixes of the names of weights and moments in a checkpoint."""
         assert self._optimizer is not None
         return ("", *(f"{moment}/" for moment in self._optimizer.moments))
 
@@ -227,7 +227,7 @@ class OptimizerShard:
 
 
 class Inner:
-    """The inner optimizer of megatron's class: one of ours, on megatron's shards."""
+    """The inner optimizer of megatron's class: a slurmrl optimizer on megatron's shards."""
 
     def __init__(
         self, distributed: DistributedOptimizer, options: Optimizer, total_steps: int
@@ -317,7 +317,7 @@ class ShardedOptimizer:
                 yield OptimizerShard(whole, part.start, part.end, weight, inner.moments(name))
 
     def continue_from(self, steps: int) -> None:
-        """Set the step count to that of the loaded moments."""
+        """Set the step count to the count of the loaded moments."""
         for inner in self._inner:
             inner.ours.steps = steps
 

@@ -31,14 +31,14 @@ LogProbs = tuple[Tensor, Tensor]
 
 
 class Adapter(Protocol):
-    """What adds to the outputs of a decoder's linear layers."""
+    """Additions to the outputs of a decoder's linear layers."""
 
     def arrange(self, order: Tensor, split: Split) -> None:
         """The layers see this rank's part of the packed tokens in ``order`` [T]."""
         ...
 
     def product(self, layer: Linear, x: Tensor) -> Tensor | None:
-        """This rank's part of what it adds for inputs x [T, i]: [T, o], or None for nothing."""
+        """This rank's part of the addition for inputs x [T, i]: [T, o], or None for nothing."""
         ...
 
 
@@ -53,7 +53,7 @@ class Linear(nn.Linear):
         return self.adapted(super().forward(x), x)
 
     def adapted(self, products: Tensor, x: Tensor) -> Tensor:
-        """``products`` of the weight and the inputs x, with what the adapter adds."""
+        """``products`` of the weight and the inputs x, plus the adapter's addition."""
         more = None if self.adapter is None else self.adapter.product(self, x)
         return products if more is None else products + more
 
@@ -138,7 +138,7 @@ def split_logprobs(
     The distributions are restricted to ``support``.
 
     features [N, h] are in ``length_order``; weight is this rank's part of [V, h]; cu_seqlens [S+1]
-    is in host memory. A context rank computes what its own tokens predict.
+    is in host memory. A context rank computes the predictions for its tokens.
     """
     tokens = input_ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)

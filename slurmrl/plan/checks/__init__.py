@@ -48,7 +48,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     sections.something_to_do,
     sections.graphs,
 )
-"""What every plan must satisfy."""
+"""Checks of every plan."""
 SUBMISSION: Final[tuple[Check, ...]] = (
     memory,
     layouts.runnable,
@@ -61,7 +61,7 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     model_sources.stop_tokens,
     sections.dataset_files,
 )
-"""What a submission must satisfy as well: memory, existing files and engines. (A layout that no
+"""Additional checks of a submission: memory, existing files and engines. (A layout that no
 engine runs in this version can still be planned.)"""
 
 

@@ -1,4 +1,4 @@
-"""Checks of what generates completions: sampling, records, episodes, and rates of correct ones."""
+"""Checks of generation: sampling, records, episodes, and rates of correct completions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def completions(draft: Draft) -> Iterator[Problem]:
 
 
 def publication(draft: Draft) -> Iterator[Problem]:
-    """Weight versions are those of an actor that is trained."""
+    """Weight versions need an actor that is trained."""
     rollout = draft.config.rollout
     if rollout.publish is not None and rollout.tasks is None and "actor" not in draft.trained:
         reason = f": {draft.algorithm.name} trains no actor whose weights change"
@@ -52,7 +52,7 @@ def publication(draft: Draft) -> Iterator[Problem]:
 
 
 def sampling(draft: Draft) -> Iterator[Problem]:
-    """What would sample training completions from another distribution than the losses assume."""
+    """Sampling must use the distribution that the losses assume."""
     if not draft.algorithm.trains_on_samples:
         return
     rollout, name = draft.config.rollout, draft.algorithm.name
@@ -113,7 +113,7 @@ def experts(draft: Draft) -> Iterator[Problem]:
 
 
 def episodes(draft: Draft) -> Iterator[Problem]:
-    """Names are known, and what an episode needs is there."""
+    """Names must be known, and the parts that an episode needs must exist."""
     settings = draft.config.rollout.episode
     if not settings.has_turns:
         return
@@ -131,7 +131,7 @@ def episodes(draft: Draft) -> Iterator[Problem]:
 
 
 def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
-    """A limited cache is that of an engine which has one, and holds the longest sequence."""
+    """A cache limit needs an engine with a cache and must allow the longest sequence."""
     placed = draft.placements()
     name = ROLLOUTS if ROLLOUTS in placed else "actor"
     if settings.cache_bytes is None or name not in placed:
@@ -186,7 +186,7 @@ def useless_pattern(pattern: str, key: str) -> str:
 
 
 def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """What the evaluations of a trial leave out, and how their prompts differ from training."""
+    """Notes on metrics and prompts of evaluations that differ from training."""
     for place, dataset in config.datasets().items():
         if config.dataset.is_chat and not dataset.is_chat:
             yield (

@@ -58,7 +58,7 @@ class Misfit:
     """``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``dp``, ``length``, or a field of ``model``."""
     reason: str
     value: str = ""
-    """What is not allowed; empty: the layout as a whole."""
+    """Value that is not allowed; empty: the layout as a whole."""
 
 
 Found: TypeAlias = Iterator[Misfit]

@@ -95,7 +95,7 @@ def tasks(draft: Draft) -> Iterator[Problem]:
 
 
 def _inside(draft: Draft) -> Iterator[Problem]:
-    """Tasks in the trainers' job have the GPUs behind those of its models."""
+    """Tasks in the trainers' job have the GPUs after the GPUs of its models."""
     rollout, placed = draft.config.rollout, draft.placements()
     workers, (number, size) = trainers(placed.values()), tasks_inside(draft.config, placed)
     if not workers or not number:
@@ -117,7 +117,7 @@ def _inside(draft: Draft) -> Iterator[Problem]:
 
 
 def _wrong_slurm(draft: Draft, own: JobOptions, where: KeyPath) -> Iterator[Problem]:
-    """Each option is allowed by itself; together with those of the trainers they may not be."""
+    """Each option is allowed by itself; together with the trainers' options they may not be."""
     try:
         own.over(draft.config.cluster.slurm)
     except ValidationError as error:
@@ -199,7 +199,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
 
 
 def servers(draft: Draft) -> Iterator[Problem]:
-    """What servers need is there, and only they have settings of servers."""
+    """Servers must have their requirements, and only servers may have settings of servers."""
     rollout = draft.config.rollout
     allocation = draft.allocations().get(ROLLOUTS)
     backend = allocation.backend if allocation else ""

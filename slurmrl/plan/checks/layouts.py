@@ -57,7 +57,7 @@ def runnable(draft: Draft) -> Iterator[Problem]:
 
 
 def generation(draft: Draft) -> Iterator[Problem]:
-    """If a call generates, the actor's own engine or that of ``rollout.backend`` does so."""
+    """If a call generates, the actor's own engine or ``rollout.backend`` does so."""
     allocation = draft.allocations().get("actor")
     config, algorithm = draft.config, draft.algorithm
     generating = generates([*all_calls(config, algorithm)])
@@ -122,7 +122,7 @@ def batches(draft: Draft) -> Iterator[Problem]:
     for role, placed in draft.placements().items():
         size = placed.allocation.sizes["dp"]
         if size in reported or placed.group != TRAINERS:
-            continue  # servers of their own handle requests one by one
+            continue  # Separate servers handle requests one by one.
         reported.add(size)
         if draft.algorithm.batch_size % size:
             reason = (

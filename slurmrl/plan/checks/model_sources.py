@@ -141,7 +141,7 @@ def _adapter_refusal(draft: Draft, role: str, model: Model, lora: Lora) -> str |
 
 
 def base_reference(draft: Draft) -> Iterator[Problem]:
-    """A reference that is the actor's base has no memory of its own to offload."""
+    """A reference that is the actor's base has no separate memory to offload."""
     if REFERENCE not in dict(draft.models()) or not uses_base(draft.config, REFERENCE):
         return
     for field in ("offload", "cpu_offload"):

@@ -22,7 +22,7 @@ from slurmrl.registry import near, resolve
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
 NO_DATASET: Final = "slurmrl.data.source_files:no_dataset"
-"""The table of rewards, and what says why a folder is no dataset. They are in layers above the
+"""The table of rewards, and the check of folders of datasets. They are in layers above the
 plan, so they are resolved by name."""
 OF_ENGINES: Final = ("cpu_offload", "transformer_engine")
 """Settings of a model that not every engine supports."""
@@ -93,7 +93,7 @@ def conflicts(draft: Draft) -> Iterator[Problem]:
 
 
 def reward(draft: Draft) -> Iterator[Problem]:
-    """Completions need a reward that judges them, and its name must be known."""
+    """Completions need a reward that scores them, and its name must be known."""
     config = draft.config
     users = {draft.algorithm.name: (config, draft.algorithm.calls(config))}
     for suite, own in config.evaluations.items():
@@ -119,7 +119,7 @@ def _unknown_functions(draft: Draft, where: KeyPath, judge: Reward) -> Iterator[
 
 
 def suite_rewards(draft: Draft) -> Iterator[Problem]:
-    """A reward of a suite judges completions."""
+    """A reward of a suite scores completions."""
     for suite, own in draft.config.evaluations.items():
         key = (*evaluation_key(suite), "reward")
         calls = draft.algorithm.evaluation_calls(own)
@@ -142,7 +142,7 @@ def unused_tools(draft: Draft) -> Iterator[Problem]:
 def unused_roles(draft: Draft) -> Iterator[Problem]:
     """Sections of models that no call uses: nothing would execute their settings."""
     used = {role for role, _ in draft.models()}
-    for own in draft.config.evaluations.values():  # also of trials of their own
+    for own in draft.config.evaluations.values():  # Separate trials are included.
         used |= {call.role for call in draft.algorithm.evaluation_calls(own) if call.role}
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:

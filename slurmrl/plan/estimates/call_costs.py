@@ -35,7 +35,7 @@ _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @dataclass(frozen=True)
 class Gpu:
     memory_bytes: int | None
-    """None if the name stands for cards with different sizes."""
+    """None if GPUs of this name differ in size."""
     flops_per_s: float
     bytes_per_s: float
 
@@ -121,7 +121,7 @@ def placed_models(checked: Checked) -> dict[str, Placement]:
 def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
     """The memory of each model whose architecture is known.
 
-    ``certain`` counts only what does not depend on an assumed length of sequences.
+    ``certain`` leaves out costs that depend on an assumed length of sequences.
     """
     config, algorithm = checked.config, checked.algorithm
     uses = {use.role: use for use in uses_of(config, algorithm)}

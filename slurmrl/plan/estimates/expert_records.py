@@ -45,7 +45,7 @@ def replayed(
 
 
 def beside_cache(shape: ModelShape) -> int:
-    """Of a token in the cache of the built-in engine."""
+    """Return the bytes of a token in the cache of the built-in engine."""
     return NUMBER * numbers(shape)
 
 

@@ -42,7 +42,7 @@ REDUCED: Final = 4
 PAGE_TOKENS: Final = 16
 """Tokens of a page of the native engine's key-value cache."""
 DRAWING_BYTES: Final = 20
-"""To draw a token, each of its logits is held in float32 and its probability twice in 64 bits."""
+"""To sample a token, each of its logits is held in float32 and its probability twice in 64 bits."""
 GPU: Final = "gpu"
 LOCKED: Final = "locked"
 """Page-locked host memory, which torch may round up."""
@@ -55,7 +55,7 @@ COPIES: Final = "copies"
 STANDING: Final = (WEIGHTS, GRADIENTS, OPTIMIZER)
 PASSING: Final = ("activations", "kv_cache")
 EXPERTS: Final = "experts"
-"""What passes with activations where recorded experts are replayed."""
+"""Data that passes with activations if recorded experts are replayed."""
 
 
 class Tensors(NamedTuple):
@@ -89,8 +89,8 @@ class Memory:
     """Activations and gathered weights of the largest micro-batch: in training, or in a forward
     pass of a role that is not trained."""
     kv_cache: int
-    """Keys and values of all sequences of a rank at full length, and what generation needs besides:
-    the gathered weights, and memory to read a micro-batch of prompts or to draw tokens."""
+    """Keys and values of all sequences of a rank at full length, and the other needs of generation:
+    the gathered weights, and memory to prefill a micro-batch of prompts or to sample tokens."""
 
     experts: int = 0
     """Recorded experts, while it computes."""
@@ -291,7 +291,7 @@ def _inner_tensors(job: MemoryDemand) -> int:
 
 
 def _activations(job: MemoryDemand, gradients: int) -> int:
-    """Bytes beside weights, optimizer state and ``gradients``.
+    """Bytes in addition to weights, optimizer state and ``gradients``.
 
     With one micro-batch per optimizer step gradients grow only while activations are freed, so
     these bytes do not add up.
@@ -467,5 +467,5 @@ def _prefill(job: MemoryDemand, lengths: Lengths) -> float:
 
 
 def _drawing(job: MemoryDemand, sequences: int) -> float:
-    """Bytes to draw a token of each sequence."""
+    """Bytes to sample a token of each sequence."""
     return sequences * job.shape.vocabulary * (BYTES[job.model.dtype] + DRAWING_BYTES)

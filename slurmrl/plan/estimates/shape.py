@@ -132,7 +132,7 @@ def _dense_layers(values: Mapping[str, Any], layers: int) -> int:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements on one rank before sharding; experts have a layout of their own."""
+    """Elements on one rank before sharding; experts have their own layout."""
 
     dense: float
     experts: float
@@ -157,7 +157,7 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
 
 
 def expert_tp(allocation: Allocation) -> int:
-    """Tensor-parallel size of the experts; without a layout of their own, that of the model."""
+    """Tensor-parallel size of the experts; the model's size unless they have their own layout."""
     return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
 
 
@@ -220,7 +220,7 @@ def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, floa
 
 
 def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head: Head) -> float:
-    """Elements of one rank's shard of what is trained of a model."""
+    """Trained elements of a model in one rank's shard."""
     if model.lora is None:
         return shard_parameters(shape, allocation, head)
     return adapter_parameters(shape, allocation, model.lora, head) / _copies(allocation)[0]
@@ -236,7 +236,7 @@ TRAINING: Final = ("dataset",)
 
 @dataclass(frozen=True)
 class Lengths:
-    """``sequences`` counts those of a step on all ranks; ``longest`` is in tokens."""
+    """``sequences`` counts the sequences of a step on all ranks; ``longest`` is in tokens."""
 
     sequences: int
     longest: int

@@ -51,7 +51,7 @@ class Fullest:
     models: tuple[str, ...] = ()
     """The models on it."""
     parts: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of what is on it at that time: weights, gradients, optimizer, a server and, of one
+    """Bytes by content at that time: weights, gradients, optimizer, a server and, of one
     model at a time, activations and recorded experts, or kv_cache."""
 
     @property
@@ -61,7 +61,7 @@ class Fullest:
 
     @property
     def margin(self) -> int:
-        """Bytes to leave free beside them. A server's share has its own."""
+        """Bytes to leave free next to them. A server's share has its own."""
         return call_costs.margin(self.size - self.parts.get(SERVER, 0))
 
 
@@ -71,7 +71,7 @@ class _Use(NamedTuple):
     models: tuple[str, ...]
     parts: dict[str, int]
     awake: bool
-    """Whether its server keeps its memory meanwhile."""
+    """Whether its server keeps its memory during other calls."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ SLEEPING: Final = 2 * GIB
 """Kept on each GPU by a server that sleeps: CUDA contexts, NCCL's buffers, code."""
 LEAST_COMPUTING: Final = 2 * GIB
 SHARES: Final = ("--mem-fraction-static", "--gpu-memory-utilization")
-"""Arguments that set what a server uses of a GPU."""
+"""Arguments that set a server's share of a GPU."""
 
 
 def computing(gpu_bytes: int) -> int:
@@ -300,8 +300,8 @@ SGLANG: Final = "sglang"
 ONE_RANK: Final = parse("fsdp:d1")
 """The layout of whole weights."""
 WORKER: Final = 8 * GIB
-"""Of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA context,
-NCCL's buffers, a tokenized dataset, and its part of the host's agent and master."""
+"""Host memory of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA
+context, NCCL's buffers, a tokenized dataset, and its part of the host's agent and master."""
 ROUNDED: Final = 2
 """Factor on page-locked weights and gradients of ``cpu_offload`` where torch rounds each up to a
 power of two."""
@@ -311,7 +311,8 @@ EXACT_FROM: Final = (2, 13)
 
 VERSIONS: Final = 2
 """Whole copies of the weights in the host memory of the rank that keeps a server, while that gets
-a new version; the one before is gone if the server has slept. As many in that of a rollout task."""
+a new version; the one before is gone if the server has slept. Number of them on a GPU of a rollout
+task."""
 
 
 def slot_bytes(checked: Checked, group: GroupPlan) -> int | None:
@@ -434,7 +435,7 @@ def _published_bytes(config: Config) -> float:
 
 
 def _rounding(config: Config) -> int:
-    """Of the torch that is installed here, as on the compute nodes; a container has its own."""
+    """Return the rounding of the installed torch; a container may have another torch."""
     try:
         release = tuple(int(part) for part in metadata.version("torch").split(".")[:2])
     except metadata.PackageNotFoundError:

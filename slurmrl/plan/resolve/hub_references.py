@@ -125,7 +125,7 @@ class HubResolver:
         return update
 
     def _promised(self, key: KeyPath, model: Model, update: dict[str, Any]) -> dict[str, Any]:
-        """What a plan needs of a model that is not fetched yet."""
+        """Facts that a plan needs of a model that is not fetched yet."""
         assert model.path is not None, "the caller looked"
         small = self._folder(key, model.path, HubKind.TOKENIZER)
         if small is None:
@@ -185,7 +185,7 @@ class HubResolver:
         return self._cache.fetch(reference) if fetch else self._cache.newest(reference)
 
     def _no_path(self, key: KeyPath) -> str:
-        """For a text that could have been meant as a path."""
+        """Hint for a string that could have been meant as a path."""
         text = _value_at(self._source.values, key)
         if not isinstance(text, str) or text.startswith(PREFIX):
             return ""
@@ -202,7 +202,7 @@ def _value_at(values: Any, key: KeyPath) -> Any:
 
 
 HAS_MESSAGES: Final = "slurmrl.data.records:has_messages"
-"""What reads a row. It is in a layer above the plan, so it is resolved by name."""
+"""Function that reads a row. It is in a layer above the plan, so it is resolved by name."""
 
 
 def decided(config: Config, source: Source) -> tuple[Config, list[Problem]]:

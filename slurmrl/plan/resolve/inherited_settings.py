@@ -93,7 +93,7 @@ def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
 
 
 def _with_pass_score(config: Config) -> Config:
-    """The configuration with what counts as correct in evaluations, where rewards tell it."""
+    """The configuration with the pass scores of evaluations, if the rewards define them."""
     evaluation = config.evaluation
     if evaluation is None or evaluation.pass_score is not None:
         return config
@@ -141,7 +141,7 @@ def _from_actor(config: Config, role: str, actor: Model) -> Model:
 
 
 def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
-    """The whole layout, or only the engine if the role has sizes of its own."""
+    """The whole layout, or only the engine if the role has its own sizes."""
     if model.backend:
         return {}
     if given(model):
@@ -170,7 +170,7 @@ def _rollout(config: Config) -> tuple[Any, list[Disagreement]]:
         return rollout, [Disagreement(ROLLOUT_FIELDS[axis], message)]
     backend, found = merge(rollout.backend, given, None)
     if rollout.servers and is_engine_only(backend):
-        backend = f"{backend.strip()}:d1"  # of the weights alone: the servers have their layouts
+        backend = f"{backend.strip()}:d1"  # Servers have their own layouts.
     if rollout.tasks is not None:
         backend = _for_each(backend, rollout.tasks.max, _listed(rollout.gpus))
     conflicts = [Disagreement(ROLLOUT_FIELDS[axis], message) for axis, message in found]
@@ -178,7 +178,7 @@ def _rollout(config: Config) -> tuple[Any, list[Disagreement]]:
 
 
 def _of_tasks(rollout: Rollout) -> Rollout:
-    """Tasks of their own have an engine, and get their weights as files."""
+    """Rollout tasks have an engine, and get their weights as files."""
     if rollout.tasks is None:
         return rollout
     backend, publish = rollout.backend or TASKS_BACKEND, rollout.publish or Publish()
@@ -186,7 +186,7 @@ def _of_tasks(rollout: Rollout) -> Rollout:
 
 
 def _listed(gpus: str) -> int:
-    """How many GPUs of the trainers' job tasks have; 0 if they have jobs of their own."""
+    """Number of GPUs of the trainers' job that tasks have; 0 if tasks have separate jobs."""
     try:
         return len(parse_gpus(gpus)) if gpus.strip() else 0
     except AllocationError:
@@ -194,7 +194,7 @@ def _listed(gpus: str) -> int:
 
 
 def _for_each(backend: str, tasks: int | None, gpus: int) -> str:
-    """The layout of this many tasks, or of those that fill ``gpus``, from that of one or of all."""
+    """Return the layout of ``tasks``, or of the tasks that fill ``gpus``."""
     try:
         one = parse(f"{backend.strip()}:d1" if is_engine_only(backend) else backend)
     except AllocationError:
@@ -232,7 +232,7 @@ def with_precision(config: Config, scheduler: str) -> Config:
 FIELD: Final = "allocation_mode"
 ROLLOUT: Final = "rollout"
 UNTRAINED: Final = ("evaluate", "generate")
-"""Algorithms whose strings may have servers alone."""
+"""Algorithms whose strings may contain only servers."""
 USUAL_GPUS_PER_HOST: Final = 8
 
 
@@ -272,8 +272,8 @@ def shape_of(config: Config) -> HostShape:
 def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
     """The roles in a string of either grammar.
 
-    Without training, the actor of servers alone has their GPUs. Raises the AllocationError of the
-    grammar that read further.
+    Without training, an actor that only has servers uses their GPUs. Raises the AllocationError of
+    the grammar that read further.
     """
     try:
         components = parse_components(text)
@@ -292,7 +292,7 @@ def read(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Place
 
 
 def in_one_job(placed: Mapping[str, Placed]) -> dict[str, Placed]:
-    """Give servers that the trainers' job starts the GPUs behind the trainers'."""
+    """Give servers that the trainers' job starts the GPUs after the trainers' GPUs."""
     if not _serves(placed) or placed[ROLLOUT].gpus:
         return dict(placed)
     trainers = [place for role, place in placed.items() if role != ROLLOUT]

@@ -43,7 +43,7 @@ class TrialReference(NamedTuple):
     experiment: str
     trial: str
     step: int | Literal["last"] | None
-    """None: that of the newest export."""
+    """None: the step of the newest export."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class TrialResolver:
     """Replaces references by folders.
 
     ``problems`` are those found. The roles in ``frozen`` are not trained. When ``planning``,
-    nothing is written: architectures stand for checkpoints, and for what a trial will export.
+    nothing is written: architectures stand for checkpoints, and for future exports.
 
     A trial that has a commit keeps the folder that it has, where a reference names the newest.
     """
@@ -89,7 +89,7 @@ class TrialResolver:
         self._before = read(run.config).values if _commits(run) else {}
 
     def resolved(self) -> Config:
-        """The configuration with folders; what cannot be resolved is null."""
+        """The configuration with folders; unresolved references are null."""
         update = {
             role: self._model(role, model)
             for role in self._config.roles
@@ -115,7 +115,7 @@ class TrialResolver:
         return model.model_copy(update=changes)
 
     def _promised(self, name: str, text: str, model: Model) -> dict[str, Any]:
-        """What a plan needs of a folder that is not there."""
+        """Facts that a plan needs of a missing folder."""
         tokenizer = _tokenizer_of(text, self._root)
         if name == "tokenizer":
             return {"tokenizer": tokenizer}
@@ -161,7 +161,7 @@ class TrialResolver:
                 "a model that is trained starts from one; export the checkpoint first: slurmrl "
                 f"export {reference.name} --step {step}{exports.form}"
             )
-        newest = reference.step == LAST  # at that time: this one may be deleted meanwhile
+        newest = reference.step == LAST  # At that time: this one may be deleted by now.
         return None if self._planning else _pinned(text, paths, None if newest else step)
 
     def _kept(self, key: KeyPath, reference: TrialReference, paths: RunPaths) -> Path | None:

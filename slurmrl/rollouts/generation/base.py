@@ -1,7 +1,7 @@
 """The contract of engines that serve requests for completions, one by one and in any order.
 
 Everything here runs in one asyncio loop. An engine that computes in this process does so between
-two awaits, so tools and rewards must run in processes or threads of their own.
+two awaits, so tools and rewards must run in other processes or threads.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class GenerationOptions:
     stop_strings: tuple[str, ...] = ()
     """Texts that end a completion after ``min_new_tokens``. The token that completes it is kept."""
     support: bool = False
-    """Record the tokens that each token was drawn from: those that ``top_k`` and ``top_p`` left.
-    Log-probabilities are under these then, also where they would be of all tokens."""
+    """Record the sampling mask of each token: the tokens that ``top_k`` and ``top_p`` keep.
+    Log-probabilities are then relative to the mask, never to all tokens."""
     experts: bool = False
     """Record the experts that each token was read by."""
 
@@ -66,7 +66,7 @@ class GenerationRequest:
     """Completions of one prompt.
 
     Their tokens depend on ``seed``, ``step``, ``keys``, the options and the weights only, and not
-    on what else an engine computes at the time.
+    on other requests of the engine.
     """
 
     request_id: str
@@ -84,7 +84,7 @@ class GenerationRequest:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:
-        """The inverse of ``dataclasses.asdict``, also after a passage through JSON."""
+        """The inverse of ``dataclasses.asdict``, even after a round trip through JSON."""
         options = dict(values["options"])
         for name in ("stop_token_ids", "stop_strings"):
             options[name] = tuple(options[name])
@@ -94,27 +94,27 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """The tokens drawn for one key of a request."""
+    """The tokens sampled for one key of a request."""
 
     tokens: tuple[int, ...]
     """New token ids, a stop token included."""
     logprobs: tuple[float, ...]
-    """Of each token, under the distribution that it was drawn from: after temperature, top-k and
+    """Log-probability of each token under the sampling distribution: after temperature, top-k and
     top-p."""
     versions: tuple[str, ...]
-    """The weight version that drew each token."""
+    """The weight version that sampled each token."""
     finish: Finish
     support: SampledSupport | None = None
-    """Of each token, the tokens that top-k and top-p left; None unless `GenerationOptions.support`
-    asks for it."""
+    """Tokens that top-k and top-p kept, for each token; None unless `GenerationOptions.support`
+    asks for them."""
     experts: Array | None = None
-    """The experts that read each token, those of the prompt too: int16 [tokens, experts of all
+    """The experts that read each token, prompt included: int16 [tokens, experts of all
     blocks], -1 for the last one, which was not read. None unless `GenerationOptions.experts` asks
     for it, and of a request that was aborted."""
 
 
 ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
-"""Of a request that was aborted before its first token."""
+"""Completion of a request that was aborted before its first token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class RolloutEngine(ABC):
     @property
     @abstractmethod
     def version(self) -> str | None:
-        """The weight version that draws the next token. None: none was installed yet."""
+        """The weight version that samples the next token. None: none was installed yet."""
 
     @abstractmethod
     def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
@@ -146,7 +146,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """End a request: its future gets the tokens drawn so far as ``aborted``.
+        """End a request: its future gets the tokens sampled so far as ``aborted``.
 
         No-op if it is unknown or has ended.
         """
@@ -163,8 +163,8 @@ class RolloutEngine(ABC):
     async def update_weights(self, version: WeightVersion) -> None:
         """Serve ``version`` from the return on.
 
-        Requests in flight continue with it behind the tokens that they have; no token is drawn
-        meanwhile.
+        Requests in flight continue with it after their present tokens. No token is sampled during
+        the update.
         """
 
     @abstractmethod
@@ -173,4 +173,4 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Free what the engine holds. Requests in flight fail with RunFailedError."""
+        """Free the engine's resources. Requests in flight fail with RunFailedError."""

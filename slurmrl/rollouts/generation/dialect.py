@@ -67,7 +67,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def pause(self) -> None:
-        """Draw no token from the return on; draws keep waiting for their answers. No time limit."""
+        """Stop sampling tokens before returning; requests keep waiting. No time limit."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -127,8 +127,8 @@ class HttpDialect(Dialect):
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
 
-        ``model``: `connect` refuses servers of other models. ``checks``: those of all servers of
-        this run. ``health_s``: time limit of `health`; at least the longest step of the model.
+        ``model``: `connect` rejects servers of other models. ``checks``: the checks of all servers
+        of this run. ``health_s``: time limit of `health`; at least the longest step of the model.
         ``stale_cache``: requests in flight keep the caches of older weights.
         """
         self._client, self._control = client, control or client
@@ -198,7 +198,7 @@ class HttpDialect(Dialect):
 
     @abstractmethod
     async def _load(self, name: str, folder: Path) -> None:
-        """Replace the weights by those of ``folder``, and have the server report this version."""
+        """Load the weights of ``folder``, and have the server report this version."""
 
     @abstractmethod
     async def _held(self) -> Sequence[Held]:

@@ -106,7 +106,7 @@ Get = Callable[[str], Awaitable[object]]
 
 
 async def examine(kind: str, where: str, get: Get, needs: ServedModel) -> FitServer:
-    """Return what a server of this kind says of itself.
+    """Return the self-description of a server of this kind.
 
     Raises UsageError if it cannot be used for ``needs``, RunFailedError if it does not answer.
     """

@@ -1,6 +1,6 @@
 """An asynchronous client of one HTTP server, by TCP or a Unix socket.
 
-Every request has a connection of its own. A server closes a kept connection whenever it likes, and
+Every request has its own connection. A server closes a kept connection whenever it likes, and
 a request that was on its way then may or may not have been received.
 """
 
@@ -30,17 +30,17 @@ FAULTS_OF_THE_REQUEST = (400, 401, 403, 404, 405, 413, 415, 422)
 """Repeating the request gives the same answer, unless the server changes."""
 NEEDS_KEY = (401, 403)
 SHOWN_CHARACTERS = 500
-"""Of an answer in a message."""
+"""Maximum number of characters of a response in a message."""
 
 
 class HttpClient:
-    """Requests to one server, whose answers are JSON values or texts.
+    """Requests to one server, whose answers are JSON values or strings.
 
     They raise RefusedError where the server refuses the request as such, and RunFailedError where
-    it cannot be reached, fails, or does not answer in time. What was certainly not worked on (no
-    connection, status 429 or 503) is repeated for ``patience_s``. Nothing else is: a request whose
-    answer broke off may have had its effect. Proxies of the environment are not used, and redirects
-    are not followed.
+    it cannot be reached, fails, or does not answer in time. Requests that certainly had no effect
+    (no connection, status 429 or 503) are repeated for ``patience_s``. Nothing else is: a request
+    whose answer broke off may have had its effect. Proxies of the environment are not used, and
+    redirects are not followed.
     """
 
     def __init__(self, address: Address, *, api_key: str = "", patience_s: float = 5.0) -> None:
@@ -116,7 +116,7 @@ class HttpClient:
         return _value(where, status, kind, content)
 
     def _connected(self) -> aiohttp.ClientSession:
-        """The session. It belongs to the loop in which it was made, hence not in ``__init__``."""
+        """The session. It belongs to a loop, so ``__init__`` does not make it."""
         if self._session is None:
             connector = (
                 aiohttp.TCPConnector(limit=0, force_close=True)

@@ -21,7 +21,7 @@ from slurmrl.rollouts.generation.process import ServerProgram
 from slurmrl.rollouts.generation.server_instance import Connect, Instance, Patience
 
 MOST_ATTEMPTS = 8
-"""How many instances a request may lose before it fails: it may be what they die of."""
+"""Number of instances that a request may lose before it fails: it may be the cause."""
 
 Completions = tuple[Completion, ...]
 BLOCK = 16
@@ -56,8 +56,8 @@ class Instances(RolloutEngine):
 
     An instance gets requests only while it holds the last weight version. A request goes where its
     prefix is, unless that instance has much more to do than another. When an instance is lost, its
-    requests are issued again; the draws of a request do not depend on where it is served. While no
-    instance can be used requests wait, ``wait_s`` at most, or until all were given up.
+    requests are issued again; the samples of a request do not depend on where it is served. While
+    no instance can be used requests wait, ``wait_s`` at most, or until all were given up.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class Instances(RolloutEngine):
             job.future.set_result((ABORTED,) * len(job.request.keys))
 
     def _dispatch(self) -> None:
-        """Send what waits to instances with room."""
+        """Send waiting requests to instances with room."""
         while self._queue and (ready := self._ready()):
             job = heapq.heappop(self._queue)
             if not job.future.done():

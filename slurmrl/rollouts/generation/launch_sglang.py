@@ -72,7 +72,7 @@ def main(path: str, arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-if "--device cpu" in " ".join(sys.argv):  # also in the processes that SGLang starts
+if "--device cpu" in " ".join(sys.argv):  # The processes that SGLang starts inherit this.
     need_no_gpu()
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])

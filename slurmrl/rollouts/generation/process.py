@@ -141,7 +141,7 @@ class EndedStart:
     answered: bool = False
     """Whether it has answered one."""
     error: str = ""
-    """What its log says if the server ended by itself, in words that do not change from start to
+    """Error in its log if the server ended by itself, in words that do not change from start to
     start; empty if a server on another host may not meet it."""
 
     def good(self, stable_s: float) -> bool:
@@ -199,13 +199,13 @@ _PREFIX: Final = re.compile(
     r"((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?"
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] )?"
 )
-"""What a line of vLLM's or SGLang's log begins with."""
+"""Beginning of a line of vLLM's or SGLang's log."""
 _TOLERATED: Final = re.compile(
     r"(\([\w+.-]+ pid=\d+\) ?)?(DEBUG|INFO|WARNING) \d\d-\d\d "
     r"|\[\d{4}-\d\d-\d\d[^\]]*\] \[http_server\] Error: "
 )
-"""What a server goes on after: vLLM's warnings, with their tracebacks, and requests that SGLang has
-refused."""
+"""Log lines of errors that a server survives: vLLM's warnings, with their tracebacks, and requests
+that SGLang has rejected."""
 _RAISED: Final = re.compile(r"(?=\S*[a-z])[A-Za-z_][\w.]*(: .*)?$")
 """The last line of a traceback."""
 _ERROR: Final = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|\b[Ee]rror: ")
@@ -282,7 +282,7 @@ def last_error(lines: Sequence[str]) -> str:
 
 
 def _raised(lines: Sequence[str]) -> Iterator[str]:
-    """The error of each traceback, with what its message says in indented lines below."""
+    """The error of each traceback, with the indented lines of its message."""
     inside = False
     for index, line in enumerate(lines):
         if line.endswith(TRACEBACK):
@@ -305,7 +305,7 @@ LOCK_S = 30.0
 
 
 class HostFolder:
-    """A new folder with mode 0700 that is locked while this process lives.
+    """A new folder with mode 0700 that is locked until this process exits.
 
     A process that is killed leaves its folder behind. `remove_unused` removes it, and so does the
     next process of this user on the host that makes a folder. All are in one folder of the user,
@@ -334,8 +334,8 @@ class HostFolder:
 def remove_unused(root: Path = ROOT) -> None:
     """Remove the folders of this user's processes that were killed.
 
-    What cannot be removed now, for example because another process keeps the lock, is left to the
-    next process that makes a folder.
+    The next process that makes a folder removes files that cannot be removed now, for example
+    because another process keeps the lock.
     """
     with suppress(OSError):
         for parent in _parents(root):
@@ -398,7 +398,7 @@ def _remove_unlocked(parent: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # its process lives
+            continue  # its process is alive
         else:
             _remove(folder)
         finally:

@@ -30,15 +30,15 @@ class _InFlight:
     future: asyncio.Future[tuple[Completion, ...]]
     draws: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
     sent: set[str] = field(default_factory=set)
-    """The draws that the server may know."""
+    """The requests that the server may know."""
     aborting: asyncio.Task[None] | None = None
 
 
 class ServerClient(RolloutEngine):
     """One running server.
 
-    The completions of a request are drawn by one HTTP request each, because each has a random
-    stream of its own; they share the prompt in the server's cache.
+    Each completion of a request is a separate HTTP request, because each has its own random stream.
+    They share the prompt in the server's cache.
     """
 
     def __init__(self, dialect: Dialect, context: int, *, concurrency: int = 256) -> None:
@@ -96,7 +96,9 @@ class ServerClient(RolloutEngine):
             future.set_exception(problem)
             return future
         job = self._jobs[request.request_id] = _InFlight(future)
-        number = next(self._numbers)  # the server may still draw for a request that was cancelled
+        number = next(
+            self._numbers
+        )  # The server may still sample for a request that was cancelled.
         for index, key in enumerate(request.keys):
             draw = Draw(
                 name=f"{request.request_id}-{number}-{index}",
@@ -162,12 +164,12 @@ class ServerClient(RolloutEngine):
                 if name not in job.sent:
                     task.cancel()
                     continue
-                with suppress(RunFailedError):  # its draws fail as well, or end later
+                with suppress(RunFailedError):  # Its completions fail as well, or end later.
                     await self._dialect.abort(name)
             await asyncio.wait(unfinished.values(), timeout=backoff.next_s())
 
     def _settle(self, request_id: str) -> None:
-        """Answer a request whose draws have all ended, or of which one has failed."""
+        """Answer a request if all its completions have ended or one has failed."""
         job = self._jobs.get(request_id)
         if job is None or job.future.done():
             return
@@ -181,7 +183,7 @@ class ServerClient(RolloutEngine):
             job.future.set_result(tuple(results))
 
     def _forget(self, request_id: str) -> None:
-        """End what is left of a request that was answered, failed or cancelled.
+        """End the rest of a request that was answered, failed or cancelled.
 
         A server stops drawing for a connection that was closed.
         """

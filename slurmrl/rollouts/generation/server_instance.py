@@ -324,7 +324,7 @@ class Instance:
         )
 
     async def _begin(self) -> ServerClient:
-        """Connect, and install what is wanted, which may change while this runs.
+        """Connect, and install the wanted version, which may change while this runs.
 
         Raises UsageError if the server was never used and cannot be.
         """

@@ -1,6 +1,6 @@
 """The servers of one copy of a model: how a kind of server is started, and which ones generate.
 
-A copy has a server of its own, or uses servers that run already.
+A copy has its own server, or uses running servers.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Serving:
     experts: bool = False
     """Whether it is to record the experts that read each token."""
     stale_cache: bool = False
-    """Whether requests in flight over an update keep what older weights have computed."""
+    """Whether requests in flight keep the cache of older weights over an update."""
 
     @property
     def text(self) -> bool:
@@ -196,7 +196,7 @@ class ServerKind(ABC):
 
     @abstractmethod
     def environment(self) -> Mapping[str, str]:
-        """Variables of the server, over those of this process."""
+        """Variables of the server, which override this process's variables."""
 
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
         """Return how to speak to it. ``control``: a client with the key for administration."""
@@ -341,7 +341,7 @@ class WholeWeights:
         write_folder(folder, fill)
 
     def offer(self, tensors: Mapping[str, Tensor]) -> None:
-        """On the other ranks: send the leader what it lacks, in the order in which it writes."""
+        """On the other ranks: send the leader its missing tensors, in its order."""
         entries = [TensorEntry(name, file.spec, _unread) for name, file in self._files.items()]
         for entry in in_written_order(entries):
             for name, spec, stored in self._files[entry.name].shards:

@@ -4,12 +4,12 @@ Weights are replaced while the server is paused, in one of three modes. ``retrac
 requests, and computes their caches again with the new weights. ``abort``: it returns the tokens
 that its requests have, and they are requested again with these as part of the prompt; so with
 servers that cannot empty their cache otherwise (`fitness.retracts`), and while a request has a
-least number of tokens, which the server would count from zero. ``in_place``: requests go on with
-what the old weights have computed, if that is wanted (``stale_cache``).
+least number of tokens, which the server would count from zero. ``in_place``: requests continue with
+the cache of the old weights, if wanted (``stale_cache``).
 
 The server listens on a Unix socket in a folder that only the user can enter (`launch_sglang`).
 
-A sample depends on SGLang's own generator. Each completion has a seed of its own, which SGLang uses
+A sample depends on SGLang's own generator. Each completion has its own seed, which SGLang uses
 only with ``--enable-deterministic-inference``, on GPUs.
 
 SGLang computes checksums of its weights (``/weights_checker``). Its functions for them are here
@@ -114,7 +114,7 @@ class SglangDialect(HttpDialect):
         return replace(draw, options=cut)
 
     async def _running_before(self, aborted: asyncio.Event) -> bool:
-        """Whether the server is not paused before the draw is aborted."""
+        """Whether the server is not paused before the completion is aborted."""
         waits = [asyncio.ensure_future(event.wait()) for event in (self._running, aborted)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -124,7 +124,7 @@ class SglangDialect(HttpDialect):
         return not aborted.is_set()
 
     async def _piece(self, draw: Draw) -> DrawnPiece:
-        """Tokens until the draw has ended, was aborted, or the server was paused."""
+        """Return tokens until the completion ends or is aborted, or the server pauses."""
         body = request_body(draw, cache=self._cache)
         reply = await self._client.post(self.GENERATE, body, timeout_s=None)
         return read_reply(self.where + self.GENERATE, reply, draw, routed=self._routed)
@@ -271,7 +271,7 @@ def dtype_of(settings: object) -> object:
 
 
 def read_checksums(where: str, reply: object) -> list[Held]:
-    """What the ranks of a server report."""
+    """Reports of the ranks of a server."""
     try:
         ranks = _CHECKSUMS.validate_python(reply).ranks
     except ValidationError as error:
@@ -362,11 +362,11 @@ CPU_FLAGS = (
 """Flags of a server without a GPU."""
 LEAST_SHARE, MOST_SHARE = 0.01, 0.98
 ENVIRONMENT: Mapping[str, str] = {
-    "SGLANG_USE_PICKLE_IPC": "0",  # it would unpickle what arrives on its internal sockets
+    "SGLANG_USE_PICKLE_IPC": "0",  # it would unpickle data from its internal sockets
     "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Variables of a server, over those of the job."""
+"""Variables of a server, which override the job's variables."""
 
 
 class SglangServer(ServerKind):

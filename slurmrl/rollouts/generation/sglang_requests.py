@@ -44,7 +44,7 @@ NEUTRAL: Mapping[str, float] = {
 
 
 class _SglangSpan(BaseModel):
-    """``version`` drew the tokens ``start`` to ``end`` - 1."""
+    """``version`` sampled the tokens ``start`` to ``end`` - 1."""
 
     version: str
     start: int
@@ -111,7 +111,7 @@ def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
 def read_reply(
     where: str, reply: object, draw: Draw, *, routed: RoutedLayers | None = None
 ) -> DrawnPiece:
-    """Return what a reply brings. Raises RunFailedError for a reply that does not fit the request.
+    """Return the content of a reply. Raises RunFailedError if it does not fit the request.
 
     Log-probabilities are under the distribution over all tokens, or under the support where the
     request asks for it. ``routed``: the model's blocks of experts.
@@ -166,7 +166,7 @@ def read_reply(
 
 
 def _support(where: str, tokens: list[int], masks: list[list[int]]) -> SampledSupport:
-    """From the tokens that a server says it could have drawn, each time most likely ones first."""
+    """Parse the sampling masks that a server reports, most likely tokens first."""
     if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
         raise RunFailedError(
             f"{where}: {len(tokens)} tokens came with {len(masks)} sampling masks, or with one "
@@ -231,12 +231,12 @@ class RoutedLayers:
 
 
 INCOMPLETE = "\ufffd"
-"""In a text, for a character of which not all bytes are drawn."""
+"""Character that stands in a string for incomplete UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnPiece:
-    """What one request has drawn. Its text is read for stop strings only."""
+    """Tokens of one request. Its text is read for stop strings only."""
 
     completion: Completion
     text: str = ""
@@ -246,7 +246,7 @@ class DrawnPiece:
 
 @dataclass
 class PiecewiseDraw:
-    """What a draw has so far."""
+    """Tokens of a completion so far."""
 
     draw: Draw
     pieces: list[DrawnPiece] = field(default_factory=list)
@@ -257,11 +257,11 @@ class PiecewiseDraw:
         return tuple(token for piece in self.pieces for token in piece.completion.tokens)
 
     def rest(self) -> Draw:
-        """The draw of what is missing.
+        """Return the request for the missing tokens.
 
         It begins again if the last piece was aborted within a character that a stop string may
-        have. One that a stop string has ended there would end there again, so the draw goes on, and
-        misses a stop string with that character.
+        have. A completion that a stop string ended there would end there again. So it continues,
+        and misses a stop string with that character.
         """
         stops = self.draw.options.stop_strings
         aborted = bool(self.pieces) and self.pieces[-1].completion.finish == "aborted"
@@ -277,10 +277,10 @@ class PiecewiseDraw:
         return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
 
     def add(self, piece: DrawnPiece) -> Finish | None:
-        """How the draw has ended; "aborted" if only the piece has.
+        """Finish reason of the completion; "aborted" if only the piece has ended.
 
-        None: the piece ended at a stop string before the least number of tokens, or at the rest of
-        one that did not follow its beginning, so that the draw goes on.
+        None: the piece ended at a stop string before the minimum number of tokens, or at a suffix
+        of a stop string without its prefix, so the completion continues.
         """
         self.pieces.append(piece)
         if self._is_stopped(piece):
@@ -290,7 +290,7 @@ class PiecewiseDraw:
         return None if piece.stop else piece.completion.finish
 
     def _is_stopped(self, piece: DrawnPiece) -> bool:
-        """Whether the last token of the piece ends the draw.
+        """Whether the last token of the piece ends the completion.
 
         A server names one reason of several to stop, or none if it has aborted the piece.
         """
@@ -311,7 +311,7 @@ class PiecewiseDraw:
         return "".join(piece.text for piece in self.pieces)
 
     def _rests_of_stops(self) -> list[str]:
-        """Return the rest of each stop string that the text so far ends with the beginning of."""
+        """Return the suffix of each stop string whose prefix ends the text so far."""
         text, stops = self._text, self.draw.options.stop_strings
         cuts = ((stop, cut) for stop in stops for cut in range(1, len(stop)))
         return sorted({stop[cut:] for stop, cut in cuts if text.endswith(stop[:cut])} - {*stops})

@@ -2,10 +2,10 @@
 
 Weights are replaced while the scheduler is paused with ``mode=keep``: the server holds its
 requests, computes their caches again with the new weights (or keeps them, with ``stale_cache``),
-and reports which version drew which token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and
+and reports the version of each token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and
 ask for no key, so our own servers listen on a Unix socket in a folder that only the user can enter.
 
-Log-probabilities are under the distribution that was drawn from: after temperature, top-k, top-p
+Log-probabilities are under the sampling distribution: after temperature, top-k, top-p
 and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are at temperature 1.
 
 vLLM computes checksums of its weights (``/weight_checker``) by SHA-256 in host memory, which takes
@@ -46,7 +46,7 @@ FIRST = Draw(
     options=GenerationOptions(max_new_tokens=1, greedy=True),
     priority=0,
 )
-"""What a server is tried with."""
+"""Request that tests a server."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 KEEP = "/pause?mode=keep"
 LOADING = {"load_config": {"load_format": "auto"}}
@@ -66,7 +66,7 @@ class _ReplyLogprobs:
 
 @dataclass(frozen=True)
 class _ReplySpan:
-    """``version`` drew the tokens ``start`` to ``end`` - 1."""
+    """``version`` sampled the tokens ``start`` to ``end`` - 1."""
 
     version: str
     start: int
@@ -89,7 +89,7 @@ class _Reply:
 REPLY = TypeAdapter(_Reply)
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 PREFIX = "generate-tokens-"
-"""What the server puts before the id of a request."""
+"""Prefix that the server puts before the id of a request."""
 
 
 def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
         "stop": list(options.stop_strings),
         "ignore_eos": True,  # it is among the stop ids where it should end a completion
         "seed": seed,
-        "logprobs": 0,  # those of the drawn tokens
+        "logprobs": 0,  # log-probabilities of the sampled tokens
         "detokenize": bool(options.stop_strings),
         "skip_special_tokens": False,  # stop strings may contain them
     }
@@ -161,7 +161,7 @@ class VllmDialect(HttpDialect):
         return fit.context
 
     async def _try(self) -> None:
-        """Draw a token, which shows what else is wrong before there are requests."""
+        """Sample a token, which shows other problems before the first request."""
         try:
             reply = await self._client.post(self.GENERATE, self._first(), timeout_s=FIRST_S)
         except UsageError as error:
@@ -267,7 +267,7 @@ def _sha256(tensor: Tensor, device: torch.device) -> str:
 
 
 def read_checksums(where: str, reply: object) -> list[Held]:
-    """What the processes of a server report."""
+    """Reports of the processes of a server."""
     found = field_of(where, reply, "checksums")
     ranks: dict[str, int] = {}
     held: dict[str, dict[str, str]] = {}
@@ -295,7 +295,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_API_KEY": "",  # the user's, of other servers: this one would ask for it
     "HF_HUB_OFFLINE": "1",
 }
-"""Variables of a server, over those of the job."""
+"""Variables of a server, which override the job's variables."""
 CPU_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers would bind to the same cores
@@ -329,7 +329,10 @@ class VllmServer(ServerKind):
             *(serving.python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
             *VLLM_FLAGS,
-            *("--generation-config", "vllm"),  # that of the model would change sampling silently
+            *(
+                "--generation-config",
+                "vllm",
+            ),  # The model's generation config would change sampling silently.
             *("--tensor-parallel-size", str(self.tensor_ranks)),
             "--disable-uvicorn-access-log",  # a line for each completion
             *("--max-model-len", "-1", "--scheduling-policy", "priority"),

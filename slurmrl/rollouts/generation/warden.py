@@ -32,8 +32,8 @@ OWNER = 0
 """Descriptor of the pipe."""
 POLL_S = 0.002
 LOOK_S = 1.0
-"""Between two looks for files in shared memory: what all of a server's processes had mapped is
-unknown once they have ended."""
+"""Seconds between two searches for files in shared memory: the mappings of a server's processes are
+unknown after their end."""
 NEW_S = 60.0
 """Age of files whose mappings are looked for: a server maps a file as soon as it has made it."""
 SHARED = "/dev/shm/"

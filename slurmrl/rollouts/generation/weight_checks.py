@@ -46,7 +46,7 @@ NORM = "norm.weight"
 ADDS_ONE = ("gemma",)
 """Families whose norms multiply by 1 + weight, a sum that SGLang stores."""
 REPEATED = (NORM, "o_proj.bias", "down_proj.bias")
-"""What every tensor rank holds whole."""
+"""Tensors that every tensor rank holds in full."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Matrices of gpt2, whose files have them as [inputs, outputs]."""
 TYPES: Mapping[str, str] = {
@@ -117,7 +117,7 @@ def _parts(
     config: Mapping[str, Any],
     part: TensorPart,
 ) -> list[Tensor] | None:
-    """What a tensor rank holds of the tensors."""
+    """A tensor rank's parts of the tensors."""
     if name.endswith(REPEATED):
         return list(tensors)
     axis = 1 if name.endswith(SPLIT_INSIDE) else 0
@@ -141,12 +141,12 @@ def elements(tensor: Tensor) -> Tensor:
 
 
 def sha256(tensor: Tensor) -> str:
-    """Of a tensor in host memory."""
+    """Return the checksum of a tensor in host memory."""
     return hashlib.sha256(elements(tensor).numpy().data).hexdigest()
 
 
 def in_type(digest: Digest, stored: str | None, server: object) -> Digest:
-    """Return the digest of tensors in the server's type, to which it converts what it reads.
+    """Return the digest of tensors in the server's type, to which it converts the files.
 
     ``stored``: type of a version's files, None if not known; ``server``: as the server names its
     type. Between equal types tensors that have another one stay as they are.
@@ -226,9 +226,9 @@ class WeightChecks:
         *,
         replaced: Sequence[Held] = (),
     ) -> None:
-        """Compare what the server ``where`` holds since it has loaded ``version``.
+        """Compare the tensors of the server ``where`` after it has loaded ``version``.
 
-        ``replaced``: what it held before, if that was not these weights. Raises RunFailedError if
+        ``replaced``: its tensors before, if they were other weights. Raises RunFailedError if
         it holds something else.
         """
         expected = await self.expect(version, held, digest)
@@ -272,7 +272,7 @@ class WeightChecks:
         return expected
 
     def last_held(self, where: str) -> Sequence[Held]:
-        """What a server has held with the last version that was checked; nothing before that."""
+        """Tensors of a server with the last version that was checked; empty before that."""
         _, held = self._before.get(where, ("", ()))
         return held
 
@@ -284,7 +284,7 @@ class WeightChecks:
         digest: Digest,
         ended: threading.Event,
     ) -> None:
-        """Add what is missing to the expected checksums, unless nobody waits for them any more."""
+        """Add missing expected checksums, unless nobody waits for them any more."""
         config = read_values(folder)
         files = open_folder(folder)
         for each in held:
@@ -370,10 +370,9 @@ class ServerCheck:
             self._digest = digest
 
     async def before_load(self, version: WeightVersion) -> None:
-        """To be called before the server replaces its weights by those of ``version``.
+        """Call this before the server loads the weights of ``version``.
 
-        What it is to hold then is computed while it reads them, if it is known which parameters it
-        has.
+        The expected checksums are computed while it reads them, if its parameters are known.
         """
         first = self._checks.own and not self._checks.began(self._where)
         self._replaced = (await self._held() or ()) if first else ()
@@ -416,6 +415,6 @@ class ServerCheck:
 
 
 def _forget(expecting: asyncio.Task[Expected]) -> None:
-    """An error of the files is one of `ServerCheck.after_load`, which reads what is missing."""
+    """An error of the files is one of `ServerCheck.after_load`, which reads the missing ones."""
     if not expecting.cancelled():
         expecting.exception()

@@ -13,7 +13,7 @@ from slurmrl.errors import UsageError
 Number = int | float
 MOST_CHARACTERS: Final = 200
 MOST_BITS: Final = 512
-"""Of an integer, intermediate ones included."""
+"""Maximum size of an integer, intermediate results included."""
 OPERATORS: Final[dict[type[ast.operator], Callable[[Number, Number], Number]]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -20,7 +20,7 @@ CLOSING_S: Final = 5.0
 
 
 class PythonTool:
-    """Runs a program and returns what it printed. Not a security boundary (docs/rewards.md).
+    """Runs a program and returns its output. Not a security boundary (docs/rewards.md).
 
     :param timeout_s: seconds for a program.
     :param memory_mib: address space of each process of a program.

@@ -16,7 +16,7 @@ from slurmrl.registry import describe, import_own
 from slurmrl.rollouts import TOOLS
 
 MOST_CHARACTERS: Final = 4000
-"""Of a result; the policy reads the beginning of a longer one."""
+"""Maximum length of a result; the policy reads the beginning of a longer one."""
 MOST_REASON: Final = 300
 """Characters of an error's message."""
 
@@ -36,7 +36,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
         self._tools = dict(tools)
         self.calls = 0
         self.failures = 0
-        """Calls so far, and those of them that failed."""
+        """Calls so far, and failed calls."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self._tools[name]
@@ -54,8 +54,8 @@ class Tools(Mapping[str, Callable[..., Any]]):
     async def call(self, name: str, /, *arguments: Any, **keywords: Any) -> ToolResult:
         """Call a tool.
 
-        A function that is not ``async`` runs in a thread. What it raises is the result, beginning
-        with ``error:``; the episode continues.
+        A function that is not ``async`` runs in a thread. An exception becomes the result,
+        beginning with ``error:``; the episode continues.
         """
         if name not in self._tools:
             return self.refused(f"there is no tool {name!r}; tools: {', '.join(self._tools)}")
@@ -78,7 +78,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
         return ToolResult(f"error: {reason[:MOST_REASON]}", failed=True)
 
     def close(self) -> None:
-        """Release what tools hold (processes)."""
+        """Release the resources of tools (processes)."""
         for tool in self._tools.values():
             close = getattr(tool, "close", None)
             if callable(close):
@@ -142,7 +142,7 @@ class Job:
             value = self._function(*arguments)
         except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
             problem = error
-        except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread alone
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end only the thread
             problem = RuntimeError(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._deliver, value, problem)
@@ -157,7 +157,7 @@ class Job:
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own.
+    """Call a function in a separate thread.
 
     One that hangs keeps no other from running, and does not keep the process from ending.
     """

@@ -65,7 +65,7 @@ TOKEN = FieldType(f"{2 * TOKEN_BYTES} hexadecimal digits", _is_token)
 
 @dataclass(frozen=True)
 class BellAddress:
-    """What it takes to ring a bell; secret, because of the token."""
+    """Address and token for a wake-up; secret, because of the token."""
 
     host: Annotated[str, ADDRESS]
     port: Annotated[int, PORT]
@@ -79,7 +79,7 @@ class BellAddress:
 
 @dataclass(frozen=True)
 class Rings:
-    """What was heard since the last time."""
+    """Return the wake-ups received since the last call."""
 
     sources: frozenset[Source]
     """Where rings with the right token came from."""

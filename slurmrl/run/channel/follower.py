@@ -94,8 +94,8 @@ class Follower:
     """The logs of several writers in one directory.
 
     ``longest_poll_s`` bounds the pauses between polls where the kernel does not report changes.
-    There ``bell`` is what the writers ring. Logs whose last news was announced by a ring are polled
-    less often at first; as long as nothing rings, nothing is different from having no bell.
+    There the writers send wake-ups to ``bell``. Logs whose last news was announced by a ring are
+    polled less often at first; as long as nothing rings, nothing is different from having no bell.
     While the directory does not answer, logs appear to have no news; see `answers`.
     """
 
@@ -256,7 +256,7 @@ class Wakeup:
         return int(self._descriptor)
 
     def follow(self, paths: Iterable[Path]) -> bool:
-        """Follow those of the files that exist; return whether all of them are followed now.
+        """Follow the existing files; return whether all of them are followed now.
 
         Changes after the return are reported, so first follow, then read, then wait.
         """

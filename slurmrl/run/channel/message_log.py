@@ -184,7 +184,7 @@ class LogWriter:
 class LogReader:
     """Follows a log.
 
-    Each read opens the file anew, because that is when NFS clients check for writes of other hosts.
+    Each read opens the file again, because NFS clients then check for writes of other hosts.
     """
 
     def __init__(

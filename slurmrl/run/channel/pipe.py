@@ -75,7 +75,7 @@ class Connection:
     # -- sending -----------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send, or queue what does not fit; drop it if the peer has gone (see `closed`)."""
+        """Send, or queue the rest; drop it if the peer has gone (see `closed`)."""
         self._queue(Outgoing(memoryview(encode(message))))
 
     def send_with_fds(self, message: Message, *descriptors: int) -> None:
@@ -168,7 +168,7 @@ class Connection:
         poller.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
 
     def _fill(self) -> None:
-        """Receive what the kernel has buffered."""
+        """Receive the bytes that the kernel has buffered."""
         while self.fileno() >= 0 and not self._eof:
             try:
                 data, descriptors, _, _ = socket.recv_fds(

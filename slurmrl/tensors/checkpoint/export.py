@@ -62,7 +62,7 @@ TOKENIZER_FILES = (
 )
 INDEX_FILE: Final = "model.safetensors.index.json"
 MORE_TEMPLATES = "additional_chat_templates"
-"""Folder beside the tokenizer's files with additional chat templates, one in each file."""
+"""Folder next to the tokenizer's files with additional chat templates, one in each file."""
 SHARD_BYTES = 50 * 10**9
 """Maximum size of a weight file in transformers."""
 Shard = list[TensorEntry]
@@ -77,7 +77,7 @@ ENOUGH: Final = 0.9
 
 
 class ExportedWeights(Protocol):
-    """The weights of a role, such as those of a ``RoleCheckpoint``."""
+    """The weights of a role, such as a ``RoleCheckpoint``."""
 
     def weights(self) -> Iterable[tuple[str, TensorSpec]]:
         """Names and specs, in the model's order."""

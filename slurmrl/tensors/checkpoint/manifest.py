@@ -83,7 +83,7 @@ def write_manifest(
 ) -> Manifest:
     """Write ``state.json`` and then ``manifest.json``, durably, including the directory entry.
 
-    ``files`` are those of the ranks; ``state`` is everything else that a run needs to continue.
+    ``files`` are the ranks' files; ``state`` is everything else that a run needs to continue.
     """
     text = _json(state)
     atomic.replace(directory / STATE, text, calls=calls)
@@ -125,7 +125,7 @@ def read_state(
 ) -> dict[str, Any]:
     """Return the state that ``write_manifest`` was given.
 
-    Raises DamagedCheckpointError, also for fields of other types than ``fields``, and
+    Raises DamagedCheckpointError, for fields with other types than ``fields`` too, and
     EnvironmentFailure.
     """
     return _read(directory / STATE, fields or {}, required)
@@ -199,7 +199,7 @@ def _check(directory: Path, files: Iterable[SavedFile], checksums: bool) -> None
 
 
 def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | None:
-    """The file is opened before it is judged, because NFS updates its size then."""
+    """The file is opened before the check, because NFS updates its size then."""
     path = directory / file.name
     try:
         with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as opened:
@@ -263,7 +263,7 @@ def _damaged(path: Path, number: int) -> DamagedCheckpointError | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedOrigin:
-    """What the linked files are."""
+    """Origin of the linked files."""
 
     version: Annotated[int, INTEGER]
     trial: str
@@ -274,9 +274,9 @@ class PinnedOrigin:
     base: str | None = None
     """The model folder that the adapters belong to."""
     lora: Mapping[str, Any] | None = None
-    """Of a role that trains adapters: its settings."""
+    """Settings of a role that trains adapters."""
     dtype: str | None = None
-    """Of the weights that the adapters were trained on; None in older folders."""
+    """Data type of the weights that the adapters were trained on; None in older folders."""
 
 
 def is_pinned(folder: Path) -> bool:

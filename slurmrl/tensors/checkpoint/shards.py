@@ -58,7 +58,7 @@ from slurmrl.tensors.layout import (
 )
 
 BLOCK_BYTES = 16 * 2**20
-"""What a reader has in memory beside the tensors that it fills."""
+"""Memory that a reader needs in addition to the tensors that it fills."""
 
 
 KEY = "slurmrl"
@@ -121,7 +121,7 @@ class RoleSnapshot:
     layout: Layout | None
     """The layout of all ranks' arrays, which rank 0 writes; other ranks need none."""
     frozen: str | None = None
-    """Of adapters: the fingerprint of the weights that they belong to, which rank 0 writes."""
+    """Fingerprint of the frozen weights that adapters belong to; rank 0 writes it."""
 
     def paths(self, directory: Path) -> list[Path]:
         """The files that `write` makes."""
@@ -342,7 +342,7 @@ class RankFiles:
         return found
 
     def release(self) -> None:
-        """Give back the memory of what was read."""
+        """Release the memory of the tensors that were read."""
         for rank in self._open:
             self._files[rank].release()
 

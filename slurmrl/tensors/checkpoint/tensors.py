@@ -2,11 +2,11 @@
 
 The safetensors package needs all tensors of a file in memory, and its numpy interface does not
 support bfloat16. Here a file is written and its checksum computed while each tensor is produced,
-and elements are just bytes. Files are byte-identical to those of the package.
+and elements are just bytes. Files are byte-identical to the package's files.
 Format: https://huggingface.co/docs/safetensors
 
-Checksums find damage, not forgery: the manifest lies beside the files. XXH3 takes a tenth of the
-CPU time of writing; SHA-256, which older checkpoints have, takes twice that of writing.
+Checksums find damage, not forgery: the manifest is next to the files. XXH3 takes a tenth of the
+CPU time of writing; SHA-256, which older checkpoints have, takes twice the time of writing.
 
 Most parameters of a model are stored as a tensor of the same name. A mixture of experts has a
 tensor for each row of a parameter; other models store several parameters in one tensor, or
@@ -363,7 +363,7 @@ def file_entries(
 
 
 def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
-    """The elements of a file's tensor, of which ``read`` provides those of its parameters."""
+    """The elements of a file's tensor; ``read`` provides the elements in its parameters."""
     import numpy as np
 
     arrays = []

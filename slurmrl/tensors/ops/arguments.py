@@ -1,6 +1,6 @@
 """Arguments of the operators: their checks, and indices that are made in host memory.
 
-Errors state the argument, its value and what is allowed. No check waits for a GPU. The values of
+Errors state the argument, its value and the allowed values. No check waits for a GPU. The values of
 offsets are checked on CPUs only; on GPUs the kernels stay within their tensors whatever the offsets
 are.
 """

@@ -1,8 +1,7 @@
 """Norms, gated products and rotary embeddings: one pass over tensors where torch makes several.
 
 On GPUs the kernels of `fused` compute them, on CPUs in float32 the compiled operators (``cpu_...``;
-callers use their torch form where ``cpu_fits`` is false; none has gradients of its own), elsewhere
-torch.
+callers use their torch form where ``cpu_fits`` is false; none has gradients), elsewhere torch.
 
 T tokens, n elements of a row, i inner units, H heads, D head size.
 """
@@ -69,7 +68,7 @@ def cpu_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[
 def cpu_rms_norm_gradient(
     grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x [..., n] and of the weight [n] of `rms_norm`, from that of its result."""
+    """Return the gradients of x [..., n] and of the weight [n] of `rms_norm`."""
     x, grad, weight = x.contiguous(), grad.contiguous(), weight.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     for_floats(x).norm_gradient.default(grad, x, weight, scales, grad_x, grad_weight, offset)

@@ -263,7 +263,7 @@ class Rows:
         """All ranks' columns [S, V], concatenated to [S, total].
 
         Each row lies in one piece: torch adds up rows of other strides in an order that depends
-        on S, so that a token's log-probability would depend on the tokens beside it.
+        on S, so that a token's log-probability would depend on the neighboring tokens.
         """
         padded = own.new_zeros((self.each, own.shape[0]))
         padded[: own.shape[1]] = own.t()

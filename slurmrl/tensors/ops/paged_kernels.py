@@ -166,8 +166,8 @@ def attend(
 ) -> Tensor:
     """See ``paged_attention.paged_attention``.
 
-    Nothing waits for the device, and what is launched depends on shapes and numbers only, not on
-    the tensors' content.
+    Nothing waits for the device, and the launches depend on shapes and numbers only, not on the
+    tensors' content.
     """
     if q.stride(1) != q.shape[2] or q.stride(2) != 1:
         q = q.contiguous()
@@ -288,7 +288,7 @@ def _kernels() -> Any:
 
 
 class Sizes(NamedTuple):
-    """What kernels are compiled for."""
+    """Properties that kernels are compiled for."""
 
     device: torch.device
     dtype: torch.dtype

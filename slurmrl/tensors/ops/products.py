@@ -29,7 +29,7 @@ PANEL: Final = 32
 
 
 ALIGNMENT_BYTES = 16
-"""What torch's grouped kernels ask of the rows of all operands."""
+"""Alignment that torch's grouped kernels require of the rows of all operands."""
 ON_GPUS = (torch.bfloat16,)
 ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 LEVELS = 2**16
@@ -37,7 +37,7 @@ LEVELS = 2**16
 PER_DRAW = 4
 """Inputs that share 64 random bits."""
 BLOCK = 2**22
-"""Inputs that are drawn for at a time."""
+"""Number of inputs that get random numbers at a time."""
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class PackedMatrix:
     """
 
     packed: Tensor
-    """[⌈o / 32⌉, i, 32]: 32 outputs side by side, zeros behind the last one."""
+    """[⌈o / 32⌉, i, 32]: 32 outputs side by side, zeros after the last one."""
     bias: Tensor | None
     outer: int
 

@@ -81,12 +81,11 @@ def sample(
 ) -> Sampled:
     """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
 
-    logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, tokens in ``banned`` are never
-    drawn. Of equally likely tokens, those with lower ids come first.
-    Log-probabilities are those under the full distribution softmax(logits / temperature), whatever
-    the restrictions; with ``support``, under the part of it that ``top_k`` and ``top_p`` leave
-    (float64 for float64 logits, else float32). With ``record``, ``top_k`` is not None, and the
-    result has that part.
+    logits [S, V]. ``top_k`` and ``top_p`` restrict sampling, tokens in ``banned`` are never
+    sampled. Of equally likely tokens, those with lower ids come first. Log-probabilities are those
+    under the full distribution softmax(logits / temperature), whatever the restrictions; with
+    ``support``, under the part of it that ``top_k`` and ``top_p`` leave (float64 for float64
+    logits, else float32). With ``record``, ``top_k`` is not None, and the result has that part.
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed, whole = _ban(scaled, banned), scaled
@@ -105,7 +104,7 @@ def sample(
 
 
 def joined(parts: Sequence[Sampled]) -> Sampled:
-    """The draws of several calls, one behind the other."""
+    """The samples of several calls, concatenated."""
     tokens = torch.cat([part.tokens for part in parts])
     logprobs = torch.cat([part.logprobs for part in parts])
     if all(part.support is None for part in parts):
@@ -171,14 +170,14 @@ def _weights(scaled: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """The supports of T tokens: what each was drawn from."""
+    """The sampling masks of T tokens."""
 
     restricted: Tensor
     """[T] bool: False stands for the whole vocabulary."""
     sizes: Tensor
     """[T] int64: token ids of each support, among those that this rank has."""
     ids: Tensor
-    """[N] int64, those of a token one behind the other."""
+    """[N] int64, concatenated over the tokens."""
 
     @staticmethod
     def of(sizes: Tensor, ids: Tensor) -> Support:

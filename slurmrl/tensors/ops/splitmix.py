@@ -1,6 +1,6 @@
 """Counter-based random bits: chains of SplitMix64's finalizer (Steele, Lea and Flood 2014).
 
-Each number is a pure function of what it is drawn for, so it depends neither on the other numbers
+Each number is a pure function of its key, so it depends neither on the other numbers
 of a batch, nor on their order, nor on the device. Torch-free.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Bits = TypeVar("Bits", Array, "Tensor")
-"""Of int64. (Arrays of one number at least: NumPy warns where a scalar wraps.)"""
+"""Array or tensor of int64. (Arrays of one number at least: NumPy warns where a scalar wraps.)"""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -40,13 +40,13 @@ def mix(x: Bits) -> Bits:
 
 
 def shift(x: Bits, bits: int) -> Bits:
-    """Logical right shift (that of int64 is arithmetic)."""
+    """Logical right shift (int64 shifts arithmetically)."""
     shifted: Bits = (x >> bits) & (2 ** (64 - bits) - 1)
     return shifted
 
 
 def hash64(text: str) -> int:
-    """A stable hash of a text, as signed 64 bits."""
+    """A stable hash of a string, as signed 64 bits."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 

@@ -41,7 +41,7 @@ BUSY: Final = (2, 46)
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Where tensors live and what moves them between ranks."""
+    """Devices of tensors and backends that move them between ranks."""
 
     device: torch.device
     backend: str
@@ -162,10 +162,10 @@ def wait_until_free(
     """Return once other processes hold no memory of the GPU, to within `OWN_BYTES` or 5 %.
 
     After `WAIT_S`: raises UnusableGpuError, which names the processes, if the scheduler gave the
-    GPU to this job alone (``exclusive``); otherwise logs that and returns.
+    GPU only to this job (``exclusive``); otherwise logs that and returns.
     """
     if torch.cuda.get_device_properties(device).is_integrated:
-        return  # its memory is that of the host
+        return  # its memory is the host's
     deadline = clock() + WAIT_S
     warned = False
     while (held := _held(device)) is not None:

@@ -3,11 +3,11 @@
 Host memory is allocated on the node of the thread that first writes it, so copies between GPU and
 host stay on that node if a worker runs on the CPUs of its GPU's NUMA node.
 
-Codes and texts of faults are those of cudaError_t in CUDA's driver_types.h and of
-cudaGetErrorString. torch raises them as AcceleratorError with ``error_code``; NCCL, cuBLAS and
-older versions of torch only quote the text. A lost GPU (Xid 79) has no code of its own: NVML and
-the driver name it in words. Errors that a kernel's own bug causes (illegal address, assert, illegal
-instruction) are not here, nor is lack of memory.
+Codes of faults come from cudaError_t in CUDA's driver_types.h, messages from cudaGetErrorString.
+torch raises them as AcceleratorError with ``error_code``; NCCL, cuBLAS and older versions of torch
+only quote the message. A lost GPU (Xid 79) has no code: NVML and the driver name it in words.
+Errors that a kernel's own bug causes (illegal address, assert, illegal instruction) are not here,
+nor is lack of memory.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def compute_capability() -> float | None:
 
 
 def processes_on(gpu: str) -> list[str]:
-    """Return what nvidia-smi says about the processes on a GPU (UUID or index): pid, name, memory.
+    """Return nvidia-smi's list of the processes on a GPU (UUID or index): pid, name, memory.
 
     In a container it sees none.
     """
@@ -216,7 +216,7 @@ TEXTS: Final = {re.compile(text, re.IGNORECASE): fault for text, fault in _TEXTS
 
 
 def find_fault(error: BaseException) -> GpuFault | None:
-    """Return the fault that an exception reports. A code takes precedence over the text."""
+    """Return the fault that an exception reports. A code takes precedence over the message."""
     if not isinstance(error, RuntimeError):
         return None
     code = getattr(error, "error_code", None)
@@ -224,7 +224,7 @@ def find_fault(error: BaseException) -> GpuFault | None:
 
 
 def find_in(text: str) -> GpuFault | None:
-    """Return the fault that a text names."""
+    """Return the fault that a message names."""
     return next((fault for pattern, fault in TEXTS.items() if pattern.search(text)), None)
 
 

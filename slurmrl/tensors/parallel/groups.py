@@ -35,7 +35,7 @@ COMBINED: Final = {
     "all": ("pp", "dp", "cp", "tp"),
     "alone": (),
 }
-"""More groups, those of one rank included, of engines that fold experts into their own grid."""
+"""More groups, including groups of one rank, for engines that fold experts into their own grid."""
 OF_EXPERTS: Final = {
     "ep": ("ep",),
     "etp": ("tp",),
@@ -99,7 +99,7 @@ class Activity:
             self._doing = before
 
     def await_from(self, rank: int, what: str) -> None:
-        """Set what the current call waits for, until its next phase."""
+        """Set the reason why the current call waits, until its next phase."""
         self._doing = self._doing._replace(awaited=Awaited(what, rank, self._clock()))
 
     def current(self) -> tuple[Doing, float]:

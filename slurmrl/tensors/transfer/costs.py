@@ -24,11 +24,11 @@ class RankCosts:
     sent_bytes: int
     received_bytes: int
     lacking_bytes: int
-    """What it needs and does not hold: the least that it can receive."""
+    """Bytes that it needs and does not hold: the minimum that it can receive."""
     copied_bytes: int
-    """What it copies from its own source to its own target."""
+    """Bytes that it copies from its own source to its own target."""
     staging_bytes: int
-    """The most that it holds beside both models."""
+    """The maximum that it holds in addition to both models."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def costs(
 
 
 def _lacking(source: PlacedLayout, target: PlacedLayout) -> dict[int, int]:
-    """The bytes that each rank needs and does not hold, from the layouts alone."""
+    """Return the bytes that each rank needs and does not hold, computed from the layouts."""
     found: dict[int, int] = defaultdict(int)
     for rank, count in _needs(source, target):
         found[rank] += count

@@ -103,15 +103,15 @@ class _UnderWay:
     works: list[tuple[dist.Work, list[_Message]]]
     arriving: Arrived
     operations: list[dist.P2POp]
-    """These keep alive what is sent."""
+    """These keep the sent tensors alive."""
 
 
 class Mover:
     """One rank's part of a move, ready to be executed any number of times.
 
-    ``group`` contains all ranks of the move and is used by nothing else meanwhile. ``eta`` makes
-    the target a moving average: ``eta source + (1 - eta) target``, computed in float32 (float64
-    where either is). ``copies`` can be shared by the executions of a plan.
+    ``group`` contains all ranks of the move and is used for nothing else at that time. ``eta``
+    makes the target a moving average: ``eta source + (1 - eta) target``, computed in float32
+    (float64 where either is). ``copies`` can be shared by the executions of a plan.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ class Mover:
                 self._copies.write(target, source, self._eta)
 
     def _post(self, slot: int, arrived: Arrived) -> _UnderWay:
-        """Begin what a slot sends and receives.
+        """Begin the sends and receives of a slot.
 
-        ``arrived`` is what the slot before received and this one passes on.
+        ``arrived`` has the data that the previous slot received and this slot passes on.
         """
         operations: list[tuple[dist.P2POp, list[_Message]]] = []
         arriving: Arrived = {}
@@ -375,7 +375,7 @@ def verify_move(
     """
     target.layout.check()
     found = list(regions(source, target))
-    # the first holder's checksum of each region is what all others must have
+    # all others must have the first holder's checksum of each region
     expected = torch.zeros(len(found), dtype=torch.int64)
     own: list[tuple[int, str, Tensor]] = []
     for number, region in enumerate(found):

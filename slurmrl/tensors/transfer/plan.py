@@ -2,12 +2,12 @@
 
 A rank that needs elements which several ranks hold gets them from one on its own host, else from
 the one that sends least so far. Elements that several ranks need travel along a chain of them, one
-host after the other: each link carries every byte once, and every rank but the last of a chain
-passes on what it has received. Nothing is sent to a rank that holds it already.
+host after the other: each link carries every byte once, and every rank except the last of a chain
+passes the data on. Nothing is sent to a rank that holds it already.
 
 The transfers of one chain are cut into segments. Time is cut into slots: in each, a segment moves
-one link further along its chain. What a rank sends and receives in one slot fits into its staging
-budget. All ranks compute the same plan from the same arguments, so they agree without messages.
+one link further along its chain. The data of a rank in one slot fits into its staging budget. All
+ranks compute the same plan from the same arguments, so they agree without messages.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ rank of a chain waits as many slots."""
 LOOK_AHEAD = 16
 """Slots that are looked at together in the search for room."""
 ALONE = 256 << 10
-"""Bytes from which on a box is a message of its own, so that it can be sent and received in place;
-smaller ones share a message."""
+"""Minimum bytes of a box that gets a separate message, so that it can be sent and received in
+place; smaller boxes share a message."""
 MESSAGE = 16 << 20
 """The most bytes of a message. Memory of that size is recycled; larger blocks are new pages each
 time, whose first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
@@ -126,7 +126,7 @@ class MovePlan:
     """All transfers of a move, the same on every rank."""
 
     local: Mapping[int, tuple[Cargo, ...]]
-    """What each rank copies from its own source storages to its own target storages."""
+    """Copies of each rank from its own source storages to its own target storages."""
     segments: tuple[Segment, ...]
     budget: int
     """Staging bytes of a rank."""
@@ -144,7 +144,7 @@ class MovePlan:
         return dict(found)
 
     def received(self) -> dict[int, int]:
-        """The bytes that each rank receives; the least possible is what it needs and lacks."""
+        """The bytes that each rank receives; the minimum is the bytes that it needs and lacks."""
         found: dict[int, int] = defaultdict(int)
         for (_, receiver), count in self.links().items():
             found[receiver] += count
@@ -200,7 +200,7 @@ def plan_move(
 
 
 def wire_dtype(name: str, source: TensorSpec, target: TensorSpec) -> str:
-    """The dtype in which elements travel: the narrower one, so that no byte is sent in vain."""
+    """Return the dtype in which elements travel: the narrower one, to send fewer bytes."""
     if source.dtype == target.dtype:
         return source.dtype
     if "int" in source.dtype or "int" in target.dtype:

@@ -1,4 +1,4 @@
-"""What a weight version is: its name, its manifest, the index of each part, and their files.
+"""A weight version: its name, its manifest, the index of each part, and their files.
 
 Records are JSON objects with a checksum, replaced atomically. The checksum covers the content, so
 that a damaged name or shape is found as surely as damaged weights.
@@ -43,7 +43,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,15})\.(0|[1-9][0-9]{0,15})")
 RAW = "raw"
 """The tensor's bits, little-endian."""
 DELTA = "xor-zstd"
-"""The bits XOR those of the base version, compressed (see `delta`)."""
+"""The bits XOR the base version's bits, compressed (see `delta`)."""
 SAME = "same"
 """Nothing is stored: the tensor has the bits that it has in the base version."""
 
@@ -51,7 +51,7 @@ SAME = "same"
 BLOCK_BYTES = 1 << 20
 """Part of the format; a multiple of every item size."""
 LEVEL = 1
-"""Of zstd. Higher levels save nothing on these bits (docs/benchmarks.md)."""
+"""Compression level of zstd. Higher levels save nothing on these bits (docs/benchmarks.md)."""
 
 
 @total_ordering
@@ -59,8 +59,8 @@ LEVEL = 1
 class VersionId:
     """Names the weights after a training step of an incarnation.
 
-    A later incarnation comes later, whatever its step: it may have begun at an older commit, and
-    what its predecessor published after that was rolled back.
+    A later incarnation comes later, whatever its step: it may have begun at an older commit, so
+    that its predecessor's later versions were rolled back.
     """
 
     step: Annotated[int, INTEGER]
@@ -126,7 +126,7 @@ class PartFile:
 
 @dataclass(frozen=True)
 class PartIndex:
-    """What one rank has written of a version."""
+    """Part of a version that one rank has written."""
 
     part: Annotated[int, COUNT]
     file: PartFile

@@ -40,7 +40,7 @@ class StoredVersion:
     """``complete``, ``unfinished`` (no manifest: it is being written, or its writers are gone) or
     ``broken``."""
     bytes: int
-    """Of its files."""
+    """Bytes of its files."""
     time: float | None = None
     """Seconds since the epoch when it was published, by the publisher's clock. This and the
     following are None if its manifest cannot be read."""
@@ -50,7 +50,7 @@ class StoredVersion:
     chain: int | None = None
     """How many versions a host without a copy reads: 1 for a whole one."""
     frozen: str | None = None
-    """Of a version of adapters: the fingerprint of the weights that they belong to."""
+    """Fingerprint of the frozen weights that a version of adapters belongs to."""
     problem: str | None = None
 
 
@@ -59,8 +59,8 @@ def inventory(
 ) -> list[StoredVersion]:
     """All versions in a directory, from old to new.
 
-    Sizes of files and bases are always checked, stored bytes if ``verify``. One that is removed
-    meanwhile is omitted.
+    Sizes of files and bases are always checked, stored bytes if ``verify``. A version that is
+    removed during the listing is omitted.
 
     Raises EnvironmentFailure if the directory or one of its versions cannot be read.
     """
@@ -157,7 +157,7 @@ def _damage(manifest: VersionManifest, files: VersionFiles) -> str | None:
 
 
 REMOVED = "removed-"
-"""What the names of directories begin with that are being removed."""
+"""Prefix of the names of directories that are being removed."""
 
 
 def superseded(
@@ -166,7 +166,7 @@ def superseded(
     """The versions, among those ``known``, that may be removed, from old to new.
 
     Kept are the ``keep_whole`` newest whole versions, everything later than the oldest of these,
-    published or not, and what the differences among them are against.
+    published or not, and the bases of the differences among them.
     """
     whole = sorted(one.id for one in published if one.base is None)
     if not whole:
@@ -184,7 +184,7 @@ def superseded(
 def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list[VersionId]:
     """Remove the `superseded` versions of a directory; return them.
 
-    Raises EnvironmentFailure: what is left is removed the next time.
+    Raises EnvironmentFailure: the next call removes remaining files.
     """
     known = version_ids(versions, calls=calls)
     published = []

@@ -69,7 +69,7 @@ MOST_OPEN = 256
 READ_BYTES = 4 << 20
 """Read at a time."""
 _OTHERS_MAY_BE_FINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
-"""Errors that concern one file: those of another version may be readable."""
+"""Errors that concern one file: another version's files may be readable."""
 logger = log.get(__name__)
 
 
@@ -310,7 +310,7 @@ T = TypeVar("T")
 class VersionFiles:
     """The files of the versions in a directory. Used as a context: it keeps files open.
 
-    A ``patient`` one repeats, for about a minute, what looks damaged or missing, if this host may
+    A ``patient`` one repeats reads that fail, for about a minute, if this host may
     see an old state of the directory.
     """
 
@@ -386,7 +386,7 @@ class VersionFiles:
         return data
 
     def _read(self, path: Path, tensor: StoredTensor) -> Array:
-        """The bytes of a tensor; those behind the end of a cut file are missing."""
+        """The bytes of a tensor; bytes after the end of a cut file are missing."""
         descriptor = self._descriptor(path)
         data = np.empty(tensor.bytes, np.uint8)
         begin = 0

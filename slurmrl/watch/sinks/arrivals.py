@@ -1,4 +1,4 @@
-"""Evaluations of checkpoints by trials of their own, for the sinks of the trial that trains.
+"""Evaluations of checkpoints by separate trials, for the sinks of the trial that trains.
 
 They arrive late: when later steps are in the sinks, or after the trial has ended. So the batch
 process of an evaluation hands them over when it ends, and so does that of the trial that trains:
@@ -7,7 +7,7 @@ process of an evaluation hands them over when it ends, and so does that of the t
 
 It looks for all results (`run.evaluated`), writes those that are new to the end of
 ``evaluations.jsonl``, and gives the sinks what they lack of its lines. So what a killed process has
-left is made up for by the next one. It is a process of its own because the libraries of sinks may
+left is made up for by the next one. It is a separate process because the libraries of sinks may
 hang, and only one of them does this at a time (`turn`).
 """
 

@@ -61,11 +61,11 @@ class TensorBoard:
 
 
 def write_arrived(directory: Path, lines: Lines) -> None:
-    """Write each line into a file of its own, if that is not there.
+    """Write each line into a separate file, if that does not exist.
 
     The files are named by the order of the lines, because TensorBoard does not come back to an
-    earlier file; and they have a folder of their own, because it would not come back to that of the
-    steps either.
+    earlier file; and they have a separate folder, because it would not come back to the steps' file
+    either.
     """
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter

@@ -29,7 +29,7 @@ def load() -> None:
 class WeightsAndBiases:
     """Logs all incarnations of a trial to one W&B run, identified by the trial's uuid.
 
-    The library hands steps to a process of its own, which writes its files every 15 s. A kill loses
+    The library hands steps to a separate process, which writes its files every 15 s. A kill loses
     what it had not written, so the steps that its files hold say where to continue; with
     ``mode: online``, those that the server has.
     """
@@ -130,7 +130,7 @@ def _content(file: Path) -> tuple[str | None, int]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The complete records of a file: LevelDB's log format behind a header.
+    """The complete records of a file: LevelDB's log format after a header.
 
     What follows a torn one was never written.
     """

@@ -75,7 +75,7 @@ class Host:
         """``task``: number of a rollout task in the trainers' job."""
         self.paths = paths
         self.inside = task is not None
-        """Whether trainers go on beside it in the same job."""
+        """Whether trainers continue next to it in the same job."""
         self.submission = submission
         config = load_resolved(paths.config)
         self.cluster = config.cluster
@@ -149,7 +149,7 @@ class Host:
         """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""
         workers, per_worker = self.group.workers_per_host, self.group.gpus_per_worker
         first = 0
-        if self.inside:  # behind the trainers and the tasks before it
+        if self.inside:  # after the trainers and the tasks before it
             trainers = self.plan.trainers
             before = self.identity.task % trainers.tasks_per_host * workers * per_worker
             first = trainers.workers_per_host * trainers.gpus_per_worker + before
@@ -177,7 +177,7 @@ class Host:
         return state if self._ours(state) and state.incarnation > after else None
 
     def superseded(self, after: int) -> bool:
-        """Return whether another job has begun an incarnation newer than ``after``, one of ours.
+        """Return whether another job has begun an incarnation newer than ``after``.
 
         Raises TrialEndedError, EnvironmentFailure.
         """

@@ -52,7 +52,7 @@ def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
 
     With one connection the GPU starts kernels in the order of their calls. megatron-core needs that
     to overlap the communication of tensor-parallel ranks with computation on GPUs before Blackwell.
-    FSDP must not have it: its all-gathers would wait behind the computation that they overlap with.
+    FSDP must not have it: its all-gathers would wait for the computation that they overlap with.
     """
     ordered = any(
         model.engine == "megatron" and model.sizes.get("tp", 1) > 1

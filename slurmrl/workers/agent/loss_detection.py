@@ -1,7 +1,7 @@
-"""Detection of failures: of the processes of a host, of its own lease, and of other hosts.
+"""Detection of failures: the processes of a host, the host's own lease, and other hosts.
 
-`Symptoms` judges the events of the host's processes, and whether the kernel killed one of them for
-lack of memory. `LeaseGuard` renews the host's own lease and fences the host while it may have
+`Symptoms` evaluates the events of the host's processes, and whether the kernel killed one of them
+for lack of memory. `LeaseGuard` renews the host's own lease and fences the host while it may have
 expired. `Leader` detects the loss of a job's first host, on which the master and the batch process
 run: the remaining agents of a round see it first, end the incarnation and requeue the job.
 `TrainersLease` shows a rollout task whether the trainers are alive.

@@ -1,8 +1,8 @@
 """A rollout task on its host: one world of workers that serves one incarnation after the other.
 
 The workers outlive the trainers' incarnations. This process only supervises them: it tells them
-which incarnation is the newest and when to retire, and it judges whether they and the trainers
-live. It neither ends nor delays an incarnation.
+which incarnation is the newest and when to retire, and it checks whether they and the trainers are
+alive. It neither ends nor delays an incarnation.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RolloutTask:
         self._told = False
         """Whether this process has told them."""
         self._deadline = math.inf
-        """When workers that were told to retire are killed."""
+        """Time at which workers that have not retired are killed."""
 
     def run(self) -> None:
         """Return when the workers have retired and exited.
@@ -148,8 +148,8 @@ class RolloutTask:
     def _follow(self) -> None:
         """When due, look for a newer incarnation and tell the workers.
 
-        Raises TrialEndedError, also when a newer submission has taken the trial over, with tasks of
-        its own.
+        Raises TrialEndedError, including when a newer submission has taken the trial over with its
+        own tasks.
         """
         if not self._looks.due():
             return
@@ -234,8 +234,7 @@ class RolloutTask:
     def fail(self, error: SlurmrlError) -> Failure:
         """Record a failure of this task, with the stacks of its workers if they hang.
 
-        Workers that were told to retire were about to exit anyway: nobody needs to know why they
-        failed.
+        Retiring workers were about to exit anyway: nobody needs to know why they failed.
         """
         host, failure = self.host, self.host.describe(error)
         host.write_failure(host.serving, failure)

@@ -103,7 +103,7 @@ class Exporter:
     head: Head
     dtype: ExportDtype
     form: ExportForm
-    """Of a role that trains adapters; any other one has whole weights."""
+    """Form of a role that trains adapters; other roles have full weights."""
 
     @property
     def model(self) -> Model:

@@ -263,7 +263,7 @@ class Master:
             self.events.write("no_such_metric", condition=str(condition))
 
     def _use_stop_tokens(self, seen: set[tuple[tuple[int, str], ...]]) -> None:
-        """``seen`` holds the ids and texts that each rank has read from the model's files."""
+        """``seen`` holds the ids and strings that each rank has read from the model's files."""
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
         tokens = seen.pop()

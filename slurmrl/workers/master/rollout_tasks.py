@@ -106,7 +106,7 @@ class RolloutTasks:
         must join before items are leased, and how many may stay; None means one, and all.
         """
         self.agents: dict[str, Identity] = {}
-        """Of the newest attempt that has joined at each task, while it lives, by its label."""
+        """Newest attempt that has joined for each task, while it is alive, by its label."""
         self._begun_of: dict[str, int] = {}
         """The number of the newest attempt at each task that has begun: those before it are over,
         and their items need not wait until it joins."""
@@ -406,7 +406,7 @@ class RolloutTasks:
     def _redo(self, sample: StoredGroup, reason: str) -> None:
         """Queue the item of a damaged sample again."""
         if not self._ledger.redo(sample):
-            return  # it was dropped meanwhile
+            return  # It was dropped in the meantime.
         self._counts.items["damaged"] += 1
         self._events.damaged(sample, reason)
 
@@ -431,7 +431,7 @@ class RolloutTasks:
         self._counts.items["lost"] += len(lost)
         logger.info("%s %s, %d items are queued again: %s", attempt.name, state, len(lost), reason)
         self._events.ended(attempt, state, reason, len(lost))
-        if state == LOST:  # it may live, and hold GPUs
+        if state == LOST:  # A lost attempt may still run and hold GPUs.
             self._leases.post(attempt, Leave(within_s=0.0))
             attempt.send()
 

@@ -158,7 +158,7 @@ class StepRunner:
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
         """Take candidates until enough are accepted for a batch, and train on the accepted ones.
 
-        Stop if as many were judged as the rounds allow. Candidates beyond a batch are queued again,
+        Stop after the allowed number of rounds. Candidates beyond a batch are queued again,
         or their groups wait for the next step.
         """
         progress, calls = self._progress, self._plan.calls

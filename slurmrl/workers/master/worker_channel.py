@@ -209,7 +209,7 @@ class WorkerChannel:
         return set(self.ranks) - (done.keys() & saved.keys())
 
     def rest(self, seconds: float) -> None:
-        """Pause before another attempt; errors of ranks are raised meanwhile."""
+        """Pause before another attempt; errors of ranks are raised during the pause."""
         end = time.monotonic() + seconds
         while (left_s := end - time.monotonic()) > 0:
             if not self._take(self._agents.read()):

@@ -53,7 +53,7 @@ class Work:
     lease: str
     row: RequestedItem
     oldest: VersionId
-    """Of the weights that may draw its tokens."""
+    """Oldest weight version that may sample its tokens."""
 
     @property
     def key(self) -> Key:
@@ -83,7 +83,7 @@ class Session:
         """
         self.incarnation: int | None = None
         self.held: VersionId | None = None
-        """The weights that draw the next token."""
+        """The weights that sample the next token."""
         self.paused = False
         """Whether nothing is to begin for now."""
         self.retirement: Retirement | None = None
@@ -99,7 +99,8 @@ class Session:
         self._recording: dict[Key, SampleGroup] = {}
         """On their way to the disk; of these some may not be wanted any more."""
         self._answered: set[Key] = set()
-        """Of all incarnations: a new one may begin at a commit that is older than the last one."""
+        """Answered keys of all incarnations: a new one may begin at a commit that is older than the
+        last one."""
         self._aborted: list[Key] = []
 
     # -- what others want --------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Session:
     def expire(self, now: float) -> None:
         """Give back what is unfinished at the deadline.
 
-        What is drawn is recorded without rewards.
+        Samples are recorded without rewards.
         """
         if self.retirement is None or now < self.retirement.until:
             return
@@ -211,7 +212,7 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether no item is being drawn."""
+        """Whether no item is being generated."""
         return not self._begun
 
     @property

@@ -41,7 +41,7 @@ POLL_GROWTH = 1.05
 """Looks for requests and looks for weights share the pauses, which so grow by a tenth in each round
 of both."""
 LAST_S = 10.0
-"""Of the time to retire in, for recording the last results."""
+"""Seconds of the time to retire that are kept for recording the last results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class TaskAtWork:
         bell: Bell | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``judging``: None leaves it to the trainers.
+        """``judging``: None leaves scoring to the trainers.
 
         ``bell``: closed at the end of `run`. Raises EnvironmentFailure if the attempt's files
         cannot be made.

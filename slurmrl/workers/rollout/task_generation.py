@@ -63,7 +63,7 @@ class Generation:
         self._episodes = ConfiguredEpisodes(self._settings.config)
         self._slots = asyncio.Semaphore(self._settings.config.rollout.episode.concurrency)
         self.counts = {"tokens": 0.0, "items": 0.0, "episodes_failed": 0.0}
-        """Sums over all items: tokens that were drawn, items, episodes."""
+        """Sums over all items: sampled tokens, items, episodes."""
 
     @property
     def items_at_a_time(self) -> int:
@@ -256,7 +256,7 @@ class Judging:
 
 
 def judging_of(call: CallContext, rows: TaskRows, submission: int) -> Judging | None:
-    """Return the judging of a task's groups, or None if the task is not to score them.
+    """Return the scorer of a task's groups, or None if the task does not score them.
 
     That is so if there is no reward function, if one needs the trainers' reward model, or if only
     evaluations are scored.

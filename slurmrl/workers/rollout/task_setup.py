@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]
-"""Makes an engine without weights, in a running asyncio loop. It gets a folder of this task alone
-(mode 0700) in the host's memory."""
+"""Makes an engine without weights, in a running asyncio loop. It gets a private folder (mode 0700)
+in the host's memory."""
 
 
 def build_rollout(
@@ -143,7 +143,7 @@ def _peers(
 class FollowingRank:
     """Another rank of a task whose decoder is split.
 
-    What the task is asked for is the first rank's, which says what to compute until it retires.
+    Requests go to the first rank, which tells the others what to compute until it retires.
     """
 
     def __init__(self, rank: int, make_engine: Callable[[], NativeRollout]) -> None:
@@ -329,7 +329,7 @@ def served(
 ) -> MakeEngine:
     """A server on all GPUs of this worker, of which ``device`` is one, that writes to ``log``.
 
-    Its ends are told in ``events``.
+    Its ends are reported in ``events``.
     """
     serving = own_server(settings, log, events, memory_bytes=_share(settings, device))
     make: type[ServerKind] = ENGINES.load(model.engine).kind

@@ -36,7 +36,7 @@ from slurmrl.tensors.weights.format import MANIFEST, VersionId, version_ids
 from slurmrl.tensors.weights.local_copy import FILE, CopiedVersion, LocalCopy
 
 Stamp: TypeAlias = tuple[int, int]
-"""Inode and time of a manifest: others when a version is published anew."""
+"""Inode and time of a manifest: they change when a version is published again."""
 logger = log.get(__name__)
 SHARED = "model-00001-of-00002.safetensors"
 """The weights without adapters: one file, which all versions link."""
@@ -179,7 +179,7 @@ class MergingHost:
         self._trained = trained_shapes(config, "lm", lora)
         self._calls = calls
         self._fingerprint: str | None = None
-        """Of the frozen weights in the folder; None before they have been read."""
+        """Fingerprint of the frozen weights in the folder; None before they have been read."""
 
     def write(self, version: CopiedVersion, target: Path) -> None:
         """Add the merged weights of a version of adapters to a folder.

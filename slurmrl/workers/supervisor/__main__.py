@@ -114,7 +114,7 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
 
 
 def run_rounds(rounds: Rounds) -> int:
-    """Run the rounds of the trainers, and submit evaluations of their checkpoints meanwhile."""
+    """Run the rounds of the trainers, and submit evaluations of their checkpoints during them."""
     options = rounds.options
     if options.group != TRAINERS:
         return rounds.run()
@@ -212,7 +212,7 @@ def run_link(link: Link, rounds: Rounds) -> int:
 def run_task(link: Link, rounds: Rounds) -> int:
     """Run a task of an elastic group.
 
-    If the trainers are gone, no queued task starts until they are back; without a job of theirs
+    If the trainers are gone, no queued task starts until they are back; without a trainers' job
     none ever starts.
     """
     code = rounds.run()

@@ -1,7 +1,7 @@
 """The baton: decides which of several live jobs continues a trial.
 
 Several jobs are alive at once if an array's throttle was lifted, a batch script was submitted by
-hand, or Slurm started a link beside one that has lost a host. Jobs take over one after the other,
+hand, or Slurm started a link while another one has lost a host. Jobs take over one after the other,
 each by an exclusive add of the next number. The newest holder keeps the trial while Slurm reports
 that this start of its job runs; if Slurm does not answer, while its first agent renews its lease.
 

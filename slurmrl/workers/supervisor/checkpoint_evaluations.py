@@ -57,7 +57,7 @@ PAUSES_S: Final = (60.0, 900.0)
 """First and longest pause before a submission that failed is tried again: a scheduler that does not
 answer, or takes no more jobs, does so for minutes."""
 TRIES: Final = 3
-"""Failures after which one is told, and tries at the end of the trial."""
+"""Number of failures before one is reported, and of tries at the end of the trial."""
 SWEEP_S: Final = 60.0
 SAID: Final = 500
 """Characters of the message of a failed command that are reported."""
@@ -69,7 +69,7 @@ HAND_OVER_S: Final = 180.0
 
 
 class CheckpointEvaluations:
-    """Looks for commits in a thread of its own.
+    """Looks for commits in a separate thread.
 
     ``kind`` is the scheduler that gets the trials, ``told`` writes an event.
     """
@@ -132,7 +132,7 @@ class CheckpointEvaluations:
                 return True
             missing = list(self._missing(config, state.commits))
             for commit in {commit.directory: commit for commit, _ in missing}.values():
-                with suppress(SlurmrlError):  # it is told when this is tried again
+                with suppress(SlurmrlError):  # The next try reports it.
                     link_files(self._paths, commit)
             for commit, suite in missing:
                 self._submit(commit, suite, self._command(config, commit, suite), now=now)

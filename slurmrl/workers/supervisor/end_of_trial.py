@@ -76,7 +76,7 @@ def _post_notice(paths: RunPaths) -> None:
 
 
 def _environment(cluster: Cluster) -> dict[str, str]:
-    """Return the variables of the run's processes, also where this one did not start any."""
+    """Return the variables of the run's processes, even if this one started none."""
     found = {**os.environ, **cluster.env}
     with suppress(SlurmrlError):  # has ended the trial, and is in its reason
         if file := cluster.variables_file:
@@ -145,7 +145,7 @@ def _wanted(paths: RunPaths) -> bool:
 
 
 def _command(paths: RunPaths) -> list[str]:
-    """A process of its own can be killed, whatever it waits for."""
+    """A separate process can be killed, whatever it waits for."""
     root = paths.run.parents[2]
     place = ["--root", str(root), "--output", str(paths.report)]
     return [sys.executable, "-m", "slurmrl", "report", f"{paths.experiment}/{paths.trial}", *place]

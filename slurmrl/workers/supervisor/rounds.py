@@ -168,7 +168,7 @@ class Rounds:
     def __init__(
         self, options: Namespace, paths: RunPaths, allocation: JobHosts, tasks_per_host: int = 0
     ) -> None:
-        """``tasks_per_host``: rollout tasks that this job runs beside the agents."""
+        """``tasks_per_host``: rollout tasks that this job runs next to the agents."""
         self.options = options
         self.paths = paths
         self.allocation = allocation

@@ -39,7 +39,7 @@ MOST_FAILURES = 8
 SOUND_S = 600.0
 """A task that has run for so long has not failed in a row."""
 RETIRE_S = 30.0
-"""How long tasks may take to retire once they are told and the trainers have left the job."""
+"""Seconds that tasks may take to retire after the trainers have left the job."""
 END_S = 10.0
 """How long they may take after TERM."""
 

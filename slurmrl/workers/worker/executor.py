@@ -143,7 +143,7 @@ class Executor:
         """Begin a batch.
 
         Every rank reads the ids and lengths of all items, so all agree on the shares without
-        communication, and then only the items of its own shares.
+        communication, and then reads only the items of its shares.
         """
         began = time.monotonic()
         self._mail.finish()

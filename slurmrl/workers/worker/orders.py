@@ -192,8 +192,8 @@ def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
 def recognize(error: BaseException) -> Failure:
     """Classify an exception: its cause, the GPU that failed, and whether it is an echo.
 
-    A GPU that failed explains the others too, also where the exception is a consequence of that
-    (see `device.pending_error`).
+    A GPU that failed explains the others too, even if the exception is a consequence (see
+    `device.pending_error`).
     """
     chain = list(_chain(error))
     fault = _gpu_fault(chain)

@@ -47,8 +47,8 @@ class ContinuousBatch:
 
         None: a request that may become longer than the model's positions is refused. ``decode`` is
         needed for stop strings. ``support``: see ``ModelRunner``. Without ``turns``, the cache does
-        not grow to keep what later prompts might begin with. With ``overlap``, the tokens of a call
-        are read while the next one runs (default: on a GPU).
+        not grow to keep prefixes of later prompts. With ``overlap``, the tokens of a call are read
+        while the next one runs (default: on a GPU).
         """
         limits = bounded(limits, decoder)
         self._pool = PagePool(limits.page_tokens, limits.pages, keep=turns)
@@ -66,7 +66,7 @@ class ContinuousBatch:
         self.sampled = 0
         """Tokens sampled in all."""
         self.checksum = 0
-        """Of these tokens, in their order."""
+        """Checksum of these tokens, in their order."""
         self.read = 0
         """Tokens that the model has read in all."""
 
@@ -104,7 +104,7 @@ class ContinuousBatch:
         step = self._schedule.next(self._flush)
         sampled = self._runner.run(step, self.version) if step.chunks else None
         self.read += sum(chunk.tokens for chunk in step.chunks)
-        self._flush()  # what the call before has sampled, while this one runs
+        self._flush()  # samples of the call before, while this one runs
         if sampled is not None:
             self._unread.append(sampled)
         if not self._overlap:
@@ -177,7 +177,7 @@ class ContinuousBatch:
             self._process(sampled)
 
     def _process(self, sampled: SampledStep) -> None:
-        """Take what a call sampled; end the sequences that are complete."""
+        """Take the samples of a call; end the sequences that are complete."""
         tokens, logprobs, supports = sampled.read()
         self.checksum = crc32(array("q", tokens), self.checksum)
         if not all(map(math.isfinite, logprobs)):

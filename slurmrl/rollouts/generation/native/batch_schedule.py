@@ -32,8 +32,8 @@ class Limits:
     cache_tokens: int | None = None
     """Tokens of keys and values that are kept. Default: as many as fit into ``cache_bytes``."""
     cache_bytes: int | None = None
-    """Memory for them. Default: on a GPU most of what is free when the engine is made, elsewhere
-    what the rows need."""
+    """Memory for them. Default: most of the memory that is free on a GPU at the start, elsewhere as
+    much as the rows need."""
     page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
@@ -60,7 +60,7 @@ class Limits:
 
 
 class TokenChunk(NamedTuple):
-    """Tokens of a sequence that a call reads: ``tokens`` behind the first ``begin``."""
+    """Tokens of a sequence that a call reads: ``tokens`` after the first ``begin``."""
 
     sequence: Sequence
     begin: int
@@ -75,7 +75,8 @@ class Step:
 
     chunks: list[TokenChunk] = field(default_factory=list)
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
-    """Sequences that sample their first token behind the prompt of another one, which is read."""
+    """Sequences that sample their first token after the prompt of another sequence, which is
+    prefilled."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """Pages to copy after the call: source and target."""
 
@@ -317,7 +318,7 @@ class PagePool:
                 self._free.append(page)
 
     def store(self, page: int, before: int | None, tokens: tuple[int, ...]) -> None:
-        """Record that a page holds these tokens behind those of the page ``before``."""
+        """Record that a page holds these tokens, which follow the tokens of the page ``before``."""
         parent = 0 if before is None else self._serials.get(before)
         if parent is None or (parent, tokens) in self._known or page in self._prefixes:
             return  # another page holds the same

@@ -31,7 +31,7 @@ UNREAD = -1
 
 
 class RowInput(NamedTuple):
-    """What a call gets of one row."""
+    """Input of a call for one row."""
 
     token: int
     """`UNREAD` if the host has not read it."""
@@ -43,7 +43,7 @@ class RowInput(NamedTuple):
 
 
 class DecodeShape(NamedTuple):
-    """What is fixed in a graph."""
+    """Fixed properties of a graph."""
 
     rows: int
     longest: int
@@ -57,7 +57,7 @@ class DecodeGraph(Protocol):
     """In the same memory after every replay."""
 
     def replay(self) -> None:
-        """Compute again, from what the inputs' memory holds now."""
+        """Compute again, from the present content of the inputs' memory."""
         ...
 
 
@@ -78,7 +78,7 @@ class CUDAGraphs:
 class _CUDAGraph:
     def __init__(self, compute: Callable[[], Sampled], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may call CUDA meanwhile.
+        # Other threads of the process may call CUDA in this time.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.samples = compute()
 
@@ -111,10 +111,10 @@ class DecodeStep:
         """By B: [5, B] int64, the columns of ``RowInput``."""
         self._banned: dict[tuple[int, ...], Tensor] = {}
         self._graphs: dict[DecodeShape, DecodeGraph | None] = {}
-        """None: computed once, which initializes what a capture cannot."""
+        """None: computed once, which does the initialization that a capture cannot."""
 
     def forget(self) -> None:
-        """Drop all graphs: what they read or write has moved in memory."""
+        """Drop all graphs: their inputs or outputs have moved in memory."""
         self._graphs = dict.fromkeys(self._graphs)
 
     def run(
@@ -163,8 +163,8 @@ class DecodeStep:
     ) -> Sampled:
         """Make the graph of a shape.
 
-        Its first replay must sample what a direct call samples; else, or if it cannot be made, all
-        later calls are direct ones.
+        Its first replay must sample the same tokens as a direct call; else, or if it cannot be
+        made, all later calls are direct ones.
         """
         last = self._state.last.clone()
         samples = self._compute(inputs, shape)

@@ -117,12 +117,12 @@ class ModelRunner:
         return bool(self._decoder.cache.experts)
 
     def record_experts(self) -> None:
-        """From now on; what the cache holds has no record."""
+        """Applies from now on; tokens in the cache have no record."""
         self._decoder.cache.record_experts()
         self._decode.forget()
 
     def experts(self, sequence: Sequence) -> Array:
-        """Of a sequence that has just sampled its last token; see `Completion`."""
+        """Return the experts of a sequence at its last token; see `Completion`."""
         page, read = self._limits.page_tokens, len(sequence.tokens) - 1
         places = torch.arange(read)
         cells = torch.tensor(sequence.pages)[places // page] * page + places % page
@@ -248,7 +248,7 @@ class ModelRunner:
         )
 
     def _step_of(self, sequences: list[Sequence], samples: Sampled, version: str) -> SampledStep:
-        """Start to copy what was sampled, before the next call may overwrite it."""
+        """Start to copy the sampled tokens before the next call may overwrite them."""
         for sequence in sequences:
             sequence.unread += 1
         if self._device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The native engine behind the contract of request engines, in one asyncio loop."""
+"""The native engine with the interface of request engines, in one asyncio loop."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Job:
 
 
 class NativeRollout(RolloutEngine):
-    """Serves requests with a decoder whose parameters are plain tensors of its own.
+    """Serves requests with a decoder that owns its parameters as plain tensors.
 
     Between two calls of the model it lets the loop's other tasks run.
     """
@@ -80,9 +80,9 @@ class NativeRollout(RolloutEngine):
         ``decode`` turns token ids into text, for stop strings. The parameters of a decoder that is
         the engine's ``own`` are moved in memory. ``peers`` are the ranks of a decoder that is
         split: each makes an engine with the same arguments, the leader's serves, and the others
-        call ``follow``. ``stale_cache``: over an update, requests in flight keep what older weights
-        have computed. Without ``turns``, no request continues an earlier one's sequence, a request
-        beyond the model's positions is refused, and all ``peers`` serve the same requests.
+        call ``follow``. ``stale_cache``: requests in flight keep the cache of older weights over
+        an update. Without ``turns``, no request continues an earlier one's sequence, a request
+        beyond the model's positions is rejected, and all ``peers`` serve the same requests.
         ``support``: see ``ModelRunner``.
         """
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
@@ -195,7 +195,7 @@ class NativeRollout(RolloutEngine):
             self._task.cancel()
 
     def follow(self) -> None:
-        """Compute what the leader's engine serves, until it is closed or dismisses this rank.
+        """Compute the requests of the leader's engine, until it is closed or dismisses this rank.
 
         Raises RuntimeError if the leader is gone.
         """
@@ -240,7 +240,7 @@ class NativeRollout(RolloutEngine):
         self._stepped.set()  # there may be nothing to sample any more
 
     def _check(self, task: asyncio.Task[None]) -> None:
-        """Fail what is in flight if the model's calls have failed."""
+        """Fail requests in flight if the model's calls have failed."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, RunFailedError):
             self._fail(error)

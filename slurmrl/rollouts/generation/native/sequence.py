@@ -13,8 +13,8 @@ from slurmrl.tensors.ops.sampling import stream
 Rank = tuple[int, int]
 """A sequence's place in the order of service: priority and arrival."""
 SamplingKey = tuple[float, int | None, float, bool, bool]
-"""What one call of `tensors.ops.sampling.sample` needs in common: temperature, top k, top p,
-greedy, and whether supports are recorded."""
+"""Options that the rows of one call of `tensors.ops.sampling.sample` share: temperature, top k, top
+p, greedy, and whether sampling masks are recorded."""
 MARGIN = 4
 """Tokens that are decoded before the longest possible match: tokenizers treat the first token of a
 text differently."""
@@ -28,19 +28,19 @@ class Sequence:
     request: GenerationRequest
     key: int
     limit: int
-    """Most tokens, those of the prompt included."""
+    """Maximum number of tokens, prompt included."""
     tokens: list[int] = field(init=False)
     """The prompt and the tokens sampled, as far as the host knows them."""
     sampling_key: SamplingKey = field(init=False)
     stream: int = field(init=False)
     """Its random numbers, for `tensors.ops.sampling.stream_uniform`."""
     logprobs: list[float] = field(default_factory=list)
-    """Of the tokens sampled."""
+    """Log-probabilities of the sampled tokens."""
     versions: list[str] = field(default_factory=list)
     support: SampledSupport = field(default_factory=SampledSupport)
-    """Of the tokens sampled, if the request asks for it."""
+    """Sampling masks of the sampled tokens, if the request asks for them."""
     experts: Array | None = None
-    """Of all tokens, once it has ended, if the request asks for it."""
+    """Experts of all tokens after the end, if the request asks for them."""
     finish: Finish | None = None
     followers: list[Sequence] = field(default_factory=list)
     """Completions of the same prompt that begin when it has been read."""
@@ -108,5 +108,5 @@ def ends_with_stop(decode: Decode, tokens: list[int], stop_strings: tuple[str, .
     found = [stop for stop in stop_strings if stop in text]
     if not found:
         return False
-    known = len(os.path.commonprefix((text, decode(last[:-1]))))  # noqa: RUF071 - as of any texts
+    known = len(os.path.commonprefix((text, decode(last[:-1]))))  # noqa: RUF071 - as for any strings
     return any(stop in text[max(known - len(stop) + 1, 0) :] for stop in found)

@@ -1,10 +1,9 @@
 """Continuous batching on the ranks of a model that is split.
 
-Each rank has a batch. What a batch does depends on the calls of its methods and on the sampled
-tokens only, and every rank samples the same tokens, because all have the whole logits. So the
-leader sends its calls, in one broadcast for each call of the model, and the others repeat them.
-Where all ranks know the requests beforehand, each makes the calls by itself, and they compare the
-sampled tokens.
+Each rank has a batch. A batch depends only on the calls of its methods and on the sampled tokens,
+and every rank samples the same tokens, because all have the whole logits. So the leader sends its
+calls, in one broadcast for each call of the model, and the others repeat them. Where all ranks know
+the requests beforehand, each makes the calls by itself, and they compare the sampled tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class Peers:
         return values
 
     def compare(self, sampled: int, checksum: int) -> None:
-        """Compare what the ranks have sampled: the number of tokens, and a checksum. Collective.
+        """Compare the samples of the ranks: the number of tokens, and a checksum. Collective.
 
         Raises RunFailedError on all of them if they differ.
         """
@@ -152,7 +151,7 @@ class LeaderBatch(ContinuousBatch):
         return sequences
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """``sequences`` are those of one request."""
+        """``sequences`` belong to one request."""
         for sequence in sequences[:1]:
             self._unsent.append(("abort", sequence.request.request_id))
         super().abort(sequences)

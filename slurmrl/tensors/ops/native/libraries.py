@@ -138,7 +138,7 @@ class Recipe:
 
     half: Half
     sources: tuple[str, ...]
-    """Names among those of `inputs`."""
+    """Names of `inputs`."""
     cxx: str
     cxx_flags: tuple[str, ...]
     nvcc: str
@@ -297,7 +297,7 @@ def ready_made(half: Half, cache: Path) -> list[Path]:
 def run_compiler(recipe: Recipe, folder: Path) -> Path:
     """Compile in a separate process, which also tries to load the result."""
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environ = {**os.environ, "PATH": search, "CXX": recipe.cxx}  # ninja is installed beside python
+    environ = {**os.environ, "PATH": search, "CXX": recipe.cxx}  # ninja is installed next to python
     program, sources = folder / "compile.py", folder / "sources"
     program.write_bytes(package.read(PROGRAM))
     for name, content in inputs(recipe.half).items():

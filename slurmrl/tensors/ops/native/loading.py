@@ -19,8 +19,8 @@ SMALL_ELEMENTS = 2**18
 """Below this size torch takes under 10 ms on a CPU, with the same bits: not worth a build."""
 
 BUILT = SMALL_ELEMENTS
-"""For operators whose compiled form is used for tensors of any size: what a token gets must not
-depend on how many others there are."""
+"""For operators whose compiled form is used for tensors of any size: a token's result must not
+depend on the number of tokens."""
 
 HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
 """The half for each device type."""
