@@ -65,15 +65,15 @@ USER, SITE, SLURM, SLURMRL = "user", "the site", "Slurm", "slurmrl"
 """Who sets a variable."""
 
 ROOT: Variable[str] = Variable(
-    "SLURMRL_ROOT", str, "", USER, "Directory of all runs, where `--root` is not given."
+    "SLURMRL_ROOT", str, "", USER, "Directory of all runs, used without `--root`."
 )
 OPS: Variable[str] = Variable(
     "SLURMRL_OPS",
     _one_of("auto", "torch", "native"),
     "auto",
     USER,
-    "Compiled operators: `auto` uses them where they are faster and available, `torch` never, "
-    "`native` always (an error where they are not available).",
+    "Compiled operators: `auto` uses them if they are available and faster. `torch` never uses "
+    "them. `native` always uses them, and fails if they are not available.",
 )
 OPS_CACHE: Variable[str] = Variable(
     "SLURMRL_OPS_CACHE",
@@ -95,7 +95,7 @@ SERVER_KEY: Variable[str] = Variable(
     str,
     "",
     USER,
-    "API key of the `rollout.servers`, where `rollout.server_keys` names no file. Jobs do not "
+    "API key of `rollout.servers`, used if `rollout.server_keys` names no file. Jobs do not "
     "inherit it from your shell: set it in `cluster.slurm.setup`.",
 )
 SERVER_ADMIN_KEY: Variable[str] = Variable(
@@ -103,22 +103,22 @@ SERVER_ADMIN_KEY: Variable[str] = Variable(
     str,
     "",
     USER,
-    "Their key for administration (`--admin-api-key` of SGLang), in the same way.",
+    "Admin key of `rollout.servers` (`--admin-api-key` of SGLang). Set it like the API key.",
 )
 PROFILE: Variable[str] = Variable(
     "SLURMRL_PROFILE",
     str,
     "",
     USER,
-    "Site profile, where `--profile` is not given: `a100` is the file `slurmrl/a100.yaml` in "
-    "`XDG_CONFIG_HOME`, `none` is none. Default: `default`, or the only one.",
+    "Site profile, used without `--profile`. `a100` names the file `slurmrl/a100.yaml` in "
+    "`XDG_CONFIG_HOME`; `none` selects no profile. Default: `default`, or the only profile.",
 )
 XDG_CONFIG_HOME: Variable[str] = Variable(
     "XDG_CONFIG_HOME",
     str,
     "",
     USER,
-    "The user's configuration directory, which has the profiles. Default: `~/.config`.",
+    "The user's configuration directory, which contains the profiles. Default: `~/.config`.",
 )
 XDG_CACHE_HOME: Variable[str] = Variable(
     "XDG_CACHE_HOME", str, "", USER, "The user's cache directory. Default: `~/.cache`."
@@ -134,14 +134,14 @@ SCRATCH: Variable[str] = Variable(
     str,
     "",
     SITE,
-    "Large directory of yours: `slurmrl init site` proposes it for the runs.",
+    "Your directory for large files. `slurmrl init site` proposes it for the runs.",
 )
 LOADED_MODULES: Variable[str] = Variable(
     "LOADEDMODULES",
     str,
     "",
     SITE,
-    "Environment modules that are loaded: `slurmrl init site` proposes them for the jobs.",
+    "Loaded environment modules. `slurmrl init site` proposes them for the jobs.",
 )
 LINK: Variable[int] = Variable(
     "SLURM_ARRAY_TASK_ID", int, 0, SLURM, "Index of this link in its chain (or local chain)."
@@ -151,7 +151,7 @@ ARRAY_JOB_ID: Variable[str] = Variable(
     "SLURM_ARRAY_JOB_ID", str, "", SLURM, "Id of the job array of this job."
 )
 RESTART_COUNT: Variable[int] = Variable(
-    "SLURM_RESTART_COUNT", int, 0, SLURM, "How often Slurm has requeued this job."
+    "SLURM_RESTART_COUNT", int, 0, SLURM, "Number of times that Slurm has requeued this job."
 )
 SLURM_END_TIME: Variable[float | None] = Variable(
     "SLURM_JOB_END_TIME",
@@ -175,10 +175,10 @@ VISIBLE_DEVICES: Variable[str] = Variable(
     "GPUs that the scheduler assigned: indices, UUIDs or MIG ids.",
 )
 SLURM_CONF: Variable[str] = Variable(
-    "SLURM_CONF", str, "", SITE, "Slurm's configuration file, where it is not in its usual place."
+    "SLURM_CONF", str, "", SITE, "Slurm's configuration file, if it is not in its usual place."
 )
 ROUND: Variable[int] = Variable(
-    "SLURMRL_ROUND", int, 0, SLURMRL, "How often the agents were restarted in this start of a job."
+    "SLURMRL_ROUND", int, 0, SLURMRL, "Number of restarts of the agents in this start of a job."
 )
 JOB_END: Variable[float | None] = Variable(
     "SLURMRL_JOB_END",
@@ -192,7 +192,7 @@ COMPLETE: Variable[str] = Variable(
     str,
     "",
     SLURMRL,
-    "What a shell asks while a command line is typed; the script of `slurmrl completion` sets it.",
+    "Request of a shell that completes a command line. The script of `slurmrl completion` sets it.",
 )
 
 VARIABLES: tuple[Variable[Any], ...] = tuple(
@@ -210,8 +210,10 @@ def reference() -> str:
     """Return Markdown about the environment variables, for a page with a title."""
     lines = ["An empty variable counts as unset.", ""]
     for one in VARIABLES:
-        lines += [f"## `{one.name}`", "", one.doc, "", f"- **Set by:** {one.set_by}"]
-        lines += [f"- **Default:** {_shown(one.default)}", ""]
+        meaning, _, default = one.doc.partition(" Default: ")
+        lines += [f"## `{one.name}`", "", f"- **Set by:** {one.set_by}"]
+        lines += [f"- **Default:** {default.removesuffix('.') or _shown(one.default)}"]
+        lines += ["", meaning, ""]
     return "\n".join(lines)
 
 
