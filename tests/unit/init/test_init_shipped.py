@@ -12,7 +12,7 @@ def test_every_example_says_what_it_is() -> None:
     found = dict(starter.examples())
     assert {"sft.yaml", "grpo.yaml", "custom/reward.yaml"} <= set(found)
     assert all(10 < len(text) < 120 for text in found.values()), found
-    assert found["grpo.yaml"] == "GRPO on the problems of ppo.yaml, from the model of sft.yaml"
+    assert found["grpo.yaml"] == "GRPO on two-digit sums, from the model of sft.yaml"
 
 
 def test_a_copy_appears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
