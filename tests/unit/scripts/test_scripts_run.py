@@ -1,14 +1,18 @@
-"""What scripts/run does if the package with the pretrained model is not to be had."""
+"""scripts/run trains the pretrained model, and another one where its package is missing."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+
+from tests.support.real_model import smollm2
 
 ROOT = Path(__file__).parents[3]
 SUMS = ROOT / "examples" / "sums"
@@ -51,29 +55,57 @@ def test_model_is_not_made_from_a_package_with_another_hash(tmp_path: Path) -> N
     assert not target.exists()
 
 
-@pytest.mark.long
-def test_small_model_trains_from_scratch_without_the_package(tmp_path: Path) -> None:
-    subprocess.run([ROOT / "scripts" / "setup"], check=True)  # pip may still need its index
+def run_script(folder: Path, *arguments: str, **variables: str) -> str:
+    """Return what scripts/run prints in a folder; its errors follow."""
+    subprocess.run([ROOT / "scripts" / "setup"], check=True)  # pip may need its index for this
     done = subprocess.run(
-        [ROOT / "scripts" / "run", "total_steps=2", "stop_when=null"],
-        env={**os.environ, **WITHOUT_INDEX, "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        cwd=tmp_path,
+        [ROOT / "scripts" / "run", *arguments],
+        env={**os.environ, **variables},
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "make_model: pip could not install the packages in" in done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_small_model_trains_from_scratch_without_the_package(tmp_path: Path) -> None:
+    few = ("total_steps=2", "stop_when=null", "evaluation.samples=8")
+    without = {**WITHOUT_INDEX, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    said = run_script(tmp_path, *few, **without)
     for words in (
+        "make_model: pip could not install the packages in",
         "The pretrained model is not available here",
         "addition-ppo/1: COMPLETED at step 2 of 2",
         "completions before and after",
         "exported model",
     ):
-        assert words in done.stdout, done.stdout
-    again = subprocess.run(
-        [ROOT / "scripts" / "run", "my.yaml"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert again.returncode == 2
-    assert "my.yaml" in again.stderr
+        assert words in said, said
+    assert "addition-ppo/2: COMPLETED at step 2 of 2" in run_script(tmp_path, *few, **without)
+
+
+@pytest.mark.long
+def test_pretrained_model_learns_sums_and_answers_in_transformers(tmp_path: Path) -> None:
+    """The answers of the export, which transformers computes, equal those of the evaluation."""
+    try:
+        smollm2()
+    except subprocess.CalledProcessError:
+        pytest.skip("the package with the pretrained model could not be installed")
+    few = ("total_steps=10", "actor.optimizer.schedule=constant", "cluster.threads_per_worker=1")
+    said = run_script(tmp_path, *few)
+    (folder,) = tmp_path.glob("runs/*/sums-lora/1")
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before, after = (line["eval/reward"] for line in metrics if "eval/reward" in line)
+    assert before < 0.2
+    assert after > 0.5
+    shown = {}
+    for line in said.splitlines():
+        if found := re.fullmatch(r'    (\d+\+\d+)@0  ".*" \([01]\)  ->  "(.*)" \([01]\)', line):
+            shown[found[1]] = found[2]
+    assert len(shown) == 3, said
+    for asked, answer in shown.items():
+        question = f"What is {asked.replace('+', ' + ')}? Answer with the number only."
+        assert f"{question}  {answer}\n" in said, said
