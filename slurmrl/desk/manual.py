@@ -22,6 +22,10 @@ COMMENT: Final = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PAGE_LINK: Final = re.compile(r"(?<!!)\]\((?!\w+:|#)([^)\s#]+)\.md(#[^)\s]*)?\)")
 PICTURE: Final = re.compile(r"!\[([^\]]*)\]\([^)]*\)(\{[^}\n]*\})?")
 ATTRIBUTES: Final = re.compile(r"(?<=[)`])\{[:.#][^}\n]*\}")
+FORMULA: Final = re.compile(
+    r"```.*?```|`[^`]*`|\$\$(.+?)\$\$|\$(?=\S)((?:(?!\n\n)[^$])+)(?<=\S)\$", re.DOTALL
+)
+"""Code, which stays, or a formula of LaTeX."""
 CALL_OUT: Final = re.compile(r'(!!!|\?\?\?\+?|===\+?!?) *([\w-]*) *(?:"([^"]*)")?')
 
 
@@ -107,13 +111,13 @@ def _sections(text: str) -> Iterator[tuple[str, list[str]]]:
 def for_terminal(topic: str, text: str) -> str:
     """Return a page's Markdown without the parts that only the site shows.
 
-    Links between pages name topics. Pictures become their descriptions, call-outs and tabs become
-    paragraphs with a title.
+    Links between pages name topics. Pictures become their descriptions, formulas their source as
+    code, call-outs and tabs paragraphs with a title.
     """
     lines, indents = list[str](), list[int]()
     fenced = False
     text = PICTURE.sub(lambda found: f"[picture: {found[1]}]", COMMENT.sub("", text))
-    for line in text.splitlines():
+    for line in FORMULA.sub(_as_code, text).splitlines():
         depth = len(line) - len(line.lstrip())
         while indents and line.strip() and depth < indents[-1]:
             indents.pop()
@@ -125,6 +129,11 @@ def for_terminal(topic: str, text: str) -> str:
         else:
             lines.append(line if fenced else _without_site(topic, line))
     return "\n".join(lines) + "\n"
+
+
+def _as_code(found: re.Match[str]) -> str:
+    formula = found[1] or found[2]
+    return f"`{' '.join(formula.split())}`" if formula else found[0]
 
 
 def _without_site(topic: str, line: str) -> str:

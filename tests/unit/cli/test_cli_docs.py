@@ -35,7 +35,11 @@ hosts](../pictures/hosts.svg){ width="3" }
     !!! not a call-out
     ```
 
-The end.
+The end: `$HOME`, $a_t \\, b$ and $x$.
+
+$$
+y
+$$
 """
 
 
@@ -104,7 +108,8 @@ def test_terminal_shows_a_page_without_the_syntax_of_the_site() -> None:
     assert "hours" not in shown
     assert "[picture: Two\nhosts]\n" in shown
     assert "\n**Beware**\n\n\nText of the call-out." in shown
-    assert "\n**Slurm**\n\n\n```bash\n!!! not a call-out\n```\n\nThe end.\n" in shown
+    assert "\n**Slurm**\n\n\n```bash\n!!! not a call-out\n```\n\nThe end" in shown
+    assert ": `$HOME`, `a_t \\, b` and `x`.\n\n`y`\n" in shown
 
 
 @pytest.mark.usefixtures("pages")
