@@ -98,6 +98,17 @@ def test_every_page_is_within_two_clicks_of_home() -> None:
     assert set(PAGES) - reached == set()
 
 
+def test_examples_page_links_every_example() -> None:
+    page = (DOCS / "examples.md").read_text(encoding="utf-8")
+    linked = re.findall(r"^\| \[(\S+)\]\(\.\./examples/\1\) \|", page, re.MULTILINE)
+    examples = ROOT / "examples"
+    assert sorted(linked) == sorted(
+        str(path.relative_to(examples))
+        for path in examples.rglob("*.yaml")
+        if path.relative_to(examples).parts[0] != "data"
+    )
+
+
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
