@@ -7,7 +7,7 @@ from typing import Final
 from slurmrl import package
 
 COMMIT_FILE: Final = "commit.txt"
-"""What the build of a wheel leaves in the package (see setup.py)."""
+"""File that the build of a wheel leaves in the package (see setup.py)."""
 
 
 def built_commit() -> str:

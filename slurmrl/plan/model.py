@@ -48,7 +48,7 @@ class GroupPlan(_PlanPart):
     """Rollout tasks that run in the trainers' job: on the GPUs of each host after the trainers'
     GPUs."""
     slots_per_task: int = Field(default=1, ge=1, le=MOST_COUNT)
-    """GPUs of such a task, in those of a worker."""
+    """GPUs of such a task, as a multiple of a worker's GPUs."""
     worker: str = "slurmrl.workers.worker.setup:build_trainer"
     """``module:function`` that makes the worker of a rank (see `workers.worker.orders`)."""
 

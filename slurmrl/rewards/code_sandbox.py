@@ -52,7 +52,7 @@ MOST_CPUS = 4  # Programs see this number, so that their pools do not exceed the
 NAMED = ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math")
 MODULES = {*NAMED, "copy", "datetime", "io", "json", "operator", "os", "random", "re", "string"}
 MODULES |= {"statistics", "sys", "time"}
-"""Names that programs have without an import; of `NAMED` modules, those of ``import *`` too."""
+"""Names that programs have without an import; for `NAMED` modules, ``import *`` names too."""
 LAST_BYTES = 2000
 """Bytes at the end of standard error from which the reason of a failure is taken."""
 

@@ -1,4 +1,4 @@
-"""What people see of a trial: its status, story and diagnosis, derived from what it writes.
+"""The view of a trial for people: its status, incarnations and diagnosis, derived from its files.
 
 A new sink of metrics is a file in ``sinks``.
 """

@@ -1,8 +1,8 @@
 """The log files of a trial's newest attempts, their parts, and their lines as people read them.
 
 Lines of several files are merged by their times, entries kept together. An entry is a line of our
-own loggers (see `slurmrl.log`) with all that follows it in its file: a traceback, or what a library
-prints. A traceback without an announcing line is a separate entry.
+own loggers (see `slurmrl.log`) with all that follows it in its file: a traceback, or output of a
+library. A traceback without an announcing line is a separate entry.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Wanted:
 
 
 class OutputReader:
-    """Reads what was added to log files since the last time, across their rotation."""
+    """Reads new lines of log files, across their rotation."""
 
     def __init__(self, wanted: Wanted | None = None, last: int | None = None) -> None:
         """``last``: how many lines the first reading returns at most; None: all.
@@ -232,7 +232,7 @@ class OutputReader:
         yield from merged if last is None else deque(merged, maxlen=last)
 
     def _of(self, file: LogFile, torn: bool) -> Iterator[tuple[float, LogLine]]:
-        """Yield the wanted lines of a file, each with its place among those of other files."""
+        """Yield the wanted lines of a file, each with its place among the lines of other files."""
         before = self._heads.get(file.path, LogLine(file.label, None, file.label, "", "", False))
         place = before.time or 0.0
         for raw in self._new_lines(file.path, torn):

@@ -1,13 +1,12 @@
-"""What a list of trials shows: the status of many trials, and ``overview.json`` of ended ones.
+"""Lists of trials: the status of many trials, and ``overview.json`` of finished ones.
 
 `collect` costs one look at each run directory, one query per scheduler and one wait for all
 heartbeats.
 
-``overview.json`` saves a reader work and is never the truth. It names the number of history
-records and the size of the metrics that it was made from. Records are never removed, so a reader
-that counts as many shows what the history says; otherwise, or without the file, it reads
-everything. A process that is killed between the end of the trial and this file costs no more than
-that.
+``overview.json`` saves a reader work and is never the truth. It names the number of history records
+and the size of the metrics that it was made from. Records are never removed, so a reader that
+counts as many shows the state of the history; otherwise, or without the file, it reads everything.
+A process that is killed between the end of the trial and this file costs no more than that.
 """
 
 from __future__ import annotations

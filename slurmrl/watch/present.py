@@ -1,4 +1,4 @@
-"""The present of a trial: what it waits for, its pace, the time left. Pure functions."""
+"""The present of a trial: its waits, its pace, the time left. Pure functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def describe(
 
 
 def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
-    """Return what the master waits for, and the hosts of the ranks that it waits for."""
+    """Return the wait of the master, and the hosts of the ranks that it waits for."""
     said = snapshot.said.get("waiting")
     group = snapshot.trainers
     if not said or not said.get("for") or group is None:
@@ -188,7 +188,7 @@ def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
 
 
 def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
-    """Return the timing; the pace is that of the newest steps, of whichever incarnations."""
+    """Return the timing; the pace is the mean of the newest steps, of whichever incarnations."""
     events = [event for traces in snapshot.incarnations for event in traces.master]
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
     step_s = step_time_s(snapshot.lines, events)

@@ -1,4 +1,4 @@
-"""Typed readers of what processes publish in the name store.
+"""Typed readers of the entries that processes publish in the name store.
 
 A trial continues without reports that are damaged (see `reports.Report`).
 """
@@ -90,7 +90,7 @@ def status(names: NameStore) -> Said:
 
 
 def doing(status: Said) -> list[GroupProgress]:
-    """Return what the ranks were doing by a status."""
+    """Return the activity of the ranks according to a status."""
     return [objects.from_json(GroupProgress, one, keys.status()) for one in status.get("doing", [])]
 
 

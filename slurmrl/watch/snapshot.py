@@ -75,7 +75,7 @@ class Submission:
     number: int
     scheduler: str
     total_steps: int | None
-    """None: those of a single pass, which depend on the dataset."""
+    """None: a single pass, whose number of steps depends on the dataset."""
     heartbeat_s: float
     time: float | None = None
     """When it was requested, by the clock of the submitting host."""
@@ -97,7 +97,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Traces:
-    """What one incarnation wrote. Each part may be empty."""
+    """Files of one incarnation. Each part may be empty."""
 
     begun: Begun
     failure: Failure | None

@@ -1,7 +1,8 @@
 """The story of a trial: its newest incarnations and how each of them ended. Pure functions.
 
-An incarnation may be killed at any moment, so its end is inferred from what exists: its reports
-(see `endings`), the history, the master's last event, the scheduler's state of the job, or nothing.
+An incarnation may be killed at any moment, so its end is inferred from the existing evidence: its
+reports (see `endings`), the history, the master's last event, the scheduler's state of the job, or
+nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Child processes that cannot outlive their parent and that only their parent ends.
 
 Children ignore the signals that Slurm sends to whole steps (their agent handles those). When the
-parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe. What they
-print and the file does not take is dropped.
+parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe. Output that
+the file does not take is dropped.
 
 They send pulses over their pipe. A process sends none while it is stopped or something holds its
 interpreter lock. One that waits for other ranks does send them; the master's deadline covers those.
@@ -11,7 +11,7 @@ On request a process writes its stacks, even if it hangs. SIGQUIT makes it write
 of its threads into memory that it shares with its agent. The interpreter's fault handler does that
 inside the signal handler, so it works while the interpreter lock is held or a collective never
 ends. Only a process that is stopped or blocked in the kernel cannot answer. The pulse thread then
-adds what needs Python (torch's flight recorder) and the last line, as soon as it runs.
+adds the parts that need Python (torch's flight recorder) and the last line, as soon as it runs.
 """
 
 from __future__ import annotations
@@ -343,12 +343,12 @@ def stacks_wakeup() -> int:
 
 
 def finish_stacks(descriptor: int, text: str) -> None:
-    """Append what only a running interpreter can provide, and the last line."""
+    """Append the parts that only a running interpreter can provide, and the last line."""
     os.write(descriptor, (text + LAST_LINE).encode())
 
 
 def take_stacks(descriptor: int, most_bytes: int) -> tuple[str, bool]:
-    """Return what a process has written since `clear_stacks`, and whether that is complete.
+    """Return the output of a process since `clear_stacks`, and whether it is complete.
 
     Text beyond ``most_bytes`` is cut.
     """

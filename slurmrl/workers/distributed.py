@@ -3,7 +3,7 @@
 The ranks find each other in a store in the run directory. torch's own TCPStore listens on a port
 without a key: any user of the network could write the addresses to which ranks connect, and what
 else they read from it. The run directory belongs to the user. One file per key: a rank writes its
-keys once and reads those of the others once, while the group forms.
+keys once and reads the others' keys once, while the group forms.
 
 torch's flight recorder shows the collective that a rank is in. It records every collective of NCCL
 and gloo anyway (TORCH_FR_BUFFER_SIZE entries, 2000 by default), so this adds nothing to the cost of
@@ -58,7 +58,7 @@ def collective_timeout(step_timeout_s: float) -> timedelta:
     """Return the time-out of one collective.
 
     Ranks may wait for each other as long as a call may last, and the master's deadline, which
-    reports what was waited for, must come first.
+    reports the wait, must come first.
     """
     return max(SHORTEST_TIMEOUT, timedelta(seconds=step_timeout_s) + MARGIN)
 

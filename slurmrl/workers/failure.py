@@ -1,7 +1,7 @@
 """Failures of incarnations (see `run.reports`) and explanations of hangs.
 
-Only the first failure published counts. An explanation says what the ranks did when silence or a
-deadline ended an incarnation.
+Only the first failure published counts. An explanation contains the activity of the ranks when
+silence or a deadline ended an incarnation.
 """
 
 from __future__ import annotations

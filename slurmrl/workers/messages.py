@@ -43,7 +43,7 @@ ITEMS = FieldType("a list, each item [epoch, index]", _are_items)
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What the master posts. Every rank executes orders in the same order."""
+    """Messages that the master posts. Every rank executes orders in the same order."""
 
     seq: Annotated[int, SIZE] = 0
     """Its number, which `WorkerChannel.post` sets."""
@@ -55,12 +55,12 @@ class LoadBatch(Order):
     items: Annotated[tuple[tuple[int, int], ...], ITEMS]
     """(epoch, index)"""
     evaluation: bool = False
-    """Whether items and calls are those of an evaluation."""
+    """Whether items and calls belong to an evaluation."""
     suite: str = WHOLE
     """Suite of an evaluation."""
     candidates: bool = False
     """Whether these items go through the calls up to the filter only. The step's last `LoadBatch`
-    then has those that were accepted, which keep what these calls made of them."""
+    then has the accepted items, which keep the results of these calls."""
     samples: tuple[StoredGroup, ...] = ()
     """Samples of each item, which a generate call reads if rollout tasks made the completions."""
 
@@ -95,7 +95,7 @@ class WriteVersion(Order):
     step: int
     version: Annotated[str, VERSION]
     base: Annotated[str, VERSION] | None = None
-    """The version of the `WriteVersion` before, of which this one stores what has changed. None: it
+    """The version of the previous `WriteVersion`; this one stores the differences to it. None: it
     is whole."""
 
 
@@ -235,7 +235,7 @@ class Stacked:
     file: str
     """Path in the run directory."""
     ranks: tuple[RankProgress, ...]
-    """What its ranks were doing."""
+    """Activity of its ranks."""
 
 
 FromAgent: TypeAlias = Answer | Hello | Warned | Failure | Stacked
@@ -328,7 +328,7 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class ImportFailed:
-    """The fork server cannot import what its workers need, and exits."""
+    """The fork server cannot import the modules that its workers need, and exits."""
 
     reason: str
 

@@ -6,7 +6,7 @@ tasks cause up to ``max(1000, 2 x hosts)`` operations a second in addition, the 
 their results less than 500.
 
 A directory that does not answer is waited for. One that was removed does not come back, and without
-it no other process sees what a process does.
+it no other process sees a process's messages.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ class GenerateItems:
 
 @dataclass(frozen=True, kw_only=True)
 class Confirm:
-    """The first message of a log: what the master of this incarnation knows of the attempt.
+    """The first message of a log: the knowledge of this incarnation's master about the attempt.
 
-    Other leases are over: what is unfinished of them is not wanted any more.
+    Other leases are over: their unfinished items are not wanted any more.
     """
 
     leases: tuple[GenerateItems, ...] = ()
@@ -55,7 +55,7 @@ class Confirm:
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """What is unfinished of these items is not wanted any more; no answer is expected."""
+    """These items are not wanted any more if unfinished; no answer is expected."""
 
     lease: Annotated[str, LEASE]
     items: tuple[Annotated[int, SIZE], ...]
@@ -63,7 +63,7 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Finish or give back what is held, and end."""
+    """Finish or give back all items, and exit."""
 
     within_s: Annotated[float, SECONDS]
 
@@ -99,7 +99,7 @@ class GaveBack:
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """The task takes no more requests; what it holds is finished or given back."""
+    """The task takes no more requests and finishes or gives back its items."""
 
     reason: str
 

@@ -60,7 +60,7 @@ class PythonTool:
         self._threads: list[threading.Thread] = []
 
     async def __call__(self, code: str) -> str:
-        """Run a Python program and return what it prints.
+        """Run a Python program and return its output.
 
         Args:
             code: The program.

@@ -381,7 +381,7 @@ class VersionFiles:
                 raise WeightVersionError(f"{path} cannot be read: {reason}") from error
             raise explain(error, "read", path) from error
         if digest(data.data) != tensor.stored_checksum:
-            self._close(path)  # a new handle may see what this one does not
+            self._close(path)  # a new handle may see newer data than this one
             raise WeightVersionError(f"{path}: '{tensor.name}' has another checksum")
         return data
 
@@ -422,8 +422,8 @@ def resolved(
 ) -> Array:
     """The bits of a tensor in the last version of a chain, as a flat array of uint8.
 
-    ``held`` returns those of the version before the chain. Raises WeightVersionError if anything is
-    not as its manifest says, EnvironmentFailure.
+    ``held`` returns the tensors of the version before the chain. Raises WeightVersionError if
+    anything is not as its manifest says, EnvironmentFailure.
     """
     layers = [(manifest.id, _tensor(manifest, name)) for manifest in chain]
     whole = [place for place, (_, tensor) in enumerate(layers) if tensor.encoding == RAW]

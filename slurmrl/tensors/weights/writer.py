@@ -66,7 +66,7 @@ class PartWriter:
     ) -> None:
         """``base``: write differences from these bits.
 
-        ``frozen``: that of the manifest. Raises EnvironmentFailure.
+        ``frozen``: the manifest's value. Raises EnvironmentFailure.
         """
         self._folder, self._part = folder, part
         self._base, self._frozen = base, frozen

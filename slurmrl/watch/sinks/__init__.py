@@ -133,9 +133,9 @@ def _load(logging: Logging) -> None:
 
 
 def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
-    """What raises StaleIncarnationError once a newer one has begun.
+    """Function that raises StaleIncarnationError once a newer incarnation has begun.
 
-    Each thread has its own view of the history, which remembers what it has read.
+    Each thread has its own view of the history, which remembers the records that it has read.
     """
     if incarnation is None:
         return lambda: None
@@ -143,7 +143,7 @@ def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
 
 
 def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Callable[[int], Sink]]]:
-    """Names of the configured sinks, and what opens them with the step that they have."""
+    """Names of the configured sinks, and functions that open them and return their step."""
     if logging.tensorboard:
         yield "tensorboard", partial(TensorBoard, paths.tensorboard)
     if logging.wandb is not None:

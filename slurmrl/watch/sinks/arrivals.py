@@ -1,14 +1,15 @@
 """Evaluations of checkpoints by separate trials, for the sinks of the trial that trains.
 
 They arrive late: when later steps are in the sinks, or after the trial has ended. So the batch
-process of an evaluation hands them over when it ends, and so does that of the trial that trains:
+process of an evaluation hands them over when it ends, and so does the batch process of the trial
+that trains:
 
     python -m slurmrl.watch.sinks.arrivals RUN
 
-It looks for all results (`run.evaluated`), writes those that are new to the end of
-``evaluations.jsonl``, and gives the sinks what they lack of its lines. So what a killed process has
-left is made up for by the next one. It is a separate process because the libraries of sinks may
-hang, and only one of them does this at a time (`turn`).
+It looks for all results (`run.evaluated`), appends new ones to ``evaluations.jsonl``, and gives the
+sinks its missing lines. So the next process completes the work of a killed one. It is a
+separate process because the libraries of sinks may hang, and only one of them does this at a time
+(`turn`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from slurmrl.watch.sinks.feeder import Lines
 logger = log.get(__name__)
 
 Give = Callable[[Lines, int], None]
-"""Gives a sink what it lacks of all lines, of which it certainly has a number."""
+"""Gives a sink its missing lines; ``number`` of all lines are certainly there."""
 HELD = {"held": each(COUNT)}
 HELD_S: Final = 60
 """Longest time of a turn."""
@@ -116,7 +117,7 @@ def _own(paths: RunPaths, step: int) -> Mapping[str, Any]:
 
 
 def _read_held(paths: RunPaths) -> dict[str, int]:
-    """Nothing without the file or with a damaged one: sinks find out what they hold."""
+    """Empty without the file or with a damaged one: sinks then determine their own lines."""
     try:
         found: dict[str, int] = documents.read(paths.arrived_sinks, HELD, HELD)["held"]
     except (FileNotFoundError, CorruptFileError):
@@ -191,7 +192,7 @@ def _created(folder: Path, number: int) -> bool:
 
 
 def _number(name: str) -> int:
-    """That of a turn's file; 0 for what is none."""
+    """Number of a turn's file; 0 for other files."""
     text = name.removesuffix(ENDED)
     return int(text) if text.isdecimal() else 0
 

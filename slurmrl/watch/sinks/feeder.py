@@ -1,9 +1,9 @@
 """A sink, which is a copy of a trial's metrics in the form of another program, and its feeder.
 
 A sink gets the steps of ``metrics.jsonl`` once they are committed, in order. A step that is redone
-after a failure was not committed, so no sink has seen it. What remains is a kill while a step is
-handed over: each sink finds out by itself, when it is opened, what it holds already. The feeder is
-a thread, because a server that does not answer must not hold up training.
+after a failure was not committed, so no sink has seen it. The remaining case is a kill while a step
+is handed over: each sink determines its newest step when it is opened. The feeder is a thread,
+because a server that does not answer must not hold up training.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Feeder:
             self._write_kept(self._sink.kept)
 
     def _drop(self) -> None:
-        """Close the sink as far as possible; the next one finds out what it holds."""
+        """Close the sink as far as possible; the next one determines its newest step."""
         sink, self._sink, self._delivered = self._sink, None, -1
         if sink is not None:
             with suppress(Exception):
@@ -159,13 +159,13 @@ class Feeder:
     def _may_write(self) -> None:
         """Raises StaleIncarnationError.
 
-        An end of the trial does not hold back what was committed before it.
+        An end of the trial does not hold back steps that were committed before it.
         """
         with suppress(TrialEndedError):
             self._check()
 
     def _read_kept(self) -> int:
-        """-1 without the file or with a damaged one: the sink finds out what it holds."""
+        """-1 without the file or with a damaged one: the sink determines its newest step."""
         try:
             kept: int = documents.read(self._file, {"step": INTEGER}, ("step",))["step"]
         except (FileNotFoundError, CorruptFileError):
@@ -198,6 +198,6 @@ def settings(paths: RunPaths) -> dict[str, Any]:
 
 
 def uuid(paths: RunPaths) -> str:
-    """What tells this trial from others of the same name."""
+    """Identity that distinguishes this trial from others of the same name."""
     found: str = documents.read(paths.identity, {"uuid": TEXT}, ("uuid",))["uuid"]
     return found

@@ -26,14 +26,14 @@ PARAMETER_CHARACTERS = 6000
 class MLflow:
     """Logs all incarnations of a trial to one MLflow run, found by a tag with the trial's uuid.
 
-    A step can have been taken in part by the time of a kill, and MLflow keeps what it is given
-    twice, so values that the run has already are left out.
+    A step can have been taken in part by the time of a kill, and MLflow keeps duplicates, so values
+    that the run has already are left out.
     """
 
     def __init__(self, paths: RunPaths, wanted: Mlflow, after: int) -> None:
         self._client = _client(wanted, paths)
         self.last = after
-        """-1 for a new run, which has nothing of what another server or experiment has."""
+        """-1 for a new run, which has no values of another server or experiment."""
         self._run = self._found(wanted.experiment, paths)
         self._seen = _values_after(self._client, self._run, self.last)
 
@@ -77,7 +77,7 @@ class MLflow:
 
 
 def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
-    """Log what the trial's run lacks of some lines, at their steps.
+    """Log the values of some lines that the trial's run lacks, at their steps.
 
     Raises EnvironmentFailure if it has no run yet, which only its own process creates.
     """

@@ -18,7 +18,7 @@ BLOCK_BYTES = 32768
 WHOLE, FIRST, LAST = 1, 2, 4
 """Kinds of pieces: the whole record, its first and its last one."""
 ARRIVED_S = 30.0
-"""How long evaluations wait for a server: the sinks after this one have what is left of a turn."""
+"""How long evaluations wait for a server: the sinks after this one have the rest of a turn."""
 
 
 def load() -> None:
@@ -30,8 +30,8 @@ class WeightsAndBiases:
     """Logs all incarnations of a trial to one W&B run, identified by the trial's uuid.
 
     The library hands steps to a separate process, which writes its files every 15 s. A kill loses
-    what it had not written, so the steps that its files hold say where to continue; with
-    ``mode: online``, those that the server has.
+    unwritten steps, so the newest step in its files says where to continue; with ``mode: online``,
+    the newest step on the server.
     """
 
     def __init__(self, paths: RunPaths, wanted: Wandb, after: int) -> None:
@@ -74,8 +74,8 @@ def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None
 def held_by(directory: Path, run: str, project: str, after: int) -> int:
     """The step up to which the files for a project hold a run.
 
-    ``after`` is what they certainly held, which may have been sent and removed since; of another
-    project it says nothing.
+    ``after`` is the step that they certainly held. It may have been sent and removed since; for
+    another project it is unknown.
     """
     folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
     files = [file for folder in folders for file in folder.glob("*.wandb")]
@@ -132,7 +132,7 @@ def _content(file: Path) -> tuple[str | None, int]:
 def records(data: bytes) -> Iterator[bytes]:
     """The complete records of a file: LevelDB's log format after a header.
 
-    What follows a torn one was never written.
+    Records after a torn one were never written.
     """
     at, whole = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):

@@ -123,7 +123,7 @@ class Host:
             return False
 
     def _beat(self) -> None:
-        """Renew the lease. It carries what the ranks are doing, for the status (`run.hang`)."""
+        """Renew the lease. It carries the activity of the ranks, for the status (`run.hang`)."""
         doing = tuple(self.children.doing()) if self.serving else ()
         note = LeaseNote(incarnation=self.serving, doing=doing)
         self._lease.beat(message_log.encode(objects.to_json(note)))
@@ -159,7 +159,7 @@ class Host:
         return gpu.assign(given or "", workers, per_worker, first)
 
     def open_log(self, group: str) -> IO[bytes]:
-        """Open the log of this task, or that of the ``master``. Raises EnvironmentFailure."""
+        """Open the log of this task, or of the ``master``. Raises EnvironmentFailure."""
         return atomic.open_log(self._log(group))
 
     def _log(self, group: str) -> Path:
@@ -235,12 +235,12 @@ class Host:
         self.events.write("failure", incarnation=incarnation, **short)
 
     def renew_lease(self) -> None:
-        """Renew the lease when due. Ignore what ends an incarnation: this one is over."""
+        """Renew the lease when due. Ignore events that end an incarnation: this one is over."""
         with suppress(SlurmrlError):
             self.lease_guard.turn()
 
     def idle(self, seconds: float) -> None:
-        """Wait, but ignore failures: what these processes did is over."""
+        """Wait, but ignore failures: the work of these processes is over."""
         self.renew_lease()
         self.children.turn(seconds)
 
@@ -271,7 +271,7 @@ def claim(
     task: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """Claim the next free attempt at a task; None: that of this array element or host."""
+    """Claim the next free attempt at a task; None: the task of this array element or host."""
     if task is None:
         task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
     start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"

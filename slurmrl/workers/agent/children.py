@@ -147,7 +147,7 @@ class Children:
             cluster.silence_s
         )
         self._doing: dict[int, tuple[RankProgress, float]] = {}
-        """What each rank was doing, and when it reported that."""
+        """Activity of each rank, and the time of its report."""
         self._selector = selectors.DefaultSelector()
         self._news = News()
 
@@ -167,7 +167,7 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """Fork one worker per entry of ``devices``: what it sees of this host's GPUs.
+        """Fork one worker per entry of ``devices``: the GPUs of this host that it sees.
 
         The fork server outlives its workers; it is started if there is none.
 
@@ -242,7 +242,7 @@ class Children:
         """
         for pipe in (self._line, *(slot.pipe for slot in self.slots)):
             if pipe is not None:
-                pipe.flush()  # what did not fit into the buffer of a busy process
+                pipe.flush()  # messages that did not fit into the buffer of a busy process
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
@@ -337,10 +337,10 @@ class Children:
         self._watch.forget(rank)
         self._doing.pop(rank, None)
 
-    # -- what they are doing -----------------------------------------------------------------
+    # -- activity ---------------------------------------------------------------------------
 
     def doing(self) -> list[RankProgress]:
-        """Return what each rank last reported to be doing."""
+        """Return the last reported activity of each rank."""
         now = time.monotonic()
         rows = []
         for _, (doing, heard_at) in sorted(self._doing.items()):

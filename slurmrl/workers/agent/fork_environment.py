@@ -42,7 +42,7 @@ HANDED_ON = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", NO_BYTECODE),
 )
 PREFIXES = (*OF_FABRIC, "PYTORCH_", "SLURMRL_")
-"""Variables that workers need in addition to those of ``cluster.env``. Some containers (enroot,
+"""Variables that workers need in addition to ``cluster.env``. Some containers (enroot,
 Apptainer with --cleanenv) do not inherit the environment, so these go on the command line, which
 every user of the host can read: never add anything secret."""
 

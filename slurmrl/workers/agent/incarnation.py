@@ -75,8 +75,8 @@ LOOK_S = 0.1
 EXPLAIN_S = COLLECT_S + MASTER_GRACE_S
 """How long a master may take to collect the stacks of all hosts and publish the explanation."""
 HOLD_S = 1.0
-"""Longest time that an answer waits for those of slower workers: then the master learns which ranks
-have answered, which `slurmrl status` and the message about a deadline show."""
+"""Longest time that an answer waits for the answers of slower workers: then the master learns which
+ranks have answered, which `slurmrl status` and the message about a deadline show."""
 
 
 class Incarnation:
@@ -317,8 +317,7 @@ class Incarnation:
     def _explain(self, failure: Failure) -> None:
         """Keep the stacks of a hang as evidence.
 
-        They are the stacks of all hosts if the master can still request them, else those of this
-        host.
+        They are the stacks of all hosts if the master can still request them, else of this host.
         """
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
             taken = self._witness.take(self.number, 0, failure.reason, self.host.idle)
@@ -365,7 +364,7 @@ class Incarnation:
         host.serving = 0
         deadline = time.monotonic() + EXPLAIN_S
         while self._explained and host.children.master_runs and time.monotonic() < deadline:
-            self.send()  # retry what the directory has not taken
+            self.send()  # retry messages that the directory has not taken
             host.idle(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
         host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S, meanwhile=host.renew_lease)

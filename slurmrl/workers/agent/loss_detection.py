@@ -37,7 +37,7 @@ ECHO_GRACE_S = 2.0
 is the better explanation if it is reported in time."""
 ECHO_TURN_S = 0.1
 WATCHDOG = "watchdog thread terminated with exception"
-"""What torch's NCCL watchdog prints, with the reason, before it aborts the process."""
+"""Output of torch's NCCL watchdog, with the reason, before it aborts the process."""
 OWN_CGROUPS = Path("/proc/self/cgroup")
 COUNTER = "oom_kill"
 
@@ -141,7 +141,7 @@ class Symptoms:
 class OomKills:
     """Reads the kernel's count of out-of-memory kills from this machine's most precise counter.
 
-    The counter is that of our control group (version 2, else 1), else that of the whole host. Our
+    The counter belongs to our control group (version 2, else 1), else to the whole host. Our
     children are in that group or below it, even in containers.
     """
 
@@ -327,7 +327,7 @@ class TrainersLease:
         self._sought = job
 
     def seen(self, incarnation: int) -> Orphaned:
-        """Return what is known of them: the last heartbeat of ``incarnation``, the newest one."""
+        """Return the last heartbeat of ``incarnation``, the newest one."""
         counter = self._view.counter
         return Orphaned(incarnation=incarnation, attempt=self._first.attempt, counter=counter)
 

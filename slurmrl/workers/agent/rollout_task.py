@@ -143,7 +143,7 @@ class RolloutTask:
         for slot in host.children.slots:
             slot.send(start)
 
-    # -- what it follows ---------------------------------------------------------------------
+    # -- incarnations ------------------------------------------------------------------------
 
     def _follow(self) -> None:
         """When due, look for a newer incarnation and tell the workers.

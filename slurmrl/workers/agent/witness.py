@@ -30,7 +30,7 @@ logger = log.get(__name__)
 ANSWER_S = 5.0
 """How long a process may take to answer. A running one takes milliseconds."""
 RUNNING_S = 1.0
-"""How long a process may take, after its stacks, to add what needs the interpreter."""
+"""How long a process may take, after its stacks, to add the parts that need the interpreter."""
 PAUSE_S = 0.05
 MOST_BYTES = 256 * 1024
 """Longest text of one process."""
@@ -206,7 +206,7 @@ class Witness:
         )
 
     def _rows(self, answers: Sequence[StacksAnswer]) -> list[RankProgress]:
-        """Return what the ranks are doing, with the code position of those that answered."""
+        """Return the activity of the ranks, with the code position of ranks that answered."""
         frames = {answer.rank: top_frame(answer.text) for answer in answers}
         return [replace(row, frame=frames.get(row.rank, "")) for row in self._host.children.doing()]
 

@@ -69,7 +69,7 @@ class Writing:
 
 
 class Committer:
-    """Writes one checkpoint at a time. ``sync`` flushes to disk what a commit must not overtake."""
+    """Writes one checkpoint at a time. ``sync`` flushes files to disk before a commit."""
 
     def __init__(
         self,

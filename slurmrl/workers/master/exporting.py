@@ -218,7 +218,7 @@ class Exporter:
         return TokenizerFiles(Path(folder), template)
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
-        """Return the stop tokens of the run; those of the model files if none were committed."""
+        """Return the stop tokens of the run; the model files' tokens if none were committed."""
         committed = manifest.read_state(checkpoint, STATE).get("stop_token_ids")
         return list(committed if committed is not None else stop_tokens(self.config))
 
@@ -443,7 +443,7 @@ class ExportTypes:
 def export_types(
     model: Model, dtype: ExportDtype, weights: ExportedWeights, storage: Storage
 ) -> ExportTypes:
-    """Choose export types and measure what they keep; ``auto`` is float32 if that is too little."""
+    """Choose export types and measure the kept share; ``auto`` is float32 if that is too small."""
     precision = _precision(model, dtype)
     entries = file_entries(weights.weights(), weights.read, storage)
     types = {entry.name: precision.apply(entry).spec.dtype for entry in entries}

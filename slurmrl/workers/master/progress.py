@@ -137,7 +137,7 @@ class Progress:
         if state is not None:
             self._restore(state)
 
-    # -- what is committed -------------------------------------------------------------------
+    # -- committed state ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Return JSON values: with the ranks' files, all that a successor needs."""
@@ -180,7 +180,7 @@ class Progress:
     ) -> None:
         """Set the dataset that the ranks have read; ``directories`` hold its prepared rows.
 
-        ``held_out`` are the sizes of those of `Config.evaluations`.
+        ``held_out`` has the sizes of the datasets of `Config.evaluations`.
 
         Raises:
             UsageError: it differs from the dataset that the last commit's ledger is about.
@@ -248,7 +248,7 @@ class Progress:
         return taken
 
     def use(self, numbers: Iterable[int]) -> None:
-        """Count items that are in flight for the next step already as those of `take`."""
+        """Count items that are in flight for the next step as if `take` had returned them."""
         self._batch += numbers
 
     def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the master reports of steps: the run's status, the metrics of steps, and ``timeline.json``.
+"""The master's reports of steps: the run's status, the metrics of steps, and ``timeline.json``.
 
 The status is for ``slurmrl status``; its ages are by the master's clock. The timeline is for
 reports: when the ranks executed the calls of the newest steps, and their memory. It is replaced at
@@ -91,7 +91,7 @@ class StatusPublisher:
         waiting: Callable[[], Mapping[str, Any] | None] = lambda: None,
         rollouts: Callable[[], RolloutsView] | None = None,
     ) -> None:
-        """Publish when the interval has passed, with what is waited for."""
+        """Publish when the interval has passed, with the current wait."""
         if self._looks.due():
             self._status["waiting"] = waiting()
             if rollouts is not None:
@@ -100,7 +100,7 @@ class StatusPublisher:
             self._publish()
 
     def doing(self) -> list[RankProgress]:
-        """Return what the ranks were doing when the agents' leases were read last."""
+        """Return the activity of the ranks at the last read of the agents' leases."""
         rows: list[RankProgress] = []
         for view in self._views.values():
             try:
@@ -179,7 +179,7 @@ Answered = list[tuple[CallPlan, Answers]]
 def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
     """Return means over all items.
 
-    A training call's stats are global already, the same on every rank; those of other calls are
+    A training call's stats are global already, the same on every rank; the stats of other calls are
     sums and counts over a rank's part and are added up.
     """
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
@@ -199,7 +199,7 @@ def _sums(ranks: Sequence[int], rounds: Sequence[Answers]) -> dict[str, tuple[fl
 
 
 def seconds(*rounds: Answers) -> float:
-    """Return the time of a call: that of its slowest rank, of all rounds together."""
+    """Return the time of a call: its slowest rank, all rounds together."""
     return sum(max(answer.seconds for answer in answers.values()) for answers in rounds)
 
 

@@ -39,7 +39,7 @@ from slurmrl.workers.master.progress import Progress
 
 
 class Results:
-    """Part files hold the lines of one step and rank. ``progress`` names those of each step."""
+    """Part files hold the lines of one step and rank. ``progress`` names the items of each step."""
 
     def __init__(
         self, paths: RunPaths, settings: Settings, plan: Plan, progress: Progress, incarnation: int
@@ -97,7 +97,7 @@ class Results:
         return self._summary
 
     def _head(self) -> dict[str, Any]:
-        """What the summary is about."""
+        """Subject of the summary."""
         return {
             "version": 1,
             "trial": f"{self._paths.experiment}/{self._paths.trial}",
@@ -145,7 +145,7 @@ def files_of_step(plan: Plan) -> int:
 _FILE: Final = re.compile(r"step-(\d+)(?:\..+)?\.json")
 
 ITEM: Final = "id"
-"""What every call says about an item: which one it is."""
+"""Keys that identify an item in the records of every call."""
 
 
 class ScoringCall(NamedTuple):
@@ -159,8 +159,8 @@ class ScoringCall(NamedTuple):
 class EvaluationScores:
     """Ranks write the scores of an evaluation to part files.
 
-    The master makes one file of those of each suite before it records the metrics of the step, and
-    so before the commit of that step.
+    The master makes one file of the part files of each suite before it records the metrics of the
+    step, and so before the commit of that step.
 
     ``check`` raises once a newer incarnation has begun.
     """
@@ -273,7 +273,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
-    """What several calls say about an item.
+    """Records of several calls about an item.
 
     Raises UsageError if two of them give the same score: one would silently replace the other in
     the estimates.

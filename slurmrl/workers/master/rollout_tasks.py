@@ -5,7 +5,7 @@ reason, whoever dies.
 
 - Only the master of the newest incarnation changes the ledger (`data.leases.SampleLedger`). A
   commit holds the ledger together with the place up to which each result log is in it. The next
-  incarnation begins with both, reads later results again and asks again for what is missing.
+  incarnation begins with both, reads later results again and requests missing ones again.
 - An item is leased to one attempt at a time (`TaskLeases`). A result counts only under the lease
   that holds its item, so late and repeated results are ignored.
 - The items of an attempt that is lost, leaves or cannot write are queued again.
@@ -73,7 +73,7 @@ from slurmrl.workers.rollout_messages import (
 logger = log.get(__name__)
 
 LEAVE_S = 300.0
-"""How long a task that is too many may take to finish what it has begun."""
+"""Seconds that a surplus task may take to finish its items."""
 POLL_GROWTH = 1.1
 """News of an attempt without items is late by at most a tenth of the time waited for it."""
 
@@ -135,7 +135,7 @@ class RolloutTasks:
         self._checks = SampleChecks(paths, clock)
         self._checks.add(ledger.finished)
         self._snapshot: tuple[RolloutsRecord, LedgerRecord] | None = None
-        """What the checkpoint holds that is being written."""
+        """Content of the checkpoint that is being written."""
         self._failed = FailedTasks(paths, inside=self._numbers.fixed)
         self._counts = SampleCounts(ledger)
         self._leases = TaskLeases(
@@ -163,7 +163,7 @@ class RolloutTasks:
         self._leases.rows = rows
 
     def look(self, dead: Collection[str], step: int) -> None:
-        """When due, look for attempts, read what they say, and ask them for more.
+        """When due, look for attempts, read their results, and request more.
 
         ``dead`` names the agents whose leases have expired, ``step`` is the last one trained.
         Raises ReportedError if no task can start.
@@ -243,7 +243,7 @@ class RolloutTasks:
                 self._ledger.redo(sample)
 
     def leave(self, name: str, within_s: float) -> None:
-        """Ask an attempt to finish or give back what it holds, and to end. `start` comes first."""
+        """Tell an attempt to finish or give back its items, and to exit. `start` comes first."""
         attempt = self._attempts[name]
         if not attempt.leaving:
             attempt.leaving = True
@@ -252,13 +252,13 @@ class RolloutTasks:
     # -- commits -----------------------------------------------------------------------------
 
     def record(self) -> RolloutsRecord:
-        """What a checkpoint holds, together with the ledger of now."""
+        """Content of a checkpoint, together with the present ledger."""
         record = RolloutsRecord(attempts=tuple(one.record for one in self._attempts.values()))
         self._snapshot = record, self._ledger.record()
         return record
 
     def committed(self) -> None:
-        """The last `record` is committed: remove, from now on, what it has no need of."""
+        """The last `record` is committed: remove, from now on, files that it does not need."""
         if self._snapshot is not None:
             self._sweep.plan(*self._snapshot)
             self._snapshot = None
@@ -290,7 +290,7 @@ class RolloutTasks:
         return self._counts.metrics()
 
     def view(self) -> RolloutsView:
-        """What the status tells."""
+        """Content of the status."""
         now = self._clock()
         finished = Counter(self._leases.step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
@@ -347,7 +347,7 @@ class RolloutTasks:
             label = self._add(AttemptRecord(name=name)).label
             for one in self._living.values():
                 if one.label == label:
-                    one.read_at = self._clock()  # what it has said counts
+                    one.read_at = self._clock()  # its results count
         for attempt in list(self._attempts.values()):
             if attempt.name not in names and (attempt.over or attempt.record.agent is None):
                 del self._attempts[attempt.name]
@@ -371,7 +371,7 @@ class RolloutTasks:
                 self._end(attempt, LOST, str(error))
             if attempt.heard_at == now or self._ledger.leased_by(attempt.name):
                 attempt.polls.reset()
-            # One that rings is read then; its polls find what a lost ring did not announce.
+            # A task that sends a wake-up is read then; polls find results whose wake-up was lost.
             attempt.read_at = now + attempt.polls.next_s() * (2 if attempt.rings else 1)
 
     def _take(self, attempt: RolloutAttempt, result: RolloutResult) -> None:

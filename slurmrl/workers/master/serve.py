@@ -31,8 +31,8 @@ from slurmrl.run.history.state import IncarnationWriter, Lineage, TrialState, fo
 from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.run.reports import Failure
 from slurmrl.tensors.checkpoint.manifest import read_state, until_certain
-from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.watch.story import REPEATS
+from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.workers.child_process import kill_parent
 from slurmrl.workers.failure import COLLECT_S, failure_of, publish, publish_hang
 from slurmrl.workers.master.committer import begin_on_base, set_aside
@@ -233,7 +233,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
 
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
-    """Tell the agents that it is over; after a hang they first report what their ranks do."""
+    """Tell the agents that it is over; after a hang they first report their ranks."""
     if failure.cause not in HANGS or failure.agent:
         master.channel.end()
         return

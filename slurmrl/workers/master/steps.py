@@ -37,7 +37,7 @@ Item = tuple[int, int]
 
 @dataclass(frozen=True)
 class Executed:
-    """What the ranks reported about a step or an evaluation."""
+    """Reports of the ranks about a step or an evaluation."""
 
     metrics: dict[str, Any]
     texts: list[Any]
@@ -135,8 +135,8 @@ class StepRunner:
     def _evaluate(self, step: int, suite: str, first: int) -> Executed:
         """Evaluate a suite.
 
-        ``first`` is the number of its first call among those of all suites: each has part files of
-        its own.
+        ``first`` is the number of its first call among the calls of all suites: each has its own
+        part files.
         """
         began = time.monotonic()
         items, calls = self._progress.evaluation_items(suite), self._plan.evaluation(suite)

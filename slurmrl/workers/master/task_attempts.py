@@ -1,7 +1,7 @@
 """The attempts of rollout tasks as the master sees them.
 
 A `RolloutAttempt` has a result log and a log of requests. `TaskBells` announces news of either,
-`TaskEvents` reports what becomes of attempts, and `FailedTasks` ends a trial whose tasks all fail
+`TaskEvents` reports the ends of attempts, and `FailedTasks` ends a trial whose tasks all fail
 at their start in the same way.
 """
 
@@ -105,7 +105,7 @@ class RolloutAttempt:
     paths: RunPaths
     incarnation: int
     record: AttemptRecord
-    """What a commit of now holds. `read` and `take` keep it up to date."""
+    """Content of a commit at this time. `read` and `take` keep it up to date."""
     polls: Backoff
     """The pauses between two reads of its log."""
     read_at: float
@@ -155,7 +155,7 @@ class RolloutAttempt:
         return bool(self.record.over)
 
     def view(self, now: float, leased: int) -> RolloutTaskView:
-        """What the status tells, at a time of the master's clock, with the number of its items."""
+        """Content of the status, at a time of the master's clock, with the number of its items."""
         agent = self.record.agent
         return RolloutTaskView(
             task=self.label,
@@ -202,7 +202,7 @@ class RolloutAttempt:
         self.rings, self._rung = news and self._rung, False
 
     def take(self, result: RolloutResult) -> None:
-        """Keep what a result says about the task itself. Raises CorruptFileError."""
+        """Keep the facts of a result about the task itself. Raises CorruptFileError."""
         match result:
             case Joined():
                 agent = result.agent
@@ -225,7 +225,7 @@ class RolloutAttempt:
         self._outbox += map(REQUEST_LOG.to_json, requests)
 
     def send(self) -> bool:
-        """Append the queued requests to the log; what the directory does not take stays queued.
+        """Append the queued requests to the log; rejected ones stay queued.
 
         Return whether anything was appended.
         """
@@ -274,7 +274,7 @@ class TaskBells:
 
     @property
     def descriptors(self) -> Collection[int]:
-        """What is readable when there is something to `hear`."""
+        """Descriptor that is readable when there is something to `hear`."""
         return () if self._bell is None else (self._bell.fileno(),)
 
     def hear(self, attempts: Iterable[RolloutAttempt], now: float) -> None:
@@ -366,7 +366,7 @@ class TaskEvents:
 
 
 def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
-    """Return what the master of an incarnation has told; nothing if that cannot be read."""
+    """Return the master's messages of an incarnation; nothing if they cannot be read."""
     try:
         return events.read_kind(paths, f"master.{incarnation}", STATE)
     except (CorruptFileError, EnvironmentFailure) as error:
@@ -378,7 +378,7 @@ STARTS: Final = 2
 """Failures in the same way for each task that may run, after which the trial gives up."""
 FEWEST: Final = 3
 OF_ONE_HOST: Final = 4
-"""How many times as many it takes if all were on one host, which may be what is wrong."""
+"""Factor of the required number if all were on one host, which may be the cause."""
 _NUMBER = re.compile(r"\d+")
 
 

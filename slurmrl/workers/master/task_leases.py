@@ -46,8 +46,8 @@ from slurmrl.workers.rollout_messages import (
 )
 
 LAG_S = 10.0
-"""How much longer an attempt may take for new weights than twice what it took the last time, before
-its share of the items goes to others."""
+"""Seconds that an attempt may take for new weights beyond twice its last time, before its share of
+the items goes to others."""
 
 SILENT_S = 6 * COUNTS_S
 """Without a message while its log can be read, after which a living attempt counts as unable to
@@ -237,7 +237,7 @@ class _Check:
 
 
 class SampleChecks:
-    """Reads each sample once, as the trainers' ranks do: what they would refuse is damaged."""
+    """Reads each sample once: a sample that the trainers would reject is damaged."""
 
     def __init__(
         self, paths: RunPaths, clock: Callable[[], float], *, calls: SystemCalls = REAL
@@ -262,7 +262,7 @@ class SampleChecks:
         heapq.heapify(self._due)
 
     def look(self) -> list[tuple[StoredGroup, str]]:
-        """Check what is due. Returns what is damaged, with the reasons."""
+        """Check due samples. Returns damaged samples, with the reasons."""
         damaged = []
         now = self._clock()
         until = now + LOOK_S
@@ -343,7 +343,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class _Visit:
-    """An attempt, and those of its files that a commit needs."""
+    """An attempt, and its files that a commit needs."""
 
     attempt: AttemptRecord
     needed: frozenset[str]

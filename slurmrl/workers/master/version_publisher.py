@@ -60,7 +60,7 @@ class VersionPublisher:
     """Publishes one version at a time in ``folder``, of parts by ``ranks``.
 
     ``permit`` raises if this incarnation is not the newest one. The first version of an incarnation
-    is whole, and so is one after a failure: only the ranks' memory has what a difference needs.
+    is whole, and so is one after a failure: only the ranks' memory has the base of a difference.
     So is one after a version that could not be read (`distrust`).
     """
 
@@ -96,8 +96,8 @@ class VersionPublisher:
     def distrust(self, versions: Collection[VersionId]) -> None:
         """Tasks cannot read these.
 
-        What builds on them cannot be read either; what was published before the newest whole
-        version does not matter any more.
+        Versions that build on them cannot be read either; versions before the newest whole one do
+        not matter any more.
         """
         if not self._chain & set(versions):
             return
@@ -188,7 +188,7 @@ class VersionPublisher:
         return self._outcome(writing, written=manifest.bytes)
 
     def _parts(self, folder: Path) -> list[PartIndex]:
-        """What the ranks have written, which this host may not see at once."""
+        """Parts that the ranks have written, which this host may not see at once."""
         pauses_s = HIDDEN_PAUSES_S if REAL.caches(folder) else ()
         for last in attempts(pauses_s):
             try:
@@ -199,7 +199,7 @@ class VersionPublisher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _prune(self) -> None:
-        """Remove what the newest whole version makes superfluous."""
+        """Remove versions that the newest whole version makes superfluous."""
         try:
             prune(self._folder, self._settings.keep_whole)
         except EnvironmentFailure as error:  # the next whole version tries again
@@ -225,7 +225,7 @@ class VersionPublisher:
 
 
 def remove_leftovers(folder: Path, lineage: Lineage, incarnation: int) -> None:
-    """Remove what earlier incarnations left. Raises EnvironmentFailure.
+    """Remove leftovers of earlier incarnations. Raises EnvironmentFailure.
 
     That is versions without a manifest, and versions of steps that were rolled back.
     """

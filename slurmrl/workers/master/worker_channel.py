@@ -151,7 +151,7 @@ class WorkerChannel:
         self._ring()
 
     def _queue(self, *batch: Order) -> Callable[[], None]:
-        """Return a function that appends the batch, and on later calls what is still queued."""
+        """Return a function that appends the batch, and on later calls the queued rest."""
         batches = iter([[CONTROL_LOG.to_json(order) for order in batch]])
         return lambda: self._log.append(*next(batches, ()))
 
@@ -251,7 +251,7 @@ class WorkerChannel:
             self._bell.ring(self._bells.values())
 
     def waiting(self) -> dict[str, Any] | None:
-        """Return which ranks are waited for, for what and since when; None if none are."""
+        """Return the ranks that the master waits for, the reason and the time, or None."""
         if self._waits is None:
             return None
         what, missing, since = self._waits

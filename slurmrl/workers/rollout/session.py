@@ -1,4 +1,4 @@
-"""What a rollout task owes the masters, and how it tells them.
+"""Items that a rollout task owes the masters, and the messages about them.
 
 `Session` is a state machine without files, processes or clocks: which items the task makes,
 records, gives back or forgets. An item of a lease is answered at most once by an attempt: its
@@ -64,7 +64,7 @@ class Work:
 class Retirement:
     reason: str
     until: float
-    """When what is unfinished is given back."""
+    """Time at which unfinished items are given back."""
 
 
 class Session:
@@ -95,7 +95,7 @@ class Session:
         """Whose tokens are there, and whose rewards are not."""
         self._finished: dict[Key, SampleGroup] = {}
         self._returned: dict[Key, str] = {}
-        """What is to be given back, with the reasons."""
+        """Items to give back, with the reasons."""
         self._recording: dict[Key, SampleGroup] = {}
         """On their way to the disk; of these some may not be wanted any more."""
         self._answered: set[Key] = set()
@@ -103,7 +103,7 @@ class Session:
         last one."""
         self._aborted: list[Key] = []
 
-    # -- what others want --------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------
 
     def serve(self, incarnation: int) -> None:
         """This incarnation is the newest now."""
@@ -123,7 +123,7 @@ class Session:
                 self.retire(ASKED, request.within_s, now)
 
     def retire(self, reason: str, within_s: float, now: float) -> None:
-        """Begin nothing more, and give back what is unfinished in ``within_s``.
+        """Begin nothing more, and give back items that are unfinished in ``within_s``.
 
         The earliest deadline counts.
         """
@@ -133,7 +133,7 @@ class Session:
         self._return(self._waiting)
 
     def expire(self, now: float) -> None:
-        """Give back what is unfinished at the deadline.
+        """Give back unfinished items at the deadline.
 
         Samples are recorded without rewards.
         """
@@ -184,7 +184,7 @@ class Session:
             for (lease, reason), items in found.items()
         ]
 
-    # -- what has happened -------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
     def drew(self, key: Key, group: SampleGroup) -> None:
         """Note that an item's tokens are sampled and must be scored; `finish` follows.

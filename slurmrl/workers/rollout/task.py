@@ -97,7 +97,7 @@ class TaskAtWork:
         )
         self._changed = asyncio.Condition()
         self._changes = 0
-        """How often something has changed that decides what is made."""
+        """Number of changes that affect the generated items."""
         self._making: dict[Key, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
         """Aborted, and not yet gone from the engine."""
@@ -143,7 +143,7 @@ class TaskAtWork:
             for follower in followers:
                 follower.cancel()
 
-    # -- what comes in -----------------------------------------------------------------------
+    # -- incoming ----------------------------------------------------------------------------
 
     async def _follow_requests(self) -> None:
         reading: int | None = None
@@ -215,7 +215,7 @@ class TaskAtWork:
         self._session.paused = False
         await self._tell()
 
-    # -- what goes out -----------------------------------------------------------------------
+    # -- outgoing ----------------------------------------------------------------------------
 
     async def _make_items(self, group: asyncio.TaskGroup) -> None:
         while True:
@@ -251,7 +251,7 @@ class TaskAtWork:
         await self._tell()
 
     async def _record_results(self) -> None:
-        """Record what there is until the task has retired."""
+        """Record results until the task has retired."""
         backoff = Backoff(*OUTAGE_S)
         while not self._session.over:
             await self._until(self._has_results)

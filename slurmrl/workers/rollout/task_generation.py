@@ -1,4 +1,4 @@
-"""Makes the samples of an item: what the trainers' generate call would sample for it.
+"""Makes the samples of an item, the same as the trainers' generate call would.
 
 `TaskRows` reads the item's row, `Generation` runs its episodes, and `Judging` scores them in
 processes while others are generated.
@@ -129,10 +129,10 @@ class TaskRows:
 
 
 UNKNOWN: Final = frozenset({"step", "model_scores"})
-"""What a reward may ask for that only the trainers know."""
+"""Arguments of a reward that only the trainers know."""
 CLOSING_S: Final = 5.0
 REWARD_CLOSING_S: Final = 10.0
-"""How long the functions of a reward may take to release what they hold."""
+"""Seconds that the functions of a reward may take to release their resources."""
 MOST_LATE: Final = 2
 """How often nobody may wait for the score of an item. (Once may be a restart of the trainers.)"""
 
@@ -170,7 +170,7 @@ class Judging:
         """How often nobody waited for the score of an item."""
 
     async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
-        """The group with what the reward gave it, or unchanged.
+        """The group with its scores, or unchanged.
 
         When it is cancelled, the reward is stopped. An item that comes back again and again so is
         left to the trainers: they wait.

@@ -2,7 +2,7 @@
 
 For a version of adapters the frozen weights are merged with these as trainers do. A task reads the
 frozen weights once, from the folder of ``actor.path``, and keeps them in its host's memory, rounded
-as trainers keep them. It merges only if their fingerprint is that of the trainers' frozen weights.
+as trainers keep them. It merges only if their fingerprint equals the trainers' frozen weights.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ METADATA = {"format": "pt"}
 class TaskWeights:
     """Follows the published versions.
 
-    Those of a later incarnation of the trainers are newer, even if it began at an older step, so
-    after a rollback the task goes to what holds now.
+    Versions of a later incarnation of the trainers are newer, even if it began at an older step. So
+    after a rollback the task loads the valid version.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TaskWeights:
         self._refused: dict[VersionId, Stamp] = {}
         """Versions that cannot be read."""
         self.unreadable: list[tuple[VersionId, str]] = []
-        """What was refused, and why; for the caller to empty."""
+        """Rejected versions with the reasons; the caller empties it."""
 
     def newer(self) -> WeightVersion | None:
         """The newest version that can be read, if it is newer than the last one returned.

@@ -81,7 +81,7 @@ def main() -> int:
             overview.keep_overview(paths)
             announce(paths)
             write_report(paths)
-            hand_over_results(paths)  # may take minutes, so what follows this job comes first
+            hand_over_results(paths)  # may take minutes, so the next job comes first
         watchers.end()
 
 
@@ -129,7 +129,7 @@ def run_rounds(rounds: Rounds) -> int:
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
-    """Raises UsageError for what every other job would meet too, and EnvironmentFailure."""
+    """Raises EnvironmentFailure, and UsageError for errors that every job would meet."""
     cluster = load_resolved(paths.config).cluster
     os.environ.update(cluster.env)  # agents and workers inherit them
     if file := cluster.variables_file:

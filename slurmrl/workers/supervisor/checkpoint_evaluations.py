@@ -119,7 +119,7 @@ class CheckpointEvaluations:
             remove_evaluated(self._paths, given_up=True)
 
     def _look(self, *, now: bool = False) -> bool:
-        """Submit what is missing, ``now`` also what has failed a moment ago.
+        """Submit missing evaluations; with ``now``, recently failed ones too.
 
         Return whether the configuration wants any evaluation.
         """
@@ -167,7 +167,7 @@ class CheckpointEvaluations:
         root = str(self._paths.run.parents[2])
         whole = [sys.executable, "-P", "-m", "slurmrl", "eval", str(self._paths.config)]
         whole += ["--checkpoint", folder, "--root", root, "--scheduler", self._kind]
-        whole += ["--profile", profiles.NONE]  # the configuration has what it set
+        whole += ["--profile", profiles.NONE]  # the configuration contains its settings
         copies = [str(SNAPSHOT / Path(path).name) for path in config.code]
         own_code = [f"code={json.dumps(copies)}"] if copies else []
         chosen = [] if suite == WHOLE else ["--suite", suite]
@@ -201,7 +201,7 @@ class CheckpointEvaluations:
             logger.info("the evaluation of step %d will be tried again: %s", commit.step, error)
 
     def _error(self, commit: Commit, command: list[str]) -> str:
-        """Link the checkpoint and run the command; return what failed."""
+        """Link the checkpoint and run the command; return the error."""
         try:
             link_files(self._paths, commit)
         except SlurmrlError as error:
@@ -275,14 +275,14 @@ def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
             wanted: Collection[str] = () if given_up else suites
             if _submitted(paths, commit, wanted) and not _in_use(paths, commit, len(wanted)):
                 folder = paths.checkpoint_to_evaluate(commit.directory)
-                atomic.remove(folder / ORIGIN)  # what a kill leaves is none to be read
+                atomic.remove(folder / ORIGIN)  # the remains after a kill must not be read
                 shutil.rmtree(folder, ignore_errors=True)
-    except (SlurmrlError, OSError) as error:  # a file system may not tell what is there
+    except (SlurmrlError, OSError) as error:  # a file system may fail to list files
         logger.info("cannot remove evaluated checkpoints yet: %s", error)
 
 
 def remove_leftovers(paths: RunPaths) -> None:
-    """Remove what a killed `link` has left; for the only process that links."""
+    """Remove the leftovers of a killed `link`; for the only process that links."""
     with suppress(OSError):
         for path in paths.being_evaluated.iterdir():
             if is_temporary(path.name):

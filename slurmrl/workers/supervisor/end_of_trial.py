@@ -1,4 +1,4 @@
-"""What the batch process does for a user when a trial ends: a notice and a report.
+"""Work of the batch process at the end of a trial: a notification and a report.
 
 The notice that a trial has finished or failed is one JSON object, posted to the user's webhook. A
 batch process that finds the trial ended claims the notice of this end by a file, and posts it. So

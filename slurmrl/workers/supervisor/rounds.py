@@ -1,6 +1,6 @@
 """The rounds of a job: starts and restarts of its agents.
 
-Agents are restarted after some have exited, on those of the job's hosts that are usable. Jobs avoid
+Agents are restarted after some have exited, on the usable hosts of the job. Jobs avoid
 hosts that repeatedly cause incarnations or rollout tasks to fail.
 """
 
@@ -163,7 +163,7 @@ def agent_command(
 
 
 class Rounds:
-    """Runs the agents' process, forwards signals to it, and decides what follows its end."""
+    """Runs the agents' process, forwards signals to it, and decides about the next round."""
 
     def __init__(
         self, options: Namespace, paths: RunPaths, allocation: JobHosts, tasks_per_host: int = 0

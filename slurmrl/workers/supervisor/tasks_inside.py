@@ -1,4 +1,4 @@
-"""Rollout tasks in the trainers' job, on the GPUs of its hosts behind those of the trainers.
+"""Rollout tasks in the trainers' job, on the GPUs of its hosts after the trainers' GPUs.
 
 Each task is one process of the supervisor: an agent, or the srun of a step that shares the job with
 the trainers' step. Tasks outlive rounds and incarnations. One that fails is started again, and the
@@ -60,7 +60,7 @@ def unblock() -> None:
 
 @dataclass
 class _Task:
-    """One task; ``slot`` numbers those of a host."""
+    """One task; ``slot`` numbers the tasks of a host."""
 
     number: int
     slot: int
@@ -128,7 +128,7 @@ class TasksInside:
                 self._start(task, hosts)
 
     def keep(self, hosts: Sequence[str]) -> None:
-        """Start again what has failed."""
+        """Start failed tasks again."""
         for task in self._tasks:
             if task.failed and task.number not in self._spent:
                 self._take_failure(task)

@@ -41,7 +41,7 @@ ASK_S = 30.0
 MOST = 3
 """This many hosts have a watcher, however many there are."""
 END_S = 5.0
-"""How long they may take to end. Slurm ends what is left of them with the job."""
+"""How long they may take to end. Slurm ends remaining watchers with the job."""
 
 
 class Watcher:
@@ -55,7 +55,7 @@ class Watcher:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``host`` is the batch host, ``ttl_s`` is that of the agents' leases."""
+        """``host`` is the batch host, ``ttl_s`` belongs to the agents' leases."""
         self._link, self._host = link, host
         self._ttl_s = ttl_s
         self._here = env.NODE_NAME.get()
@@ -65,7 +65,7 @@ class Watcher:
         self._first = FirstAgent(link.run, names, ttl_s, clock)
 
     def watch(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Return once the job was requeued, or is no longer what it was when this began."""
+        """Return once the job was requeued, or has changed since the beginning."""
         while True:
             if not self._is_busy() and self._asks.due():
                 lost = self._is_lost()

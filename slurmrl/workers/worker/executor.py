@@ -1,10 +1,10 @@
 """Execution of the master's messages on this rank's models and its part of the batch.
 
-`checked` checks what an algorithm's interfaces return, which may be a user's own. `UpdateKept`
+`checked` checks the results of an algorithm's interfaces, which may be a user's own. `UpdateKept`
 measures the share of each update of the actor that the generating weights have: they may be of a
 narrower type, in which a small update disappears until several add up. Generation then samples from
-older weights, plus rounding. The share is that of exports (see `tensors.checkpoint.export`),
-of an equally spaced part of this rank's weights.
+older weights, plus rounding. The share is computed as for exports (see
+`tensors.checkpoint.export`), over an equally spaced part of this rank's weights.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Executor:
         self._cores = cores
         self.batch: Batch | None = None
         self._stored: dict[str, StoredGroup] = {}
-        """What rollout tasks have made of the batch's items, by their ids."""
+        """Samples of rollout tasks for the batch's items, by their ids."""
         self._candidates: list[Batch] = []
         """The batches of candidates for the next one."""
         self._mail = mail
@@ -102,14 +102,14 @@ class Executor:
         self._residence = residence
         self._activity = activity
         self._interfaces: dict[tuple[str, str], Interface] = {}
-        """By suite and name: those of a suite hold its reward and its episodes."""
+        """By suite and name: the interfaces of a suite hold its reward and its episodes."""
         self._saver = Saver(rank)
         self._versions = versions
         self._submission = submission
         self._kept = kept or UpdateKept()
 
     def ready(self) -> Ready:
-        """Return what the master needs to know about data and tokens."""
+        """Return the facts about data and tokens for the master."""
         texts = map(self.tokenizer.convert_ids_to_tokens, self.stop_token_ids)
         return Ready(
             rank=self.rank,
@@ -127,7 +127,7 @@ class Executor:
     # -- messages ----------------------------------------------------------------------------
 
     def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
-        """``say`` sends what follows later (see `save`)."""
+        """``say`` sends later messages (see `save`)."""
         match order:
             case LoadBatch():
                 return self.load(order)
@@ -200,7 +200,7 @@ class Executor:
         return self._done(order, began, result, tokens)
 
     def _execute(self, call: CallPlan, order: RunCall) -> tuple[CallResult, int]:
-        """Execute a call. Return what this rank reports, and its number of tokens."""
+        """Execute a call. Return the report of this rank, and its number of tokens."""
         if self.batch is None:
             raise RuntimeError("no batch was loaded before this call")
         place = self._place(call) if self.rank in call.ranks else None
@@ -277,7 +277,7 @@ class Executor:
     # -- parts -------------------------------------------------------------------------------
 
     def _read_stored(self, name: str) -> SampleGroup:
-        """Read what a rollout task has made of an item.
+        """Read a rollout task's samples of an item.
 
         Scores of another submission do not count: the reward may have changed since.
         """
@@ -351,7 +351,7 @@ class Executor:
         )
 
     def _places_by_reason(self, dropped: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Places in the batch of what a filter dropped."""
+        """Places in the batch of items that a filter dropped."""
         if self.batch is None or not dropped:
             return {}
         places: dict[str, list[int]] = {}

@@ -47,7 +47,7 @@ POLL_S = 0.01
 
 
 def preload(run: Path, group: str) -> None:
-    """Import what the workers of a group need, except the user's modules.
+    """Import the modules that the workers of a group need, except the user's modules.
 
     Their import may have any side effect. Nothing that is imported here is ever garbage.
     """

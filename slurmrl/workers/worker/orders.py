@@ -164,8 +164,9 @@ def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
     """Return the failure, without the host.
 
     A user error is final: its message needs no traceback, and another start would raise it again.
-    What one host lacks at the start, another one may have, and an input that cannot be read now may
-    be readable later. Ranks that do not reach each other at the start have met no code of the user.
+    Another host may have resources that this host lacks at the start, and an input that cannot be
+    read now may be readable later. Ranks that do not reach each other at the start have met no code
+    of the user.
     """
     unreadable = isinstance(error, UnreadableInputError)
     user_error = isinstance(error, UsageError)

@@ -176,7 +176,7 @@ def _storages(engine: Engine | None) -> Storages:
 
 
 class Residence:
-    """A rank's engines, of which those of the ``offloaded`` models wait without device memory.
+    """A rank's engines; engines of ``offloaded`` models wait without device memory.
 
     Those of them whose weights are ``moved`` there stay until others need the memory: a step may
     generate several times before, and each absence costs a move.

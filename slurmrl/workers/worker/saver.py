@@ -118,7 +118,7 @@ class Saver:
 class VersionPart:
     """The tensors that a rank owns of a version, in host memory.
 
-    With a ``base``, the part stores what has changed since then.
+    With a ``base``, the part stores the differences to it.
     """
 
     number: int

@@ -76,10 +76,10 @@ class Worker(Protocol):
     """A rank at work."""
 
     def ready(self) -> Ready:
-        """Return what the master needs to know before it posts orders."""
+        """Return the facts that the master needs before it posts orders."""
 
     def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
-        """Execute an order. ``say`` sends what follows later."""
+        """Execute an order. ``say`` sends later messages."""
 
     def close(self) -> None: ...
 
@@ -366,8 +366,8 @@ class Datasets:
     """Prepares and opens the datasets of a configuration.
 
     Rank 0 of an incarnation is the only process that looks for prepared data, so no two processes
-    can disagree about what is there, and no lock can be left behind. The others learn the names of
-    the directories from the store of their world, in the run directory.
+    can disagree about its state, and no stale lock can remain. The others learn the names of the
+    directories from the store of their world, in the run directory.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class Datasets:
     def provide(
         self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Preparing], None]
     ) -> tuple[SampleRows, ...]:
-        """Return the training dataset and those of `Config.evaluations`.
+        """Return the training dataset and the datasets of `Config.evaluations`.
 
         ``say`` sends `Preparing` to the master now and then while rank 0 tokenizes.
         """

@@ -32,7 +32,7 @@ from slurmrl.tensors.parallel.groups import Activity, ParallelContext
 from slurmrl.tensors.parallel.topology import ModelRanks, topology_of
 
 COMPLETIONS = "input_ids"
-"""Key whose lengths are those of items with their completions."""
+"""Key with the lengths of items with their completions."""
 
 
 class Batch:
@@ -60,8 +60,8 @@ class Batch:
     ) -> None:
         """``take`` reads the items at these places of the batch from the dataset.
 
-        This batch executes ``calls[first:stop]``; ``take_over`` gets what the calls before
-        ``first`` made.
+        This batch executes ``calls[first:stop]``; ``take_over`` gets the results of the calls
+        before ``first``.
         """
         self.ids = meta.ids
         self._calls, self._first = calls, first
@@ -72,7 +72,7 @@ class Batch:
             (maker, [call for call in calls[first:stop] if _reads(call, maker)])
             for maker in calls[:stop]
         ]
-        """The calls that read what a call makes and to which it has not been sent yet."""
+        """The calls that read a call's result and have not received it yet."""
         self._sent: dict[Spread, set[str]] = {}
         """The keys that have been sent to the ranks of a spread; the same on every rank."""
         self._makers = {key: call for call in calls for key in call.outputs}
@@ -81,7 +81,7 @@ class Batch:
         self._mail = mail
         self._activity = activity
         self._made: dict[str, SequenceSample] = {}
-        """What this rank's part of each call made, by call; on the part's first rank only."""
+        """Results of this rank's part of each call, by call; on the part's first rank only."""
         self._held: dict[Spread, SequenceSample] = {}
         """This rank's part under each spread, with the keys that have arrived."""
         self._arrived: dict[Spread, set[str]] = {}
@@ -90,7 +90,7 @@ class Batch:
         """Waits for the lengths of all items with their completions."""
 
     def take_over(self, sources: Sequence[Batch]) -> None:
-        """Get what earlier batches, of candidates, have made of this batch's items.
+        """Get the results of earlier batches, of candidates, for this batch's items.
 
         Each item is in one of them, and stays with the ranks that have it.
         """
@@ -113,7 +113,7 @@ class Batch:
             self._shares.use_lengths([lengths[source][place] for source, place in items])
 
     def inputs(self, call: CallPlan, context: ParallelContext | None) -> SequenceSample | None:
-        """This rank's items of what the call reads; None if the rank takes no part in it."""
+        """This rank's items of the call's input; None if the rank takes no part in it."""
         spread = self._spread(call)
         self._send_made(self._order[call.name])
         arrived = self._arrived.setdefault(spread, set())
@@ -271,7 +271,7 @@ class Shares:
         lengths: Sequence[int],
         minibatches: int,
     ) -> None:
-        """``lengths`` are those of the items as the dataset gives them."""
+        """``lengths`` are the lengths of the items as the dataset gives them."""
         first = calls[0]
         generates = first.method == Method.GENERATE
         self._layout_of = layout_of
@@ -341,7 +341,7 @@ class Mail:
         self._group = group
         self._device = device
         self._sent: list[tuple[dist.Work, Tensor]] = []
-        """What is on its way, with the tensors that must stay until it has arrived."""
+        """Data in transit, with the tensors that must stay until it has arrived."""
 
     def send(self, sample: SequenceSample, to: int, tag: int) -> None:
         header = _header(sample)
