@@ -150,7 +150,11 @@ def one(status: Status, width: int | None = None) -> str:
     tasks = (task for group in status["groups"] for task in group["tasks"])
     lives = any(task["state"] in LIVES for task in tasks)
     shows_tasks = lives or status["state"] in LIVES or not status["incarnations"]
-    for rows in (_tasks(status) if shows_tasks else [], _rollout_tasks(status), _story(status)):
+    for rows in (
+        _tasks(status) if shows_tasks else [],
+        _rollout_tasks(status),
+        _incarnations(status),
+    ):
         if rows[1:]:
             lines += ["", *table(rows, width)]
     if status["traceback"]:
@@ -244,7 +248,7 @@ def _results(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def _links(status: Status) -> str:
-    """Return ``41_1, 20 min left, 6 links behind it``."""
+    """Return ``41_1, 20 min left, 6 more links``."""
     link, left = status["link"], status["links_left"]
     if status["state"] not in LIVES:
         return ""
@@ -252,8 +256,8 @@ def _links(status: Status) -> str:
     parts = [link["job_id"] if link else next(iter(waiting), None) or "unknown"]
     if link is not None and link["time_left_s"] is not None:
         parts.append(f"{age(link['time_left_s'])} left")
-    behind = f"{left or 'no'} link{'s' if left != 1 else ''}"
-    return ", ".join([*parts, f"{behind} behind it"])
+    following = f"{left or 'no'} more link{'s' if left != 1 else ''}"
+    return ", ".join([*parts, following])
 
 
 def _harmless(text: str) -> list[str]:
@@ -269,7 +273,7 @@ def _after_failure(trial: str) -> str:
     )
 
 
-def _story(status: Status) -> list[tuple[str, ...]]:
+def _incarnations(status: Status) -> list[tuple[str, ...]]:
     """Return a row for each of the newest incarnations and how it ended."""
     rows: list[tuple[str, ...]] = [
         ("#", "JOB", "HOSTS", "STEPS", "COMMIT", "LOST", "TOOK", "HOW IT ENDED")

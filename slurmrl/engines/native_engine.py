@@ -31,7 +31,7 @@ from slurmrl.models.architecture import Head
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
-from slurmrl.rollouts.generation.native.split_batch import Peers
+from slurmrl.rollouts.generation.native.split_batch import SplitRanks
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext
 
@@ -93,12 +93,12 @@ class GatheredGeneration(GenerateEngine):
             finally:
                 rollout.dismiss()
 
-    def _peers(self) -> Peers | None:
+    def _peers(self) -> SplitRanks | None:
         """The ranks that have the same samples as this one; None if there are no others."""
         context = self.context
         if "data" not in context.groups:
             return None
-        return Peers(context.group("data"), context.device)
+        return SplitRanks(context.group("data"), context.device)
 
 
 class NativeEngine(GatheredGeneration):

@@ -68,11 +68,11 @@ def initial_weights(
     shapes = parameter_shapes(config, head)
 
     @lru_cache(maxsize=keep)
-    def drawn(name: str) -> Tensor:
+    def initial(name: str) -> Tensor:
         return init_tensor(name, shapes[name], config, seed)
 
     def random(name: str, box: Box) -> Tensor:
-        return torch.zeros(box.size) if name == VALUE_HEAD else drawn(name)[box.slices]
+        return torch.zeros(box.size) if name == VALUE_HEAD else initial(name)[box.slices]
 
     yield random
 

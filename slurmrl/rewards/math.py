@@ -99,7 +99,7 @@ class MathReward(RewardFunction):
         self._unjudged = sum(isinstance(reply, Unanswered) for reply in replies)
         if self._unjudged:
             logger.warning(
-                "%d of %d completions took too long to judge and score 0",
+                "%d of %d completions took too long to score and get 0",
                 self._unjudged,
                 self._judged,
             )

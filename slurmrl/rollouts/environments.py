@@ -114,8 +114,8 @@ class GuessNumber(Environment):
         self._low, self._high = low, high
         if item.answer and not NUMBER.fullmatch(item.answer.strip()):
             raise UsageError(f"the answer {item.answer!r} is not an integer to guess")
-        draw = int.from_bytes(blake2b(item.sample_id.encode(), digest_size=8).digest(), "big")
-        self._secret = int(item.answer) if item.answer else low + draw % (high - low + 1)
+        number = int.from_bytes(blake2b(item.sample_id.encode(), digest_size=8).digest(), "big")
+        self._secret = int(item.answer) if item.answer else low + number % (high - low + 1)
 
     async def step(self, turn: PolicyTurn) -> Reply:
         guesses = NUMBER.findall(turn.text)

@@ -1,7 +1,7 @@
 """Ends of incarnations, read from the reports of their processes. Pure functions.
 
 The master decides by it whether another start makes sense (`workers.master.judgement`), and the
-status shows it (`watch.story`).
+status shows it (`watch.incarnation_rows`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from slurmrl.run.lease import read_counter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.watch.diagnosis import diagnose
-from slurmrl.watch.snapshot import GLANCE, STORY, TrialSnapshot, read
+from slurmrl.watch.snapshot import DETAILED, GLANCE, TrialSnapshot, read
 from slurmrl.watch.status import ENDS, assemble
 
 logger = log.get(__name__)
@@ -91,7 +91,7 @@ def collect(
     ``detailed`` objects cover more incarnations. A run directory that cannot be read is passed to
     ``unreadable`` and omitted; without ``unreadable``, the error is raised.
     """
-    snapshots = _read_all(trials, STORY if detailed else GLANCE, unreadable)
+    snapshots = _read_all(trials, DETAILED if detailed else GLANCE, unreadable)
     found = ask(snapshots, schedulers)
     watched = [
         snapshot

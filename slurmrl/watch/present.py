@@ -13,7 +13,7 @@ from slurmrl.run import endings, hang, metrics
 from slurmrl.run.events import Event
 from slurmrl.run.reports import RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.watch import published, story
+from slurmrl.watch import incarnation_rows, published
 from slurmrl.watch.snapshot import Traces, TrialSnapshot
 
 SKIPPED_STEPS = 3
@@ -35,7 +35,9 @@ def describe(
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
     return {
         "phase": snapshot.said.get("phase") if lives or snapshot.state.end else None,
-        "warned": story.warning(newest.warned) if lives and newest and newest.warned else None,
+        "warned": incarnation_rows.warning(newest.warned)
+        if lives and newest and newest.warned
+        else None,
         "waiting": _waiting(snapshot) if lives else None,
         "doing": list(snapshot.said.get("doing", [])) if lives else [],
         "rollouts": _rollouts(snapshot) if lives else None,
@@ -120,7 +122,7 @@ def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, A
     submission = snapshot.submission
     since = [submission.time] if submission is not None and submission.time is not None else []
     if snapshot.incarnations:
-        since.append(story.last_word(snapshot.incarnations[-1]))
+        since.append(incarnation_rows.last_word(snapshot.incarnations[-1]))
     return {
         "reason": task.reason,
         "words": task.words or task.reason,
@@ -216,7 +218,9 @@ def _until(snapshot: TrialSnapshot, state: str) -> float | None:
         return float(snapshot.said["time"])
     if not snapshot.incarnations:
         return None
-    return max(story.last_word(snapshot.incarnations[-1]), story.last_line(snapshot))
+    return max(
+        incarnation_rows.last_word(snapshot.incarnations[-1]), incarnation_rows.last_line(snapshot)
+    )
 
 
 def step_time_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float | None:

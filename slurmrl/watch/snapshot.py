@@ -34,7 +34,7 @@ from slurmrl.watch import published
 
 GLANCE = 3
 """Newest incarnations to read for a diagnosis."""
-STORY = 20
+DETAILED = 20
 """Newest incarnations to read for the detailed status."""
 LINES = 20
 """Newest lines of metrics to read for a diagnosis."""

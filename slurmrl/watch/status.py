@@ -117,7 +117,7 @@ from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Identity
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.watch import present, story
+from slurmrl.watch import incarnation_rows, present
 from slurmrl.watch.diagnosis import diagnose
 from slurmrl.watch.snapshot import Group, TrialSnapshot
 
@@ -139,7 +139,7 @@ def assemble(
     own = [task for task in tasks if task.group == TRAINERS]
     state = trial_state(snapshot, own, alive=bool(alive))
     end = snapshot.state.end
-    told = story.tell(snapshot, own, state)
+    told = incarnation_rows.rows(snapshot, own, state)
     lives = bool(told) and told[-1]["cause"] == "running"
     status: dict[str, Any] = {
         "trial": snapshot.trial,
@@ -214,7 +214,9 @@ def _attempt(
     attempt = snapshot.attempts.get((group, task))
     if element is None or attempt is None:
         return attempt
-    own = attempt.job_id == element.job_id and story.is_start_of(element, JobTag(attempt.job))
+    own = attempt.job_id == element.job_id and incarnation_rows.is_start_of(
+        element, JobTag(attempt.job)
+    )
     return attempt if own else None
 
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import GenerationOptions, WeightVersion
-from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer, on_gpu
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import DEADLINE_S, EXACT, PROMPT, VOCABULARY, Loop, logprobs, request
@@ -102,8 +102,10 @@ def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> N
             {"top_p": 0.5, "temperature": 0.3},
         ):
             settings = GenerationOptions(max_new_tokens=4, **options)  # type: ignore[arg-type]
-            draw = Draw(name="n", prompt=(1, 2), seed=2**63 - 1, options=settings, priority=-1)
-            await speaker.draw(draw)
+            draw = SamplingRequest(
+                name="n", prompt=(1, 2), seed=2**63 - 1, options=settings, priority=-1
+            )
+            await speaker.sample(draw)
         await speaker.abort("n")
         await speaker.pause()
         await speaker.load(WeightVersion(name="1.1", folder=versions["1.1"]))

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.errors import RunFailedError
 from slurmrl.rollouts.generation import vllm
-from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.vllm import VllmServer, request_body
 from slurmrl.rollouts.generation.weight_checks import WeightChecks
 from tests.engines.conftest import DEADLINE_S, EXACT, PROMPT, Loop, logprobs, request
@@ -130,7 +130,7 @@ def test_bodies_are_those_of_vllms_own_classes() -> None:
         request(stop_token_ids=(3, 4), stop_strings=("ab", "c")),
     )
     draws = (
-        Draw(name="r", prompt=PROMPT, seed=2**63 - 1, options=asked.options, priority=-1)
+        SamplingRequest(name="r", prompt=PROMPT, seed=2**63 - 1, options=asked.options, priority=-1)
         for asked in requests
     )
     subprocess.run(

@@ -1,4 +1,4 @@
-"""One self-contained HTML file about trials: curves, story, time, checkpoints, samples, settings.
+"""A self-contained HTML file: curves, incarnations, times, checkpoints, samples, settings.
 
 `collecting` reads a run directory into a `TrialReport`, and `page` writes reports as a file that
 needs no network. The charts are uPlot's, which lies in ``assets`` with its license. To show more

@@ -23,7 +23,7 @@ FIRST_S: Final = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
+class SamplingRequest:
     """One completion that a server is to make."""
 
     name: str
@@ -55,7 +55,7 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    async def draw(self, draw: Draw) -> Completion:
+    async def sample(self, sampling: SamplingRequest) -> Completion:
         """The completion, once it has ended. No time limit: a server may be busy or paused."""
 
     @abstractmethod

@@ -18,17 +18,17 @@ from slurmrl.rollouts.generation.base import (
     RolloutEngine,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.dialect import Dialect, Draw
+from slurmrl.rollouts.generation.dialect import Dialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import check_context
 from slurmrl.tensors.ops.splitmix import start
 
 
 @dataclass
 class _InFlight:
-    """A request in flight. ``draws`` are by the name of each completion on the server."""
+    """A request in flight. ``samplings`` are by the name of each completion on the server."""
 
     future: asyncio.Future[tuple[Completion, ...]]
-    draws: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
+    samplings: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
     sent: set[str] = field(default_factory=set)
     """The requests that the server may know."""
     aborting: asyncio.Task[None] | None = None
@@ -100,37 +100,37 @@ class ServerClient(RolloutEngine):
             self._numbers
         )  # The server may still sample for a request that was cancelled.
         for index, key in enumerate(request.keys):
-            draw = Draw(
+            sampling = SamplingRequest(
                 name=f"{request.request_id}-{number}-{index}",
                 prompt=request.prompt,
                 seed=start(request.seed, request.step, key) & (2**63 - 1),
                 options=request.options,
                 priority=request.priority,
             )
-            task = asyncio.create_task(self._draw(job, draw))
-            job.draws[draw.name] = task
+            task = asyncio.create_task(self._sample(job, sampling))
+            job.samplings[sampling.name] = task
             task.add_done_callback(lambda _: self._settle(request.request_id))
         future.add_done_callback(lambda _: self._forget(request.request_id))
         return future
 
-    async def _draw(self, job: _InFlight, draw: Draw) -> Completion:
+    async def _sample(self, job: _InFlight, sampling: SamplingRequest) -> Completion:
         async with self._free:
             await self._installed.wait()
-            job.sent.add(draw.name)
-            completion = await self._dialect.draw(draw)
+            job.sent.add(sampling.name)
+            completion = await self._dialect.sample(sampling)
         if others := set(completion.versions) - self._held:
             raise RunFailedError(
-                f"{draw.name}: {self._dialect.where} has sampled with weights {min(others)}, which "
-                "this run has not installed: it was started again, or another run uses it"
+                f"{sampling.name}: {self._dialect.where} has sampled with weights {min(others)}, "
+                "which this run has not installed: it was started again, or another run uses it"
             )
         if not all(map(math.isfinite, completion.logprobs)):
             raise RunFailedError(
-                f"{draw.name}: {self._dialect.where} has sampled tokens with log-probabilities "
+                f"{sampling.name}: {self._dialect.where} has sampled tokens with log-probabilities "
                 "that are not finite numbers; have the weights diverged?"
             )
         if completion.finish == "aborted" and job.aborting is None:
             raise RunFailedError(
-                f"{draw.name}: the server aborted the request, perhaps because it is shutting down"
+                f"{sampling.name}: the server aborted the request, perhaps because it shuts down"
             )
         return completion
 
@@ -159,7 +159,7 @@ class ServerClient(RolloutEngine):
         The server may read the order to abort a request before it has read the request.
         """
         backoff = Backoff(0.02, 1.0)
-        while unfinished := {name: task for name, task in job.draws.items() if not task.done()}:
+        while unfinished := {name: task for name, task in job.samplings.items() if not task.done()}:
             for name, task in unfinished.items():
                 if name not in job.sent:
                     task.cancel()
@@ -173,22 +173,22 @@ class ServerClient(RolloutEngine):
         job = self._jobs.get(request_id)
         if job is None or job.future.done():
             return
-        ended = [task for task in job.draws.values() if task.done()]
+        ended = [task for task in job.samplings.values() if task.done()]
         errors = (task.exception() for task in ended if not task.cancelled())
         error = next((error for error in errors if error is not None), None)
         if error is not None:
             job.future.set_exception(error)
-        elif len(ended) == len(job.draws):
+        elif len(ended) == len(job.samplings):
             results = (ABORTED if task.cancelled() else task.result() for task in ended)
             job.future.set_result(tuple(results))
 
     def _forget(self, request_id: str) -> None:
         """End the rest of a request that was answered, failed or cancelled.
 
-        A server stops drawing for a connection that was closed.
+        A server stops piecewise for a connection that was closed.
         """
         job = self._jobs.pop(request_id)
-        for task in (*job.draws.values(), *([job.aborting] if job.aborting else [])):
+        for task in (*job.samplings.values(), *([job.aborting] if job.aborting else [])):
             task.cancel()
 
     async def pause(self) -> None:

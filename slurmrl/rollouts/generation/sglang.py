@@ -33,14 +33,14 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.plan.estimates.worker_memory import computing
 from slurmrl.rollouts.generation.base import Completion
-from slurmrl.rollouts.generation.dialect import CONTROL_S, Draw, HttpDialect
+from slurmrl.rollouts.generation.dialect import CONTROL_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.sglang_requests import (
-    DrawnPiece,
-    PiecewiseDraw,
+    PiecewiseSampling,
     RoutedLayers,
+    SampledPiece,
     read_reply,
     request_body,
 )
@@ -68,7 +68,7 @@ class SglangDialect(HttpDialect):
         super().__init__(client, control, **common)
         self._routed = routed
         self._context = 0
-        self._draws: dict[str, PiecewiseDraw] = {}
+        self._samplings: dict[str, PiecewiseSampling] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._pauses = 0
@@ -88,30 +88,34 @@ class SglangDialect(HttpDialect):
     def _first(self) -> dict[str, Any]:
         return {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
 
-    async def draw(self, draw: Draw) -> Completion:
-        if draw.options.experts and self._routed is None:
-            raise UsageError(f"{draw.name}: the model has no experts to record")
-        if (token := max(draw.prompt)) >= (size := self._model.vocabulary):  # SGLang computes on
-            raise UsageError(f"{draw.name}: token {token} is not in the vocabulary of {size}")
-        drawing = self._draws[draw.name] = PiecewiseDraw(self._within_context(draw))
+    async def sample(self, sampling: SamplingRequest) -> Completion:
+        if sampling.options.experts and self._routed is None:
+            raise UsageError(f"{sampling.name}: the model has no experts to record")
+        if (token := max(sampling.prompt)) >= (
+            size := self._model.vocabulary
+        ):  # SGLang computes on
+            raise UsageError(f"{sampling.name}: token {token} is not in the vocabulary of {size}")
+        piecewise = self._samplings[sampling.name] = PiecewiseSampling(
+            self._within_context(sampling)
+        )
         try:
-            while await self._running_before(drawing.aborted):
+            while await self._running_before(piecewise.aborted):
                 pauses = self._pauses
-                finish = drawing.add(await self._piece(drawing.rest()))
+                finish = piecewise.add(await self._piece(piecewise.rest()))
                 if finish is not None and (finish != "aborted" or pauses == self._pauses):
-                    return drawing.completion(finish)
-            return drawing.completion("aborted")
+                    return piecewise.completion(finish)
+            return piecewise.completion("aborted")
         finally:
-            del self._draws[draw.name]
+            del self._samplings[sampling.name]
 
-    def _within_context(self, draw: Draw) -> Draw:
-        options, most = draw.options, self._context - len(draw.prompt)
+    def _within_context(self, sampling: SamplingRequest) -> SamplingRequest:
+        options, most = sampling.options, self._context - len(sampling.prompt)
         cut = replace(
             options,
             max_new_tokens=min(options.max_new_tokens, most),
             min_new_tokens=min(options.min_new_tokens, most),
         )
-        return replace(draw, options=cut)
+        return replace(sampling, options=cut)
 
     async def _running_before(self, aborted: asyncio.Event) -> bool:
         """Whether the server is not paused before the completion is aborted."""
@@ -123,15 +127,15 @@ class SglangDialect(HttpDialect):
                 wait.cancel()
         return not aborted.is_set()
 
-    async def _piece(self, draw: Draw) -> DrawnPiece:
+    async def _piece(self, sampling: SamplingRequest) -> SampledPiece:
         """Return tokens until the completion ends or is aborted, or the server pauses."""
-        body = request_body(draw, cache=self._cache)
+        body = request_body(sampling, cache=self._cache)
         reply = await self._client.post(self.GENERATE, body, timeout_s=None)
-        return read_reply(self.where + self.GENERATE, reply, draw, routed=self._routed)
+        return read_reply(self.where + self.GENERATE, reply, sampling, routed=self._routed)
 
     async def abort(self, name: str) -> None:
-        if name in self._draws:
-            self._draws[name].aborted.set()
+        if name in self._samplings:
+            self._samplings[name].aborted.set()
         await self._post("/abort_request", {"rid": name + "/"})
 
     async def pause(self) -> None:
@@ -144,7 +148,7 @@ class SglangDialect(HttpDialect):
     def _mode_now(self) -> PauseMode:
         if self._keeps_cache:
             return "in_place"
-        if any(drawing.draw.options.min_new_tokens for drawing in self._draws.values()):
+        if any(piecewise.sampling.options.min_new_tokens for piecewise in self._samplings.values()):
             return "abort"
         return "retract" if self._retracts else "abort"
 

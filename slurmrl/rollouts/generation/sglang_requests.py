@@ -31,7 +31,7 @@ from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
-from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.tensors.layout import Array
 
 NEUTRAL: Mapping[str, float] = {
@@ -77,16 +77,16 @@ REPLY = TypeAdapter(_SglangReply)
 FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
 
 
-def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
+def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
     ``cache``: prompts share the server's cache only with requests of the same name; None: with all
     requests without a name.
     """
-    options = draw.options
+    options = sampling.options
     return {
-        "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
-        "input_ids": list(draw.prompt),
+        "rid": sampling.name + "/",  # an abort also ends requests whose names begin with its own
+        "input_ids": list(sampling.prompt),
         "sampling_params": {
             "max_new_tokens": options.max_new_tokens,
             "min_new_tokens": options.min_new_tokens,
@@ -96,21 +96,21 @@ def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
             **NEUTRAL,
             "stop_token_ids": list(options.stop_token_ids),
             "stop": list(options.stop_strings),
-            "sampling_seed": draw.seed,
+            "sampling_seed": sampling.seed,
             "skip_special_tokens": False,  # stop strings may contain them
             "no_stop_trim": True,
         },
         "return_logprob": True,
         "return_sampling_mask": options.support,
         "return_routed_experts": options.experts,
-        "priority": draw.priority,
+        "priority": sampling.priority,
         "extra_key": cache,
     }
 
 
 def read_reply(
-    where: str, reply: object, draw: Draw, *, routed: RoutedLayers | None = None
-) -> DrawnPiece:
+    where: str, reply: object, sampling: SamplingRequest, *, routed: RoutedLayers | None = None
+) -> SampledPiece:
     """Return the content of a reply. Raises RunFailedError if it does not fit the request.
 
     Log-probabilities are under the distribution over all tokens, or under the support where the
@@ -121,10 +121,10 @@ def read_reply(
     except ValidationError as error:
         raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
     tokens, meta = read.output_ids, read.meta_info
-    finish, options = meta.finish_reason, draw.options
+    finish, options = meta.finish_reason, sampling.options
     if finish.type == "abort" and options.support and meta.output_token_sampling_mask is None:
         # It was aborted while it waited: to be read, or to be read again.
-        return DrawnPiece(completion=replace(ABORTED, support=SampledSupport()))
+        return SampledPiece(completion=replace(ABORTED, support=SampledSupport()))
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
     if options.support:
         logprobs = meta.output_token_sampling_logprobs or []
@@ -144,7 +144,7 @@ def read_reply(
         assert routed is not None, "checked with the request"
         # (a request that was aborted before it was read has none)
         with suppress(RunFailedError) if finish.type == "abort" else nullcontext():
-            experts = routed.read(where, meta.routed_experts, len(draw.prompt) + len(tokens))
+            experts = routed.read(where, meta.routed_experts, len(sampling.prompt) + len(tokens))
     stops = (*options.stop_token_ids, *options.stop_strings)
     if finish.type == "stop" and finish.matched not in stops:
         raise RunFailedError(
@@ -162,7 +162,7 @@ def read_reply(
         experts=experts,
     )
     stop = finish.matched if isinstance(finish.matched, str) else ""
-    return DrawnPiece(completion=completion, text=read.text or "", stop=stop)
+    return SampledPiece(completion=completion, text=read.text or "", stop=stop)
 
 
 def _support(where: str, tokens: list[int], masks: list[list[int]]) -> SampledSupport:
@@ -235,7 +235,7 @@ INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrawnPiece:
+class SampledPiece:
     """Tokens of one request. Its text is read for stop strings only."""
 
     completion: Completion
@@ -245,38 +245,38 @@ class DrawnPiece:
 
 
 @dataclass
-class PiecewiseDraw:
+class PiecewiseSampling:
     """Tokens of a completion so far."""
 
-    draw: Draw
-    pieces: list[DrawnPiece] = field(default_factory=list)
+    sampling: SamplingRequest
+    pieces: list[SampledPiece] = field(default_factory=list)
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return tuple(token for piece in self.pieces for token in piece.completion.tokens)
 
-    def rest(self) -> Draw:
+    def rest(self) -> SamplingRequest:
         """Return the request for the missing tokens.
 
         It begins again if the last piece was aborted within a character that a stop string may
         have. A completion that a stop string ended there would end there again. So it continues,
         and misses a stop string with that character.
         """
-        stops = self.draw.options.stop_strings
+        stops = self.sampling.options.stop_strings
         aborted = bool(self.pieces) and self.pieces[-1].completion.finish == "aborted"
         if stops and aborted and self._text.endswith(INCOMPLETE):
             self.pieces.clear()
-        options, tokens = self.draw.options, self.tokens
+        options, tokens = self.sampling.options, self.tokens
         left = replace(
             options,
             max_new_tokens=options.max_new_tokens - len(tokens),
             min_new_tokens=max(options.min_new_tokens - len(tokens), 0),
             stop_strings=(*stops, *self._rests_of_stops()),
         )
-        return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
+        return replace(self.sampling, prompt=self.sampling.prompt + tokens, options=left)
 
-    def add(self, piece: DrawnPiece) -> Finish | None:
+    def add(self, piece: SampledPiece) -> Finish | None:
         """Finish reason of the completion; "aborted" if only the piece has ended.
 
         None: the piece ended at a stop string before the minimum number of tokens, or at a suffix
@@ -285,16 +285,16 @@ class PiecewiseDraw:
         self.pieces.append(piece)
         if self._is_stopped(piece):
             return "stop"
-        if len(self.tokens) >= self.draw.options.max_new_tokens:
+        if len(self.tokens) >= self.sampling.options.max_new_tokens:
             return "length"
         return None if piece.stop else piece.completion.finish
 
-    def _is_stopped(self, piece: DrawnPiece) -> bool:
+    def _is_stopped(self, piece: SampledPiece) -> bool:
         """Whether the last token of the piece ends the completion.
 
         A server names one reason of several to stop, or none if it has aborted the piece.
         """
-        options, tokens, text = self.draw.options, self.tokens, self._text
+        options, tokens, text = self.sampling.options, self.tokens, self._text
         if piece.completion.finish == "stop" and not piece.stop:
             return True  # at a stop token
         if not piece.completion.tokens or len(tokens) <= options.min_new_tokens:
@@ -312,22 +312,22 @@ class PiecewiseDraw:
 
     def _rests_of_stops(self) -> list[str]:
         """Return the suffix of each stop string whose prefix ends the text so far."""
-        text, stops = self._text, self.draw.options.stop_strings
+        text, stops = self._text, self.sampling.options.stop_strings
         cuts = ((stop, cut) for stop in stops for cut in range(1, len(stop)))
         return sorted({stop[cut:] for stop, cut in cuts if text.endswith(stop[:cut])} - {*stops})
 
     def completion(self, finish: Finish) -> Completion:
         pieces = [piece.completion for piece in self.pieces]
-        read = self.draw.options.experts and finish != "aborted"
+        read = self.sampling.options.experts and finish != "aborted"
         experts = pieces[-1].experts if read else None
         if read and experts is None:
-            raise RunFailedError(f"{self.draw.name}: the server aborted it without its experts")
+            raise RunFailedError(f"{self.sampling.name}: the server aborted it without its experts")
         return Completion(
             tokens=self.tokens,
             logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
             versions=tuple(version for piece in pieces for version in piece.versions),
             finish=finish,
-            support=_joined_support(pieces) if self.draw.options.support else None,
+            support=_joined_support(pieces) if self.sampling.options.support else None,
             experts=experts,
         )
 
@@ -335,6 +335,6 @@ class PiecewiseDraw:
 def _joined_support(pieces: Sequence[Completion]) -> SampledSupport:
     support = SampledSupport()
     for piece in pieces:
-        assert piece.support is not None, "every piece of the draw has one"
+        assert piece.support is not None, "every piece of the sampling has one"
         support.extend(piece.support)
     return support

@@ -29,7 +29,7 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.plan.engine_rules import VLLM_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
-from slurmrl.rollouts.generation.dialect import FIRST_S, Draw, HttpDialect
+from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
 from slurmrl.rollouts.generation.weight_checks import (
@@ -39,7 +39,7 @@ from slurmrl.rollouts.generation.weight_checks import (
     sha256,
 )
 
-FIRST = Draw(
+FIRST = SamplingRequest(
     name="first",
     prompt=(0,),
     seed=0,
@@ -92,17 +92,17 @@ PREFIX = "generate-tokens-"
 """Prefix that the server puts before the id of a request."""
 
 
-def request_body(draw: Draw, *, cache: str | None = None) -> dict[str, Any]:
+def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict[str, Any]:
     """The body of a request for one completion.
 
     ``cache``: prompts are shared in the server's cache with requests of the same name only; None:
     with all without.
     """
     return {
-        "request_id": draw.name,
-        "token_ids": list(draw.prompt),
-        "priority": draw.priority,
-        "sampling_params": _sampling(draw.options, draw.seed),
+        "request_id": sampling.name,
+        "token_ids": list(sampling.prompt),
+        "priority": sampling.priority,
+        "sampling_params": _sampling(sampling.options, sampling.seed),
         "cache_salt": cache,
     }
 
@@ -171,18 +171,18 @@ class VllmDialect(HttpDialect):
     def _first(self) -> dict[str, Any]:
         return request_body(FIRST)
 
-    async def draw(self, draw: Draw) -> Completion:
-        if draw.options.experts:
+    async def sample(self, sampling: SamplingRequest) -> Completion:
+        if sampling.options.experts:
             raise UsageError(
                 f"{self.where}: experts of vLLM's tokens are not recorded; use native or sglang, "
                 "or leave out replay_experts"
             )
-        if draw.options.support:
+        if sampling.options.support:
             raise UsageError(
                 f"{self.where}: vLLM reports sampling masks for all requests of a server or for "
                 f"none; use native or sglang, or leave out top_k and top_p"
             )
-        body = request_body(draw, cache=self._cache)
+        body = request_body(sampling, cache=self._cache)
         reply = await self._client.post(self.GENERATE, body, timeout_s=None)
         return read_reply(self.where + self.GENERATE, reply)
 

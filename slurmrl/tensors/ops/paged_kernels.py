@@ -390,16 +390,16 @@ def example(sizes: Sizes, longest: int, chunk: int) -> tuple[Any, ...]:
     They have single tokens of several rows, and ``chunk`` tokens of one row.
     """
     _, dtype, heads, kv_heads, size, page = sizes
-    draw = torch.Generator().manual_seed(longest + chunk)
+    generator = torch.Generator().manual_seed(longest + chunk)
     single = (1, page, page + 1, longest)
     behind = tuple(range(longest - chunk + 1, longest + 1)) if chunk > 1 else ()
     lengths = torch.tensor((*single, *behind))
     rows = torch.tensor((*range(len(single)), *[len(single)] * len(behind)))
     pages = -(-longest // page)
-    tables = torch.randperm((len(single) + 1) * pages, generator=draw).view(-1, pages)
+    tables = torch.randperm((len(single) + 1) * pages, generator=generator).view(-1, pages)
     cells = (tables.numel() * page, kv_heads, size)
     shapes = ((len(rows), heads, size), cells, cells)
-    q, keys, values = (torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
+    q, keys, values = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     return q, keys, values, tables, rows, lengths
 
 

@@ -255,8 +255,8 @@ class Dropout:
     def _levels(self, keys: Tensor, inputs: int) -> Tensor:
         """A number in 0 .. LEVELS - 1 for each input: int64 [t, i]."""
         begin, end = self.first // PER_DRAW, -(-(self.first + inputs) // PER_DRAW)
-        draws = torch.arange(begin, end, device=keys.device)
-        bits = mix(mix(keys ^ self.salt)[:, None] ^ draws)
+        places = torch.arange(begin, end, device=keys.device)
+        bits = mix(mix(keys ^ self.salt)[:, None] ^ places)
         parts = torch.stack([shift(bits, 16 * n) & (LEVELS - 1) for n in range(PER_DRAW)], -1)
         offset = self.first - begin * PER_DRAW
         return parts.flatten(1)[:, offset : offset + inputs]

@@ -31,7 +31,7 @@ from slurmrl.run.history.state import IncarnationWriter, Lineage, TrialState, fo
 from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.run.reports import Failure
 from slurmrl.tensors.checkpoint.manifest import read_state, until_certain
-from slurmrl.watch.story import REPEATS
+from slurmrl.watch.incarnation_rows import REPEATS
 from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.workers.child_process import kill_parent
 from slurmrl.workers.failure import COLLECT_S, failure_of, publish, publish_hang

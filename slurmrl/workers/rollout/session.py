@@ -91,7 +91,7 @@ class Session:
         self._confirmed = self._expired = False
         self._waiting: dict[Key, Work] = {}
         self._begun: dict[Key, Work] = {}
-        self._drawn: dict[Key, SampleGroup] = {}
+        self._sampled: dict[Key, SampleGroup] = {}
         """Whose tokens are there, and whose rewards are not."""
         self._finished: dict[Key, SampleGroup] = {}
         self._returned: dict[Key, str] = {}
@@ -140,10 +140,10 @@ class Session:
         if self.retirement is None or now < self.retirement.until:
             return
         self._expired = True
-        self._aborted += (*self._begun, *self._drawn)
+        self._aborted += (*self._begun, *self._sampled)
         self._return(self._begun)
-        self._finished |= self._drawn
-        self._drawn.clear()
+        self._finished |= self._sampled
+        self._sampled.clear()
 
     # -- what to do --------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class Session:
         if not self._confirmed or self.paused or self.held is None or self.retirement is not None:
             return []
         room = self._most_begun - len(self._begun)
-        if len(self._drawn) + len(self._finished) >= self._most_unwritten:
+        if len(self._sampled) + len(self._finished) >= self._most_unwritten:
             room = 0
         ready = [work for work in self._waiting.values() if not self.held < work.oldest]
         chosen = ready[: max(room, 0)]
@@ -192,11 +192,11 @@ class Session:
         Do nothing if nobody wants the item any more.
         """
         if self._begun.pop(key, None) is not None:
-            self._drawn[key] = group
+            self._sampled[key] = group
 
     def finish(self, key: Key, group: SampleGroup) -> None:
         """All of an item is there; no-op if nobody wants it any more."""
-        if self._drawn.pop(key, None) is not None:
+        if self._sampled.pop(key, None) is not None:
             self._finished[key] = group
 
     def recorded(self) -> None:
@@ -226,7 +226,7 @@ class Session:
 
         After the deadline that is true even if nobody says which leases hold.
         """
-        at_work = self._waiting or self._begun or self._drawn or self._recording
+        at_work = self._waiting or self._begun or self._sampled or self._recording
         if self.retirement is None or at_work:
             return False
         unknown = self._expired and not self._confirmed
@@ -236,7 +236,7 @@ class Session:
 
     def _confirm(self, request: Confirm) -> None:
         named = {(one.lease, row.item) for one in request.leases for row in one.items}
-        known = {*self._waiting, *self._begun, *self._drawn, *self._finished, *self._returned}
+        known = {*self._waiting, *self._begun, *self._sampled, *self._finished, *self._returned}
         self._forget(known - named)
         self._confirmed = True
         for lease in request.leases:
@@ -246,7 +246,7 @@ class Session:
         oldest = VersionId.parse(request.oldest)
         for row in request.items:
             work = Work(request.lease, row, oldest)
-            known = (self._begun, self._drawn, self._finished, self._returned, self._answered)
+            known = (self._begun, self._sampled, self._finished, self._returned, self._answered)
             if any(work.key in each for each in known):
                 continue
             if work.key in self._recording:
@@ -258,10 +258,10 @@ class Session:
 
     def _forget(self, keys: set[Key]) -> None:
         for key in keys:
-            if key in self._begun or key in self._drawn:
+            if key in self._begun or key in self._sampled:
                 self._aborted.append(key)
             for each in (
-                *(self._waiting, self._begun, self._drawn),
+                *(self._waiting, self._begun, self._sampled),
                 *(self._finished, self._returned),
             ):
                 each.pop(key, None)

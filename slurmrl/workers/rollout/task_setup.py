@@ -37,7 +37,7 @@ from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.rollouts.generation.base import Decode, RolloutEngine
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
-from slurmrl.rollouts.generation.native.split_batch import Peers
+from slurmrl.rollouts.generation.native.split_batch import SplitRanks
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_kinds import VISIBLE, ServerKind, weights_config
 from slurmrl.run.channel.bell import Bell, fabric_bell
@@ -128,7 +128,7 @@ def _peers(
     rank: int,
     accelerator: Accelerator,
     step_timeout_s: float,
-) -> Peers | None:
+) -> SplitRanks | None:
     """The ranks of the task's decoder; None if there is one."""
     if start.world_size == 1:
         return None
@@ -137,7 +137,7 @@ def _peers(
     join(start, rank, meeting, accelerator, collective_timeout(step_timeout_s))
     group = dist.group.WORLD
     assert group is not None, "it was formed"
-    return Peers(group, accelerator.device)
+    return SplitRanks(group, accelerator.device)
 
 
 class FollowingRank:
@@ -301,7 +301,7 @@ def _read(what: str, action: Callable[[], T]) -> T:
 
 
 def native(
-    settings: Settings, decoder: Decoder, decode: Decode, peers: Peers | None = None
+    settings: Settings, decoder: Decoder, decode: Decode, peers: SplitRanks | None = None
 ) -> NativeRollout:
     """Build the native rollout engine.
 
@@ -340,7 +340,7 @@ def served(
 
 
 def undefined_decoder(
-    config: ModelConfig, dtype: str, target: torch.device, peers: Peers | None = None
+    config: ModelConfig, dtype: str, target: torch.device, peers: SplitRanks | None = None
 ) -> Decoder:
     """A model with undefined weights, or this rank's part of it."""
     split = WHOLE

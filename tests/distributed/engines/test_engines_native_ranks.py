@@ -33,7 +33,7 @@ from slurmrl.rollouts.generation.native import model_runner as runner_module
 from slurmrl.rollouts.generation.native import native_rollout as rollout_module
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
-from slurmrl.rollouts.generation.native.split_batch import Peers
+from slurmrl.rollouts.generation.native.split_batch import SplitRanks
 from slurmrl.tensors.ops.products import packable
 from tests.distributed.engines.cases import (
     ARCHITECTURE,
@@ -95,9 +95,11 @@ def served(
 ) -> Any:
     """A rank's engine, and its counts. With a time-out, messages have a group of their own."""
     engine: Any = make(setup)
-    peers: Peers | None = engine._peers()
+    peers: SplitRanks | None = engine._peers()
     if timeout_s is not None:
-        peers = Peers(dist.new_group(timeout=timedelta(seconds=timeout_s)), torch.device("cpu"))
+        peers = SplitRanks(
+            dist.new_group(timeout=timedelta(seconds=timeout_s)), torch.device("cpu")
+        )
     with torch.no_grad(), engine._shards.gathered() as decoder:
         rollout = NativeRollout(
             decoder,

@@ -16,7 +16,7 @@ from slurmrl.rollouts.generation.base import (
     GenerationRequest,
     WeightVersion,
 )
-from slurmrl.rollouts.generation.dialect import Dialect, Draw
+from slurmrl.rollouts.generation.dialect import Dialect, SamplingRequest
 from slurmrl.rollouts.generation.server_client import ServerClient
 
 CONTEXT = 16
@@ -42,7 +42,7 @@ class ScriptedDialect(Dialect):
     async def connect(self) -> int:
         return CONTEXT
 
-    async def draw(self, draw: Draw) -> Completion:
+    async def sample(self, draw: SamplingRequest) -> Completion:
         self.calls.append(f"draw {draw.name}")
         self.seeds[draw.name] = draw.seed
         self.draws[draw.name] = asyncio.get_running_loop().create_future()

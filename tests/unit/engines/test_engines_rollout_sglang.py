@@ -20,7 +20,7 @@ from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
-from slurmrl.rollouts.generation.dialect import Draw
+from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.sglang import (
@@ -30,7 +30,11 @@ from slurmrl.rollouts.generation.sglang import (
     read_reply,
     request_body,
 )
-from slurmrl.rollouts.generation.sglang_requests import DrawnPiece, PiecewiseDraw, RoutedLayers
+from slurmrl.rollouts.generation.sglang_requests import (
+    PiecewiseSampling,
+    RoutedLayers,
+    SampledPiece,
+)
 from slurmrl.rollouts.generation.weight_checks import Held, TensorPart
 from tests.support.trials import ARCHITECTURE
 
@@ -47,9 +51,9 @@ VOCABULARY = 50
 MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
-def draw(**options: Any) -> Draw:
+def draw(**options: Any) -> SamplingRequest:
     settings = GenerationOptions(**{"max_new_tokens": 6, **options})
-    return Draw(name="r", prompt=(1, 2), seed=7, options=settings, priority=0)
+    return SamplingRequest(name="r", prompt=(1, 2), seed=7, options=settings, priority=0)
 
 
 def letters(tokens: Sequence[int]) -> str:
@@ -122,12 +126,12 @@ class ScriptedServer(HttpClient):
         return reply(tokens, "length", self.version)
 
 
-async def paused(settings: Draw) -> tuple[ScriptedServer, Completion]:
+async def paused(settings: SamplingRequest) -> tuple[ScriptedServer, Completion]:
     """A draw that an update interrupts after two tokens."""
     server = ScriptedServer()
     dialect = SglangDialect(server, model=MODEL)
     await dialect.connect()
-    drawing = asyncio.create_task(dialect.draw(settings))
+    drawing = asyncio.create_task(dialect.sample(settings))
     await server.begun.wait()
     await dialect.pause()
     await asyncio.sleep(0.01)
@@ -176,7 +180,7 @@ def test_the_last_token_before_a_pause_may_end_a_draw(
     options: dict[str, Any], finish: str | None
 ) -> None:
     """A server draws once more before it aborts a request, and does not look at what it drew."""
-    drawing = PiecewiseDraw(draw(**options))
+    drawing = PiecewiseSampling(draw(**options))
     made = read_reply("server", reply([3, 4], "abort"), drawing.rest())
     ended = drawing.add(made)
     assert ended == (finish or "aborted")
@@ -185,7 +189,7 @@ def test_the_last_token_before_a_pause_may_end_a_draw(
 
 
 def test_a_stop_string_is_found_in_the_last_token_before_another_pause() -> None:
-    drawing = PiecewiseDraw(draw(stop_strings=("ef",)))
+    drawing = PiecewiseSampling(draw(stop_strings=("ef",)))
     for tokens, finish in (([3, 4], "aborted"), ([5], "stop")):
         piece = read_reply("server", reply(tokens, "abort"), drawing.rest())
         assert drawing.add(piece) == finish
@@ -199,7 +203,7 @@ def test_a_completion_that_a_pause_cuts_at_the_context_ends_there() -> None:
         dialect = SglangDialect(server, model=MODEL)
         await dialect.connect()
         asked = replace(draw(min_new_tokens=5), prompt=(1, 2))
-        drawing = asyncio.create_task(dialect.draw(asked))
+        drawing = asyncio.create_task(dialect.sample(asked))
         await server.begun.wait()
         await dialect.pause()
         await dialect.resume()
@@ -230,7 +234,7 @@ def test_stop_strings_end_a_completion_with_its_least_tokens(
         server.asked.append({})  # what it is asked first waits for a pause
         dialect = SglangDialect(server, model=MODEL)
         await dialect.connect()
-        return await dialect.draw(draw(min_new_tokens=least, stop_strings=stops))
+        return await dialect.sample(draw(min_new_tokens=least, stop_strings=stops))
 
     made = asyncio.run(work())
     assert made.tokens == tokens
@@ -239,11 +243,11 @@ def test_stop_strings_end_a_completion_with_its_least_tokens(
 
 def test_a_draw_that_was_cut_within_a_character_begins_again() -> None:
     """A stop string may begin with it."""
-    drawing = PiecewiseDraw(draw(stop_strings=("é",)))
+    drawing = PiecewiseSampling(draw(stop_strings=("é",)))
     made = Completion(tokens=(3,), logprobs=(-1.0,), versions=("1.1",), finish="aborted")
-    assert drawing.add(DrawnPiece(completion=made, text="a\ufffd")) == "aborted"
+    assert drawing.add(SampledPiece(completion=made, text="a\ufffd")) == "aborted"
     assert drawing.completion("aborted").tokens == (3,)
-    assert drawing.rest() == drawing.draw
+    assert drawing.rest() == drawing.sampling
 
 
 def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
@@ -253,7 +257,7 @@ def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
         server = ScriptedServer()
         dialect = SglangDialect(server, model=MODEL)
         await dialect.connect()
-        drawing = asyncio.create_task(dialect.draw(draw()))
+        drawing = asyncio.create_task(dialect.sample(draw()))
         await server.begun.wait()
         await dialect.pause()
         await asyncio.sleep(0.01)
@@ -306,7 +310,7 @@ def test_masks_without_the_tokens_that_they_are_of_are_refused(masks: list[list[
 
 
 def test_pieces_of_a_draw_have_one_support() -> None:
-    drawing = PiecewiseDraw(draw(top_k=3, support=True))
+    drawing = PiecewiseSampling(draw(top_k=3, support=True))
     for masks in ([[3, 9], [4]], [[5, 3], [4, 2]]):
         piece = read_reply("server", masked(masks), drawing.rest())
         drawing.add(piece)
@@ -372,7 +376,7 @@ def test_experts_of_other_tokens_or_models_are_refused(
 
 def test_pieces_of_a_draw_have_the_experts_of_the_last_one() -> None:
     """It has read the tokens of the others."""
-    drawing = PiecewiseDraw(draw(experts=True))
+    drawing = PiecewiseSampling(draw(experts=True))
     rows = np.full((5, 3, 2), [0, 1])
     for answer in (reply([3, 4], "abort"), routed(rows, reply([3, 4], "length"))):
         drawing.add(read_reply("server", answer, drawing.rest(), routed=ROUTED))
@@ -386,7 +390,7 @@ def test_a_draw_that_an_abort_has_ended_has_experts() -> None:
     asked = draw(experts=True, stop_token_ids=(4,))
     rows = np.full((3, 3, 2), [0, 1])
     for answer in (routed(rows, reply([3, 4], "abort")), reply([3, 4], "abort")):
-        drawing = PiecewiseDraw(asked)
+        drawing = PiecewiseSampling(asked)
         finish = drawing.add(read_reply("server", answer, asked, routed=ROUTED))
         assert finish == "stop"
         lacks = answer["meta_info"].get("routed_experts") is None
@@ -398,7 +402,7 @@ def test_a_draw_that_an_abort_has_ended_has_experts() -> None:
 
 def test_a_model_without_experts_records_none() -> None:
     with pytest.raises(UsageError, match="the model has no experts to record"):
-        asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).draw(draw(experts=True)))
+        asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).sample(draw(experts=True)))
 
 
 RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, "pp_size": 1}
@@ -515,7 +519,7 @@ def test_how_a_server_is_paused_depends_on_its_version_and_its_requests(
         await dialect.load(version)
         await dialect.resume()
         options = {"max_new_tokens": 9, "min_new_tokens": least}
-        drawing = asyncio.create_task(dialect.draw(draw(**options)))
+        drawing = asyncio.create_task(dialect.sample(draw(**options)))
         await server.begun.wait()
         for _ in range(2):
             await dialect.pause()

@@ -229,4 +229,4 @@ def test_records_that_vllm_does_not_give_are_refused() -> None:
     ):
         draw = replace(FIRST, options=options)
         with pytest.raises(UsageError, match="use native or sglang"):
-            asyncio.run(VllmDialect(ScriptedClient({}), model=MODEL).draw(draw))
+            asyncio.run(VllmDialect(ScriptedClient({}), model=MODEL).sample(draw))

@@ -11,7 +11,7 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.history.slots import Kind
-from slurmrl.watch.snapshot import STORY, read
+from slurmrl.watch.snapshot import DETAILED, read
 from slurmrl.watch.stack_requests import Request
 from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun
@@ -63,12 +63,12 @@ def test_how_much_is_read_does_not_grow_with_the_life_of_a_trial(
     for incarnations in (30, 300):
         run = live(tmp_path, incarnations)
         opened.clear()
-        found = read(run.paths, STORY)
+        found = read(run.paths, DETAILED)
         counts.append(len(opened))
         assert [one.begun.number for one in found.incarnations][-1] == incarnations
         assert all(one.failure and one.supervisor and one.attempt for one in found.incarnations)
     short, long = counts
-    assert long <= short + STORY * SLACK / 2
+    assert long <= short + DETAILED * SLACK / 2
     opened.clear()
     read(run.paths)
     assert len(opened) < 80
@@ -77,7 +77,7 @@ def test_how_much_is_read_does_not_grow_with_the_life_of_a_trial(
 def test_looking_changes_nothing(tmp_path: Path) -> None:
     run = live(tmp_path, 3)
     before = {path: path.stat().st_mtime_ns for path in run.paths.run.rglob("*")}
-    assemble(read(run.paths, STORY), [])
+    assemble(read(run.paths, DETAILED), [])
     assert {path: path.stat().st_mtime_ns for path in run.paths.run.rglob("*")} == before
 
 
@@ -86,9 +86,9 @@ def test_torn_events_are_passed_over(tmp_path: Path, torn: str) -> None:
     run = live(tmp_path, 1)
     run.paths.event_file("master.1").write_text(torn + "\n")
     run.paths.event_file("supervisor.trainer.1.0").write_text(torn)
-    (traces,) = read(run.paths, STORY).incarnations
+    (traces,) = read(run.paths, DETAILED).incarnations
     assert traces.master == traces.supervisor == []
-    assert assemble(read(run.paths, STORY), [])["incarnations"][0]["cause"] == "died"
+    assert assemble(read(run.paths, DETAILED), [])["incarnations"][0]["cause"] == "died"
 
 
 @pytest.mark.parametrize("part", ["events", "metrics.jsonl", "plan.json", "export", "submissions"])
@@ -96,7 +96,7 @@ def test_parts_that_are_not_there_yet(tmp_path: Path, part: str) -> None:
     """Whoever makes a run directory may have come only so far, or a cache shows only so much."""
     run = live(tmp_path, 2)
     (run.paths.run / part).rename(tmp_path / "away")
-    status = assemble(read(run.paths, STORY), [])
+    status = assemble(read(run.paths, DETAILED), [])
     assert status["state"] == "INTERRUPTED"
     assert status["incarnation"] == 2
 
@@ -105,9 +105,9 @@ def test_parts_that_are_not_there_yet(tmp_path: Path, part: str) -> None:
 def test_status_is_that_without_a_plan_where_it_is_damaged(tmp_path: Path, text: str) -> None:
     run = live(tmp_path, 2)
     run.paths.plan.unlink()
-    expected = assemble(replace(read(run.paths, STORY), now=0.0, free_bytes=1), [])
+    expected = assemble(replace(read(run.paths, DETAILED), now=0.0, free_bytes=1), [])
     run.paths.plan.write_text(text)
-    assert assemble(replace(read(run.paths, STORY), now=0.0, free_bytes=1), []) == expected
+    assert assemble(replace(read(run.paths, DETAILED), now=0.0, free_bytes=1), []) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_claim_whose_content_a_cache_hides(
         return real(store, root) + [hidden] * hidden.startswith(root)
 
     monkeypatch.setattr(NameStore, "find_subtree", listing)
-    status = assemble(read(run.paths, STORY), [])
+    status = assemble(read(run.paths, DETAILED), [])
     assert status["groups"][0]["tasks"][0]["attempt"] == 2
     assert [row["job_id"] for row in status["incarnations"]] == ["41_1", "41_2"]
 
@@ -162,7 +162,7 @@ def test_a_host_of_any_length_fills_no_page(tmp_path: Path) -> None:
 def test_null_in_what_the_master_published_counts_as_missing(tmp_path: Path, field: str) -> None:
     run = live(tmp_path, 1)
     run.say(1, **{field: None})
-    assert assemble(read(run.paths, STORY), [])["step"] is not None
+    assert assemble(read(run.paths, DETAILED), [])["step"] is not None
 
 
 def test_an_export_is_found_behind_later_records(tmp_path: Path) -> None:

@@ -93,9 +93,9 @@ def test_the_ratio_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run.metrics(*lines(60.0, 20.0))
     run.say(2, step=2, time=1110.0, tasks={})
     running = {"alive": True}
-    detailed = assemble(snapshot.read(run.paths, snapshot.STORY), [], **running)
+    detailed = assemble(snapshot.read(run.paths, snapshot.DETAILED), [], **running)
     assert detailed["timing"]["effective_ratio"] == pytest.approx(0.8)
     assert assemble(snapshot.read(run.paths), [], **running)["timing"]["effective_ratio"] is None
     monkeypatch.setattr(snapshot, "MOST_METRICS_BYTES", 10)
-    large = assemble(snapshot.read(run.paths, snapshot.STORY), [], **running)
+    large = assemble(snapshot.read(run.paths, snapshot.DETAILED), [], **running)
     assert large["timing"]["effective_ratio"] is None

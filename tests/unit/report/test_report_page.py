@@ -23,7 +23,7 @@ from tests.support import browser
 
 SCREENSHOTS = "SLURMRL_SCREENSHOTS"
 """Names a folder for screenshots; by default they lie in the test's own."""
-SECTIONS = ("story", "time", "checkpoints", "samples")
+SECTIONS = ("incarnations", "time", "checkpoints", "samples")
 HOSTILE = (
     "</script><script>document.title = 'broken out'</script><!-- <img src=x onerror=alert(1)> "
     "\u2028"
@@ -254,7 +254,7 @@ async def _look(file: Path, scheme: str, shots: Path) -> None:
         )
         await page.screenshot(shots / f"report.{scheme}.png")
         time_text = await page.evaluate("document.querySelector('#time').textContent")
-        for said in ("80, 20.83 %", "droppedstale2", "result refusedlate5", "rollout/00n712.1"):
+        for said in ("80, 20.83 %", "droppedstale2", "result rejectedlate5", "rollout/00n712.1"):
             assert said in time_text
         bars = (
             "[...document.querySelectorAll('#time .bar')]"
@@ -269,8 +269,8 @@ async def _look(file: Path, scheme: str, shots: Path) -> None:
         for said in ("gen1 s150500 ms50 %", "rank 071.0 GB", "plan, rank 060.0 GB"):
             assert said in await page.evaluate("document.querySelector('#time').textContent")
         await _look_at_samples(page)
-        story = await page.evaluate("document.querySelector('#story').textContent")
-        assert re.search(r"1 to 50000.*25000 steps, [0-9.]+ \w+", story), story
+        incarnations = await page.evaluate("document.querySelector('#incarnations').textContent")
+        assert re.search(r"1 to 50000.*25000 steps, [0-9.]+ \w+", incarnations), incarnations
         for section in SECTIONS:
             await page.screenshot(shots / f"{section}.{scheme}.png", f"#{section}")
         assert "broken out" not in await page.evaluate("document.title")

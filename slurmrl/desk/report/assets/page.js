@@ -265,7 +265,7 @@
     addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
   }
 
-  // -- story ----------------------------------------------------------------------------------
+  // -- timeline ----------------------------------------------------------------------------------
 
   function lanes(rows, begin, end, show = span) {
     const whole = Math.max(end - begin, 1e-9), at = (time) => `${100 * (time - begin) / whole}%`;
@@ -294,7 +294,7 @@
     return table(["", ""], rows.map(([name, value]) => [name, text(value)]));
   }
 
-  function storyOf(trial) {
+  function timelineOf(trial) {
     const told = trial.status.incarnations;
     if (!told.length) return [heading(trial), facts(trial), el("p", { className: "dim", textContent: "No incarnation has begun." })];
     const last = told[told.length - 1], begin = told[0].began;
@@ -401,10 +401,10 @@
     const taken = ages(said.trained), all = taken.reduce((sum, [, count]) => sum + count, 0);
     const most = Math.max(1, ...taken.map(([, count]) => count)), share = (count) => `${number(100 * count / all)} %`;
     const reasons = (what, counts) => Object.entries(counts).map(([why, count]) => [what, why, number(count)]);
-    const again = [["damaged", "samples could not be read"], ["aborted", "would have been too stale"], ["given_back", "given back"], ["lost", "task lost or left"]]
-      .filter(([name]) => said[name]).map(([name, why]) => ["made again", why, number(said[name])]);
+    const again = [["damaged", "samples could not be read"], ["aborted", "would have been too stale"], ["given_back", "given back"], ["lost", "task lost or retired"]]
+      .filter(([name]) => said[name]).map(([name, why]) => ["generated again", why, number(said[name])]);
     const rows = [...ages(said.finished).map(([age, count]) => ["wait for a step", `${old(age)} old`, number(count)]),
-      ...reasons("dropped", said.dropped), ...reasons("result refused", said.refused), ...again];
+      ...reasons("dropped", said.dropped), ...reasons("result rejected", said.refused), ...again];
     return [
       el("h3", { textContent: "Staleness of groups" }),
       el("p", { className: "dim", textContent: taken.length ? "Groups that steps took, by the age of their oldest weights in steps, since the last incarnation began."
@@ -590,7 +590,7 @@
   }
 
   curveSection();
-  section("story", "Story", ...trials.flatMap(storyOf).filter(Boolean));
+  section("timeline", "Timeline", ...trials.flatMap(timelineOf).filter(Boolean));
   section("time", "Time", ...trials.flatMap(timeOf).filter(Boolean));
   section("checkpoints", "Checkpoints", ...trials.flatMap(commitsOf).filter(Boolean));
   sampleSection();

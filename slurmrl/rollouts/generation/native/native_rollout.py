@@ -31,7 +31,7 @@ from slurmrl.rollouts.generation.native.split_batch import (
     ComparedBatch,
     FollowerBatch,
     LeaderBatch,
-    Peers,
+    SplitRanks,
 )
 
 Completions = tuple[Completion, ...]
@@ -69,7 +69,7 @@ class NativeRollout(RolloutEngine):
         context: int | None = None,
         decode: Decode | None = None,
         own: bool = True,
-        peers: Peers | None = None,
+        peers: SplitRanks | None = None,
         stale_cache: bool = False,
         turns: bool = True,
         support: bool = True,
@@ -285,7 +285,7 @@ class NativeRollout(RolloutEngine):
 
 
 def _batch(
-    decoder: Decoder, limits: Limits, peers: Peers | None, *, turns: bool, **options: Any
+    decoder: Decoder, limits: Limits, peers: SplitRanks | None, *, turns: bool, **options: Any
 ) -> ContinuousBatch:
     """The batch of a rank."""
     if peers is None:

@@ -51,7 +51,7 @@ def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> Ru
 
 
 @dataclass(eq=False)
-class Peers:
+class SplitRanks:
     """The ranks of one copy of a model. The first one is the leader."""
 
     group: Group
@@ -119,7 +119,7 @@ class Peers:
 class ComparedBatch(ContinuousBatch):
     """The batch of each rank where all ranks add the same requests."""
 
-    def __init__(self, decoder: Decoder, limits: Limits, peers: Peers, **options: Any) -> None:
+    def __init__(self, decoder: Decoder, limits: Limits, peers: SplitRanks, **options: Any) -> None:
         super().__init__(decoder, limits, **options)
         self._peers, self._calls = peers, 0
         self._every = COMPARED_CALLS[peers.device.type]
@@ -136,7 +136,7 @@ class ComparedBatch(ContinuousBatch):
 class LeaderBatch(ContinuousBatch):
     """The batch of the leader."""
 
-    def __init__(self, decoder: Decoder, limits: Limits, peers: Peers, **options: Any) -> None:
+    def __init__(self, decoder: Decoder, limits: Limits, peers: SplitRanks, **options: Any) -> None:
         """The arguments of `ContinuousBatch` are the same on all ranks."""
         super().__init__(decoder, limits, **options)
         self._peers = peers
@@ -187,7 +187,7 @@ class FollowerBatch:
     """The batch of another rank."""
 
     def __init__(
-        self, batch: ContinuousBatch, peers: Peers, read: Callable[[str, Path], None]
+        self, batch: ContinuousBatch, peers: SplitRanks, read: Callable[[str, Path], None]
     ) -> None:
         """``read`` reads this rank's part of the weights of a name from a folder."""
         self._batch, self._peers, self._read = batch, peers, read

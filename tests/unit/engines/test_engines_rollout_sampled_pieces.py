@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
-from slurmrl.rollouts.generation.dialect import Draw
-from slurmrl.rollouts.generation.sglang_requests import DrawnPiece, PiecewiseDraw
+from slurmrl.rollouts.generation.dialect import SamplingRequest
+from slurmrl.rollouts.generation.sglang_requests import PiecewiseSampling, SampledPiece
 
 WORDS = (b"a", b"b", b"ab", b"ba", b"aab", b"c", b"bc", b"b\xe2\x80")
 """The last one ends within a character."""
@@ -34,7 +34,7 @@ def uninterrupted(stream: Sequence[int], options: GenerationOptions) -> tuple[in
 
 def answer(
     rest: Sequence[int], options: GenerationOptions, pause: int | None, chance: random.Random
-) -> DrawnPiece:
+) -> SampledPiece:
     """What SGLang draws of the stream for one request: strings end it whatever the minimum, and a
     pause after one more token, which is not looked at.
     """
@@ -57,7 +57,7 @@ def answer(
     made = Completion(
         tokens=drawn, logprobs=(0.0,) * len(drawn), versions=("1.1",) * len(drawn), finish=finish
     )
-    return DrawnPiece(completion=made, text=text(drawn), stop=stop)
+    return SampledPiece(completion=made, text=text(drawn), stop=stop)
 
 
 def test_pieces_make_what_one_request_would() -> None:
@@ -77,8 +77,8 @@ def test_pieces_make_what_one_request_would() -> None:
             stop_token_ids=(5,) if least == 0 and chance.randrange(2) else (),
         )
         stream = [chance.randrange(len(WORDS)) for _ in range(20)]
-        drawing = PiecewiseDraw(
-            Draw(name=str(seed), prompt=(1,), seed=1, options=options, priority=0)
+        drawing = PiecewiseSampling(
+            SamplingRequest(name=str(seed), prompt=(1,), seed=1, options=options, priority=0)
         )
         pauses = chance.choice([[None], PAUSES, PAUSES])
         finish: Finish | None = None

@@ -15,7 +15,7 @@ from slurmrl.run.history.slots import Kind
 from slurmrl.run.reports import Failure
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.sinks import MetricsRecorder
-from slurmrl.watch.snapshot import STORY, read
+from slurmrl.watch.snapshot import DETAILED, read
 from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun, task
 
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 def rows(run: FakeRun, *tasks: TaskState, alive: bool = False) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = assemble(read(run.paths, STORY), tasks, alive=alive)[
+    found: list[dict[str, Any]] = assemble(read(run.paths, DETAILED), tasks, alive=alive)[
         "incarnations"
     ]
     return found
@@ -301,7 +301,7 @@ def test_steps_that_a_kill_lost(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -
     now[0] = 1010.0
     run.commit(4)
     run.metrics(*({"step": n, "time": 1000.0 + 2 * n, "time/total": 2.0} for n in range(1, 8)))
-    status = assemble(read(run.paths, STORY), [])
+    status = assemble(read(run.paths, DETAILED), [])
     (killed,) = status["incarnations"]
     assert (killed["to_step"], killed["commit"], killed["lost_steps"]) == (7, 4, 3)
     assert status["timing"]["effective_ratio"] == pytest.approx(8.0 / 14.0)
@@ -339,10 +339,10 @@ def test_the_next_start_of_a_job_does_not_revive_an_incarnation(
 
 
 def test_only_the_newest_are_shown(run: FakeRun) -> None:
-    for number in range(STORY + 5):
+    for number in range(DETAILED + 5):
         start(run, f"{number}.0.0", number, f"41_{number}")
     found = rows(run)
-    assert [row["number"] for row in found] == list(range(6, STORY + 6))
+    assert [row["number"] for row in found] == list(range(6, DETAILED + 6))
     assert found[0]["job_id"] == "41_5"
 
 

@@ -1,4 +1,4 @@
-"""The story of a trial: its newest incarnations and how each of them ended. Pure functions.
+"""The newest incarnations of a trial and their ends. Pure functions.
 
 An incarnation may be killed at any moment, so its end is inferred from the existing evidence: its
 reports (see `endings`), the history, the master's last event, the scheduler's state of the job, or
@@ -50,7 +50,7 @@ class End(NamedTuple):
     how: str
 
 
-def tell(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
+def rows(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
     """Return the documented objects, the oldest incarnation first."""
     told = snapshot.incarnations
     after = [*told[1:], None]
