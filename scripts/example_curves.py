@@ -57,6 +57,7 @@ EXAMPLES = {
     "dpo": Example("addition-dpo/1", (("eval/reward", "rewards/accuracies"), ("loss",))),
     "kto": Example("addition-kto/1", (("eval/reward", "rewards/accuracies"), ("loss",))),
     "distill": Example("addition-distill/1", (("eval/reward",), ("reverse_kl",))),
+    "lora": Example("addition-lora/1", (("eval/reward", "reward"), ("kl", "entropy"))),
     "reward_model": Example("addition-reward-model/1", (("eval/accuracy", "accuracy"), ("loss",))),
 }
 COMPARED = ("ppo", "grpo", "dpo")
