@@ -240,11 +240,17 @@ def test_modules_have_no_circles() -> None:
 def test_wheels_have_every_file_of_the_package() -> None:
     lines = (PACKAGE.parent / "setup.cfg").read_text().partition("[options.package_data]")[2]
     patterns = lines.partition("\n\n")[0].split()[2:]
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=PACKAGE, capture_output=True, text=True, check=True
-    ).stdout.split()
-    data = [name for name in listed if not name.endswith(".py") and (PACKAGE / name).is_file()]
-    left_out = [name for name in data if not any(PurePath(name).match(one) for one in patterns)]
+
+    def files(folder: Path) -> list[str]:
+        command = ["git", "ls-files"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    data = [name for name in files(PACKAGE) if not name.endswith(".py")]
+    for link in ("docs", "examples"):
+        data += [f"{link}/{name}" for name in files(PACKAGE / link)]
+    there = [name for name in data if (PACKAGE / name).is_file()]
+    left_out = [name for name in there if not any(PurePath(name).match(one) for one in patterns)]
     assert left_out == []
 
 
