@@ -32,7 +32,8 @@ def answers(folder: str, questions: Sequence[str]) -> Iterator[str]:
             chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         tokens = model.generate(**prompt, max_new_tokens=12, do_sample=False)
-        yield tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        answer = tokens[0, prompt["input_ids"].shape[1] :]
+        yield tokenizer.decode(answer, skip_special_tokens=True).strip()
 
 
 def main() -> None:

@@ -103,8 +103,8 @@ def test_pretrained_model_learns_sums_and_answers_in_transformers(tmp_path: Path
     assert after > 0.5
     shown = {}
     for line in said.splitlines():
-        if found := re.fullmatch(r'    (\d+\+\d+)@0  ".*" \([01]\)  ->  "(.*)" \([01]\)', line):
-            shown[found[1]] = found[2]
+        if found := re.fullmatch(r'    (\d+\+\d+)@0  ".*" \([01]\)  ->  (".*") \([01]\)', line):
+            shown[found[1]] = json.loads(found[2]).strip()
     assert len(shown) == 3, said
     for asked, answer in shown.items():
         question = f"What is {asked.replace('+', ' + ')}? Answer with the number only."
