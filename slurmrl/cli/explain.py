@@ -223,7 +223,7 @@ def _lines(entry: Explanation, whole: bool) -> Iterator[str]:
     rows = [("Default", default.replace("`", ""))] if default else []
     rows += [("Unit", facts.unit)] if facts.unit else []
     rows += [("Algorithms", ", ".join(names))] if names else []
-    yield ""
+    yield from [""] if rows else []
     for label, text in rows:
         yield from textwrap.wrap(
             text, _width(), initial_indent=f"{label + ':':<12}", subsequent_indent=" " * 12

@@ -95,6 +95,7 @@ Begin with:
   slurmrl init site          once on a cluster: partition, account, folder of runs
   slurmrl init grpo          a configuration with its data and reward
   slurmrl plan grpo.yaml     what would run where
+  slurmrl explain KEY        meaning, default and unit of a configuration key
   slurmrl submit grpo.yaml   start it
   slurmrl status             state and progress
 

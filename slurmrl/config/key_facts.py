@@ -105,7 +105,13 @@ def facts_of(
     """
     texts = descriptions(section)
     return [
-        _facts((*path, key), one, texts.get(attribute, ""), _others(one, attribute, presets or {}))
+        _facts(
+            (*path, key),
+            one,
+            texts.get(attribute, ""),
+            _others(one, attribute, presets or {}),
+            getattr(section, "null_means", ""),
+        )
         for (key, one), attribute in zip(keys(section), section.model_fields, strict=True)
     ]
 
@@ -123,7 +129,9 @@ def _others(one: FieldInfo, attribute: str, presets: Mapping[str, Any]) -> dict[
     return {name: f"`{value}`" for name, value in values.items() if value != plain}
 
 
-def _facts(path: KeyPath, one: FieldInfo, text: str, presets: dict[str, str]) -> KeyFacts:
+def _facts(
+    path: KeyPath, one: FieldInfo, text: str, presets: dict[str, str], null_means: str
+) -> KeyFacts:
     section, named = section_of(one.annotation), names_sections(one.annotation)
     meaning, default, example = parts_of(text)
     values = choices(one.annotation)
@@ -135,7 +143,7 @@ def _facts(path: KeyPath, one: FieldInfo, text: str, presets: dict[str, str]) ->
     return KeyFacts(
         path=path,
         kind=kind,
-        default=default or _default(one),
+        default=default or _default(one, null_means),
         meaning=meaning or (parts_of(section.__doc__ or "")[0] if section else ""),
         example=example or _example(one, values),
         unit=_unit(str(path[-1]), one) if section is None else "",
@@ -160,10 +168,12 @@ def parts_of(docstring: str) -> tuple[str, str, str]:
     return meaning.strip(), default, " ".join(example.split())
 
 
-def _default(one: FieldInfo) -> str:
+def _default(one: FieldInfo, null_means: str) -> str:
     if one.is_required():
         return REQUIRED
     default = one.get_default(call_default_factory=True)
+    if default is None and null_means:
+        return null_means
     if isinstance(default, BaseModel):
         return OF_KEYS
     if section_of(one.annotation) is not None:

@@ -8,7 +8,7 @@ string, because ``trial: 1`` and ``time: 30`` are what people write.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
@@ -29,6 +29,8 @@ class Section(BaseModel):
         serialize_by_alias=True,
         validate_default=False,
     )
+    null_means: ClassVar[str] = ""
+    """Value of keys that are null, in Markdown, if all of them take it from one place."""
 
 
 class HasVariables:

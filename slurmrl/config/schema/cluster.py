@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from math import inf
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -87,6 +87,8 @@ class JobOptions(Section):
     ""`) selects the cluster's default instead.
     """
 
+    null_means: ClassVar[str] = "the value in `cluster.slurm`"
+
     partition: Line | None = None
     """Partition, or several separated by commas. The partition of tasks may be preemptible: a
     preempted task returns its unfinished work, and Slurm queues its job again. Example: `gpu`"""
@@ -135,6 +137,8 @@ class Slurm(JobOptions):
     An option that is left out or is an empty string takes the cluster's default. Example:
     `{partition: gpu, time: "04:00:00", gpu_type: a100}`
     """
+
+    null_means: ClassVar[str] = "the cluster's default"
 
     links: Annotated[int, Field(gt=0, le=1000)] = 8
     """Length of the chain: the number of elements in the job array, which run one after the other.

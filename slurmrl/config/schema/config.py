@@ -218,9 +218,9 @@ class Config(Section):
     """Folder of all runs, in a directory that all hosts share. A relative path starts at the
     current directory. The path has no colon. `--root` and SLURMRL_ROOT take precedence."""
     total_steps: NonNegativeInt | None = None
-    """Number of steps after which the run is finished. 0 only evaluates the models. Training
-    requires it. `generate` and `evaluate` process the dataset once; `total_steps` limits them to
-    its first batches. Example: `400`"""
+    """Number of steps after which the run is finished. 0 only evaluates the models. Required for
+    training. `generate` and `evaluate` process the dataset once, or this many batches of it.
+    Default: none. Example: `400`"""
     stop_when: str | None = None
     """Condition that ends the run early: `METRIC >= NUMBER` or `METRIC <= NUMBER`. slurmrl rejects
     a metric that no step reports. If a custom reward may report the metric, the log warns while

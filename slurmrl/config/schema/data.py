@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal, cast, get_args
+from typing import Annotated, Any, ClassVar, Final, Literal, cast, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -94,6 +94,8 @@ class DataSource(Section):
 
     A key that is null takes its value from the dataset.
     """
+
+    null_means: ClassVar[str] = "the value in the dataset"
 
     path: HubPathText
     """File, folder, or dataset of the hub. Example: `gsm8k/train.jsonl`"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -60,6 +60,8 @@ class Suite(Section):
 
     A key that is null takes its value from `evaluation`.
     """
+
+    null_means: ClassVar[str] = "the value in `evaluation`"
 
     dataset: Dataset
     """The held-out prompts."""

@@ -34,13 +34,13 @@ class ParallelSizes(Section):
     """
 
     tensor_model_parallel_size: PositiveInt | None = None
-    """Ranks that share each matrix (`t`). Example: `4`"""
+    """Ranks that share each matrix (`t`). Default: the size in `backend`, or 1. Example: `4`"""
     pipeline_model_parallel_size: PositiveInt | None = None
-    """Stages that share the layers (`p`). Example: `2`"""
+    """Stages that share the layers (`p`). Default: the size in `backend`, or 1. Example: `2`"""
     context_parallel_size: PositiveInt | None = None
-    """Ranks that share each sequence (`c`). Example: `2`"""
+    """Ranks that share each sequence (`c`). Default: the size in `backend`, or 1. Example: `2`"""
     expert_model_parallel_size: PositiveInt | None = None
-    """Ranks that share the experts (`e`). Example: `8`"""
+    """Ranks that share the experts (`e`). Default: the size in `backend`, or 1. Example: `8`"""
     expert_tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each expert. Default: the tensor size, as in Megatron. Example: `1`"""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None

@@ -306,10 +306,12 @@ class Rollout(Section):
     again before the next generation, and servers sleep. Requires `backend`. Default: true if
     generation shares GPUs with other models."""
     tensor_parallel_size: PositiveInt | None = None
-    """Ranks that share each matrix, instead of or in addition to the `t` of `backend`. Example: `2`
+    """Ranks that share each matrix, instead of or in addition to the `t` of `backend`.
+    Default: the size in `backend`, or 1. Example: `2`
     """
     pipeline_parallel_size: PositiveInt | None = None
-    """Stages that share the layers, instead of or in addition to the `p` of `backend`. Example: `2`
+    """Stages that share the layers, instead of or in addition to the `p` of `backend`.
+    Default: the size in `backend`, or 1. Example: `2`
     """
     n: PositiveInt = 1
     """Completions of each prompt. A step trains on `algorithm.batch_size` times this number.

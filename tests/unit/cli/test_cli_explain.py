@@ -24,6 +24,8 @@ def test_explain_shows_facts_and_example_of_key(capsys: pytest.CaptureFixture[st
     assert text.startswith("critic.optimizer.lr: number ≥ 0\n\nLearning rate")
     assert "\nDefault:    1e-05\n" in text
     assert "Example:\n  critic:\n    optimizer:\n      lr: " in text
+    assert "Default:    the value in cluster.slurm\n" in explained(capsys, "rollout.slurm.time")
+    assert "Default:    the cluster's default\n" in explained(capsys, "cluster.slurm.time")
     assert "\nUnit:       seconds\n" in explained(capsys, "cluster.heartbeat_s")
 
 
