@@ -265,7 +265,7 @@
     addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; redraw(); } });
   }
 
-  // -- timeline ----------------------------------------------------------------------------------
+  // -- incarnations ---------------------------------------------------------------------------
 
   function lanes(rows, begin, end, show = span) {
     const whole = Math.max(end - begin, 1e-9), at = (time) => `${100 * (time - begin) / whole}%`;
@@ -294,7 +294,7 @@
     return table(["", ""], rows.map(([name, value]) => [name, text(value)]));
   }
 
-  function timelineOf(trial) {
+  function incarnationsOf(trial) {
     const told = trial.status.incarnations;
     if (!told.length) return [heading(trial), facts(trial), el("p", { className: "dim", textContent: "No incarnation has begun." })];
     const last = told[told.length - 1], begin = told[0].began;
@@ -590,7 +590,7 @@
   }
 
   curveSection();
-  section("timeline", "Timeline", ...trials.flatMap(timelineOf).filter(Boolean));
+  section("incarnations", "Incarnations", ...trials.flatMap(incarnationsOf).filter(Boolean));
   section("time", "Time", ...trials.flatMap(timeOf).filter(Boolean));
   section("checkpoints", "Checkpoints", ...trials.flatMap(commitsOf).filter(Boolean));
   sampleSection();
