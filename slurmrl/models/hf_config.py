@@ -50,6 +50,8 @@ class HFConfig:
     values: Mapping[str, Any]
     positions: int | None = None
     """Size of the loaded model's position table, if it has one."""
+    embedding: str = ""
+    """Name of the token embedding in files, if known (`hf_model.complete`)."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
@@ -68,6 +70,17 @@ class HFConfig:
                 "output_router_logits: set that to false, or use the built-in decoder"
             )
         return HFConfig(model_type=model_type, values=dict(values))
+
+    @property
+    def tie_embeddings(self) -> bool:
+        """Whether the output layer is the embedding, of a config with this field."""
+        return self.values["tie_word_embeddings"] is True
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, of a config with this field (`hf_model.complete`)."""
+        size: int = self.values["vocab_size"]
+        return size
 
     def check_length(self, tokens: int) -> None:
         """Raise UsageError if the model does not support a sequence of this length.

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from transformers import (
     DynamicCache,
     PreTrainedModel,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
@@ -30,12 +32,12 @@ from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel
 from slurmrl.models.folder_checks import not_finite
 from slurmrl.models.hf import as_tensor, is_finite
-from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.tensors.checkpoint.manifest import is_pinned
-from slurmrl.tensors.layout import Box
+from slurmrl.tensors.layout import Box, Index, TensorSpec
 from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
 from slurmrl.tensors.ops.products import wide_linear
@@ -155,6 +157,55 @@ class HFModel(PackedModel):
         return HFSession(self, self.inner.config, lengths, prefill_tokens)
 
 
+def complete(config: HFConfig) -> HFConfig:
+    """Return a config for servers, which need the class and the size of the vocabulary.
+
+    Raises UsageError if transformers does not know the family, or holds its tensors in another form
+    than the family's files, which servers read.
+    """
+    with torch.device("meta"):
+        model = _model(config, "lm", None, 0, torch.float32)
+    held = {name: tuple(values.shape) for name, values in model.state_dict().items()}
+    filed = revert_weight_conversion(model, dict(model.state_dict()))
+    same = {name for name, values in filed.items() if held.get(name) == tuple(values.shape)}
+    if other := held.keys() - same:
+        raise UsageError(
+            f"servers cannot load {config.model_type} models from implementation hf: transformers "
+            f"holds {min(other)} in another form than the files of the family; leave out "
+            "rollout.backend, so that the trainers generate"
+        )
+    inner: Any = model
+    table = inner.get_input_embeddings().weight
+    (embedding,) = (name for name, each in model.named_parameters() if each is table)
+    found = {
+        "architectures": [type(model).__name__],
+        "vocab_size": table.shape[0],
+        "tie_word_embeddings": inner.get_output_embeddings().weight is table,
+    }
+    return replace(config, values={**found, **config.values}, embedding=embedding)
+
+
+def _stated(config: HFConfig) -> dict[str, Any]:
+    return {name: deepcopy(value) for name, value in config.values.items() if name != "model_type"}
+
+
+def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[str, TensorSpec]]:
+    """Return the shapes of a model's parameters, and its constants, by name, without making them.
+
+    The names are those of `HFModel`. Raises UsageError if transformers cannot build the model.
+    """
+    with torch.device("meta"):
+        model = _model(config, head, None, 0, torch.float32)
+    stored = model.state_dict().keys()
+    shapes = {MODULE + name: tuple(each.shape) for name, each in model.named_parameters()}
+    constants = {
+        MODULE + name: TensorSpec(tuple(each.shape), str(each.dtype).removeprefix("torch."))
+        for name, each in model.named_buffers()
+        if name in stored
+    }
+    return shapes, constants
+
+
 def _model(
     config: HFConfig, head: Head, source: Path | None, seed: int, dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -168,8 +219,8 @@ def _model(
             _require_finite(model, source)
             fresh = "score.weight" in report["missing_keys"]
         else:
-            values = {k: deepcopy(v) for k, v in config.values.items() if k != "model_type"}
-            settings = _without_dropout(AutoConfig.for_model(config.model_type, **values, **more))
+            stated = {**_stated(config), **more}
+            settings = _without_dropout(AutoConfig.for_model(config.model_type, **stated))
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)  # GPU generators are unchanged
                 model = task.from_config(settings, dtype=dtype)

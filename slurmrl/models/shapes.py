@@ -83,9 +83,19 @@ def _norm(shapes: Shapes, name: str, config: ModelConfig) -> None:
         shapes[f"{name}.bias"] = (config.hidden_size,)
 
 
-def storage_of(config: ModelConfig) -> Storage:
-    """Where each parameter of a config's decoder is stored."""
+def storage_of(config: ModelConfig | HFConfig) -> Storage:
+    """Where each parameter of a config's model is stored."""
+    if isinstance(config, HFConfig):
+        return stored
     return partial(resolve(config.family.files), config)
+
+
+def embedding_tensor(config: ModelConfig | HFConfig) -> str:
+    """Return the name of the token embedding in files."""
+    if isinstance(config, HFConfig):
+        return config.embedding
+    shape = (config.vocab_size, config.hidden_size)
+    return storage_of(config)(EMBEDDING, shape)[0].tensor
 
 
 def file_form(

@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,  # heads of 32: the least that vLLM has on CPUs
     "num_key_value_heads": 1,
     "max_position_embeddings": CONTEXT,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": True,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,

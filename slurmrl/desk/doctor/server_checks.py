@@ -20,6 +20,7 @@ from slurmrl.config.schema.rollout import Address, ServerKeys, read_keys
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok, warning
 from slurmrl.errors import AllocationError, SlurmrlError, UsageError
 from slurmrl.models.architecture import ModelConfig
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import SERVER_KINDS, ServerRules
 from slurmrl.plan.estimates.shape import ModelShape, least_context
 from slurmrl.plan.model_files import config_values
@@ -109,12 +110,11 @@ def running_settings(config: Config) -> dict[str, Any] | None:
         return None
     try:
         backend = parse(rollout.backend).backend
-        model = ModelConfig.from_hf(config_values(config.actor))
+        values = _served(config).to_hf(head="lm", dtype=config.actor.dtype)
     except (AllocationError, UsageError):
         return None
     needs = ServedModel.of(
-        model,
-        config.actor.dtype,
+        values,
         text=rollout.needs_text,
         experts=rollout.replay_experts,
     )
@@ -125,6 +125,16 @@ def running_settings(config: Config) -> dict[str, Any] | None:
         "model": asdict(needs),
         "context": least_context(config),
     }
+
+
+def _served(config: Config) -> ModelConfig | HFConfig:
+    """Return the actor's architecture. Raises UsageError for an unknown one."""
+    values = config_values(config.actor)
+    if config.actor.implementation == "builtin":
+        return ModelConfig.from_hf(values)
+    from slurmrl.models.hf_model import complete  # transformers takes seconds to import
+
+    return complete(HFConfig.from_hf(values))
 
 
 def check_running(settings: Settings, *, elsewhere: bool = False) -> list[Check]:

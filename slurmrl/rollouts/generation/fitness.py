@@ -6,10 +6,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.architecture import ModelConfig
 from slurmrl.plan.engine_rules import (
     EXPERTS_FLAG,
     EXPERTS_NEED,
@@ -40,13 +39,13 @@ class ServedModel:
     """Whether requests ask for the experts that read each token."""
 
     @staticmethod
-    def of(config: ModelConfig, dtype: str, *, text: bool, experts: bool) -> ServedModel:
-        values = config.to_hf(head="lm", dtype=dtype)
+    def of(values: Mapping[str, Any], *, text: bool, experts: bool) -> ServedModel:
+        """Return the model of a ``config.json`` object."""
         return ServedModel(
             architecture=values["architectures"][0],
-            vocabulary=config.vocab_size,
+            vocabulary=values["vocab_size"],
             shape=read_shape(values),
-            dtype=dtype,
+            dtype=values["dtype"],
             text=text,
             experts=experts,
         )

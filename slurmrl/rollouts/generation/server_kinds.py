@@ -27,6 +27,7 @@ from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import storage_of
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
@@ -168,7 +169,7 @@ class ServerKind(ABC):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelConfig | HFConfig,
         dtype: str,
         serving: Serving | Running,
         *,
@@ -178,7 +179,7 @@ class ServerKind(ABC):
         """``tensor_ranks``: GPUs that share the model, of which ``device`` is one."""
         self.config, self.dtype, self.serving = config, dtype, serving
         self.tensor_ranks, self.device = tensor_ranks, device
-        self.model = ServedModel.of(config, dtype, text=serving.text, experts=serving.experts)
+        self.model = ServedModel.of(self.model_config(), text=serving.text, experts=serving.experts)
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
         self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
 
@@ -210,6 +211,10 @@ class ServerKind(ABC):
             **self.dialect_options(),
         )
 
+    def model_config(self) -> dict[str, Any]:
+        """Return the ``config.json`` that a server starts with."""
+        return weights_config(self.config, self.dtype)
+
     def dialect_options(self) -> Mapping[str, Any]:
         """Return further arguments of the dialect."""
         return {}
@@ -239,7 +244,7 @@ class ServerKind(ABC):
         model, temporary = folder / "model", folder / "tmp"
         for each in (model, temporary):
             each.mkdir(mode=0o700)
-        write_json(model / CONFIG_FILE, weights_config(self.config, self.dtype), REAL)
+        write_json(model / CONFIG_FILE, self.model_config(), REAL)
         inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
         own = {"TMPDIR": str(temporary), VISIBLE: visible}
         program = ServerProgram(
@@ -293,7 +298,7 @@ class ServerKind(ABC):
         return self.memory_flags(share, *torch.cuda.mem_get_info(self.device))
 
 
-def weights_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+def weights_config(config: ModelConfig | HFConfig, dtype: str) -> dict[str, Any]:
     """Return the ``config.json`` of weights that servers load, without the model's stop tokens.
 
     Each request has its own stop tokens.
@@ -310,17 +315,14 @@ class WholeWeights:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelConfig | HFConfig,
         dtype: str,
-        parameters: Sequence[str],
         layout: Layout,
         context: ParallelContext,
     ) -> None:
         self._config, self._dtype = config, dtype
         self._layout, self._context = layout, context
-        self._files = file_tensors(
-            ((name, layout.tensors[name]) for name in parameters), storage_of(config)
-        )
+        self._files = file_tensors(layout.tensors.items(), storage_of(config))
         alone = context.axis_size("tp") == 1
         self._copy = [context.rank] if alone else context.topology.peers(context.rank, "tp")
 

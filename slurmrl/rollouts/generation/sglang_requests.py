@@ -29,6 +29,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import EXPERTS_FLAG
 from slurmrl.rollouts.generation.base import ABORTED, Completion, Finish
 from slurmrl.rollouts.generation.dialect import SamplingRequest
@@ -190,9 +191,9 @@ class RoutedLayers:
     per_token: int
 
     @staticmethod
-    def of(config: ModelConfig) -> RoutedLayers | None:
-        """None for a model without experts."""
-        if config.moe is None:
+    def of(config: ModelConfig | HFConfig) -> RoutedLayers | None:
+        """None for a model without experts, and for one of transformers."""
+        if isinstance(config, HFConfig) or config.moe is None:
             return None
         return RoutedLayers(
             layers=config.num_layers,

@@ -17,16 +17,21 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.fsio.calls import REAL
+from slurmrl.models.model_tensors import SafetensorsFolder
+from slurmrl.models.shapes import LM_HEAD, embedding_tensor
 from slurmrl.plan.engine_rules import VLLM_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
 from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect, SamplingRequest
@@ -38,6 +43,12 @@ from slurmrl.rollouts.generation.weight_checks import (
     TensorPart,
     sha256,
 )
+from slurmrl.tensors.checkpoint.export import write_index
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, write_tensors
+from slurmrl.tensors.layout import Box
+
+if TYPE_CHECKING:
+    from slurmrl.rollouts.generation.http import HttpClient
 
 FIRST = SamplingRequest(
     name="first",
@@ -47,6 +58,8 @@ FIRST = SamplingRequest(
     priority=0,
 )
 """Request that tests a server."""
+HEAD_FILE = "model-head.safetensors"
+"""The output layer that `with_head` adds."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 KEEP = "/pause?mode=keep"
 LOADING = {"load_config": {"load_format": "auto"}}
@@ -152,6 +165,14 @@ class VllmDialect(HttpDialect):
 
     GENERATE = "/inference/v1/generate"
 
+    def __init__(self, *clients: HttpClient, embedding: str | None = None, **options: Any) -> None:
+        """``embedding``: the tensor that each version also has as the output layer, if any.
+
+        The rest is as for every dialect.
+        """
+        super().__init__(*clients, **options)
+        self._embedding = embedding
+
     async def connect(self) -> int:
         fit = await examine("vllm", self.where, self._get, self._model)
         self._connected(digest_of(fit.settings), dtype_of(fit.settings), first_only=True)
@@ -198,7 +219,11 @@ class VllmDialect(HttpDialect):
     async def _load(self, name: str, folder: Path) -> None:
         await self._name(f"in part ({secrets.token_hex(8)})")  # if it breaks off, of no run
         await self._call("update_config", overrides=LOADING)
-        await self._call("reload_weights", weights_path=str(folder))
+        if self._embedding is None:
+            await self._call("reload_weights", weights_path=str(folder))
+        else:
+            with with_head(folder, self._embedding) as complete:
+                await self._call("reload_weights", weights_path=str(complete))
         if not self._keeps_cache:
             await self._empty_cache()
         await self._name(name)
@@ -233,6 +258,25 @@ class VllmDialect(HttpDialect):
     async def _call(self, method: str, **arguments: object) -> None:
         """Call a method of the processes that compute."""
         await self._post("/collective_rpc", {"method": method, "kwargs": arguments}, None)
+
+
+@contextmanager
+def with_head(folder: Path, embedding: str) -> Iterator[Path]:
+    """Yield a folder of the same weights with an output layer, which has the values of a tensor.
+
+    Raises UsageError or CorruptFileError if ``folder`` lacks the tensor, EnvironmentFailure.
+    """
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".head.") as made:
+        tensors, target = SafetensorsFolder(folder), Path(made)
+        specs = tensors.specs()
+        spec = specs[embedding]
+        for file in {tensors.file(name) for name in specs}:
+            (target / file.name).symlink_to(file.absolute())
+        entry = TensorEntry(LM_HEAD, spec, lambda: tensors.read(embedding, Box.whole(spec.shape)))
+        write_tensors(target / HEAD_FILE, [entry], {"format": "pt"})
+        places = {name: tensors.file(name).name for name in specs} | {LM_HEAD: HEAD_FILE}
+        write_index(target, places, sum(one.bytes for one in specs.values()) + spec.bytes, REAL)
+        yield target
 
 
 KEY = re.compile(r"(dp\d+:pp\d+:pcp\d+:tp(\d+)):(.+)")
@@ -308,6 +352,24 @@ class VllmServer(ServerKind):
 
     name = "vllm"
     speaks = VllmDialect
+
+    @property
+    def _unties(self) -> bool:
+        """Whether the server gets the output layer of a tied model as a tensor.
+
+        vLLM on CPUs repacks matrices when it loads them, and reloads only the embedding of a tied
+        model: the output layer would keep the random values that the server started with.
+        """
+        tied = self.config.tie_embeddings
+        return tied and self.device.type == "cpu" and isinstance(self.serving, Serving)
+
+    def model_config(self) -> dict[str, Any]:
+        """As in the contract."""
+        return super().model_config() | ({"tie_word_embeddings": False} if self._unties else {})
+
+    def dialect_options(self) -> Mapping[str, Any]:
+        """As in the contract."""
+        return {"embedding": embedding_tensor(self.config) if self._unties else None}
 
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
         """As in the contract.

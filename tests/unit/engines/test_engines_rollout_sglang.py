@@ -23,6 +23,7 @@ from slurmrl.rollouts.generation.base import Completion, GenerationOptions, Weig
 from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.server_kinds import weights_config
 from slurmrl.rollouts.generation.sglang import (
     SglangDialect,
     digest_of,
@@ -478,7 +479,9 @@ def test_a_server_of_another_size_is_refused_where_its_model_is_seen(
     """It would load the weights of a model with fewer layers silently."""
     sizes = {**ARCHITECTURE, "vocab_size": VOCABULARY, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps({**sizes, **changes}))
-    model = ServedModel.of(ModelConfig.from_hf(sizes), "float32", text=False, experts=False)
+    model = ServedModel.of(
+        weights_config(ModelConfig.from_hf(sizes), "float32"), text=False, experts=False
+    )
     server = ScriptedServer({**INFO, "model_path": str(tmp_path)})
     with pytest.raises(UsageError, match=message) if message else nullcontext():
         asyncio.run(SglangDialect(server, model=model).connect())

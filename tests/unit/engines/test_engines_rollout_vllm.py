@@ -18,6 +18,7 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.http import HttpClient
+from slurmrl.rollouts.generation.server_kinds import weights_config
 from slurmrl.rollouts.generation.vllm import (
     FIRST,
     VllmDialect,
@@ -172,7 +173,7 @@ def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
 def test_a_server_on_a_cpu_is_refused_for_tied_embeddings(device: str, refused: bool) -> None:
     """It would read new weights and draw with the old vocabulary projection."""
     config = ModelConfig.from_hf({**ARCHITECTURE, "vocab_size": VOCABULARY, **TIED})
-    model = ServedModel.of(config, "float32", text=False, experts=False)
+    model = ServedModel.of(weights_config(config, "float32"), text=False, experts=False)
     settings = {**SERVER["GET /server_info"]["vllm_config"], "device_config": {"device": device}}
     table = {**SERVER, "GET /server_info": {"vllm_config": settings}}
     connecting = VllmDialect(ScriptedClient(table), model=model).connect()
