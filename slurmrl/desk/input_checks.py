@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.scalars import ScalarController
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_key, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
@@ -23,6 +25,7 @@ from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.folder_checks import other_projection, small_not_finite
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.model_tensors import PinnedTensors, mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
@@ -135,6 +138,21 @@ class InputChecks:
                 ]
             for message in wrong:
                 yield Finding("weights", Weight.FAILED, message, key)
+        yield from self._servable()
+
+    def _servable(self) -> Iterator[Finding]:
+        """Yield the reason why servers cannot load the actor, a model of transformers."""
+        actor, backend = self.config.actor, self.config.rollout.backend
+        if actor.implementation == "builtin" or not backend:
+            return
+        if not BACKENDS[parse(backend).backend].serves:
+            return
+        from slurmrl.models.hf_model import complete  # transformers takes seconds to import
+
+        try:
+            complete(HFConfig.from_hf(config_values(actor)))
+        except UsageError as error:
+            yield Finding("weights", Weight.FAILED, str(error), "rollout.backend")
 
     def _adapters(self) -> Iterator[Finding]:
         """Check checkpoints that are evaluated without an export, which would compare them.

@@ -49,6 +49,16 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
     return kind.from_hf(model.architecture)
 
 
+def served_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
+    """Return `model_config` with what servers need. Raises UsageError for an unknown family."""
+    config = model_config(role, model, source)
+    if not isinstance(config, HFConfig):
+        return config
+    from slurmrl.models.hf_model import complete  # transformers takes seconds to import
+
+    return complete(config)
+
+
 @contextmanager
 def initial_weights(
     config: ModelConfig, head: Head, *, seed: int, source: Path | None, keep: int = 1

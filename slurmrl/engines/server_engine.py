@@ -19,13 +19,13 @@ from torch import Tensor
 
 from slurmrl.config.schema.roles import Model
 from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
-from slurmrl.engines.fsdp.parameters import constant_specs, whole_shapes
 from slurmrl.engines.fsdp.placing import Placing
-from slurmrl.engines.role_weights import model_config
+from slurmrl.engines.role_weights import served_config
 from slurmrl.errors import UsageError
-from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.decoder import build
+from slurmrl.models.architecture import Head
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.models.shapes import parameter_shapes
 from slurmrl.rollouts.generation.base import (
     Completion,
     GenerationRequest,
@@ -42,7 +42,7 @@ from slurmrl.rollouts.generation.server_kinds import (
 )
 from slurmrl.rollouts.generation.sglang import SglangServer
 from slurmrl.rollouts.generation.vllm import VllmServer
-from slurmrl.tensors.layout import Layout
+from slurmrl.tensors.layout import Layout, TensorSpec
 from slurmrl.tensors.ops.collectives import broadcast_bytes
 from slurmrl.tensors.parallel.groups import ParallelContext
 
@@ -128,19 +128,15 @@ class ServerEngine(GenerateEngine):
     ) -> None:
         """The arguments are as for ``FSDPEngine``. `wait_until_up` starts the server."""
         assert not trained, "the plan trains no model on this engine"
-        config = model_config(role, model, source)
-        assert isinstance(config, ModelConfig), "checked at submission"
         self.role, self.head, self.context = role, head, context
-        self.config = config
+        self.config = config = served_config(role, model, source)
         self.tensor_ranks = context.axis_size("tp")
         self._serving = serving
         self._kind = self.kind(
             config, model.dtype, serving, tensor_ranks=self.tensor_ranks, device=context.device
         )
         self._placing = self._placed(model.dtype)
-        self._weights = WholeWeights(
-            config, model.dtype, tuple(self._placing.shapes), self.layout(), context
-        )
+        self._weights = WholeWeights(config, model.dtype, self.layout(), context)
         self._devices = self._visible_devices()
         self._tensors: dict[str, Tensor] = {}
         self._moved = self._away = False
@@ -156,16 +152,23 @@ class ServerEngine(GenerateEngine):
             ).start()
 
     def _placed(self, dtype: str) -> Placing:
-        with torch.device("meta"):
-            decoder = build(self._kind.config, self.head)
-        tensor_ranks = self.tensor_ranks
+        config, tensor_ranks = self.config, self.tensor_ranks
+        constants: Mapping[str, TensorSpec] = {}
+        split: TensorSplit | None = None
+        if isinstance(config, HFConfig):
+            from slurmrl.models.hf_model import tensor_specs  # transformers takes seconds to import
+
+            shapes, constants = tensor_specs(config, self.head)
+        else:
+            shapes = parameter_shapes(config, self.head)
+            split = TensorSplit(config, tensor_ranks) if tensor_ranks > 1 else None
         return Placing(
-            whole_shapes(decoder),
+            shapes,
             dtype,
             self.context.topology,
             self.context.rank,
-            TensorSplit(self._kind.config, tensor_ranks) if tensor_ranks > 1 else None,
-            constant_specs(decoder, trained=False),
+            split,
+            constants,
             sharded=False,
         )
 

@@ -38,14 +38,13 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "training": Capability(TRAINING, "only generates"),
     "rollouts": Capability(GENERATING, "is for training"),
     "generation": Capability((*BUILT_IN, "sglang", "vllm", HF), "cannot generate"),
-    "transformers": Capability((*BUILT_IN, HF), "runs its own models only"),
+    "transformers": Capability((*BUILT_IN, "sglang", "vllm"), "runs its own models only"),
     "cpu_offload": Capability((*FSDP, HF), "cannot keep weights and optimizer state on the CPU"),
     "transformer_engine": Capability(
         ("megatron", HF), "does not build layers from TransformerEngine"
     ),
     "adapters": Capability(FSDP, "does not train adapters"),
     "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
-    "tasks": Capability(EVERY, "does not generate in rollout tasks"),
     "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
     "support": Capability(
         (*BUILT_IN, "sglang", HF),

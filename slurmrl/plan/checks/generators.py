@@ -29,7 +29,7 @@ from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
-from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, rules_of
+from slurmrl.plan.engine_rules import HF, SERVER_KINDS, is_flag, lacking, rules_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
@@ -79,12 +79,16 @@ def tasks(draft: Draft) -> Iterator[Problem]:
             f"(rollout.publish.every_steps), so it must be at least {publish.every_steps - 1}"
         )
         yield draft.refuse((ROLLOUTS, "tasks", "max_staleness"), reason, settings.max_staleness)
-    if reason := draft.lacks("actor", "tasks"):
-        yield draft.refuse((ROLLOUTS, "tasks"), f": {reason}")
     yield from _inside(draft)
     allocation = draft.allocations().get(ROLLOUTS)
     if allocation is None:
         return
+    if draft.config.actor.implementation == HF and not BACKENDS[allocation.backend].serves:
+        reason = (
+            " with rollout.tasks and actor.implementation hf: tasks run models of transformers on "
+            f"servers only; allowed backends: {', '.join(SERVER_KINDS)}"
+        )
+        yield draft.refuse((ROLLOUTS, "backend"), reason, str(allocation))
     copies = allocation.sizes["dp"]
     if settings.max is not None and copies not in (1, settings.max):
         reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; leave out one of them"
@@ -268,14 +272,6 @@ def _own(draft: Draft, backend: str) -> Iterator[Problem]:
     if reason := _unusable(rollout.python, contained=bool(draft.config.cluster.slurm.container)):
         message = f"{reason}; set the Python of an environment in which {backend} is installed"
         yield draft.problem((ROLLOUTS, "python"), message)
-    shape, on_cpus = shape_of(draft.config.actor), draft.config.cluster.gpus_per_worker == 0
-    if backend == "vllm" and on_cpus and shape is not None and shape.tied:
-        message = (
-            "vllm is not allowed on CPUs with this actor, whose embeddings are tied "
-            "(tie_word_embeddings): it would keep its first vocabulary projection after updates; "
-            "use native or sglang"
-        )
-        yield draft.problem((ROLLOUTS, "backend"), message)
 
 
 def _unusable(python: str | None, *, contained: bool) -> str:

@@ -23,10 +23,11 @@ from slurmrl.config.schema.roles import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines import ENGINES
-from slurmrl.engines.role_weights import model_config
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.engines.role_weights import served_config
+from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan import precision
 from slurmrl.plan.checks import fit
@@ -88,16 +89,19 @@ def build_rollout(
     assert folder is not None, "checked at submission"
     tokenizer = _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
     activity.phase("making the model")
+    config: ModelConfig | HFConfig
     (model,) = plan.models_of(group.name).values()
-    config, dtype = actor_config(settings.config.actor), settings.config.actor.dtype
+    dtype = settings.config.actor.dtype
     make: MakeEngine
     if BACKENDS[model.engine].serves:
         assert start.world_size == 1, "one worker keeps the server of a task"
         agent = start.agent
         log = paths.logs / group.name / f"{model.engine}.{agent.task}.{agent.attempt}.log"
         events = EventWriter(paths, f"{model.engine}.{group.name}.{agent.task}.{agent.attempt}")
+        config = actor_config(settings.config.actor)
         make = served(settings, model, config, accelerator.device, log, events)
     else:
+        config = decoder_config(settings.config.actor)
         peers = _peers(paths, start, rank, accelerator, settings.config.step_timeout_s)
         decoder = undefined_decoder(config, dtype, accelerator.device, peers)
         decode = decoding(tokenizer)
@@ -171,7 +175,7 @@ class TaskWorker:
         settings: Settings,
         tokenizer: PreTrainedTokenizerBase,
         make_engine: MakeEngine,
-        config: ModelConfig,
+        config: ModelConfig | HFConfig,
         device: torch.device,
         options: TaskOptions,
         *,
@@ -235,6 +239,7 @@ class TaskWorker:
         if actor.lora is None:
             return None
         assert actor.path is not None, "adapters without a path are refused at submission"
+        assert isinstance(self._config, ModelConfig), "adapters belong to the built-in decoder"
         source, device = Path(actor.path), self._device
         return MergingHost(source, folder, self._config, actor.dtype, actor.lora, device)
 
@@ -274,12 +279,16 @@ async def _listen(agent: Connection, task: TaskAtWork) -> None:
     raise RunFailedError("the agent is gone")
 
 
-def actor_config(model: Model) -> ModelConfig:
-    """The actor's architecture."""
+def actor_config(model: Model) -> ModelConfig | HFConfig:
+    """Return the actor's architecture, as servers need it."""
     source = None if model.path is None else Path(model.path)
-    config = _read("the model", lambda: model_config("actor", model, source))
-    if not isinstance(config, ModelConfig):
-        raise UsageError("rollout tasks need the built-in decoder, not 'implementation: hf'")
+    return _read("the model", lambda: served_config("actor", model, source))
+
+
+def decoder_config(model: Model) -> ModelConfig:
+    """Return the architecture of an actor that the built-in decoder runs."""
+    config = actor_config(model)
+    assert isinstance(config, ModelConfig), "checked at submission"
     return config
 
 
@@ -322,7 +331,7 @@ def native(
 def served(
     settings: Settings,
     model: ModelPlan,
-    config: ModelConfig,
+    config: ModelConfig | HFConfig,
     device: torch.device,
     log: Path,
     events: EventWriter,

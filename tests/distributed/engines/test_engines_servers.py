@@ -44,11 +44,26 @@ ARCHITECTURE = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }
+OTHER = {
+    **ARCHITECTURE,
+    "model_type": "gemma3_text",
+    "head_dim": 4,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "pad_token_id": 0,
+}
+"""A family that transformers runs, with a tied output layer and constants."""
+MODELS = {
+    "builtin": model(architecture=ARCHITECTURE),
+    "hf": model(architecture=OTHER, implementation="hf"),
+}
 PROMPTS = ((3, 4, 5), (9,), (1, 2), (30, 31, 32, 33))
 PATIENCE = Patience(start_s=240.0)
 
 
-def engine(sizes: dict[str, int], serving: Serving | Running) -> ServerEngine:
+def engine(
+    sizes: dict[str, int], serving: Serving | Running, implementation: str = "builtin"
+) -> ServerEngine:
     size = sizes.get("dp", 1) * sizes.get("tp", 1)
     context = build(
         [Placed("rollout", tuple(range(size)), sizes, "sglang")],
@@ -57,7 +72,7 @@ def engine(sizes: dict[str, int], serving: Serving | Running) -> ServerEngine:
     )["rollout"]
     made: ServerEngine = ENGINES.load("sglang")(
         "rollout",
-        Model(**model(architecture=ARCHITECTURE)),
+        Model(**MODELS[implementation]),
         head="lm",
         trained=False,
         context=context,
@@ -94,11 +109,13 @@ def drawn(servers: ServerEngine, prompts: tuple[tuple[int, ...], ...], step: int
     ]
 
 
-def trained_and_served(sizes: dict[str, int], program: str, folder: Path) -> list[Any]:
+def trained_and_served(
+    sizes: dict[str, int], implementation: str, program: str, folder: Path
+) -> list[Any]:
     """After each of two steps of training: what this rank gets, and the log-probabilities that the
     engine that trains gives these tokens.
     """
-    setup = Setup(model=model(architecture=ARCHITECTURE), sizes={"dp": 2})
+    setup = Setup(model=MODELS[implementation], sizes={"dp": 2})
     trained: Any = cases.make(setup)
     serving = Serving(
         python=program,
@@ -107,7 +124,7 @@ def trained_and_served(sizes: dict[str, int], program: str, folder: Path) -> lis
         patience=PATIENCE,
         log=folder / f"server.{dist.get_rank()}.log",
     )
-    servers = engine(sizes, serving)
+    servers = engine(sizes, serving, implementation)
     ranks = (0, 1)
     results = []
     for step in (1, 2):
@@ -135,9 +152,13 @@ def trained_and_served(sizes: dict[str, int], program: str, folder: Path) -> lis
     return results
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "implementation"),
+    [({"tp": 2}, "builtin"), ({"dp": 2}, "builtin"), ({"dp": 2}, "hf")],
+    ids=str,
+)
 def test_servers_draw_with_the_weights_of_every_step(
-    ranks: RankPool, tmp_path: Path, sizes: dict[str, int]
+    ranks: RankPool, tmp_path: Path, sizes: dict[str, int], implementation: str
 ) -> None:
     """One server for two tensor ranks, of which both get its completions, or one for each
     data-parallel rank. The log-probabilities of transformers are those of the engine that trains,
@@ -146,7 +167,9 @@ def test_servers_draw_with_the_weights_of_every_step(
     """
     record = tmp_path / "record"
     results = ranks(
-        2, f"{HERE}:trained_and_served", sizes, python(tmp_path / "bin", record), tmp_path
+        2,
+        f"{HERE}:trained_and_served",
+        *(sizes, implementation, python(tmp_path / "bin", record), tmp_path),
     )
     for of_rank in results:
         for rows, logp in of_rank:

@@ -39,7 +39,7 @@ from slurmrl.tensors.weights.inventory import remove
 from slurmrl.tensors.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
 from slurmrl.workers.rollout.task_generation import Generation, TaskRows
-from slurmrl.workers.rollout.task_setup import actor_config, undefined_decoder
+from slurmrl.workers.rollout.task_setup import decoder_config, undefined_decoder
 from slurmrl.workers.rollout.task_weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
     REQUEST_LOG,
@@ -115,7 +115,7 @@ class Trial:
 
     def engine(self) -> NativeRollout:
         actor = self.config.actor
-        decoder = undefined_decoder(actor_config(actor), actor.dtype, torch.device("cpu"))
+        decoder = undefined_decoder(decoder_config(actor), actor.dtype, torch.device("cpu"))
         return NativeRollout(decoder)
 
     def task(
