@@ -50,7 +50,7 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
 
 
 def served_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
-    """Return `model_config` with what servers need. Raises UsageError for an unknown family."""
+    """Return `model_config` with the servers' fields. Raises UsageError for an unknown family."""
     config = model_config(role, model, source)
     if not isinstance(config, HFConfig):
         return config

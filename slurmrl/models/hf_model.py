@@ -192,7 +192,7 @@ def _stated(config: HFConfig) -> dict[str, Any]:
 def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[str, TensorSpec]]:
     """Return the shapes of a model's parameters, and its constants, by name, without making them.
 
-    The names are those of `HFModel`. Raises UsageError if transformers cannot build the model.
+    The names match `HFModel`. Raises UsageError if transformers cannot build the model.
     """
     with torch.device("meta"):
         model = _model(config, head, None, 0, torch.float32)
