@@ -68,7 +68,7 @@ class Questions(Environment):
 @pytest.fixture(scope="module")
 def server(loop: Loop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("versions_with_experts")
-    config = Qwen3MoeConfig(**{**SIZES, **EXPERTS})
+    config = Qwen3MoeConfig(**{**SIZES, **EXPERTS, "tie_word_embeddings": False})
     versions = save_versions(folder, lambda: Qwen3MoeForCausalLM(config))
     options = {"arguments": TIGHT, "experts": True}
     with closing(Served(SglangServer, PYTHON, loop, versions, **options)) as made:

@@ -38,6 +38,7 @@ JOINED: Mapping[str, Sequence[str]] = {
 }
 """Parameters of servers that the files have in parts."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
+HEAD = "lm_head.weight"
 FULL_ROWS = 64
 """Servers fill up the vocabulary to a multiple, with rows of zeros."""
 SPLIT_INSIDE = ("o_proj.weight", "down_proj.weight")
@@ -229,8 +230,10 @@ class WeightChecks:
         """Compare the tensors of the server ``where`` after it has loaded ``version``.
 
         ``replaced``: its tensors before, if they were other weights. Raises RunFailedError if
-        it holds something else.
+        it holds something else, UsageError if the files lack its output layer.
         """
+        if self.own and where not in self._comparable:
+            _check_head(where, version, held)
         expected = await self.expect(version, held, digest)
         now, before = _places(held), _places(replaced)
         self._forget_other_form(where, now)
@@ -418,3 +421,18 @@ def _forget(expecting: asyncio.Task[Expected]) -> None:
     """An error of the files is one of `ServerCheck.after_load`, which reads the missing ones."""
     if not expecting.cancelled():
         expecting.exception()
+
+
+def _check_head(where: str, version: WeightVersion, held: Iterable[Held]) -> None:
+    """Raise UsageError if a server has an output layer of its own, which the files lack.
+
+    It keeps the values with which it started.
+    """
+    names = {name for each in held for name in each.checksums if name.endswith(HEAD)}
+    assert version.folder is not None, "a server loads it from there"
+    if names and not names & open_folder(version.folder).specs().keys():
+        raise UsageError(
+            f"{where}: it does not tie the output layer ({min(names)}) to the embedding, as the "
+            "model does (tie_word_embeddings), and the weights have no such tensor: use another "
+            "rollout.backend"
+        )

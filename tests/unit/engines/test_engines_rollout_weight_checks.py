@@ -279,3 +279,24 @@ def test_a_server_that_computes_no_checksums_is_not_checked(
         asyncio.run(work())
     assert caplog.text.count("old: its weights are not checked: HTTP status 404") == 1
     assert "other: its weights are not checked: it quantizes them" in caplog.text
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_server_with_an_output_layer_that_no_file_has_is_refused(tmp_path: Path, own: bool) -> None:
+    """It ignores `tie_word_embeddings`, as SGLang does for qwen3_moe, and would keep random values.
+
+    Layers of a pipeline have a copy of the embedding; only servers of others can be pipelines.
+    """
+    made = version(tmp_path)
+    name = "model.embed_tokens.weight"
+    held = {name: "1", "lm_head.weight": "2"}
+
+    async def check() -> None:
+        checks = WeightChecks(own=own)
+        await checks.check("server", made, [Held(TensorPart(), held)], lambda *_: "1")
+
+    if own:
+        with pytest.raises(UsageError, match="does not tie the output layer"):
+            asyncio.run(check())
+    else:
+        asyncio.run(check())
