@@ -15,11 +15,12 @@ embedding, norms and biases are compared: they differ in a server that did not t
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,6 +59,8 @@ FIRST = SamplingRequest(
     priority=0,
 )
 """Request that tests a server."""
+WITHOUT_HEAD = ("gemma2", "gemma3n", "gemma3n_text")
+"""Families whose class has no output layer in vLLM, which multiplies by the embedding."""
 HEAD_FILE = "model-head.safetensors"
 """The output layer that `with_head` adds."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
@@ -222,7 +225,9 @@ class VllmDialect(HttpDialect):
         if self._embedding is None:
             await self._call("reload_weights", weights_path=str(folder))
         else:
-            with with_head(folder, self._embedding) as complete:
+            with ExitStack() as stack:
+                making = with_head(folder, self._embedding)
+                complete = await asyncio.to_thread(stack.enter_context, making)
                 await self._call("reload_weights", weights_path=str(complete))
         if not self._keeps_cache:
             await self._empty_cache()
@@ -269,6 +274,8 @@ def with_head(folder: Path, embedding: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".head.") as made:
         tensors, target = SafetensorsFolder(folder), Path(made)
         specs = tensors.specs()
+        if embedding not in specs:
+            raise UsageError(f"{folder} has no tensor {embedding}")
         spec = specs[embedding]
         for file in {tensors.file(name) for name in specs}:
             (target / file.name).symlink_to(file.absolute())
@@ -360,7 +367,7 @@ class VllmServer(ServerKind):
         vLLM on CPUs repacks matrices when it loads them, and reloads only the embedding of a tied
         model: the output layer would keep the random values that the server started with.
         """
-        tied = self.config.tie_embeddings
+        tied = self.config.tie_embeddings and self.config.model_type not in WITHOUT_HEAD
         return tied and self.device.type == "cpu" and isinstance(self.serving, Serving)
 
     def model_config(self) -> dict[str, Any]:

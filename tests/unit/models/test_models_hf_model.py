@@ -10,7 +10,7 @@ import torch
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.hf_model import HFModel, only_multiplies, refuse_dropout
+from slurmrl.models.hf_model import HFModel, complete, only_multiplies, refuse_dropout
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.ops import logprobs
 from tests.support.generated import generate
@@ -261,3 +261,27 @@ def test_the_builtin_decoder_agrees(pair: Callable[..., Any], tmp_path: Path) ->
     theirs = model.logprobs(model(ids, cu, max(LENGTHS)), ids, cu, 1.0)
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine - other).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (MIXTRAL, "holds model.layers.0.* in another form"),
+        ({"model_type": "qwen3_5"}, r"only their text part \(qwen3_5_text\)"),
+        ({**GEMMA2, "num_hidden_layers": "2"}, "servers cannot load gemma2"),
+        ({"model_type": "nothing"}, "transformers cannot build a nothing model"),
+    ],
+)
+def test_families_that_servers_cannot_load_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        complete(HFConfig.from_hf(values))
+
+
+def test_config_of_servers_has_the_class_and_vocabulary_of_the_model() -> None:
+    """Whatever a folder states, such as the class of a model without a head."""
+    made = complete(HFConfig.from_hf({**GEMMA2, "architectures": ["Gemma2Model"]}))
+    assert made.values["architectures"] == ["Gemma2ForCausalLM"]
+    assert (made.vocab_size, made.tie_embeddings) == (37, True)
+    assert made.embedding == "model.embed_tokens.weight"
