@@ -124,6 +124,7 @@ def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
         _template_file(config),
         own_source(config).hex(),
         _tokenizer_fingerprint(Path(tokenizer.name_or_path)),
+        type(tokenizer).__name__,
         *(metadata.version(library) for library in ("tokenizers", "transformers")),
     ]
     return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
