@@ -60,7 +60,7 @@ HEADER = "# Made by slurmrl bundle. Relative paths are files of the bundle.\n"
 PACKAGE: Final = "slurmrl"
 PLATFORMS: Final = ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1")
 """Versions of manylinux; pip accepts only the listed ones."""
-NOT_BUILT: Final = (".*", "__pycache__", "*.egg-info", "build", "dist", "docs", "runs", "tests")
+NOT_BUILT: Final = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "tests")
 INDEX: Final = "https://download.pytorch.org/whl"
 OMITTED: Final = "none"
 _EXTRA: Final = re.compile(r"""extra == ["'](\w+)["']""")
