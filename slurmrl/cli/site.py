@@ -71,7 +71,8 @@ set-up lines.
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Configuration to write. Default: KIND.yaml here. Data and reward get its name.",
+    help="Configuration to write. Default: KIND.yaml in this directory. The data and reward files "
+    "get the same base name.",
 )
 @click.option(
     "--name",

@@ -154,7 +154,7 @@ def _call(function: str, arguments: Any, expected: Any) -> Case:
         raise UsageError(f"fn_name {function!r} is not the name of a function")
     if not isinstance(arguments, list):
         raise UsageError(
-            f"the input of a call is the list of its arguments, not {_kind(arguments)}"
+            f"the input of a call must be a list of its arguments, not {_kind(arguments)}"
         )
     _bounded(json.dumps(expected))
     return Case("call", function=function, arguments=arguments, expected=expected)

@@ -193,7 +193,7 @@ def view(flat: Array, offset: int, strides: Index, size: Index) -> Array:
 
 
 def row_major(size: Index) -> Index:
-    """Strides in elements of a contiguous array of that size."""
+    """Return the strides, in elements, of a contiguous array of this size."""
     strides: list[int] = []
     step = 1
     for length in reversed(size):

@@ -374,7 +374,7 @@ class Rollout(Section):
 
     @property
     def most_written(self) -> int:
-        """Most tokens of a completion that the policy writes."""
+        """Maximum number of tokens that the policy writes in a completion."""
         turns = self.episode.max_turns if self.episode.has_turns else 1
         return min(turns * self.max_new_tokens, self.most_tokens)
 

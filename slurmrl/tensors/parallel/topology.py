@@ -58,7 +58,7 @@ class ProcessTopology:
         return self.coordinates(rank)[self.axes[self._index(axis)]]
 
     def peers(self, rank: int, axis: str) -> list[int]:
-        """The ranks that differ from ``rank`` along one axis only, itself among them, in order."""
+        """Return in order ``rank`` and the ranks that differ from it only along ``axis``."""
         coordinates = self.coordinates(rank)
         return [self.rank(**{**coordinates, axis: position}) for position in range(self.size(axis))]
 
