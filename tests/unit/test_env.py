@@ -13,11 +13,13 @@ PACKAGE = Path(env.__file__).parent
 
 def test_every_variable_is_documented() -> None:
     declared = re.findall(r'Variable\(\s*"(\w+)"', (PACKAGE / "env.py").read_text())
-    rows = re.findall(
-        r"(?m)^\| `(\w+)` \|.* \| (user|the site|Slurm|slurmrl) \| \w.*\. \|$", env.reference()
+    described = re.findall(
+        r"## `(\w+)`\n\n- \*\*Set by:\*\* (?:user|the site|Slurm|slurmrl)\n"
+        r"- \*\*Default:\*\* .+\n\n\w.*\.\n",
+        env.reference(),
     )
     assert declared
-    assert [name for name, _ in rows] == declared
+    assert described == declared
 
 
 def test_every_variable_is_used() -> None:

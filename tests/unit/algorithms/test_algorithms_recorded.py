@@ -194,7 +194,10 @@ def test_supports_of_tasks_pass_through_their_files(make_world: MakeWorld) -> No
         for each in (turns, other)
     ]
     group = SampleGroup.from_bytes(SampleGroup.of(0, "1.0", outcomes, "1.1").to_bytes())
-    for ids, problem in (((5, 9, -1, 6, 7), "negative"), ((5, 8, 1, 6, 7), "not in its support")):
+    for ids, problem in (
+        ((5, 9, -1, 6, 7), "negative"),
+        ((5, 8, 1, 6, 7), "missing in its sampling mask"),
+    ):
         damaged = SampledSupport(array("i", [0, 0, 2, 0, 0, 2, 1, 0, 0]), array("i", ids))
         with pytest.raises(ValueError, match=problem):
             replace(group, support=damaged)

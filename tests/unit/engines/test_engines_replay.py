@@ -363,5 +363,5 @@ def test_experts_of_another_model_are_refused() -> None:
 
 def test_a_support_without_a_bound_is_refused() -> None:
     for options in ({"top_p": 0.5}, {}, {"top_k": 5, "greedy": True}):
-        with pytest.raises(UsageError, match="support needs top_k"):
+        with pytest.raises(UsageError, match="sampling mask needs top_k"):
             GenerationOptions(max_new_tokens=1, support=True, **options)

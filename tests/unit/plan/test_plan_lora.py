@@ -185,7 +185,7 @@ MERGE = r"slurmrl export other/1 --step {} --form merged"
 @pytest.mark.parametrize(
     ("names", "reference", "message"),
     [
-        (["3-adapter"], "", rf"newest export .* of step 3, is an adapter; .*: {MERGE.format(3)}$"),
+        (["3-adapter"], "", rf"newest export .* \(step 3\) is an adapter; .*: {MERGE.format(3)}$"),
         (["3-adapter"], "@3", rf"\(exports in .*: 3 \(adapter\)\), .*: {MERGE.format(3)}$"),
         (["3-adapter"], "@2", rf"{MERGE.format(2)}$"),
         (["2", "3-adapter"], "", rf"{MERGE.format(3)}, or name an older one: trial:other/1@2$"),

@@ -157,7 +157,8 @@ def test_dry_run_shows_the_changelog_and_changes_nothing(repository: Repository)
     assert "tag v0.2.1" in done.stdout
     assert "commit 'release: begin 0.2.2.dev0'" in done.stdout
     assert (
-        "commit 'release: begin 0.3.0.dev0'" in repository.release("0.3.0rc1", "--dry-run").stdout
+        "commit 'release: begin 0.3.0rc2.dev0'"
+        in repository.release("0.3.0rc1", "--dry-run").stdout
     )
     assert repository.git("status", "--porcelain") == ""
     assert repository.git("tag") == "v0.2.0"

@@ -47,7 +47,7 @@ def test_a_host_without_a_fabric_address_polls(
 ) -> None:
     monkeypatch.setattr(bell, "is_local", lambda directory: False)
     assert bell.install_bell(paths.control, "no-such-interface", 2) is None
-    assert "noticed by polling only" in caplog.text
+    assert "found only by polling" in caplog.text
 
 
 def test_where_the_kernel_reports_changes_no_port_is_opened(paths: RunPaths) -> None:

@@ -66,7 +66,7 @@ def test_a_flood_is_bounded_and_its_newest_part_kept(task: Task) -> None:
     kept = numbers(rotated(task.path).read_text() + task.path.read_text())
     assert kept == list(range(kept[0], task.written))
     assert len(kept) * BYTES > PART
-    assert "at most the last is kept (logging.output_mib)" in task.path.read_text()
+    assert "at most the last earlier part is kept (logging.output_mib)" in task.path.read_text()
 
 
 def test_one_burst_keeps_its_end_and_says_what_was_dropped(task: Task) -> None:
