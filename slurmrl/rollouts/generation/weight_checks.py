@@ -424,7 +424,7 @@ def _forget(expecting: asyncio.Task[Expected]) -> None:
 
 
 def _check_head(where: str, version: WeightVersion, held: Iterable[Held]) -> None:
-    """Raise UsageError if a server has an output layer of its own, which the files lack.
+    """Raise UsageError if a server has a separate output layer, which the files lack.
 
     It keeps the values with which it started.
     """
