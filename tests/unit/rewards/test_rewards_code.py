@@ -439,7 +439,7 @@ def test_the_batch_has_a_time_limit(make: Make) -> None:
         ({"tests": [{"input": 1, "output": "1"}]}, "not a number"),
         ({"tests": ["assert f( == 1"]}, "not valid Python"),
         ({"test": "def check(f):\n  assert f()"}, "needs the name of a function: entry_point"),
-        ({"tests": {**DOUBLE, "inputs": [1, 2]}}, "the list of its arguments"),
+        ({"tests": {**DOUBLE, "inputs": [1, 2]}}, "a list of its arguments"),
         ({"tests": 7}, "they are a number; allowed"),
         ({"tests": [{"input": "", "output": "x" * (1 << 21)}]}, "more than 1048576 characters"),
     ],
