@@ -31,6 +31,7 @@ from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import explain
 from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import LM_HEAD, embedding_tensor
 from slurmrl.plan.engine_rules import VLLM_FLAGS
@@ -227,7 +228,10 @@ class VllmDialect(HttpDialect):
         else:
             with ExitStack() as stack:
                 making = with_head(folder, self._embedding)
-                complete = await asyncio.to_thread(stack.enter_context, making)
+                try:
+                    complete = await asyncio.to_thread(stack.enter_context, making)
+                except OSError as error:
+                    raise explain(error, "add the output layer to", folder) from error
                 await self._call("reload_weights", weights_path=str(complete))
         if not self._keeps_cache:
             await self._empty_cache()

@@ -24,6 +24,7 @@ from slurmrl import log
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.hf import as_tensor, read_values
 from slurmrl.models.model_tensors import FolderTensors, open_folder
+from slurmrl.models.shapes import LM_HEAD
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.tensors.layout import Box
 
@@ -37,8 +38,7 @@ JOINED: Mapping[str, Sequence[str]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Parameters of servers that the files have in parts."""
-VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "wte.weight")
-HEAD = "lm_head.weight"
+VOCABULARY = ("embed_tokens.weight", LM_HEAD, "wte.weight")
 FULL_ROWS = 64
 """Servers fill up the vocabulary to a multiple, with rows of zeros."""
 SPLIT_INSIDE = ("o_proj.weight", "down_proj.weight")
@@ -428,7 +428,7 @@ def _check_head(where: str, version: WeightVersion, held: Iterable[Held]) -> Non
 
     It keeps the values with which it started.
     """
-    names = {name for each in held for name in each.checksums if name.endswith(HEAD)}
+    names = {name for each in held for name in each.checksums if name.endswith(LM_HEAD)}
     assert version.folder is not None, "a server loads it from there"
     if names and not names & open_folder(version.folder).specs().keys():
         raise UsageError(
