@@ -94,7 +94,7 @@ class Page:
         return value
 
     async def screenshot(self, path: Path, selector: str | None = None) -> None:
-        """Of the window, or of the first ``TALLEST`` pixels of an element, as PNG or WebP."""
+        """Write a picture of the window, or the top ``TALLEST`` pixels of an element."""
         clip: dict[str, Any] = {"format": path.suffix.removeprefix(".")}
         if selector is not None:
             box = f"document.querySelector({selector!r}).getBoundingClientRect()"

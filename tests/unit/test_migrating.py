@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "OpenRLHF/Llama-3-8b-sft-mixture": ("llama", 4096, 14336, 32, 32, 128256),
     "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT": ("qwen3", 1024, 3072, 28, 16, 151936),
 }
-"""Of the models that the complete configurations start from: their type and sizes."""
+"""Type and sizes of the models with which the complete configurations start."""
 
 
 @dataclass(frozen=True)
