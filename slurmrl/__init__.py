@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from slurmrl.desk.handle import Trial
 
-__version__ = "0.1.0"
+__version__ = "0.1.1.dev0"
 
 
 def submit(
