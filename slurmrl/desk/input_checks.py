@@ -147,7 +147,7 @@ class InputChecks:
             return
         if not BACKENDS[parse(backend).backend].serves:
             return
-        from slurmrl.models.hf_model import complete  # transformers takes seconds to import
+        from slurmrl.models.hf_served import complete  # transformers takes seconds to import
 
         try:
             complete(HFConfig.from_hf(config_values(actor)))

@@ -29,7 +29,8 @@ from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.sampling import NONE, Sampled, keyed_uniform, sample
 
 if TYPE_CHECKING:
-    from slurmrl.models.hf_model import HFModel, HFSession
+    from slurmrl.models.hf_model import HFModel
+    from slurmrl.models.hf_session import HFSession
 
 Answer = asyncio.Future[tuple[Completion, ...]]
 KEEP_FRACTION = 0.75

@@ -156,7 +156,9 @@ class ServerEngine(GenerateEngine):
         constants: Mapping[str, TensorSpec] = {}
         split: TensorSplit | None = None
         if isinstance(config, HFConfig):
-            from slurmrl.models.hf_model import tensor_specs  # transformers takes seconds to import
+            from slurmrl.models.hf_loading import (
+                tensor_specs,  # transformers takes seconds to import
+            )
 
             shapes, constants = tensor_specs(config, self.head)
         else:

@@ -51,7 +51,7 @@ class HFConfig:
     positions: int | None = None
     """Size of the loaded model's position table, if it has one."""
     embedding: str = ""
-    """Name of the token embedding in files, if known (`hf_model.complete`)."""
+    """Name of the token embedding in files, if known (`hf_served.complete`)."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
@@ -78,7 +78,7 @@ class HFConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, of a config with this field (`hf_model.complete`)."""
+        """Rows of the embedding, of a config with this field (`hf_served.complete`)."""
         size: int = self.values["vocab_size"]
         return size
 

@@ -10,7 +10,9 @@ import torch
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.hf_model import HFModel, complete, only_multiplies, refuse_dropout
+from slurmrl.models.hf_loading import only_multiplies, refuse_dropout
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_served import complete
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.ops import logprobs
 from tests.support.generated import generate

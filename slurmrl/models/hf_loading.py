@@ -1,0 +1,208 @@
+"""Making and loading a model of transformers, and its properties that configs do not state."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
+from slurmrl.models.architecture import Head
+from slurmrl.models.folder_checks import not_finite
+from slurmrl.models.hf import as_tensor, is_finite
+from slurmrl.models.hf_config import MODULE, HFConfig
+from slurmrl.models.model_tensors import open_folder
+from slurmrl.tensors.checkpoint.manifest import is_pinned
+from slurmrl.tensors.layout import Box, Index, TensorSpec
+
+POSITIONS = re.compile(r"posit|\bwpe\b")
+OTHER = re.compile(r"vision|image|audio|relative")
+"""Names of position embeddings, and of those among them that do not limit the length of text."""
+TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
+
+
+def _stated(config: HFConfig) -> dict[str, Any]:
+    return {name: deepcopy(value) for name, value in config.values.items() if name != "model_type"}
+
+
+def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[str, TensorSpec]]:
+    """Return the shapes of a model's parameters, and its constants, by name, without making them.
+
+    The names match `HFModel`. Raises UsageError if transformers cannot build the model.
+    """
+    with torch.device("meta"):
+        model = make_model(config, head, None, 0, torch.float32)
+    stored = model.state_dict().keys()
+    shapes = {MODULE + name: tuple(each.shape) for name, each in model.named_parameters()}
+    constants = {
+        MODULE + name: TensorSpec(tuple(each.shape), str(each.dtype).removeprefix("torch."))
+        for name, each in model.named_buffers()
+        if name in stored
+    }
+    return shapes, constants
+
+
+def make_model(
+    config: HFConfig, head: Head, source: Path | None, seed: int, dtype: torch.dtype
+) -> PreTrainedModel:
+    task: Any = TASKS[head]
+    more = {} if head == "lm" else {"num_labels": 1}
+    try:
+        if source is not None:
+            with inputs.reading(source):
+                settings = _without_dropout(AutoConfig.from_pretrained(source, **more))
+                model, report = _loaded(task, source, settings, dtype)
+            _require_finite(model, source)
+            fresh = "score.weight" in report["missing_keys"]
+        else:
+            stated = {**_stated(config), **more}
+            settings = _without_dropout(AutoConfig.for_model(config.model_type, **stated))
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)  # GPU generators are unchanged
+                model = task.from_config(settings, dtype=dtype)
+            fresh = True
+    except UsageError:
+        raise
+    except (ValueError, KeyError, OSError) as error:
+        raise UsageError(
+            f"transformers cannot build a {config.model_type} model: {error}"
+        ) from error
+    if head == "value" and fresh and hasattr(model, "score"):
+        nn.init.zeros_(model.score.weight)  # a new critic's values start at zero
+    made: PreTrainedModel = model
+    return made
+
+
+def _loaded(
+    task: Any, source: Path, settings: Any, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder, and transformers' report.
+
+    During this, the weights of a pinned checkpoint are in memory twice.
+    """
+    options = {"config": settings, "dtype": dtype, "output_loading_info": True}
+    if not is_pinned(source):
+        loaded: tuple[Any, dict[str, Any]] = task.from_pretrained(source, **options)
+        return loaded
+    tensors = open_folder(source)
+    state = {
+        name: as_tensor(tensors.read(name, Box.whole(spec.shape)), spec.dtype)
+        for name, spec in tensors.specs().items()
+    }
+    with torch.device("meta"):
+        kind: Any = type(task.from_config(settings, dtype=dtype))
+    made, report = kind.from_pretrained(None, state_dict=state, **options)
+    return made, report
+
+
+def _require_finite(model: PreTrainedModel, source: Path) -> None:
+    """Raise UsageError if a parameter has NaN or infinite values, or a stored constant has NaN.
+
+    Constants of masks may be infinite. ``source`` is the model's folder.
+    """
+    parameters = dict(model.named_parameters())
+    for name, values in model.state_dict().items():
+        if is_finite(values) or (name not in parameters and not values.isnan().any()):
+            continue
+        known = open_folder(source).specs()
+        names = [name] if name in known else sorted(known)  # some are renamed or stacked
+        raise UsageError(
+            not_finite(source, names)
+            or f"{source}: '{name}' is not finite in {values.dtype}, although its file is"
+        )
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Recomputation does not restore random states.
+
+    Raises UsageError for dropout that the config does not control.
+    """
+    dropout = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    ]
+    if dropout:
+        raise UsageError(
+            f"{type(model).__name__} has dropout that no field of its config turns off "
+            f"({dropout[0]}), so old and new policies would be evaluated on different models"
+        )
+
+
+def count_positions(model: nn.Module) -> int | None:
+    """Return the size of the smallest position embedding; None if there is none.
+
+    Rows that some families reserve at the start do not count (an ``offset``, or the rows up to the
+    padding token).
+    """
+    tables = [
+        table.num_embeddings - int(getattr(table, "offset", 0)) - _padding_rows(table)
+        for name, table in model.named_modules()
+        if isinstance(table, nn.Embedding) and POSITIONS.search(name) and not OTHER.search(name)
+    ]
+    return min(tables, default=None)
+
+
+def _padding_rows(table: nn.Embedding) -> int:
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+def _without_dropout(settings: Any) -> Any:
+    """Disable all dropout: old and new policies must be evaluated on the same model."""
+    for name, value in settings.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
+    return settings
+
+
+FACTOR = 2.0**10
+"""Scale of the trial logits. A power of two, so that scaling is exact; large, so that caps show."""
+
+
+@torch.no_grad()
+def only_multiplies(model: Any) -> bool:
+    """Return whether logits are only a product of the last hidden states and the projection.
+
+    ``model`` is a ``PreTrainedModel`` on the CPU. The projection is the weight of the output layer,
+    without bias, cap or scale. Configs do not state this, so a few tokens are tried. Return False
+    if they cannot be tried.
+    """
+    head, body = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, nn.Linear) or head.bias is not None or body is model:
+        return False
+    ids = torch.arange(min(4, head.out_features))[None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    head_inputs: list[Tensor] = []
+
+    def amplify(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        head_inputs.append(inputs[0])
+        return output * FACTOR
+
+    handle = head.register_forward_hook(amplify)
+    try:
+        states, logits = body(**given).last_hidden_state, model(**given).logits
+    except Exception:  # noqa: BLE001 - the model's own code may raise anything
+        return False  # for example, it needs a GPU or other arguments
+    finally:
+        handle.remove()
+    return (
+        len(head_inputs) == 1
+        and _equal(head_inputs[0], states)
+        and _equal(logits, head(states) * FACTOR)
+    )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Equal shapes and values; dtypes may differ."""
+    return one.shape == other.shape and bool((one == other).all())

@@ -1,0 +1,132 @@
+"""Generation with a model of transformers and its cache.
+
+T packed tokens, S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from slurmrl.errors import UsageError
+from slurmrl.models.packed import packed_positions, packed_rows
+from slurmrl.tensors.ops.arguments import upload
+
+
+class HFSession:
+    """A batch of rows that a model extends token by token.
+
+    ``model`` calls ``inner`` with the arguments of a step; a sharded engine's hooks are on it.
+    ``lengths`` [S] are the numbers of tokens read from each row. Prompts are padded on the left to
+    the longest one, and the padding counts toward ``prefill_tokens``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: PreTrainedModel,
+        lengths: Sequence[int],
+        prefill_tokens: int,
+    ) -> None:
+        self._prompts = torch.tensor(lengths, dtype=torch.int64)
+        device = next(inner.parameters()).device
+        (self.lengths,) = upload([self._prompts], device)
+        self._model, self._inner, self._prefill_tokens = model, inner, prefill_tokens
+        self._parameters = frozenset(inspect.signature(inner.forward).parameters)
+        self._begin(len(lengths))
+
+    def _begin(self, rows: int) -> None:
+        self._cache = DynamicCache(config=self._inner.config)
+        self._mask = self.lengths.new_zeros((rows, 0))
+
+    def prompts(self, input_ids: Tensor) -> Tensor:
+        """Read the packed prompts [T]. Return the logits [S, V] after each prompt."""
+        tokens, longest = input_ids.shape[0], int(self._prompts.max())
+        cu_seqlens = torch.cat([self._prompts.new_zeros(1), self._prompts.cumsum(0)])
+        places = packed_rows(cu_seqlens, tokens)
+        columns = packed_positions(cu_seqlens, tokens) + (longest - self._prompts)[places]
+        rows, columns = upload((places, columns), input_ids.device)
+        ids = input_ids.new_zeros((self.lengths.shape[0], longest))
+        ids[rows, columns] = input_ids
+        mask = torch.zeros_like(ids)
+        mask[rows, columns] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        each = max(1, self._prefill_tokens // longest)
+        logits: list[Tensor] = []
+        caches: list[DynamicCache] = []
+        for first in range(0, len(ids), each):
+            part = slice(first, first + each)
+            self._begin(len(ids[part]))
+            logits.append(self._read(ids[part], mask[part], positions[part]))
+            caches.append(self._cache)
+        self._cache, self._mask = _joined(caches), mask
+        return torch.cat(logits)
+
+    def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
+        """Read one more token [S] of each row.
+
+        Return the logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their
+        logits are meaningless.
+        """
+        logits = self._read(
+            tokens[:, None], self._mask.new_ones((len(tokens), 1)), self.lengths[:, None]
+        )
+        self.lengths = self.lengths + alive
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        """Continue with these rows only, in this order; a row may occur several times."""
+        self.lengths, self._mask = self.lengths[rows], self._mask[rows]
+        # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
+        self._cache.reorder_cache(cast(torch.LongTensor, rows))
+
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        self._mask = torch.cat((self._mask, mask), dim=1)
+        arguments = {
+            "input_ids": ids,
+            "attention_mask": self._mask,
+            "position_ids": positions,
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        missing = {"attention_mask", "past_key_values"} - self._parameters
+        if missing:
+            name = type(self._inner).__name__
+            raise UsageError(
+                f"{name} cannot generate with a key-value cache: its forward() lacks the arguments "
+                f"{', '.join(sorted(missing))}"
+            )
+        step = {name: value for name, value in arguments.items() if name in self._parameters}
+        output = self._model(ids, ids, 0, step)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """One cache of the rows of all. The first one is changed, the others are emptied."""
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        states = [vars(layer) for layer in layers]
+        for name in states[0]:
+            joined = _joined_values([state[name] for state in states])
+            for state in states[1:]:
+                state[name] = None  # frees its memory before the next one is joined
+            states[0][name] = joined
+    return caches[0]
+
+
+def _joined_values(values: Sequence[Any]) -> Any:
+    """Join tensors that have a dim of rows, in lists and dicts too; others are equal."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(values))
+    if isinstance(first, list):
+        return [_joined_values(items) for items in zip(*values, strict=True)]
+    if isinstance(first, dict):
+        return {key: _joined_values([value[key] for value in values]) for key in first}
+    return first
