@@ -63,10 +63,15 @@ class Grid:
 
 @dataclass(frozen=True)
 class NodeLine:
-    """A line of a node; ``mark`` is whether the node reads or produces the item."""
+    """A line of a node; ``mark`` is whether the node reads or produces the item.
+
+    ``source`` names the node that produces an item that is read. Text shows it; a picture has
+    arrows instead.
+    """
 
     words: str
     mark: Literal["", "in", "out"] = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,12 @@ def _series_rows(row: GridRow) -> Iterator[Sequence[str]]:
 
 def _node(node: Node) -> str:
     head = f"{node.name}: {node.description}" if node.description else node.name
-    return "\n".join([head, *(f"  {MARKS[line.mark]}{line.words}" for line in node.lines)])
+    return "\n".join([head, *(f"  {_node_line(line)}" for line in node.lines)])
+
+
+def _node_line(line: NodeLine) -> str:
+    source = f" ({line.source})" if line.source else ""
+    return f"{MARKS[line.mark]}{line.words}{source}"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:

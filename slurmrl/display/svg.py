@@ -24,10 +24,10 @@ LABEL_WIDTH: Final = 84
 """Room for the labels left of a grid."""
 GAP: Final = 8
 """Between the cells of a grid."""
-NODE_GAPS: Final = (80, 26)
+NODE_GAPS: Final = (12, 44)
 """Gaps between the nodes of a graph: horizontal and vertical."""
 LANE: Final = 10
-"""Height of the lane in which arrows pass a column of nodes."""
+"""Width of the lane in which arrows pass a row of nodes."""
 _STYLE: Final = """\
 text { font: 12px ui-monospace, monospace; fill: #1b1f24; white-space: pre; }
 .head { font-weight: bold; }
@@ -49,12 +49,12 @@ class Rectangle(NamedTuple):
     height: float
 
     @property
-    def right(self) -> float:
-        return self.x + self.width
+    def bottom(self) -> float:
+        return self.y + self.height
 
     @property
     def middle(self) -> float:
-        return self.y + self.height / 2
+        return self.x + self.width / 2
 
     @property
     def attributes(self) -> str:
@@ -88,15 +88,16 @@ class Drawing:
         self._reach(box.x + box.width, box.y + box.height)
 
     def arrow(self, boxes: Sequence[Rectangle]) -> None:
-        """A curve from the right of the first box through those between to the left of the last."""
+        """A curve from the bottom of the first box through those between to the top of the last."""
         start, *others = boxes
-        path = f"M{start.right:g} {start.middle:g}"
+        path = f"M{start.middle:g} {start.bottom:g}"
         for before, box in pairwise(boxes):
-            bend = (box.x - before.right) / 2
-            path += f" C{before.right + bend:g} {before.middle:g}"
-            path += f" {box.x - bend:g} {box.middle:g} {box.x:g} {box.middle:g}"
+            bend = (box.y - before.bottom) / 2
+            path += f" C{before.middle:g} {before.bottom + bend:g}"
+            path += f" {box.middle:g} {box.y - bend:g} {box.middle:g} {box.y:g}"
             if box is not others[-1]:
-                path += f" H{box.right:g}"
+                path += f" V{box.bottom:g}"
+                self._reach(box.x + box.width, box.bottom)
         self.elements.append(f'<path class="line" d="{path}" marker-end="url(#arrow)"/>')
 
     def _reach(self, x: float, y: float) -> None:
@@ -195,22 +196,22 @@ def _cell(drawing: Drawing, box: Rectangle, column: int, cell: Mapping[str, str]
 
 
 def _flow(drawing: Drawing, flow: Flow) -> None:
-    """Draw the arrows, then the nodes over them, in a column for each level."""
+    """Draw the arrows, then the nodes over them, in a row for each level."""
     levels = {node.name: node.level for node in flow.nodes}
-    columns = _columns(flow, levels, drawing.height + 2 * GAP)
+    rows = _rows(flow, levels, drawing.height + 2 * GAP)
     for start, end in flow.arrows:
-        passed = (columns[level][start] for level in range(levels[start], levels[end]))
-        drawing.arrow([*passed, columns[levels[end]][end]])
+        passed = (rows[level][start] for level in range(levels[start], levels[end]))
+        drawing.arrow([*passed, rows[levels[end]][end]])
     for node in flow.nodes:
-        box = columns[node.level][node.name]
+        box = rows[node.level][node.name]
         drawing.box(box, node.series)
         for index, words in enumerate(_words(node)):
             style = "head" if index == 0 else "soft"
             drawing.text(box.x + 8, box.y + 16 + index * LINE, words, style)
 
 
-def _columns(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str, Rectangle]]:
-    """Return the boxes of each level, each as near as possible to the sources of its arrows.
+def _rows(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str, Rectangle]]:
+    """Return the boxes of each level: a centered row in the order of the sources of its arrows.
 
     A level has a box for each of its nodes. It also has lanes for arrows that pass it: a lane has
     the name of the earlier node where the arrows start.
@@ -220,28 +221,29 @@ def _columns(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str
     for start, end in flow.arrows:
         parents[end].append(start)
         last[start] = max(last[start], levels[end])
-    columns: list[dict[str, Rectangle]] = []
-    x = float(MARGIN)
+    rows: list[dict[str, Rectangle]] = []
+    y = top
     for level in range(max(levels.values()) + 1):
-        before = columns[-1] if columns else {}
+        before = rows[-1] if rows else {}
         nodes = {node.name: _words(node) for node in flow.nodes if node.level == level}
-        heights = {name: LINE * len(lines) + 6.0 for name, lines in nodes.items()}
-        heights |= {name: float(LANE) for name in levels if levels[name] < level < last[name]}
+        widths = {name: LETTER * max(map(len, lines)) + 16 for name, lines in nodes.items()}
+        widths |= {name: float(LANE) for name in levels if levels[name] < level < last[name]}
         wished = {
-            name: fmean([before[one].middle for one in parents[name]] or [top])
+            name: fmean([before[one].middle for one in parents[name]] or [0.0])
             if name in nodes
             else before[name].middle
-            for name in heights
+            for name in widths
         }
-        longest = max((len(words) for lines in nodes.values() for words in lines), default=0)
-        width, y, column = LETTER * longest + 16, top, {}
-        for name in sorted(heights, key=wished.__getitem__):
-            y = max(y, wished[name] - heights[name] / 2)
-            column[name] = Rectangle(x, y, width, heights[name])
-            y += heights[name] + NODE_GAPS[1]
-        columns.append(column)
-        x += width + NODE_GAPS[0]
-    return columns
+        height = LINE * max(map(len, nodes.values()), default=0) + 6.0
+        room = sum(widths.values()) + NODE_GAPS[0] * (len(widths) - 1)
+        x, row = fmean(wished.values()) - room / 2, {}
+        for name in sorted(widths, key=wished.__getitem__):
+            row[name] = Rectangle(x, y, widths[name], height)
+            x += widths[name] + NODE_GAPS[0]
+        rows.append(row)
+        y += height + NODE_GAPS[1]
+    shift = MARGIN - min(box.x for row in rows for box in row.values())
+    return [{name: box._replace(x=box.x + shift) for name, box in row.items()} for row in rows]
 
 
 def _words(node: Node) -> list[str]:

@@ -344,7 +344,7 @@ def document(title: str, graph: Mapping[str, Any]) -> Document:
     nodes = [Node(DATASET, 0, [NodeLine(key, "out") for key in graph["dataset"]])]
     for call in calls:
         model = call["layout"] or call["role"]
-        description = f"{call['method']} of {model or 'no model'}"
+        description = f"{call['method']} of {model}" if model else f"{call['method']}, no model"
         lines = list(_lines(call, makers))
         nodes.append(Node(call["name"], levels[call["name"]], lines, description, model))
     arrows = [(edge["from"], edge["to"]) for edge in graph["edges"]]
@@ -355,7 +355,7 @@ def _lines(call: Mapping[str, Any], makers: Mapping[str, str]) -> Iterator[NodeL
     for hook in call["pre_hooks"]:
         yield NodeLine(f"before: {hook}")
     for key in call["inputs"]:
-        yield NodeLine(f"{key} ({makers[key]})", "in")
+        yield NodeLine(key, "in", makers[key])
     for key in call["outputs"]:
         yield NodeLine(key, "out")
     for hook in call["post_hooks"]:

@@ -85,7 +85,7 @@ def test_words_are_escaped_and_lie_within_the_picture() -> None:
 
 
 def test_arrows_pass_beside_the_boxes_between_their_ends() -> None:
-    """``a`` is read two and three columns later; ``b`` and ``c`` lie between."""
+    """``a`` is read two and three rows later; ``b`` and ``c`` lie between."""
     names = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 3}
     nodes = [Node(name, level, [NodeLine("key")] * 3) for name, level in names.items()]
     arrows = [("a", "b"), ("b", "c"), ("a", "d"), ("c", "e"), ("d", "e"), ("a", "e")]
@@ -97,18 +97,29 @@ def test_arrows_pass_beside_the_boxes_between_their_ends() -> None:
     assert len(boxes) == len(names)
     passed = 0
     for path in root.findall(f"{SVG}path"):
-        numbers = re.findall(r"([MCH])([^MCH]*)", path.get("d") or "")
-        y = 0.0
+        numbers = re.findall(r"([MCV])([^MCV]*)", path.get("d") or "")
+        x = 0.0
         for letter, given in numbers:
             values = [float(one) for one in given.split()]
-            if letter != "H":
+            if letter != "V":
                 x, y = values[-2:]
                 continue
             for box in boxes:
-                beside = box["x"] > values[0] or box["x"] + box["width"] < x
-                assert beside or not box["y"] <= y <= box["y"] + box["height"]
+                other = box["y"] > values[0] or box["y"] + box["height"] < y
+                assert other or not box["x"] <= x <= box["x"] + box["width"]
+            assert 0 < x < float(root.get("width") or 0)
             passed += 1
-    assert passed == 1 + 2, "a to d passes one column, a to e two"
+    assert passed == 1 + 2, "a to d passes one row, a to e two"
+
+
+def test_graph_fits_on_a_page_with_three_nodes_per_level() -> None:
+    nodes = [Node("a", 0, [NodeLine("k" * 20)]), *(Node(n, 1, [NodeLine("k" * 20)]) for n in "bcd")]
+    shown = Document("g", [Flow(nodes, [("a", "b"), ("a", "c"), ("a", "d")])])
+    root = ElementTree.fromstring(svg.render(shown))
+    lefts = [float(one.get("x") or 0) for one in root.iter(f"{SVG}rect") if one.get("fill-opacity")]
+    assert lefts[0] == lefts[2], "the parent is above the middle of its row"
+    assert min(lefts) == svg.MARGIN
+    assert float(root.get("width") or 0) < 600
 
 
 def test_the_words_of_tables_and_lines_are_drawn_in_columns() -> None:

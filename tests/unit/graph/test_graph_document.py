@@ -51,8 +51,8 @@ def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
         "generate of rollout",
         "before: reallocate <actor> -> rollout",
         "after: offload rollout",
-        "inference of no model",
-        "← rewards (judge)",
+        "inference, no model",
+        "← rewards",
         "→ extra",
     } <= drawn
     printed = blocks.as_text(shown)
@@ -62,4 +62,4 @@ def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
         "  <- prompt_ids (dataset)\n"
     ) in printed
     assert "  after: offload rollout\n" in printed
-    assert "judge: inference of no model" in printed
+    assert "judge: inference, no model" in printed
