@@ -21,9 +21,9 @@ COMMANDS_HEAD: Final = f"""\
 {GENERATED}
 
 `slurmrl COMMAND --help` prints the same text in the terminal. [Shell
-completion](../howto/completion.md) completes commands, options and trials. `EXPERIMENT/TRIAL` is
-the name of a trial, as `slurmrl status` prints it. An override `dotted.key=value` replaces one
-setting of the [configuration](../configuration.md).
+completion](../howto/install.md#shell-completion) completes commands, options and trials.
+`EXPERIMENT/TRIAL` is the name of a trial, as `slurmrl status` prints it. An override
+`dotted.key=value` replaces one setting of the [configuration](../configuration.md).
 """
 
 PYTHON_HEAD: Final = f"""\

@@ -71,7 +71,7 @@ class Evaluate(AlgorithmSchema):
     name: Literal["evaluate"] = "evaluate"
     """Name of the algorithm."""
     measure: Measure = "completions"
-    """What is measured.
+    """Quantity that the evaluation measures.
 
     - `completions`: rewards of completions of prompts.
     - `preferences`: how often a reward model prefers the chosen answer of a pair.

@@ -201,7 +201,7 @@ def reference_call() -> Call:
 
 
 def supports(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
-    """The keys of what tokens were sampled from, if generation for training records it."""
+    """Return the keys of the sampling masks, if generation for training records them."""
     restricted = config.rollout.top_k is not None and not config.rollout.greedy
     return (SIZES, IDS) if restricted and algorithm.replays else ()
 

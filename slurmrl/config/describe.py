@@ -71,9 +71,9 @@ paths when you submit (`root: $SCRATCH/runs`), and rejects a variable without a 
 **Defaults.** You may leave out every key that has a default. A key whose default is `null` may be
 set to `null`.
 
-**Precedence**, from lowest to highest: defaults, [site profile](howto/profiles.md), configuration,
-overrides. A site profile (`~/.config/slurmrl/default.yaml`) may set `root` and every key of
-`cluster` for all your configurations.
+**Precedence**, from lowest to highest: defaults, [site profile](slurm.md#site-profiles),
+configuration, overrides. A site profile (`~/.config/slurmrl/default.yaml`) may set `root` and every
+key of `cluster` for all your configurations.
 """
 _DOCS_PATH: Final = re.compile(r"\bdocs/([\w/-]+\.md(?:#[\w-]+)?)")
 

@@ -65,7 +65,7 @@ class Grid:
 class NodeLine:
     """A line of a node; ``mark`` is whether the node reads or produces the item.
 
-    ``source`` names the node that produces an item that is read. Text shows it; a picture has
+    ``source`` names the node that produces an item that is read. The text names it; a picture has
     arrows instead.
     """
 

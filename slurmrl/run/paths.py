@@ -222,7 +222,7 @@ class RunPaths:
 
     @property
     def report(self) -> Path:
-        """What ``slurmrl report`` writes."""
+        """HTML file of ``slurmrl report``."""
         return self.run / "report.html"
 
     def notice(self, slot: int) -> Path:

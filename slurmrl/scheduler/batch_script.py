@@ -265,7 +265,7 @@ class Refusal:
 
 
 def refusals(client: SlurmClient, request: SubmissionRequest) -> Iterator[Refusal]:
-    """Yield what ``sbatch --test-only`` refuses; nothing is submitted.
+    """Yield the rejections of ``sbatch --test-only``; nothing is submitted.
 
     Raises SchedulerError if Slurm does not answer.
     """

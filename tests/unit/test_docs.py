@@ -205,8 +205,8 @@ def prepare(folder: Path) -> None:
         command.chmod(0o755)
 
 
-SHOWING = """index tutorial concepts status reports doctor checkpoints asynchronous engines slurm
-algorithms/policy-gradients algorithms/dpo howto/cost howto/two-nodes"""
+SHOWING = """index tutorial concepts status doctor checkpoints asynchronous engines slurm
+gpus data rewards algorithms/policy-gradients algorithms/dpo"""
 
 
 @pytest.mark.parametrize("page", SHOWING.split())

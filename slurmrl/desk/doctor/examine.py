@@ -173,7 +173,7 @@ def check_site_profile() -> tuple[Cluster, list[Check]]:
 def check_trial_files(
     settings: Settings, plan: Plan, timeout_s: float, scheduler: str = "local"
 ) -> list[Check]:
-    """Check what ``submit`` checks before it queues the trial of a configuration."""
+    """Make the checks of ``submit`` for the trial of a configuration."""
     found = trial_code.find_own_code(settings)
     code = Code(paths=found.paths)
     settings = described(settings, code, begun_configuration(settings))
