@@ -127,10 +127,13 @@ class HFModel(PackedModel):
         values = wide_linear(features, score.weight).squeeze(-1)
         return values if score.bias is None else values + score.bias
 
-    def session(self, lengths: Sequence[int], longest: int, prefill_tokens: int) -> HFSession:
-        """A session for prompts of ``lengths``, which get up to ``longest`` tokens in all.
+    def check_length(self, tokens: int) -> None:
+        """See `HFConfig.check_length`, with transformers' defaults."""
+        self._made.check_length(tokens)
+
+    def session(self, lengths: Sequence[int], prefill_tokens: int, width: int = 0) -> HFSession:
+        """A session for prompts of ``lengths``, padded to at least ``width`` columns.
 
         Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
         """
-        self._made.check_length(longest)
-        return HFSession(self, self.inner, lengths, prefill_tokens)
+        return HFSession(self, self.inner, lengths, prefill_tokens, width)

@@ -32,11 +32,14 @@ class HFSession:
         inner: PreTrainedModel,
         lengths: Sequence[int],
         prefill_tokens: int,
+        width: int = 0,
     ) -> None:
+        """``width``: the least number of columns that prompts are padded to."""
         self._prompts = torch.tensor(lengths, dtype=torch.int64)
         device = next(inner.parameters()).device
         (self.lengths,) = upload([self._prompts], device)
         self._model, self._inner, self._prefill_tokens = model, inner, prefill_tokens
+        self._least_width = width
         self._parameters = frozenset(inspect.signature(inner.forward).parameters)
         self._begin(len(lengths))
 
@@ -44,9 +47,15 @@ class HFSession:
         self._cache = DynamicCache(config=self._inner.config)
         self._mask = self.lengths.new_zeros((rows, 0))
 
+    @property
+    def width(self) -> int:
+        """Columns of the cache: tokens that each row has read, and its padding."""
+        return self._mask.shape[1]
+
     def prompts(self, input_ids: Tensor) -> Tensor:
         """Read the packed prompts [T]. Return the logits [S, V] after each prompt."""
-        tokens, longest = input_ids.shape[0], int(self._prompts.max())
+        tokens = input_ids.shape[0]
+        longest = max(int(self._prompts.max()), self._least_width)
         cu_seqlens = torch.cat([self._prompts.new_zeros(1), self._prompts.cumsum(0)])
         places = packed_rows(cu_seqlens, tokens)
         columns = packed_positions(cu_seqlens, tokens) + (longest - self._prompts)[places]
@@ -84,6 +93,13 @@ class HFSession:
         self.lengths, self._mask = self.lengths[rows], self._mask[rows]
         # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
         self._cache.reorder_cache(cast(torch.LongTensor, rows))
+
+    def join(self, other: HFSession) -> None:
+        """Add the rows of a session of equal width after the rows of this one; use it no more."""
+        assert other.width == self.width, "columns are the same for all rows"
+        self.lengths = torch.cat((self.lengths, other.lengths))
+        self._mask = torch.cat((self._mask, other._mask))
+        self._cache = _joined([self._cache, other._cache])
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         self._mask = torch.cat((self._mask, mask), dim=1)

@@ -29,7 +29,7 @@ from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
-from slurmrl.plan.engine_rules import HF, SERVER_KINDS, is_flag, lacking, rules_of
+from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, rules_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
@@ -83,12 +83,6 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     allocation = draft.allocations().get(ROLLOUTS)
     if allocation is None:
         return
-    if draft.config.actor.implementation == HF and not BACKENDS[allocation.backend].serves:
-        reason = (
-            " with rollout.tasks and actor.implementation hf: tasks run models of transformers on "
-            f"servers only; allowed backends: {', '.join(SERVER_KINDS)}"
-        )
-        yield draft.refuse((ROLLOUTS, "backend"), reason, str(allocation))
     copies = allocation.sizes["dp"]
     if settings.max is not None and copies not in (1, settings.max):
         reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; leave out one of them"

@@ -1,6 +1,6 @@
 """Construction of a rollout task's worker from the run directory: engine, weights, episodes.
 
-The engine is the decoder of the task's own process, or a server that it keeps. A new kind of server
+The engine is a model in the task's own process, or a server that it keeps. A new kind of server
 needs nothing here: its engine in ``ENGINES`` names it (`ServerEngine.kind`).
 """
 
@@ -23,7 +23,8 @@ from slurmrl.config.schema.roles import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines import ENGINES
-from slurmrl.engines.role_weights import served_config
+from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.role_weights import model_config, served_config
 from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
@@ -31,6 +32,7 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan import precision
 from slurmrl.plan.checks import fit
+from slurmrl.plan.engine_rules import HF
 from slurmrl.plan.estimates.worker_memory import own_share, share_in_task
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.model_files import stop_tokens
@@ -100,6 +102,10 @@ def build_rollout(
         events = EventWriter(paths, f"{model.engine}.{group.name}.{agent.task}.{agent.attempt}")
         config = actor_config(settings.config.actor)
         make = served(settings, model, config, accelerator.device, log, events)
+    elif settings.config.actor.implementation == HF:
+        assert start.world_size == 1, "models of transformers are not split"
+        config = _read("the model", partial(own_config, settings.config.actor))
+        make = transformers_model(settings, config, accelerator.device, decoding(tokenizer))
     else:
         config = decoder_config(settings.config.actor)
         peers = _peers(paths, start, rank, accelerator, settings.config.step_timeout_s)
@@ -326,6 +332,36 @@ def native(
     return NativeRollout(
         decoder, limits=limits, decode=decode, peers=peers, stale_cache=tasks.stale_cache
     )
+
+
+def own_config(model: Model) -> HFConfig:
+    """Return the architecture of an actor that transformers runs in this process."""
+    config = model_config("actor", model, None if model.path is None else Path(model.path))
+    assert isinstance(config, HFConfig), "see the caller"
+    return config
+
+
+def transformers_model(
+    settings: Settings, config: HFConfig, target: torch.device, decode: Decode
+) -> MakeEngine:
+    """A model of transformers in this process. Its weights are random until the first version."""
+    from slurmrl.models.hf_model import HFModel  # transformers takes seconds to import
+
+    actor, rollout = settings.config.actor, settings.config.rollout
+    assert rollout.tasks is not None, "an engine of rollout tasks"
+    dtype = getattr(torch, actor.dtype)
+    model = HFModel(config, "lm", source=None, seed=settings.config.seed, dtype=dtype).to(target)
+    model.requires_grad_(False)
+    engine = HFRollout(
+        model,
+        None,
+        actor.max_tokens_per_microbatch,
+        rows=rollout.episode.concurrency,
+        decode=decode,
+        joins=True,
+        stale_cache=rollout.tasks.stale_cache,
+    )
+    return lambda _: engine
 
 
 def served(

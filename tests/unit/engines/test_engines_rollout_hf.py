@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import ServingOptions
-from slurmrl.engines.hf_rollout import CHECK_TOKENS, HFRollout
+from slurmrl.engines.hf_batch import CHECK_TOKENS, HFBatch
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import (
     Completion,
@@ -85,7 +85,7 @@ def test_requests_of_a_round_have_their_own_limits() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 256])
-def test_requests_with_different_options_are_sampled_in_separate_rounds(
+def test_completions_equal_alone_with_other_options_in_the_round(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """A request with more keys than rows is divided, and its completions keep their order."""
@@ -102,11 +102,11 @@ def test_requests_with_different_options_are_sampled_in_separate_rounds(
         for number, each in enumerate(options)
     ]
     sizes: list[int] = []
-    compute = HFRollout._round
+    add = HFBatch.add
 
-    def counted(self: HFRollout, requests: Sequence[GenerationRequest]) -> Any:
-        sizes.append(sum(len(request.keys) for request in requests))
-        return compute(self, requests)
+    def counted(self: HFBatch, rows: Sequence[Any]) -> None:
+        sizes.append(len(rows))
+        add(self, rows)
 
     async def run(served: RolloutEngine, *requests: GenerationRequest) -> list[list[Any]]:
         answers = await asyncio.gather(*map(served.submit, requests))
@@ -115,10 +115,10 @@ def test_requests_with_different_options_are_sampled_in_separate_rounds(
     with model.serving("1.0", ServingOptions(rows=rows)) as served:
         assert served is not None
         alone = [asyncio.run(run(served, each))[0] for each in requests]
-        monkeypatch.setattr(HFRollout, "_round", counted)
+        monkeypatch.setattr(HFBatch, "add", counted)
         assert asyncio.run(run(served, *requests)) == alone
     assert sum(sizes) == 3 * len(requests)
-    assert sorted(sizes) == ([1, 1, 1, 2, 2, 2, 2, 2, 2] if rows == 2 else [3, 3, 3, 6])
+    assert sizes == ([2] * 7 + [1] if rows == 2 else [15])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_transformers_model_that_failed_or_was_closed_serves_no_more(
         if closed:
             await served.close()
         else:
-            monkeypatch.setattr(served, "_round", fail)
+            monkeypatch.setattr(HFBatch, "step", fail)
             with pytest.raises(RunFailedError, match="no memory"):
                 await served.submit(request)
         with pytest.raises(RunFailedError):

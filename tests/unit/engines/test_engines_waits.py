@@ -13,7 +13,7 @@ import torch
 
 from slurmrl.config.schema import Model
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines import hf_rollout as hf_module
+from slurmrl.engines import hf_batch as hf_module
 from slurmrl.engines.base import ServingOptions
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.models import inference as inference_module
@@ -89,13 +89,13 @@ def test_rounds_read_what_has_ended_every_few_tokens(
         max_new_tokens=36, min_new_tokens=20, top_k=20, top_p=0.9, stop_token_ids=stops
     )
     keys, held = torch.arange(len(LENGTHS)), [*model._state().values()]
-    check, waited = hf_module._Batch._check, []
+    check, waited = hf_module.HFBatch._check, []
 
-    def counted(self: Any) -> Any:
+    def counted(self: Any, version: str) -> Any:
         waited.append(len(waits))
-        return check(self)
+        return check(self, version)
 
-    monkeypatch.setattr(hf_module._Batch, "_check", counted)
+    monkeypatch.setattr(hf_module.HFBatch, "_check", counted)
     with host_waits(held) as waits:
         output = generated(model, batch, options, seed=1, step=1, keys=keys)
     tokens = int((output.lengths - output.prompt_lengths).max())

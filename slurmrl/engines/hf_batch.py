@@ -1,0 +1,241 @@
+"""Completions that a model of transformers samples together. Rows join and leave between checks.
+
+S rows in the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from slurmrl.errors import RunFailedError
+from slurmrl.rollouts.generation.base import Decode
+from slurmrl.rollouts.generation.native.sequence import Sequence, ends_with_stop
+from slurmrl.tensors.ops.arguments import upload
+from slurmrl.tensors.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
+
+if TYPE_CHECKING:
+    from slurmrl.models.hf_model import HFModel
+    from slurmrl.models.hf_session import HFSession
+
+KEEP_FRACTION: Final = 0.75
+"""Ended rows leave the batch once no more than this part of it is alive."""
+CHECK_TOKENS: Final = {"cpu": 1, "cuda": 8}
+"""Tokens, by type of device, between two checks of which rows have ended. Each makes the host wait
+for a GPU. Rows that end in between sample further tokens, which are cut."""
+WIDEST: Final = 2
+"""The cache is read again when rows join and it has more columns than this times its longest row:
+the rest is padding."""
+
+
+class HFBatch:
+    """Rows with one cache. All rows that are alive have a sampled token that was not read."""
+
+    def __init__(
+        self, model: HFModel, prefill_tokens: int, decode: Decode | None, *, support: bool
+    ) -> None:
+        """``prefill_tokens``: see `HFModel.session`; ``support``: see `ServingOptions`."""
+        self._model, self._prefill_tokens = model, prefill_tokens
+        self._decode, self._support = decode, support
+        self._device = next(model.inner.parameters()).device
+        self._rows: list[Sequence] = []
+        self._session: HFSession | None = None
+        """The cache of ``_rows``; None if it must be read again."""
+        self._unread: list[tuple[list[Sequence], Sampled]] = []
+        """Samples since the last check, each of some rows."""
+        self._living = 0
+        """Rows that were alive when the tensors below were made."""
+        self._streams = self._limits = self._last = torch.zeros(0, dtype=torch.int64)
+        """[S]: random streams, most tokens of the sequence, and the token sampled last."""
+        self._stops = torch.zeros((0, 0), dtype=torch.int64)
+        """[S, stop tokens of a row], filled up with `NONE`."""
+        self._alive = torch.zeros(0, dtype=torch.bool)
+
+    @property
+    def living(self) -> int:
+        """Number of rows that have not ended."""
+        return sum(row.finish is None for row in self._rows)
+
+    def renew(self) -> None:
+        """Have the cache computed again, with changed weights."""
+        self._session = None
+
+    @torch.no_grad()
+    def add(self, rows: Items[Sequence]) -> None:
+        """Read the prompts of rows, and sample their first tokens."""
+        self._remove_ended(fraction=1.0)
+        known = len(self._rows)
+        self._rows = [*self._rows, *rows]
+        width = 0 if self._session is None else self._session.width
+        longest = [max(len(row.tokens) for row in each) for each in (rows, self._rows)]
+        if self._session is None or not longest[0] <= width <= WIDEST * longest[1]:
+            self._session = None
+            self._session, logits = self._read(self._rows)
+            logits = logits[known:]
+        else:
+            session, logits = self._read(rows, width)
+            self._session.join(session)
+        self._set_tensors()
+        self._sample(logits, self._session, known)
+
+    @torch.no_grad()
+    def step(self, version: str) -> list[Sequence]:
+        """Sample a few tokens of each row. Return the rows that have ended.
+
+        The sample of a token depends on (seed, step, the row's key, the token's position in its
+        sequence) and on the logits only. ``version`` names the weights.
+
+        Raises RunFailedError if logits were not finite.
+        """
+        self._remove_ended(fraction=KEEP_FRACTION)
+        for _ in range(len(self._unread), CHECK_TOKENS[self._device.type]):
+            if not any(row.finish is None and row.length < row.limit for row in self._rows):
+                break
+            if self._session is None:
+                self._session, _ = self._read(self._rows)
+            self._sample(self._session.next(self._last, self._alive), self._session)
+        return self._check(version)
+
+    def _remove_ended(self, *, fraction: float) -> None:
+        """Bring the tensors up to date if rows have ended.
+
+        Ended rows leave if at most a ``fraction`` of all is alive: the cache is copied then.
+        """
+        left = [place for place, row in enumerate(self._rows) if row.finish is None]
+        if len(left) == self._living and fraction < 1.0:
+            return
+        if len(left) < len(self._rows) and len(left) <= fraction * len(self._rows):
+            self._rows = [self._rows[place] for place in left]
+            if self._session is not None and left:
+                self._session.keep(upload([torch.tensor(left)], self._device)[0])
+        if not left:
+            self._session = None
+        self._set_tensors()
+
+    def _set_tensors(self) -> None:
+        """Make the tensors of the rows from what the host knows."""
+        rows = self._rows
+        self._living = self.living
+        widest = max((len(row.request.options.stop_token_ids) for row in rows), default=0)
+        stops = torch.full((len(rows), widest), NONE)
+        for place, row in enumerate(rows):
+            ids = row.request.options.stop_token_ids
+            stops[place, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        columns = [(row.stream, row.limit, row.tokens[-1], row.finish is None) for row in rows]
+        values = torch.tensor(columns, dtype=torch.int64).view(len(rows), 4).t().contiguous()
+        stops, values = upload([stops, values], self._device)
+        self._stops, (self._streams, self._limits, self._last, alive) = stops, values
+        self._alive = alive.bool()
+
+    def _read(self, rows: Items[Sequence], width: int = 0) -> tuple[HFSession, Tensor]:
+        """Return a session of rows, and the logits [S, V] after the tokens that it has read.
+
+        It has read the prompts of new rows, and all tokens except the last one of the others. It
+        reads equal tokens once. ``width``: see `HFModel.session`.
+        """
+        texts: dict[tuple[int, ...], int] = {}
+        order = [
+            texts.setdefault(tuple(row.tokens[:-1] if row.logprobs else row.tokens), len(texts))
+            for row in rows
+        ]
+        session = self._model.session([len(text) for text in texts], self._prefill_tokens, width)
+        tokens = torch.tensor([token for text in texts for token in text])
+        logits = session.prompts(upload([tokens], self._device)[0])
+        if order != list(range(len(texts))):
+            (index,) = upload([torch.tensor(order)], self._device)
+            session.keep(index)
+            logits = logits[index]
+        return session, logits
+
+    def _sample(self, logits: Tensor, session: HFSession, first: int = 0) -> None:
+        """Sample a token for every row from ``first`` on, from their logits [S, V]."""
+        rows, lengths = self._rows[first:], session.lengths[first:]
+        drawn = self._drawn(rows, logits, stream_uniform(self._streams[first:], lengths))
+        self._unread.append((rows, drawn))
+        for row in rows:
+            row.unread += 1
+        stopped = (drawn.tokens[:, None] == self._stops[first:]).any(-1)
+        going = self._alive[first:] & ~stopped & (lengths + 1 < self._limits[first:])
+        self._alive = torch.cat((self._alive[:first], going))
+        self._last = torch.cat((self._last[:first], drawn.tokens))
+
+    def _drawn(self, rows: Items[Sequence], logits: Tensor, uniforms: Tensor) -> Sampled:
+        """A token of each row. Rows with equal options are sampled by one call."""
+        parts: dict[tuple[object, ...], list[int]] = {}
+        for place, row in enumerate(rows):
+            parts.setdefault((row.sampling_key, row.banned), []).append(place)
+        drawn: list[Sampled] = []
+        for places in parts.values():
+            row = rows[places[0]]
+            temperature, top_k, top_p, greedy, record = row.sampling_key
+            own = (logits, uniforms)
+            if len(parts) > 1:
+                (index,) = upload([torch.tensor(places)], self._device)
+                own = (logits[index], uniforms[index])
+            (banned,) = upload([torch.tensor(row.banned, dtype=torch.int64)], self._device)
+            drawn.append(
+                sample(
+                    *own,
+                    temperature=temperature,
+                    top_k=top_k,
+                    top_p=top_p,
+                    greedy=greedy,
+                    banned=banned if row.banned else None,
+                    support=self._support,
+                    record=record,
+                )
+            )
+        if len(drawn) == 1:
+            return drawn[0]
+        order = torch.tensor([place for places in parts.values() for place in places]).argsort()
+        (order,) = upload([order], self._device)
+        return joined(drawn).each(lambda values: values[order])
+
+    def _check(self, version: str) -> list[Sequence]:
+        """Read all samples. Return the rows that have ended."""
+        unread, self._unread = self._unread, []
+        tensors = [each for _, drawn in unread for each in drawn if each is not None]
+        values = iter(torch.cat([each.double().flatten() for each in tensors]).tolist())
+        ended: list[Sequence] = []
+        for rows, drawn in unread:
+            tokens = [int(next(values)) for _ in rows]
+            logprobs = [next(values) for _ in rows]
+            if not all(map(math.isfinite, logprobs)):
+                raise RunFailedError("the model's logits are not finite: its weights have diverged")
+            width = 0 if drawn.support is None else drawn.support.shape[1]
+            supports = [[int(next(values)) for _ in range(width)] for _ in rows]
+            for row, token, logprob, support in zip(rows, tokens, logprobs, supports, strict=True):
+                row.unread -= 1
+                if row.finish is not None:
+                    continue
+                row.tokens.append(token)
+                row.logprobs.append(logprob)
+                row.versions.append(version)
+                if row.request.options.support:
+                    row.support.add([each for each in support if each != NONE])
+                self._finish(row, token)
+                if row.finish is not None:
+                    ended.append(row)
+        return ended
+
+    def _finish(self, row: Sequence, token: int) -> None:
+        """End a row whose last token ends it."""
+        options = row.request.options
+        if token in options.stop_token_ids or (options.stop_strings and self._stopped(row)):
+            row.finish = "stop"
+        elif len(row.tokens) >= row.limit:
+            row.finish = "length"
+
+    def _stopped(self, row: Sequence) -> bool:
+        """Whether the last token completes a stop string."""
+        options = row.request.options
+        assert self._decode is not None, "a request with stop strings needs it"
+        if len(row.logprobs) <= options.min_new_tokens:
+            return False
+        return ends_with_stop(
+            self._decode, row.tokens[len(row.request.prompt) :], options.stop_strings
+        )

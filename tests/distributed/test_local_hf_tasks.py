@@ -1,0 +1,64 @@
+"""Trials of models of transformers whose completions are made by rollout tasks."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.desk.report.report_data import read_samples
+from tests.support.rollout_trials import config_of, hurry, of_group, site_in
+from tests.support.trials import Site, wait_until
+
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "max_position_embeddings": 64,
+}
+"""A family that the built-in decoder does not run: layers of linear attention have no keys."""
+
+
+def begin(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
+    config = config_of(trial, tasks)
+    config["total_steps"] = 5
+    config["actor"] |= {"architecture": HYBRID, "implementation": "hf"}
+    path = site.write(f"{trial}.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
+
+
+def test_tasks_sample_what_trainers_sample_even_if_killed(tmp_path: Path) -> None:
+    """A rollout worker is killed, then a rank of the trainers. Versions carry the weights."""
+    site = site_in(tmp_path, {}, pause_s=0.6)
+    begin(site, "tasks", {"max": 1, "max_staleness": 0}, "--detach")
+    site.wait_for_step("grpo/tasks", 1)
+    os.kill(of_group(site, "grpo/tasks", "worker", "rollout")[0], signal.SIGKILL)
+    site.wait_for_step("grpo/tasks", 3)
+    os.kill(of_group(site, "grpo/tasks", "worker", "trainer")[0], signal.SIGKILL)
+    wait_until("the next incarnation", lambda: site.status("grpo/tasks")["incarnation"] == 2)
+    hurry(site)
+    status = site.wait_for_end("grpo/tasks")
+    assert (status["state"], status["incarnation"]) == ("COMPLETED", 2)
+    begin(site, "alone", None, "--wait")
+    texts, rewards = [], []
+    for trial in ("grpo/tasks", "grpo/alone"):
+        rows = read_samples(site.paths(trial).samples).rows
+        texts.append(sorted((row["step"], row["prompt"], row["completion"]) for row in rows))
+        metrics = site.metrics(trial)
+        rewards.append([value for line in metrics for value in (line["reward"], line["entropy"])])
+    assert texts[0] == texts[1]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-3)
