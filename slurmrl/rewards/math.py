@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from slurmrl import log
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.math_answer import BOX, marked_answer
+from slurmrl.rewards.math_answer import BOX, boxed, marked_answer
 from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
 
 logger = log.get(__name__)
@@ -148,6 +148,8 @@ class MathReward(RewardFunction):
         """Return the string to score, and whether it is an answer after the marker."""
         text = SPACES.sub(" ", str(text)).strip()
         answer = marked_answer(text, self._marker)
+        if answer is None and len(text) > self._tail and (box := boxed(text)):
+            text = rf"\boxed{{{box}}}"  # much text may follow a box
         return tail(text if answer is None else answer, self._tail), answer is not None
 
 

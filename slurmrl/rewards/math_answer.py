@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import gcd
 
 SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
-ROOT = re.compile(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))")
+ROOT = re.compile(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))|\\sqrt\s*\(([^()]*)\)")
 SYMBOLS = str.maketrans(
     {
         "∞": r"\infty ",
@@ -38,7 +38,8 @@ COMPOSED = re.compile(r"([⁰¹²³⁴-⁹⁺⁻]+)|([¼-¾⅐-⅞])|[！-～]|(
 """With ROOT: characters that math-verify does not know."""
 LOOKS = re.compile(
     r"</?[a-z]\w{3,}>|\\(?:displaystyle|small|[lL]arge|[hH]uge|underline|bm|boldsymbol"
-    r"|(?:text)?color\s*\{\w+\})(?![A-Za-z])"
+    r"|(?:text)?color\s*\{\w+\}|hspace\s*\{[^{}]*\}|checkmark"
+    r"|(?:mathbf|mathit|bf)(?=\s*\{?\s*[-\\\d]))(?![A-Za-z])"
 )
 """Tags as in ``<answer>``, and commands that change only how a formula looks."""
 ROMAN = re.compile(
@@ -66,6 +67,24 @@ RESIDUE = re.compile(
     r"(?:\\pmod\s*(?:\{\s*(\d+)\s*\}|(\d+))|\(\s*(?:\\[bp]?mod|\\text\s*\{\s*mod\s*\}|mod)\s*(\d+)\s*\))"
 )
 """``x \\equiv 2 \\pmod 5`` or ``2 (mod 5)``."""
+WORDS = r"\\(?:text\w*|mathrm|mbox)\s*\{"
+NEGATIVE = re.compile(
+    rf"(?:(?<=[={{:#(] )|(?<=[={{:(])|(?<=\bis )|(?<=\b[Ii]t's )|\A)"
+    rf"(?:{WORDS}\s*(?:minus|negative)\s*\}}|(?:minus|negative)\b)\s*(?=\\?\$?[\d.]|\\[dt]?frac)",
+    re.IGNORECASE,
+)
+"""The word for the sign of a number. ``10 minus 7`` is a calculation."""
+POWERS = {"squared": "^2", "cubed": "^3", "factorial": "!"}
+AFTER_NUMBER = re.compile(
+    rf"(?<=\d)(?:\s*{WORDS}\s*({'|'.join(POWERS)})\s*\}}|\s+({'|'.join(POWERS)})\b(?!\s*[A-Za-z]))"
+)
+OTHER_NUMBER = re.compile(
+    r"(?<![\\\w])(?:(?:not|\w+n't|cannot)(?:\s+be)?|anything\s+but|none\s+of(?:\s+the)?|(?:less|fewer|more|greater|smaller)\s+than"
+    r"|(?:half|double|triple)(?:\s+of)?|twice|thrice)"
+    r"(?:[\s~:*]|\\[,;:! ])*\}?(?:[\s~*]|\\[,;:! ])*\\?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)",
+    re.IGNORECASE,
+)
+"""A number that is not the answer, such as ``not 7`` or ``twice 7``."""
 
 CURRENCY = r"(?:\\?\$|[€£¥₹¢₽₩]|\b(?:USD|EUR|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?)(?![A-Za-z]))"
 LEADING_CURRENCY = re.compile(rf"\A([-+]?)\s*(?:US|HK|A|C)?{CURRENCY}\s*(?=[-\d.])")
@@ -77,8 +96,10 @@ WRAPPED = (
 FUNCTION = r"(?:arc)?(?:sin|cos|tan)h?|a(?:sin|cos|tan)h?|cot|csc|ln|log|lg|exp|gcd"
 UPRIGHT = re.compile(rf"\\(?:mathrm|text|operatorname)\s*\{{\s*({FUNCTION})\s*\}}")
 """The name of a function in upright letters, which is no unit."""
+LOGARITHM = re.compile(r"\\(?:(lg)|log\s*_\s*(?:e|\{\s*e\s*\}))(?![A-Za-z])")
+"""Logarithms that math-verify does not read."""
 LEADING_TEXT = re.compile(
-    rf"\A(?:\\(?:text\w*|mbox|math(?:rm|bf))\s*\{{(?!\s*(?:not|neither|nor|{FUNCTION}|sec|lcm|Re|Im|[A-Za-z])\b)"
+    rf"\A(?:\\(?:text\w*|mbox|math(?:rm|bf))\s*\{{(?!\s*(?:not|neither|nor|{FUNCTION}|sec|lcm|Re|Im|[A-Za-z](?!\s+[a-z]))\b)"
     rf"[^{{}}\d]*\}}|\([A-J]\)){SPACE}*"
     r"(?=[-\d.]|\\[dt]?frac)"
 )
@@ -137,8 +158,10 @@ def rewritten(text: str) -> str:
     Symbols, thousands, bases, residues and the like are rewritten.
     """
     text = COMPOSED.sub(decomposed, LOOKS.sub(" ", text).strip()).translate(SYMBOLS)
-    text = UPRIGHT.sub(r"\\\1 ", text)
-    text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2]}}}", text)
+    text = AFTER_NUMBER.sub(lambda match: POWERS[match[1] or match[2]], text)
+    text = UPRIGHT.sub(r"\\\1 ", NEGATIVE.sub("-", text))
+    text = LOGARITHM.sub(lambda match: r"\log_{10} " if match[1] else r"\ln ", text)
+    text = ROOT.sub(lambda match: rf"\sqrt{{{match[1] or match[2] or match[3]}}}", text)
     text = EMPTY.sub(r"\\emptyset ", text)
     text = ROMAN.sub(lambda match: match[1] or match[3] or r"\pi ", text)
     text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), IMAGINARY.sub(" i", text))
@@ -252,7 +275,7 @@ FORMULA = re.compile(
 LONGEST_FORMULA = 300
 """Longest text without an environment that is read as one formula: math-verify's parser needs very
 long to reject longer text."""
-BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:(\{)|((?:[^\s{}$\\]|\\[A-Za-z]+|\{[^{}]*\})+))")
+BOX = re.compile(r"\\(?:boxed|f(?:rame)?box)\s*(?:(\{)|((?:[^\s{}$\\]|\\[A-Za-z]+|\{[^{}]*\})+))")
 SAME_ANSWER = re.compile(
     r"(?:(?!.*\b(?:not|wrong|incorrect|mistaken?)\b)[^.!?,;:\n]{0,60}\band\b)?"
     r"(?:(?!\s*\n\s*\n)[\s$,;+}\\]|\\[\])(\[,;:! ]|\\q?quad|\b(?:and|or)\b"
@@ -263,17 +286,6 @@ BRACKETED = re.compile(r"(?<!\\)\[\s*(\$[^$]+\$)\s*\][\s.*]*\Z")
 """A formula in brackets at the end, the answers of Geometry3K."""
 FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis:?\s*\**[$\\\d-]", re.IGNORECASE)
 """math-verify prefers the answer after this to a box."""
-LETTER = re.compile(r"(?:\\(?:text|math)\w*\s*\{\s*)?\(?([A-J])\)?\s*\}?")
-LABEL = re.compile(
-    r"\s*(?:(?i:option|choice|answer)\W+)?\(?\s*([A-J])\s*(?:\Z|[).:](?!.*\b[A-J]\b))", re.DOTALL
-)
-CHOSEN = (
-    r"[\s:_(]*([A-J])(?![\s_)]*(?:[,&]|(?:and|or)\b)\s*\(?[A-J]\b)"
-    r"(?=[\s_)]*(?:[.,;:)\n]|(?:because|since|as|is\s+(?:correct|right))\b|\Z))"
-)
-ANSWER_IS = re.compile(rf"(?i:\banswer\b(?:\s+is)?(?:\s+(?:option|choice))?){CHOSEN}")
-OPTION_IS = re.compile(rf"(?i:\b(?:option|choice)\b(?:\s+is)?){CHOSEN}")
-"""The letter of a multiple choice: in a reference, in a box or after the marker, and in prose."""
 NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
 """The begin of a numbered heading."""
 VALUE = re.compile(r"[\s*_$=-]*(?:\\|[€£¥₹]|US\$)?\.?(?:\d|(?<=\\))")
@@ -302,6 +314,11 @@ CURRENCIES = re.compile("[€£¥₹]")
 NAMED = re.compile(
     r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
 )
+CALLED = re.compile(
+    r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan)h?|cot|csc|sec|ln|log|exp)(?=\s*[(_]|\s+[\w\\])"
+)
+"""A function without its backslash."""
+POWER = re.compile(r"(?<=[\w)}])\s*\*\*\s*(-?\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))")
 ALIGNMENT = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|&|\\\\\s*\Z")
 APPROXIMATELY = re.compile(
     r"\\(?:(?:thick)?approx(?:eq)?|simeq|doteq)(?![A-Za-z])|≈|≃|\A\s*(?:~|\\sim(?![A-Za-z]))"
@@ -349,29 +366,34 @@ def boxed(text: str) -> str:
     Boxes that belong to the same answer are included: ``1, 2`` for ``\\boxed{1} and \\boxed{2}``.
     """
     contents: list[str] = []
+    closed = closing_braces(text)
     at = 0
     while (box := BOX.search(text, at)) is not None:
-        content, end = (box[2].rstrip(".,;:"), box.end()) if box[2] else _braced(text, box.end())
-        if end < 0:  # no closing brace
-            at = box.end()
+        begin, at = at, box.end()
+        if box[2]:
+            content = box[2].rstrip(".,;:")
+        elif (close := closed.get(at - 1)) is None:
             continue
-        if not SAME_ANSWER.fullmatch(text, at, box.start()):
+        else:
+            content, at = text[at:close], close + 1
+        if not SAME_ANSWER.fullmatch(text, begin, box.start()):
             contents = []
-        content = ALL_TEXT.sub(r"\1", content.strip())
+        content = ALL_TEXT.sub(r"\1", AROUND.sub("", content))
         if content not in contents:
             contents.append(content)
-        at = end
     return "" if FINAL.search(text, at) else ", ".join(contents)
 
 
-def _braced(text: str, begin: int) -> tuple[str, int]:
-    """The text until the brace that closes the group, and the index after it; -1 if none does."""
-    depth = 1
-    for brace in re.finditer(r"(?<!\\)[{}]", text[begin:]):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[begin : begin + brace.start()], begin + brace.end()
-    return "", -1
+def closing_braces(text: str) -> dict[int, int]:
+    """Map the index of each brace that opens a group to the index of the brace that closes it."""
+    opened: list[int] = []
+    closed: dict[int, int] = {}
+    for brace in re.finditer(r"(?<!\\)[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closed[opened.pop()] = brace.start()
+    return closed
 
 
 def stated(text: str) -> str:
@@ -387,15 +409,6 @@ def stated(text: str) -> str:
     text = WRITTEN.sub(lambda match: f"{number(match[0], plain=True)} ", text)
     text = CALCULATION.sub(lambda match: f" {number(match[0].strip('()[]'), plain=True)} ", text)
     return re.sub(r"\s+(?=[.,;:!?](?:\s|\Z))", "", OPENING.sub(" ", text))
-
-
-def chosen(text: str, *, inside: bool) -> str:
-    """The letter that a string chooses, "" if none. ``inside``: it is an answer without prose."""
-    text = re.sub(r"\\(?:text|math)\w*|\\[ ,;]|[{}$*]", " ", text)
-    if inside and (label := LABEL.match(text)):
-        return label[1]
-    found = ANSWER_IS.findall(text) or OPTION_IS.findall(text)  # options may be explained after it
-    return "".join(found[-1:])
 
 
 def formula_of(match: re.Match[str]) -> str:
@@ -428,11 +441,17 @@ def only_formula(text: str, *, plain: bool = False) -> str | None:
     text = without_units(MIXED.sub(r"\1\\frac{\2}{\3}", text), plain=plain)
     several_lines = "\n" in text and r"\begin" not in text
     if not several_lines and not is_prose(bare(text)):
-        return NAMED.sub(r"\\\1", text) if len(text) <= LONGEST_FORMULA else None
+        return latex(text) if len(text) <= LONGEST_FORMULA else None
     formulas = [formula_of(match) for match in FORMULA.finditer(mark_formulas(text))]
     if formulas or NO_PROSE.search(NUMBER.sub("", text)):
         return the_only(formulas)
     return the_only([match.group() for match in NUMBER.finditer(text)])
+
+
+def latex(formula: str) -> str:
+    """A formula with its names, functions and powers in LaTeX: ``x^{2}+\\ln (y)``."""
+    formula = POWER.sub(r"^{\1}", formula)
+    return NAMED.sub(r"\\\1", CALLED.sub(r"\\\1", formula))
 
 
 def too_long(text: str) -> bool:
@@ -469,7 +488,7 @@ def mark_formulas(text: str) -> str:
             continue
         if run:
             begin = run[0].start()
-            formula = text[begin : run[-1].end()].rstrip(".,;:?")
+            formula = text[begin : run[-1].end()].rstrip(".,;:? ")
             if COMMAND.search(formula):
                 short = len(formula) <= LONGEST_FORMULA
                 result += [text[end:begin], f"${formula}$" if short else ""]

@@ -23,12 +23,11 @@ from slurmrl.rewards.math_answer import (
     BOX,
     BRACKETED,
     FORMULA,
-    LETTER,
     LONGEST_FORMULA,
     NUMBER,
+    OTHER_NUMBER,
     RESIDUE,
     boxed,
-    chosen,
     formula_of,
     mark_formulas,
     number,
@@ -38,6 +37,7 @@ from slurmrl.rewards.math_answer import (
     too_long,
     without_units,
 )
+from slurmrl.rewards.math_choice import LETTER, chosen
 from slurmrl.rewards.process_pool import end_with_parent, send, take_pipes
 
 Reading = list[Any]
@@ -97,6 +97,8 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
     from math_verify import verify
 
     text, completion = request["reference"], request["completion"]
+    if not OTHER_NUMBER.search(text):
+        completion = OTHER_NUMBER.sub("?", completion)
     box = boxed(completion)
     inside = box or (completion if request["marked"] else "")
     if not inside:

@@ -188,6 +188,18 @@ def test_long_completions_are_judged_by_their_end(
     assert max(len(request["completion"]) for request in asked) == 2000
 
 
+def test_box_found_anywhere_in_long_completion(judged: MathReward) -> None:
+    rest = "which confirms the result. " * 100
+    completions = {
+        f"\\boxed{{7}}, {rest}": 1.0,
+        f"\\boxed{{7}}, {rest}The final answer is $8$.": 0.0,
+        f"\\boxed{{7}}, {rest}\\boxed{{8}}": 0.0,
+        "\\boxed{" * 20_000 + "\\boxed{7}": 1.0,
+    }
+    scores = judged(["p"] * 4, list(completions), [{"answer": "7"}] * 4, finished=[True] * 4)
+    assert scores == list(completions.values())
+
+
 def test_a_tail_begins_with_a_line_where_that_costs_little() -> None:
     assert tail("short", 10) == "short"
     assert tail("x" * 50 + "\n" + "y" * 8, 10) == "y" * 8
