@@ -58,6 +58,9 @@ EXAMPLES = {
     "kto": Example("addition-kto/1", (("eval/reward", "rewards/accuracies"), ("loss",))),
     "distill": Example("addition-distill/1", (("eval/reward",), ("reverse_kl",))),
     "lora": Example("addition-lora/1", (("eval/reward", "reward"), ("kl", "entropy"))),
+    "grpo_async": Example(
+        "addition-grpo-async/1", (("mismatch/kl",), ("mismatch/effective_sample_size",))
+    ),
     "reward_model": Example("addition-reward-model/1", (("eval/accuracy", "accuracy"), ("loss",))),
 }
 COMPARED = ("ppo", "grpo", "dpo")
