@@ -82,7 +82,7 @@ class Evaluate(AlgorithmSchema):
     vote_pattern: Pattern | None = None
     """With `completions`: regular expression of the answer for which a completion votes in maj@k:
     its last match, or the group in the match. A completion without a match has no vote. Default:
-    the complete completion votes. Example: `'#### (.*)'`"""
+    the vote is the complete completion. Example: `'#### (.*)'`"""
 
     suite: Word | None = None
     """Name of the suite of `evaluation.suites` that this trial evaluates; `slurmrl eval` sets it.

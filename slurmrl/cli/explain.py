@@ -51,8 +51,8 @@ class Explanation(NamedTuple):
 def explain(key: str | None, algorithm: str | None, as_json: bool) -> int:
     """Explain a key of the configuration: type, default, unit, meaning and example.
 
-    KEY is dotted, such as actor.optimizer.lr. For a section, its keys are listed. Without KEY, the
-    sections are listed.
+    KEY is dotted, such as actor.optimizer.lr. For a section, the command lists its keys. Without
+    KEY, the sections are listed.
     """
     path = tuple(key.split(".")) if key else ()
     entries = _entries(path, algorithm) if path else [Explanation(each) for each in _top()]

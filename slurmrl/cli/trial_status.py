@@ -47,7 +47,7 @@ FIRST_S, LONGEST_S = 1.0, 30.0
 @click.option(
     "--watch",
     is_flag=True,
-    help="Refresh until no trial is running or queued. Into a pipe, print a line for each change.",
+    help="Refresh until no trial is running or queued. In a pipe, print a line for each change.",
 )
 @click.option(
     "--state",

@@ -93,7 +93,7 @@ class Encoder:
         return without_ends(text, [str(self._tokenizer.eos_token)])
 
     def no_token(self, what: str) -> str:
-        return f"the tokenizer {self._tokenizer.name_or_path} makes no token of this {what}"
+        return f"the tokenizer {self._tokenizer.name_or_path} produces no token for this {what}"
 
     def texts(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
         return text_ids(self._tokenizer, texts, begin=begin)

@@ -127,7 +127,7 @@ def examples() -> Iterator[tuple[str, str]]:
     """The configurations, each with its description. Raises EnvironmentFailure."""
     if not EXAMPLES.is_dir():
         raise EnvironmentFailure(
-            f"{EXAMPLES} is not there: this slurmrl was copied without its examples; install it"
+            f"{EXAMPLES} is missing: this slurmrl was copied without its examples; install it"
         )
     for path in sorted(EXAMPLES.rglob("*.yaml")):
         if path.relative_to(EXAMPLES).parts[0] not in FETCHED:

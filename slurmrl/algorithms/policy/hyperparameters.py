@@ -28,7 +28,7 @@ class Updates(Section):
     """Parts of a batch, with equal numbers of prompts and one optimizer step each. They are the
     same for every number of ranks."""
     shuffle_minibatches: bool = False
-    """Select the minibatches of each epoch at random, the same for every number of ranks. `false`
+    """Select the minibatches of each epoch at random, whatever the number of ranks. `false`
     uses consecutive parts of the batch: the ranks' shares of a part then have about equal
     numbers of tokens, and not only on average."""
     n_epochs: PositiveInt = 1
@@ -463,10 +463,10 @@ class RewardShaping(Section):
     """Give completions without a stop token or stop string the reward 0 instead of the reward
     function's score."""
     overlong_buffer: Annotated[PositiveInt, Unit("tokens")] | None = None
-    """Number of tokens before the maximum length over which a completion's reward falls linearly,
-    by `overlong_penalty` at the end. This happens before bias, scaling and clipping. The maximum
-    length is `rollout.max_new_tokens`, or the policy's maximum in an episode. `null` disables
-    this. Example: `512`"""
+    """Number of tokens before the maximum length where the reward of a completion begins to fall.
+    It falls linearly, by `overlong_penalty` at the maximum length. This happens before bias,
+    scaling and clipping. The maximum length is `rollout.max_new_tokens`, or the policy's maximum in
+    an episode. `null` disables this. Example: `512`"""
     overlong_penalty: PositiveFloat = 1.0
     """Maximum penalty for the length of a completion."""
     kl: KL = KL()

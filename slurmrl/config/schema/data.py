@@ -182,8 +182,8 @@ class Dataset(Section):
     answers. Both lists have equal lengths; their first answers form a pair, then their second
     answers, and so on."""
     max_pairs_per_prompt: PositiveInt | None = None
-    """With type `preference`: maximum number of pairs of a row; the first pairs count. `null` uses
-    all. Example: `4`"""
+    """With type `preference`: maximum number of pairs of a row; slurmrl uses the first ones. `null`
+    uses all. Example: `4`"""
     label_key: Word = "label"
     """With type `kto`: key of the label, true for a desirable answer and false for an undesirable
     one."""
@@ -256,7 +256,7 @@ class Dataset(Section):
         if self.curriculum_key is not None and self.balanced_batches:
             raise ValueError("curriculum_key and balanced_batches are two orders: use one of them")
         if self.balanced_batches and any(weights):
-            raise ValueError("balanced_batches needs whole epochs: sources have no weights with it")
+            raise ValueError("balanced_batches needs whole epochs: remove the sources' weights")
         return self
 
     @property

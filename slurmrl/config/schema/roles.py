@@ -50,7 +50,8 @@ class ParallelSizes(Section):
     """Split the activations between tensor-parallel blocks along the sequence. Requires a tensor
     size above 1. Default: true for megatron with a tensor size above 1."""
     make_vocab_size_divisible_by: PositiveInt = 128
-    """Padding of the vocabulary by megatron: to a multiple of this number times the tensor size."""
+    """Factor of the padded vocabulary: megatron pads it to a multiple of this times the tensor
+    size."""
 
 
 ALL_LINEAR: Final = "all-linear"

@@ -105,8 +105,8 @@ class Tasks(Section):
     `rollout.gpus`. Example: `8`"""
     min: PositiveInt = 1
     """Number of tasks that must have joined before each start of the trainers requests completions,
-    so that the first task does not get all prompts. `slurmrl scale` sets no smaller number
-    except 0."""
+    so that the first task does not get all prompts. `slurmrl scale` accepts 0 or at least this
+    number."""
     max_staleness: Annotated[NonNegativeInt, Unit("steps")] = 1
     """Maximum number of steps from the oldest weights that sampled a token of a completion to the
     weights that are trained with it. slurmrl drops completions that exceed it. With 0, each step
@@ -265,7 +265,7 @@ class Rollout(Section):
     each generation. `sglang` and `vllm` need `python` and `gpus` or `tasks`, or else `servers`.
     Default: the actor's engine, on its ranks. Example: `native:d4`"""
     gpus: Line = ""
-    """GPUs of the trainers' job for generation; workers, if there are no GPUs. Required with
+    """GPUs of the trainers' job for generation. Without GPUs, numbers of workers. Required with
     `sglang` and `vllm`, unless `servers` or `tasks` are given.
 
     With `tasks`, these are GPUs after the GPUs of the trainers' models. Tasks then run inside
@@ -318,7 +318,7 @@ class Rollout(Section):
     Default: set by `algorithm.name`: 1, or more if the algorithm compares completions of a
     prompt (8 for `grpo`). Example: `8`"""
     max_new_tokens: PositiveInt = 256
-    """Maximum number of tokens in a completion; in episodes of several turns, in a turn. Example:
+    """Maximum number of tokens of a completion, or of a turn in multi-turn episodes. Example:
     `1024`"""
     min_new_tokens: NonNegativeInt = 0
     """Minimum number of tokens in a completion."""
@@ -340,8 +340,8 @@ class Rollout(Section):
     """Always take the most probable token."""
     stop_token_ids: Sequence[NonNegativeInt] = ()
     """Additional tokens that end a completion. Every `eos_token_id` in the actor's
-    `generation_config.json`, `config.json` and tokenizer also ends one. The log of the run lists
-    all of them. The reward does not see the token that ended a completion. Example: `[151643]`"""
+    `generation_config.json`, `config.json` and tokenizer ends a completion too. The log of the run
+    lists them. The reward does not see the token that ended a completion. Example: `[151643]`"""
     stop_strings: Sequence[StopString] = ()
     """Strings that end a completion as a stop token does, once it has `min_new_tokens`. A string
     may begin and end within tokens. The token that completes it is kept and trained on, and the

@@ -160,7 +160,7 @@ def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
     A user error ends the trial; anything else may be the fault of this host, so the link goes back
     into the queue. Returns the exit code.
     """
-    logger.error("this job cannot begin: %s", error)
+    logger.error("this job cannot start: %s", error)
     events = EventWriter(link.run, f"supervisor.{link.group}.{job_tag()}")
     user_error = isinstance(error, UsageError) or was_removed(link.run)
     if user_error and in_chain and not takes_over(link, events):

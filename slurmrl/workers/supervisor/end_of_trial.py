@@ -56,7 +56,7 @@ def announce(paths: RunPaths) -> None:
     thread.start()
     thread.join(LONGEST_S)
     if thread.is_alive():
-        logger.warning("no notice: the webhook did not answer within %.0f s", LONGEST_S)
+        logger.warning("no notification: the webhook did not answer within %.0f s", LONGEST_S)
 
 
 def _post_notice(paths: RunPaths) -> None:
@@ -68,11 +68,11 @@ def _post_notice(paths: RunPaths) -> None:
             return
         url = _environment(config.cluster).get(name, "")
         if urlsplit(url).scheme not in ("http", "https"):
-            logger.warning("no notice: the variable %s holds no http or https URL", name)
+            logger.warning("no notification: the variable %s holds no http or https URL", name)
         elif _claim(paths, end):
             post(url, message(assemble(snapshot.read(paths), [])))
     except (SlurmrlError, OSError, ValueError) as error:
-        logger.warning("no notice: %s", type(error).__name__)  # its text may hold the URL
+        logger.warning("no notification: %s", type(error).__name__)  # its text may hold the URL
 
 
 def _environment(cluster: Cluster) -> dict[str, str]:
@@ -119,7 +119,7 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
             why = f"the webhook cannot be reached: {type(error).__name__}"
         if pause_s is not None:
             time.sleep(pause_s)
-    logger.warning("no notice: %s", why)
+    logger.warning("no notification: %s", why)
 
 
 def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:

@@ -211,7 +211,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
     config = Dataset(
         type="prompt", path=write_rows(tmp_path, SUM, {"id": "e", "prompt": "=", "answer": "1"})
     )
-    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: .* makes no token of this prompt"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: .* produces no token for this prompt"):
         make(config, tokenizer).sample([(0, 1)])
 
 
