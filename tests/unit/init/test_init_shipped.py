@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -8,25 +7,12 @@ import pytest
 from slurmrl.desk import starter
 from slurmrl.errors import EnvironmentFailure, UsageError
 
-ROOT = Path(__file__).parents[3]
-
 
 def test_every_example_says_what_it_is() -> None:
     found = dict(starter.examples())
     assert {"sft.yaml", "grpo.yaml", "custom/reward.yaml"} <= set(found)
     assert all(10 < len(text) < 120 for text in found.values()), found
     assert found["grpo.yaml"] == "GRPO on two-digit sums, from the model of sft.yaml"
-
-
-def test_wheel_has_every_file_of_the_examples() -> None:
-    settings = ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    patterns = settings["options.package_data"]["slurmrl"].split()
-    packed = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    own = (path for path in (ROOT / "examples").rglob("*") if path.is_file())
-    unknown = ("data", "__pycache__")
-    files = {path for path in own if not set(path.relative_to(ROOT).parts) & set(unknown)}
-    assert sorted(files - packed) == []
 
 
 def test_a_copy_appears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
