@@ -44,14 +44,18 @@ def warned(incarnation: int) -> str:
     return f"incarnation/{incarnation}/warned"
 
 
-def batons() -> str:
-    """Root of the batons: the jobs that took the trial over, in order."""
+def leader_locks() -> str:
+    """Root of the leader locks: the jobs that took the trial over, in order.
+
+    Its name must not change: jobs of an older slurmrl and of a resume with ``--update-code``
+    exclude each other by it.
+    """
     return "baton"
 
 
-def baton(number: int) -> str:
+def leader_lock(number: int) -> str:
     """The ``number``-th job that took the trial over, as JSON; of concurrent adds one wins."""
-    return f"baton/{number}"
+    return f"{leader_locks()}/{number}"
 
 
 def hang(incarnation: int) -> str:

@@ -1,8 +1,8 @@
 """Links, the jobs of a trial: their turns, and the end of a trial or job in special cases.
 
 This module tells whether a link has anything to do, ends a trial for a user error, and reads the
-turns of links as recorded in the name store (see `supervisor.baton`). It observes the first agent
-of a job, and ends a job whose batch process was lost with its host.
+turns of links as recorded in the name store (see `supervisor.leader_lock`). It observes the first
+agent of a job, and ends a job whose batch process was lost with its host.
 
 Slurm ends such a job, except one with spares (``--no-kill``). Its remaining processes end that one:
 the agents that see the first agent's lease expire (`workers.agent.loss_detection`), and the
@@ -246,7 +246,7 @@ class Turn:
 
 def read_turn(names: NameStore, number: int) -> Turn | None:
     """Return the turn with a number; None if there is none. Raises CorruptFileError."""
-    key = keys.baton(number)
+    key = keys.leader_lock(number)
     try:
         values = documents.parse(names.get(key), f"the name {key}", _FIELDS, _FIELDS)
     except NameNotFoundError:
@@ -266,7 +266,7 @@ def read_intact_turn(names: NameStore, number: int) -> Turn | None:
 
 def starts_put_back(names: NameStore) -> frozenset[str]:
     """Return the starts of jobs that Slurm took away from the trial."""
-    batons = names.find_subtree(keys.batons())
-    numbers = [int(tail) for key in batons if (tail := key.rpartition("/")[2]).isdecimal()]
+    taken = names.find_subtree(keys.leader_locks())
+    numbers = [int(tail) for key in taken if (tail := key.rpartition("/")[2]).isdecimal()]
     turns = [turn for number in numbers if (turn := read_intact_turn(names, number)) is not None]
     return frozenset(turn.before for turn in turns if turn.left is Left.PUT_BACK)

@@ -43,12 +43,12 @@ from slurmrl.scheduler.elastic import ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.watch import overview
 from slurmrl.workers.link import end_as_failed, reason_to_leave
-from slurmrl.workers.supervisor.baton import Baton, wait_for_turn
 from slurmrl.workers.supervisor.checkpoint_evaluations import (
     CheckpointEvaluations,
     hand_over_results,
 )
 from slurmrl.workers.supervisor.end_of_trial import announce, write_report
+from slurmrl.workers.supervisor.leader_lock import LeaderLock, wait_for_turn
 from slurmrl.workers.supervisor.rounds import JobHosts, Rounds, job_tag
 from slurmrl.workers.supervisor.watcher import Watchers
 
@@ -231,8 +231,8 @@ def takes_over(link: Link, events: EventWriter) -> bool:
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
     names = NameStore(link.run.names)
     ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
-    baton = Baton(link.run, names, link, job_tag(), host, scheduler, lease_ttl_s=ttl_s)
-    return wait_for_turn(baton, link, scheduler, events)
+    lock = LeaderLock(link.run, names, link, job_tag(), host, scheduler, lease_ttl_s=ttl_s)
+    return wait_for_turn(lock, link, scheduler, events)
 
 
 def lease_ttl_s(paths: RunPaths) -> float:

@@ -354,13 +354,13 @@ def test_hosts_that_are_lost_before_the_first_commit_are_no_fault_of_the_trial(p
 
 
 def test_a_job_whose_host_was_lost_and_whose_successor_is_another_job(past: Past) -> None:
-    """Slurm let the next element start before the one that it put back: the baton says so."""
+    """Slurm let the next element start before the one that it put back, as the lock records."""
     for number in range(MOST + 2):
         past.job = f"{7 + number}.0.0"
         past.begins()
         turn = {"start": f"{8 + number}.0", "element": "41_1", "host": "n0", "left": "put back"}
         value = json.dumps({**turn, "before": f"{7 + number}.0"})
-        past.names.add(keys.baton(number + 1), value)
+        past.names.add(keys.leader_lock(number + 1), value)
     past.job = "99.0.0"
     assert past.verdict() is None
 

@@ -1,4 +1,4 @@
-"""The baton: decides which of several live jobs continues a trial.
+"""The leader lock: decides which of several live jobs continues a trial.
 
 Several jobs are alive at once if an array's throttle was lifted, a batch script was submitted by
 hand, or Slurm started a link while another one has lost a host. Jobs take over one after the other,
@@ -36,8 +36,8 @@ ENDS_S = 60.0
 """How long Slurm may take to end a requeued job."""
 
 
-class Baton:
-    """The baton of a trial as one job sees it."""
+class LeaderLock:
+    """Leader lock of a trial as one job sees it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Baton:
             mine = replace(self._mine, before=before, left=left)
             try:
                 value = json.dumps(asdict(mine))
-                self._names.add(keys.baton(number + 1), value)
+                self._names.add(keys.leader_lock(number + 1), value)
             except NameExistsError:
                 number, holder = self._newest(number + 1)
                 continue
@@ -85,7 +85,7 @@ class Baton:
     def _newest(self, number: int = 0) -> tuple[int, Turn | None]:
         """Return the newest number and its turn; ``number`` is known to be taken (0: none)."""
         self._names.refresh()
-        for key in self._names.find_subtree(keys.batons()):
+        for key in self._names.find_subtree(keys.leader_locks()):
             tail = key.rpartition("/")[2]
             number = max(number, int(tail) if tail.isdecimal() else 0)
         return number, read_intact_turn(self._names, number) if number else None
@@ -125,7 +125,7 @@ class Baton:
 
 
 def wait_for_turn(
-    baton: Baton,
+    lock: LeaderLock,
     link: Link,
     scheduler: SlurmScheduler,
     events: EventWriter,
@@ -138,7 +138,7 @@ def wait_for_turn(
     """
     waited_s, longest_s = 0.0, min(LOOK_S * link.restart, LONGEST_WAIT_S)
     reported = False
-    while (holder := retry("take the trial over", baton.take)) is not None:
+    while (holder := retry("take the trial over", lock.take)) is not None:
         if not reported:
             logger.warning("%s holds this trial, so this job does not run it", holder.element)
             events.write("surplus", job=link.element, holder=holder.element)

@@ -18,7 +18,7 @@ from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
 from slurmrl.workers.link import Left, read_turn, starts_put_back
-from slurmrl.workers.supervisor.baton import ENDS_S, LOOK_S, Baton, wait_for_turn
+from slurmrl.workers.supervisor.leader_lock import ENDS_S, LOOK_S, LeaderLock, wait_for_turn
 
 
 def row(raw: str, restarts: int, hosts: tuple[str, ...] = ()) -> QueueRow:
@@ -62,10 +62,10 @@ def link(paths: RunPaths, job: str = "41", index: int = 0, restart: int = 0) -> 
     return Link(paths, 1, "trainer", job, index, restart)
 
 
-def baton(
+def lock(
     paths: RunPaths, names: NameStore, of: Link, start: str, cluster: SlurmScheduler
-) -> Baton:
-    return Baton(paths, names, of, start, "n0", cluster, lease_ttl_s=0.05)
+) -> LeaderLock:
+    return LeaderLock(paths, names, of, start, "n0", cluster, lease_ttl_s=0.05)
 
 
 RUNS = row("RUNNING", 0, ("n0", "n1"))
@@ -73,11 +73,11 @@ RUNS = row("RUNNING", 0, ("n0", "n1"))
 
 def test_of_jobs_that_are_alive_at_once_one_continues(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
-    assert baton(paths, names, link(paths), "41.0", cluster).take() is None
-    holder = baton(paths, names, link(paths, index=1), "42.0", cluster).take()
+    assert lock(paths, names, link(paths), "41.0", cluster).take() is None
+    holder = lock(paths, names, link(paths, index=1), "42.0", cluster).take()
     assert holder is not None
     assert (holder.element, holder.start) == ("41_0", "41.0")
-    assert baton(paths, names, link(paths), "41.0", cluster).take() is None, "it has it already"
+    assert lock(paths, names, link(paths), "41.0", cluster).take() is None, "it has it already"
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_the_next_job_takes_over_from_one_that_left(
     paths: RunPaths, names: NameStore, now: QueueRow | None, left: Left
 ) -> None:
     cluster = Cluster({"41_0": now})
-    assert baton(paths, names, link(paths), "41.0", cluster).take() is None
-    assert baton(paths, names, link(paths, index=1), "42.0", cluster).take() is None
+    assert lock(paths, names, link(paths), "41.0", cluster).take() is None
+    assert lock(paths, names, link(paths, index=1), "42.0", cluster).take() is None
     turn = read_turn(names, 2)
     assert turn is not None
     assert (turn.element, turn.before, turn.left) == ("41_1", "41.0", left)
@@ -109,7 +109,7 @@ def test_a_job_that_was_started_again_takes_over_from_itself(
 ) -> None:
     cluster = Cluster({"41_0": RUNS})
     for restart in (0, 1):
-        assert baton(paths, names, link(paths), f"41.{restart}", cluster).take() is None
+        assert lock(paths, names, link(paths), f"41.{restart}", cluster).take() is None
     assert starts_put_back(names) == {"41.0"}
 
 
@@ -129,7 +129,7 @@ def test_where_slurm_does_not_answer_the_lease_says_who_lives(
     paths: RunPaths, names: NameStore, beats: bool, said_end: bool
 ) -> None:
     cluster = Cluster({})
-    assert baton(paths, names, link(paths), "41.0", cluster).take() is None
+    assert lock(paths, names, link(paths), "41.0", cluster).take() is None
     cluster.silent = True
     names.add(keys.attempt("trainer", 0, 0), json.dumps(CLAIM))
     lease = Lease(paths.lease("trainer", 0, 0))
@@ -141,7 +141,7 @@ def test_where_slurm_does_not_answer_the_lease_says_who_lives(
         if beats:
             lease.beat()
 
-    other = Baton(
+    other = LeaderLock(
         paths, names, link(paths, index=1), "42.0", "n0", cluster, lease_ttl_s=0.05, sleep=sleep
     )
     assert (other.take() is not None) == (beats and not said_end)
@@ -151,7 +151,7 @@ def turns(
     paths: RunPaths, names: NameStore, of: Link, cluster: Cluster
 ) -> tuple[bool, list[float]]:
     """Whether it is this link's turn while 41_0 runs, and what it waited."""
-    baton(paths, names, link(paths), "41.0", cluster).take()
+    lock(paths, names, link(paths), "41.0", cluster).take()
     waited: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -159,7 +159,7 @@ def turns(
         if len(waited) == 10:
             cluster.now["41_0"] = None
 
-    its = baton(paths, names, of, f"43.{of.restart}", cluster)
+    its = lock(paths, names, of, f"43.{of.restart}", cluster)
     events = EventWriter(paths, "supervisor.trainer.43.0")
     return wait_for_turn(its, of, cluster, events, sleep), waited
 
@@ -200,12 +200,14 @@ def test_a_trial_that_ends_meanwhile(paths: RunPaths, names: NameStore) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", '{"start": "41"}', '{"start":"a","element":"b"}'])
-def test_a_baton_that_is_not_ours(paths: RunPaths, names: NameStore, text: str) -> None:
-    names.add(keys.baton(1), text)
+def test_leader_lock_of_another_format_is_taken_over(
+    paths: RunPaths, names: NameStore, text: str
+) -> None:
+    names.add(keys.leader_lock(1), text)
     with pytest.raises(CorruptFileError, match="baton/1"):
         read_turn(names, 1)
     assert starts_put_back(names) == set()
-    assert baton(paths, names, link(paths), "41.0", Cluster({})).take() is None
+    assert lock(paths, names, link(paths), "41.0", Cluster({})).take() is None
     turn = read_turn(names, 2)
     assert turn is not None
     assert turn.start == "41.0"
