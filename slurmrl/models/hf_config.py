@@ -57,7 +57,8 @@ class HFConfig:
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
         """Read a ``config.json`` object.
 
-        Raises UsageError if it lacks the model type or requests an unsupported loss.
+        Raises UsageError if it lacks the model type, requests an unsupported loss, or is of
+        quantized weights.
         """
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
@@ -68,6 +69,11 @@ class HFConfig:
             raise UsageError(
                 "implementation hf does not compute the load-balancing loss of "
                 "output_router_logits: set that to false, or use the built-in decoder"
+            )
+        if any(part.get("quantization_config") for part in (values, *_text_configs(values))):
+            raise UsageError(
+                "'quantization_config' is set, but only weights that are not quantized are trained "
+                "and moved; dequantize the model with transformers, save it, and name the result"
             )
         return HFConfig(model_type=model_type, values=dict(values))
 
