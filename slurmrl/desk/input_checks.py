@@ -139,6 +139,15 @@ class InputChecks:
             for message in wrong:
                 yield Finding("weights", Weight.FAILED, message, key)
         yield from self._servable()
+        yield from self._replayable()
+
+    def _replayable(self) -> Iterator[Finding]:
+        """Yield the reason why experts of the actor, a model of transformers, are not replayed."""
+        if self.config.rollout.replay_experts and self.config.actor.implementation != "builtin":
+            from slurmrl.models.hf_routers import refusal  # transformers takes seconds to import
+
+            if reason := refusal(HFConfig.from_hf(config_values(self.config.actor))):
+                yield Finding("weights", Weight.FAILED, reason, "rollout.replay_experts")
 
     def _servable(self) -> Iterator[Finding]:
         """Yield the reason why servers cannot load the actor, a model of transformers."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError
+from slurmrl.models.experts import UNKNOWN
 from slurmrl.rollouts.generation.base import Decode
 from slurmrl.rollouts.generation.native.sequence import Sequence, ends_with_stop
 from slurmrl.tensors.ops.arguments import upload
@@ -42,6 +43,8 @@ class HFBatch:
         self._model, self._prefill_tokens = model, prefill_tokens
         self._decode, self._support = decode, support
         self._device = next(model.inner.parameters()).device
+        self._experts = False
+        """Whether experts are recorded, as rows have asked for them."""
         self._rows: list[Sequence] = []
         self._session: HFSession | None = None
         """The cache of ``_rows``; None if it must be read again."""
@@ -68,6 +71,8 @@ class HFBatch:
     def add(self, rows: Items[Sequence]) -> None:
         """Read the prompts of rows, and sample their first tokens."""
         self._remove_ended(fraction=1.0)
+        if not self._experts and any(row.request.options.experts for row in rows):
+            self._experts, self._session = True, None
         known = len(self._rows)
         self._rows = [*self._rows, *rows]
         width = 0 if self._session is None else self._session.width
@@ -142,7 +147,9 @@ class HFBatch:
             texts.setdefault(tuple(row.tokens[:-1] if row.logprobs else row.tokens), len(texts))
             for row in rows
         ]
-        session = self._model.session([len(text) for text in texts], self._prefill_tokens, width)
+        session = self._model.session(
+            [len(text) for text in texts], self._prefill_tokens, width, experts=self._experts
+        )
         tokens = torch.tensor([token for text in texts for token in text])
         logits = session.prompts(upload([tokens], self._device)[0])
         if order != list(range(len(texts))):
@@ -220,7 +227,18 @@ class HFBatch:
                 self._finish(row, token)
                 if row.finish is not None:
                     ended.append(row)
+        self._record_experts(ended)
         return ended
+
+    def _record_experts(self, ended: Items[Sequence]) -> None:
+        """Give rows that ask for it the experts of their tokens."""
+        wanted = {id(row) for row in ended if row.request.options.experts}
+        for place, row in enumerate(self._rows):
+            if id(row) in wanted:
+                assert self._session is not None, "it has sampled"
+                read = self._session.experts(place, len(row.tokens) - 1)
+                last = read.new_full((1, read.shape[1]), UNKNOWN)  # was not read
+                row.experts = torch.cat((read, last)).cpu().numpy()
 
     def _finish(self, row: Sequence, token: int) -> None:
         """End a row whose last token ends it."""

@@ -165,11 +165,12 @@ class HFRollout(RolloutEngine):
             "has stop strings, but the engine has no tokenizer": bool(
                 options.stop_strings and self._decode is None
             ),
-            "asks for experts, which models of transformers do not record": options.experts,
         }
         for fault, holds in faults.items():
             if holds:
                 raise UsageError(f"request {request.request_id} {fault}")
+        if options.experts and not self._model.use_routers().blocks:
+            raise UsageError(f"request {request.request_id}: the model has no experts to record")
         self._model.check_length(len(request.prompt) + options.max_new_tokens)
 
     @property

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from slurmrl.models.packed import ranges
 from slurmrl.tensors.ops import collectives
 from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext
+
+if TYPE_CHECKING:
+    from slurmrl.models.hf_routers import HFRouters  # transformers takes seconds to import
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """Statistics of `Engine.train_batch` itself, in addition to the loss function's."""
@@ -227,16 +231,17 @@ def support_of(sample: SequenceSample | None) -> Support | None:
     return Support.of(sample.tensor(SIZES), sample.tensor(IDS))
 
 
-def experts_of(sample: SequenceSample | None, config: ModelConfig) -> Tensor | None:
-    """Return the recorded experts [T, L, K] of a sample's tokens; None if there is no record.
+def experts_of(sample: SequenceSample, model: ModelConfig | HFRouters) -> Tensor:
+    """Return the recorded experts [T, L, K] of a sample's tokens.
 
-    L is the number of blocks that have experts, K the number of experts of a token. Tokens without
-    a record have `UNKNOWN`.
+    L is the number of blocks of ``model`` that have experts, K the number of experts of a token.
+    Tokens without a record have `UNKNOWN`.
     """
-    if sample is None or EXPERTS not in sample.keys:
-        return None
-    blocks = 0 if config.moe is None else len(config.moe.layers)
-    each = 0 if config.moe is None else config.moe.per_token
+    if isinstance(model, ModelConfig):
+        blocks = 0 if model.moe is None else len(model.moe.layers)
+        each = 0 if model.moe is None else model.moe.per_token
+    else:
+        blocks, each = model.blocks, model.per_token
     width = blocks * each
     tokens = list(chain.from_iterable(sample.lengths[TOKENS]))
     sizes = list(chain.from_iterable(sample.lengths[EXPERTS]))

@@ -139,6 +139,11 @@ class Replayed:
         padding = own.new_full((missing, *own.shape[1:]), UNKNOWN)
         self._own = torch.cat((own, padding)) if missing else own
 
+    def place(self, places: Tensor, tokens: int) -> None:
+        """The blocks see ``tokens`` tokens: the sample's at ``places`` [T], and padding."""
+        own = self._experts.new_full((tokens, *self._experts.shape[1:]), UNKNOWN)
+        self._own = own.index_copy(0, places, self._experts)
+
     def chosen(self, block: int, own: Tensor) -> Tensor:
         recorded = self._own[:, block]
         return torch.where(recorded == UNKNOWN, own, recorded)

@@ -7,7 +7,8 @@ T packed tokens, S sequences, L the longest of them, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel
+from slurmrl.models.experts import Replayed
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_loading import count_positions, make_model, only_multiplies, refuse_dropout
+from slurmrl.models.hf_routers import HFRouters
 from slurmrl.models.hf_session import HFSession
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
@@ -53,6 +56,9 @@ class HFModel(PackedModel):
         )
         """The config with transformers' defaults."""
         refuse_dropout(self.inner)
+        self.routers: HFRouters | None = None
+        """The model's routers, once experts are recorded or replayed."""
+        self._replayed: Replayed | None = None
         self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
             raise UsageError(
@@ -101,6 +107,8 @@ class HFModel(PackedModel):
         rows, places, lengths = upload((*indices, cu_seqlens.diff().long()), input_ids.device)
         shape = (cu_seqlens.shape[0] - 1, max_len)
         ids = input_ids.new_zeros(shape).index_put((rows, places), input_ids)
+        if self._replayed is not None:
+            self._replayed.place(rows * max_len + places, ids.numel())
         columns = torch.arange(max_len, device=ids.device)
         mask = (columns < lengths[:, None]).long()
         whole = self.head == "lm" and not self._multiplies
@@ -127,13 +135,33 @@ class HFModel(PackedModel):
         values = wide_linear(features, score.weight).squeeze(-1)
         return values if score.bias is None else values + score.bias
 
+    def use_routers(self) -> HFRouters:
+        """Return the model's routers. Raises UsageError if they cannot be replayed."""
+        if self.routers is None:
+            self.routers = HFRouters(self.inner)
+        return self.routers
+
+    @contextmanager
+    def routed(self, routes: Replayed) -> Iterator[None]:
+        """While entered, the blocks with experts follow ``routes``, in backward passes too."""
+        routers = self.use_routers()
+        self._replayed = routers.routes = routes
+        try:
+            yield
+        finally:
+            self._replayed = routers.routes = None
+
     def check_length(self, tokens: int) -> None:
         """See `HFConfig.check_length`, with transformers' defaults."""
         self._made.check_length(tokens)
 
-    def session(self, lengths: Sequence[int], prefill_tokens: int, width: int = 0) -> HFSession:
+    def session(
+        self, lengths: Sequence[int], prefill_tokens: int, width: int = 0, *, experts: bool = False
+    ) -> HFSession:
         """A session for prompts of ``lengths``, padded to at least ``width`` columns.
 
         Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
+        ``experts``: whether they are recorded.
         """
-        return HFSession(self, self.inner, lengths, prefill_tokens, width)
+        routers = self.use_routers() if experts else None
+        return HFSession(self, self.inner, lengths, prefill_tokens, width, routers)

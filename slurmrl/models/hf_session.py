@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from slurmrl.errors import UsageError
+from slurmrl.models.hf_routers import HFRouters, RecordedReads
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.tensors.ops.arguments import upload
 
@@ -33,19 +34,25 @@ class HFSession:
         lengths: Sequence[int],
         prefill_tokens: int,
         width: int = 0,
+        routers: HFRouters | None = None,
     ) -> None:
-        """``width``: the least number of columns that prompts are padded to."""
+        """``width``: the least number of columns that prompts are padded to.
+
+        ``routers``: of the model, if experts are to be recorded.
+        """
         self._prompts = torch.tensor(lengths, dtype=torch.int64)
         device = next(inner.parameters()).device
         (self.lengths,) = upload([self._prompts], device)
         self._model, self._inner, self._prefill_tokens = model, inner, prefill_tokens
-        self._least_width = width
+        self._least_width, self._routers = width, routers
         self._parameters = frozenset(inspect.signature(inner.forward).parameters)
         self._begin(len(lengths))
 
     def _begin(self, rows: int) -> None:
         self._cache = DynamicCache(config=self._inner.config)
         self._mask = self.lengths.new_zeros((rows, 0))
+        self._experts: list[Tensor] = []
+        """Recorded experts of the cache's columns, by call: each [S, columns, L * K] int16."""
 
     @property
     def width(self) -> int:
@@ -68,12 +75,15 @@ class HFSession:
         each = max(1, self._prefill_tokens // longest)
         logits: list[Tensor] = []
         caches: list[DynamicCache] = []
+        experts: list[Tensor] = []
         for first in range(0, len(ids), each):
             part = slice(first, first + each)
             self._begin(len(ids[part]))
             logits.append(self._read(ids[part], mask[part], positions[part]))
             caches.append(self._cache)
+            experts += self._experts
         self._cache, self._mask = _joined(caches), mask
+        self._experts = [torch.cat(experts)] if experts else []
         return torch.cat(logits)
 
     def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
@@ -91,6 +101,8 @@ class HFSession:
     def keep(self, rows: Tensor) -> None:
         """Continue with these rows only, in this order; a row may occur several times."""
         self.lengths, self._mask = self.lengths[rows], self._mask[rows]
+        if self._routers is not None:
+            self._experts = [torch.cat(self._experts, dim=1)[rows]]
         # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
         self._cache.reorder_cache(cast(torch.LongTensor, rows))
 
@@ -100,6 +112,15 @@ class HFSession:
         self.lengths = torch.cat((self.lengths, other.lengths))
         self._mask = torch.cat((self._mask, other._mask))
         self._cache = _joined([self._cache, other._cache])
+        if self._routers is not None:
+            both = [torch.cat(each._experts, dim=1) for each in (self, other)]
+            self._experts = [torch.cat(both)]
+
+    def experts(self, row: int, tokens: int) -> Tensor:
+        """Return the experts [tokens, L * K] int16 of the first ``tokens`` that a row has read."""
+        self._experts = [torch.cat(self._experts, dim=1)]
+        read: Tensor = self._experts[0][row][self._mask[row] > 0]
+        return read[:tokens]
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         self._mask = torch.cat((self._mask, mask), dim=1)
@@ -119,7 +140,15 @@ class HFSession:
                 f"{', '.join(sorted(missing))}"
             )
         step = {name: value for name, value in arguments.items() if name in self._parameters}
-        output = self._model(ids, ids, 0, step)
+        if self._routers is None:
+            output = self._model(ids, ids, 0, step)
+        else:
+            self._routers.routes = recorded = RecordedReads(len(ids), self._routers.blocks)
+            try:
+                output = self._model(ids, ids, 0, step)
+            finally:
+                self._routers.routes = None
+            self._experts.append(recorded.experts())
         logits: Tensor = output.logits[:, -1]
         return logits
 

@@ -50,8 +50,8 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         (*BUILT_IN, "sglang", HF),
         "does not report the sampling mask of each token, which the losses need",
     ),
-    "experts": Capability((*BUILT_IN, "sglang"), "does not record the experts of this model"),
-    "experts of mixtral": Capability(BUILT_IN, "does not record the experts of mixtral"),
+    "experts": Capability((*BUILT_IN, "sglang", HF), "does not record the experts of this model"),
+    "experts of mixtral": Capability((*BUILT_IN, HF), "does not record the experts of mixtral"),
     "dense_layers": Capability(
         (*TRAINING, "native", "vllm", HF),
         "gives every layer experts, with weights that the actor does not have",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from math import inf, isfinite
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +69,9 @@ from slurmrl.tensors.ops import attention
 from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext
+
+if TYPE_CHECKING:
+    from slurmrl.models.hf_model import HFModel
 
 
 class FSDPEngine(TrainEngine, GatheredGeneration):
@@ -268,10 +272,12 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     def _replaying(self, sample: SequenceSample | None) -> AbstractContextManager[None]:
         """The recorded experts of a micro-batch in its forward and backward passes."""
         decoder = self._shards.decoder
-        if not isinstance(decoder, Decoder):
+        if sample is None or EXPERTS not in sample.keys:
             return nullcontext()
-        experts = experts_of(sample, decoder.config)
-        return nullcontext() if experts is None else decoder.routed(Replayed(experts))
+        if isinstance(decoder, Decoder):
+            return decoder.routed(Replayed(experts_of(sample, decoder.config)))
+        model = cast("HFModel", decoder)
+        return model.routed(Replayed(experts_of(sample, model.use_routers())))
 
     @torch.no_grad()
     def _count(

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor, nn
 
 from slurmrl.config.schema.roles import Model, ParallelSizes
+from slurmrl.data.meta import EXPERTS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import (
     OUTPUTS,
@@ -299,7 +300,9 @@ class MegatronEngine(TrainEngine):
         split = self._place.tp if self._settings.sequence_parallel else 1
         multiple = self.context.axis_size("cp") * split
         dtype = self._settings.params_dtype
-        support, experts = support_of(sample), experts_of(sample, self.config)
+        support, experts = support_of(sample), None
+        if sample is not None and EXPERTS in sample.keys:
+            experts = experts_of(sample, self.config)
         micro = micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype, support, experts)
         if self._balance is None and experts is None:
             return micro

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, EpisodeSettings, evaluation_key
 from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.engine_rules import CAPABILITIES
+from slurmrl.plan.engine_rules import CAPABILITIES, HF
 from slurmrl.plan.estimates.call_costs import GIB
 from slurmrl.plan.estimates.memory import PAGE_TOKENS, kv_bytes_per_token
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
@@ -105,11 +106,21 @@ def experts(draft: Draft) -> Iterator[Problem]:
         reason = f"{draft.algorithm.name} does not use recorded experts"
     elif shape is not None and not shape.experts:
         reason = "the actor has no experts"
+    elif draft.config.actor.implementation == HF and served(draft):
+        reason = (
+            f"with implementation hf, servers do not report experts; leave out {ROLLOUTS}.backend"
+        )
     elif shape is not None:
         kind = f"experts of {config_values(draft.config.actor).get('model_type')}"
         reason = draft.lacks(name, kind if kind in CAPABILITIES else "experts")
     if reason:
         yield draft.refuse((ROLLOUTS, "replay_experts"), f": {reason}", value=True)
+
+
+def served(draft: Draft) -> bool:
+    """Return whether servers generate."""
+    allocation = draft.allocations().get(ROLLOUTS)
+    return allocation is not None and BACKENDS[allocation.backend].serves
 
 
 def episodes(draft: Draft) -> Iterator[Problem]:

@@ -117,9 +117,9 @@ def test_requests_that_join_have_the_completions_that_they_have_alone(
     widths: list[int] = []
     session = HFModel.session
 
-    def recorded(self: HFModel, lengths: Any, prefill_tokens: int, width: int = 0) -> Any:
+    def recorded(self: HFModel, lengths: Any, tokens: int, width: int, **more: Any) -> Any:
         widths.append(width)
-        return session(self, lengths, prefill_tokens, width)
+        return session(self, lengths, tokens, width, **more)
 
     monkeypatch.setattr(HFModel, "session", recorded)
 
@@ -197,9 +197,9 @@ def test_stale_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, reads = model_of("states"), []
     session = HFModel.session
 
-    def recorded(self: HFModel, lengths: Any, *more: Any) -> Any:
+    def recorded(self: HFModel, lengths: Any, *more: Any, **options: Any) -> Any:
         reads.append(list(lengths))
-        return session(self, lengths, *more)
+        return session(self, lengths, *more, **options)
 
     monkeypatch.setattr(HFModel, "session", recorded)
 

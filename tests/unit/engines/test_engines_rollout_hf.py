@@ -125,7 +125,7 @@ def test_completions_equal_alone_with_other_options_in_the_round(
     ("options", "message"),
     [
         ({"stop_strings": ("x",)}, "has stop strings, but the engine has no tokenizer"),
-        ({"experts": True}, "asks for experts, which models of transformers do not record"),
+        ({"experts": True}, "the model has no experts to record"),
     ],
 )
 def test_request_of_a_transformers_model_is_refused_with_options_that_it_lacks(

@@ -1,0 +1,188 @@
+"""Experts of models of transformers: recorded in generation, replayed in training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slurmrl.algorithms.rollout_calls import add_experts
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.errors import UsageError
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_routers import HFRouters, refusal
+from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
+from tests.unit.engines.test_engines_hf_joins import COMMON, FAMILIES, LINEAR, request, steps
+from tests.unit.engines.test_engines_waits import engine
+
+FOUR = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPED = {**FOUR, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+ROUTED: dict[str, dict[str, Any]] = {
+    "softmax": {"model_type": "mixtral", "num_local_experts": 4, **FOUR},
+    "softmax of the chosen": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "sliding_window": 6,
+        **FOUR,
+    },
+    "groups of experts": {**FAMILIES["latent keys"], **GROUPED, "n_routed_experts": 8},
+    "states": {
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        **FOUR,
+        **LINEAR,
+    },
+}
+RECORDING = GenerationOptions(max_new_tokens=9, stop_token_ids=(3, 4, 5), experts=True)
+
+
+@contextmanager
+def chosen(model: HFModel) -> Iterator[list[Tensor]]:
+    """The experts [tokens, K] that each later call of a block computes with."""
+    found: list[Tensor] = []
+
+    def keep(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        found.append(next(each for each in inputs if not each.is_floating_point()).detach().clone())
+
+    blocks = [each for name, each in model.named_modules() if name.endswith(".experts")]
+    handles = [each.register_forward_pre_hook(keep) for each in blocks]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def in_one_call(model: HFModel, tokens: tuple[int, ...]) -> Tensor:
+    """The experts [tokens, L * K] of a sequence that is read at once."""
+    with chosen(model) as found, torch.no_grad():
+        model(torch.tensor(tokens), torch.tensor([0, len(tokens)], dtype=torch.int32), len(tokens))
+    return torch.cat(found, dim=1)
+
+
+def model_of(name: str, seed: int = 0) -> HFModel:
+    config = HFConfig.from_hf({**COMMON, **ROUTED[name]})
+    return HFModel(config, "lm", source=None, seed=seed, dtype=torch.float32)
+
+
+def sets(experts: Tensor, each: int = 2) -> Tensor:
+    """The experts of a block in ascending order: their order does not matter."""
+    return experts.view(len(experts), -1, each).long().sort(-1).values
+
+
+@pytest.mark.parametrize("family", ROUTED)
+def test_experts_of_a_completion_are_those_that_read_its_tokens(family: str) -> None:
+    """With rows that join, end and are read again after an update of the weights."""
+    model = model_of(family)
+    asked = [request(n, 3 + n, RECORDING) for n in range(5)]
+
+    async def run() -> list[Completion]:
+        engine = HFRollout(model, "0.1", 16, rows=5, joins=True)
+        plain = engine.submit(request(9, 4, GenerationOptions(max_new_tokens=6)))
+        futures = []
+        for each in asked:
+            futures.append(engine.submit(each))
+            await steps(2)
+        await engine.update_weights(WeightVersion(name="1.1"))
+        assert {each.experts for each in await plain} == {None}
+        return [one for made in await asyncio.gather(*futures) for one in made]
+
+    for place, made in enumerate(asyncio.run(run())):
+        tokens = (*asked[place // 2].prompt, *made.tokens)
+        assert made.experts is not None
+        assert made.experts.dtype == "int16"
+        found = torch.from_numpy(made.experts)
+        assert (found[-1] == -1).all()
+        assert torch.equal(sets(found[:-1]), sets(in_one_call(model, tokens)[:-1]))
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+@pytest.mark.parametrize("family", ROUTED)
+def test_training_computes_with_recorded_experts(family: str, recompute: str) -> None:
+    """Other weights chose them: the routers of the trained model would choose others. Sequences
+    without a record, and the last token of each, have the experts that the router chooses.
+    """
+    architecture = {**COMMON, **ROUTED[family]}
+    options: dict[str, Any] = {"architecture": architecture, "implementation": "hf"}
+    trained = engine(**options, gradient_checkpointing=recompute, max_tokens_per_microbatch=64)
+    model: Any = trained._shards.decoder
+    lengths = [6, 9, 4]
+    ids = torch.randint(4, 40, (sum(lengths),), generator=torch.Generator().manual_seed(3))
+    batch = SequenceSample.from_default(lengths, ["a", "b", "c"], {"input_ids": ids})
+    texts = [tuple(part.tolist()) for part in ids.split(lengths)]
+    plain = trained.forward(batch)["logp"]
+    records = [in_one_call(model_of(family, seed=5), text).to(torch.int16) for text in texts]
+    for record in records:
+        record[-1] = -1
+    own = [in_one_call(model, text) for text in texts]
+    wanted = [torch.where(a < 0, b, a.long()) for a, b in zip(records, own, strict=True)]
+    wanted[1] = own[1]
+    add_experts(batch, [records[0].numpy(), records[1][:0].numpy(), records[2].numpy()])
+    replayed = trained.forward(batch)["logp"]
+    for place, length in enumerate(lengths):
+        with chosen(model) as found:
+            trained.forward(batch.take([place]))
+        seen, recorded = torch.cat(found, dim=1)[:length], length if place == 1 else length - 1
+        assert torch.equal(seen[:recorded], wanted[place][:recorded])
+        assert (seen >= 0).all()
+    assert (replayed - plain)[: lengths[0]].abs().max() > 1e-4
+    assert (replayed - plain).split(lengths)[1].abs().max() < 1e-5
+
+    def loss(outputs: dict[str, Tensor], _: SequenceSample) -> Any:
+        return outputs["logp"].sum(), {}
+
+    with chosen(model) as found:
+        trained.train_batch(batch, loss, 1.0)
+    layers = len(wanted[0][0]) // 2
+    again = found[layers:][::-1]
+    assert len(again) == (layers if recompute == "full" else 0)
+    assert all(torch.equal(*pair) for pair in zip(found, again, strict=False))
+
+
+def test_own_experts_replayed_change_nothing() -> None:
+    """Bit by bit, for families that choose from scores, from logits and in groups."""
+    for family in ROUTED:
+        options: dict[str, Any] = {"architecture": {**COMMON, **ROUTED[family]}}
+        trained = engine(**options, implementation="hf")
+        ids = torch.randint(4, 40, (30,), generator=torch.Generator().manual_seed(3))
+        batch = SequenceSample.from_default([30], ["a"], {"input_ids": ids})
+        plain = trained.forward(batch)["logp"]
+        model: Any = trained._shards.decoder
+        record = in_one_call(model, tuple(ids.tolist())).to(torch.int16)
+        add_experts(batch, [record.numpy()])
+        assert torch.equal(trained.forward(batch)["logp"], plain)
+
+
+def test_replay_is_rejected_for_models_without_known_routers() -> None:
+    assert "no experts to replay" in refusal(HFConfig.from_hf({**COMMON, "model_type": "olmo2"}))
+    assert "cannot build a dbrx model" in refusal(HFConfig.from_hf({"model_type": "dbrx"}))
+    assert refusal(HFConfig.from_hf({**COMMON, **ROUTED["softmax"]})) == ""
+    unknown = nn.ModuleDict({"block": nn.ModuleDict({"experts": nn.Linear(2, 2)})})
+    with pytest.raises(UsageError, match="block has no router with top_k"):
+        HFRouters(unknown)
+
+
+def test_router_without_one_topk_is_rejected_when_it_is_called() -> None:
+    model = model_of("softmax")
+    router = next(each for name, each in model.named_modules() if name.endswith("gate"))
+    compute = router.forward
+
+    def twice(states: Tensor) -> Any:
+        logits, weights, experts = compute(states)
+        return logits, weights, experts.clone()
+
+    router.forward = twice  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="does not return the indices of one topk"):
+        asyncio.run(_served(model))
+
+
+async def _served(model: HFModel) -> Any:
+    return await HFRollout(model, "0.1", 16).submit(request(0, 4, RECORDING))
