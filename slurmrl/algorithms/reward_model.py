@@ -105,7 +105,7 @@ class TurnEnd(NamedTuple):
     """How a chat template ends the assistant's turn."""
 
     token: int
-    """With which generation ends."""
+    """Token with which generation ends."""
     after: Sequence[int]
     """Tokens that follow in a whole conversation."""
 

@@ -236,7 +236,7 @@ class Questions:
         )
 
     def of(self, places: Sequence[int]) -> Questions:
-        """Those about some of the completions."""
+        """Return the questions about some of the completions."""
         return Questions(
             prompts=[self.prompts[place] for place in places],
             completions=[self.completions[place] for place in places],

@@ -151,7 +151,7 @@ class AlgorithmSchema(Section, ABC):
         return None
 
     def refill(self) -> Refill:
-        """How a step fills its batch if its calls contain a filter."""
+        """Return how a step fills its batch if its calls contain a filter."""
         return Refill()
 
     def controller(self) -> str:
@@ -184,7 +184,7 @@ def compare_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ..
 
 
 def sequences_of_pairs(config: Config) -> int:
-    """Those of the pairs of a prompt, of which there may be more without a limit."""
+    """Return the sequences of all pairs of a prompt; without a limit there may be more."""
     return 2 * (config.dataset.max_pairs_per_prompt or 1)
 
 

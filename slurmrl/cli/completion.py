@@ -99,7 +99,7 @@ def files(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[Co
 
 
 def folders(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
-    """As `files`, for folders."""
+    """Complete the name of a folder."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(typed, type="dir")]

@@ -66,7 +66,7 @@ REMOVED: Mapping[KeyPath, tuple[object, str]] = {
 """Settings of earlier releases: the default and the replacement. A first part of `*` stands
 for any section at any depth."""
 LOGS: Final = frozenset({("logging", "csv")})
-"""Those that changed no result: a trial that has one is read without it."""
+"""Removed keys that changed no result: a trial that has one is read without it."""
 PLACES: Mapping[str, str] = {
     **dict.fromkeys(("lr", "learning_rate"), "actor.optimizer.lr"),
     **dict.fromkeys(

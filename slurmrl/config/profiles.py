@@ -33,7 +33,7 @@ def folder() -> Path:
 
 
 def file_of(name: str) -> Path:
-    """Where the profile of a name is or would be. Raises UsageError for an invalid name."""
+    """Return where the profile of a name is or would be. Raises UsageError for an invalid name."""
     if not _NAME.fullmatch(name) or name == NONE:
         raise UsageError(
             f"profile '{name}': a name has 1 to 64 letters, digits, '.', '_' or '-', begins with a "

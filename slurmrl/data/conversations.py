@@ -17,7 +17,7 @@ ASSISTANT: Final = "assistant"
 
 
 def wrong_messages(value: Any) -> str:
-    """Why a value is not a conversation; "" if it is."""
+    """Return why a value is not a conversation; "" if it is."""
     if not isinstance(value, list) or not value:
         return f"must be a list of messages, but is {kind_of(value)}"
     for place, message in enumerate(value, start=1):
@@ -27,7 +27,7 @@ def wrong_messages(value: Any) -> str:
 
 
 def wrong_prompt(value: Any) -> str:
-    """Why a conversation is not a prompt."""
+    """Return why a conversation is not a prompt."""
     if reason := wrong_messages(value):
         return reason
     if value[-1]["role"] == ASSISTANT:
@@ -39,7 +39,7 @@ def wrong_prompt(value: Any) -> str:
 
 
 def wrong_conversation(value: Any) -> str:
-    """Why nothing in a conversation can be learnt."""
+    """Return why nothing in a conversation can be learnt."""
     if reason := wrong_messages(value):
         return reason
     if not any(is_target(message) for message in value):

@@ -221,7 +221,7 @@ class MixedDataset:
         return list(zip(self._parts, own, strict=True))
 
     def _places(self, items: Sequence[Item]) -> list[int]:
-        """Where each item is if the items of the first source come first, and so on."""
+        """Return where each item is if the items of the first source come first, and so on."""
         order = sorted(range(len(items)), key=lambda place: self._part_of(items[place]))
         places = [0] * len(items)
         for position, place in enumerate(order):

@@ -20,9 +20,9 @@ from slurmrl.tensors.weights.format import VersionId
 STALE: Final = "stale"
 """The reason of items dropped because their samples are from too old weights."""
 LATE: Final = "late"
-"""Why a result does not count: its lease does not hold its item, or does no more."""
+"""Reason why a result does not count: its lease does not hold its item, or does no more."""
 ROLLED_BACK: Final = "rolled back"
-"""Why a sample does not count: some of its tokens are from weights that led nowhere."""
+"""Reason why a sample does not count: some of its tokens are from weights that led nowhere."""
 USED_STEPS: Final = 8
 """Steps of which the one that used the fewest items says how many another will use."""
 
@@ -42,12 +42,12 @@ class Admission:
     max_leased: int | None
     """Items that all tasks together may work on, if that is bounded."""
     filter_rounds: int = 1
-    """So many times its batch a step uses at most."""
+    """Maximum number of batches that a step uses."""
 
     def room(
         self, *, version: int, step: int, leased: int, finished: int, in_flight: int, used: int
     ) -> int:
-        """How many more items may be leased.
+        """Return how many more items may be leased.
 
         ``version`` is the step of the weights that the tasks can have now, ``step`` the last one
         trained. ``leased`` items are with tasks, others are ``finished`` or ``in_flight``. Steps
@@ -114,7 +114,7 @@ class SampleLedger(Ledger):
 
     @property
     def holders(self) -> list[str]:
-        """Those who hold leases, by name."""
+        """Names of the holders of leases, sorted."""
         return sorted(self._by_holder)
 
     @property
@@ -145,7 +145,7 @@ class SampleLedger(Ledger):
         return tuple(self._finished.values())
 
     def room(self, admission: Admission, *, version: int, step: int) -> int:
-        """How many more items may be leased now (see `Admission.room`)."""
+        """Return how many more items may be leased now (see `Admission.room`)."""
         return admission.room(
             version=version,
             step=step,

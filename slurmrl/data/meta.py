@@ -105,7 +105,7 @@ class SampledSupport:
         self.ids += other.ids
 
     def cut(self, lengths: Iterable[int]) -> list[SampledSupport]:
-        """Those of the first tokens, then of the tokens behind them, and so on."""
+        """Split the masks after these numbers of tokens."""
         parts, token, number = [], 0, 0
         for length in lengths:
             sizes = self.sizes[token : token + length]

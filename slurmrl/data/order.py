@@ -116,7 +116,7 @@ class Mixture:
         return epoch, self._first[source] + index
 
     def _count_below(self, bound: int, items: int) -> int:
-        """How many of the first items have places below ``bound``."""
+        """Return how many of the first items have places below ``bound``."""
         whole = _floor_sum(items, CIRCLE, GOLDEN, self._start)
         return whole - (_floor_sum(items, CIRCLE, GOLDEN, self._start + CIRCLE - bound) - items)
 

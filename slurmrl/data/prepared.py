@@ -119,7 +119,7 @@ class PreparedRow(NamedTuple):
     name: str
     line: int
     tokens: NDArray[np.int64]
-    """Those of all sequences."""
+    """Tokens of all sequences."""
     runs: list[list[int]]
     """The runs of each sequence (`TokenSequence`)."""
     row: dict[str, Any]

@@ -274,7 +274,7 @@ def _short(where: str) -> str:
 
 
 def _wrong_id(value: Any) -> str:
-    """Why a value is not an id; "" if it is."""
+    """Return why a value is not an id; "" if it is."""
     if isinstance(value, str):
         return wrong_text(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -421,7 +421,7 @@ def _longest_of(part: DatasetConfig) -> int | None:
 
 
 def _repeats(part: DatasetConfig) -> int:
-    """How often the templates insert the same value of a row at most."""
+    """Return how often the templates insert the same value of a row at most."""
     named = Counter(FIELD.findall(part.prompt_template) + FIELD.findall(part.answer_template))
     return max(named.values(), default=1)
 

@@ -272,7 +272,7 @@ class Remarks:
         )
 
     def _advice(self, missing: Sequence[str], without_schema: Callable[[str], str]) -> str:
-        """How to describe tools to the policy."""
+        """Return how to describe tools to the policy."""
         chat = Encoder(self._config, self._load()).chat
         if chat is None:
             return "describe the tools in prompt_template"

@@ -40,7 +40,7 @@ class SourceRow(NamedTuple):
     row: dict[str, Any] | None
     """None if it is not a JSON object."""
     problem: str
-    """Why it is not."""
+    """Reason why it is not."""
 
 
 class RowSource(ABC):

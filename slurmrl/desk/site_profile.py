@@ -122,7 +122,7 @@ class Question:
 
 
 def first_questions(found: Survey, root: str) -> Iterator[Question]:
-    """Those that depend on no other answer."""
+    """Yield the questions that depend on no other answer."""
     about = "Folder of all runs, on a file system that login and compute nodes share."
     yield Question(("root",), about, root)
     shown = [_partition(one) for one in found.partitions[:MOST_SHOWN]]

@@ -58,7 +58,7 @@ class Outlook:
 
     state: TrialState
     complete: bool
-    """It finished, and would finish again at once."""
+    """Whether it finished, and would finish again at once."""
     left: Jobs | None
     """Jobs of the trial that are still in the queue, although nothing trains. They are replaced."""
     submission: int = 0

@@ -91,7 +91,7 @@ def newest(root: Path) -> RunPaths:
 
 
 def _submitted_ns(paths: RunPaths) -> int:
-    """When the newest submission was added, or the trial was created."""
+    """Return when the newest submission was added, or the trial was created."""
     try:
         return paths.submissions.stat().st_mtime_ns
     except FileNotFoundError:

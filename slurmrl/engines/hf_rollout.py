@@ -76,7 +76,7 @@ class HFRollout(RolloutEngine):
         self._arrivals = count()
         self._task: asyncio.Task[None] | None = None
         self._lost: RunFailedError | None = None
-        """Why it serves no more requests."""
+        """Reason why it serves no more requests."""
         self._paused = False
         self._fresh = True
         """Whether no token was sampled since the last update of the weights."""

@@ -141,7 +141,7 @@ def _whole(
 
 
 def _part(owner: int, tensor: str, file: FileTensor, spec: TensorSpec, cut: TensorSlice) -> HeldBox:
-    """Where a parameter, or a row of it, lies in a tensor of the files."""
+    """Return where a parameter, or a row of it, lies in a tensor of the files."""
     strides = row_major(file.spec.shape)
     if cut.transposed:
         strides = strides[::-1]

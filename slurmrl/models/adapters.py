@@ -82,7 +82,7 @@ def trained_shapes(config: ModelConfig, head: Head, lora: Lora) -> Shapes:
 
 
 def refusal(config: ModelConfig, lora: Lora) -> str | None:
-    """Why a model cannot have these adapters; None if it can."""
+    """Return why a model cannot have these adapters; None if it can."""
     if config.family.files == OWN_FILES:
         return (
             f"{config.model_type} stores queries, keys and values as one matrix, for which PEFT's "

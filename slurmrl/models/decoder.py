@@ -125,7 +125,7 @@ class Decoder(PackedModel):
     config: ModelConfig
     body: type[nn.Module] = DecoderBody
     adapters: Adapter | None = None
-    """Those of its linear layers, if they have any."""
+    """Adapters of its linear layers, if they have any."""
 
     def __init__(self, config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> None:
         super().__init__()

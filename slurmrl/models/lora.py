@@ -30,7 +30,7 @@ class Adapters:
         self._keys: Tensor | None = None
         """[T] int64, one for each token of the packed batch; None without dropout."""
         self._own_keys: Tensor | None = None
-        """Those of the tokens that the layers see, in their order."""
+        """Keys of the tokens that the layers see, in their order."""
 
     @contextmanager
     def unused(self) -> Iterator[None]:

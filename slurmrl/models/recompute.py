@@ -38,7 +38,7 @@ ATTENTION = (
 
 
 def layer_call(mode: Recompute) -> LayerCall:
-    """How to call a layer; ``selective`` is the layer's own matter.
+    """Return how to call a layer; ``selective`` is the layer's own matter.
 
     Without gradients nothing is kept in any mode.
     """
@@ -97,7 +97,7 @@ class _KeepingPolicy:
 
 @cache
 def _operators(names: tuple[str, ...]) -> frozenset[torch._ops.OpOverload]:
-    """Those that are installed."""
+    """Return the operators that are installed."""
     attention.register_flash()
     operators: set[torch._ops.OpOverload] = set()
     for name in names:

@@ -84,7 +84,7 @@ def _norm(shapes: Shapes, name: str, config: ModelConfig) -> None:
 
 
 def storage_of(config: ModelConfig | HFConfig) -> Storage:
-    """Where each parameter of a config's model is stored."""
+    """Return where each parameter of a config's model is stored."""
     if isinstance(config, HFConfig):
         return stored
     return partial(resolve(config.family.files), config)

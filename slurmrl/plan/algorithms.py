@@ -122,7 +122,7 @@ class Algorithm(Protocol):
         ...
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
-        """How the scores of an evaluation's items become metrics, by the metrics' names."""
+        """Return how the scores of an evaluation's items become metrics, by the metrics' names."""
         ...
 
     @property
@@ -164,7 +164,7 @@ class Algorithm(Protocol):
         ...
 
     def refill(self) -> Refill:
-        """How a step fills its batch if its calls contain a filter."""
+        """Return how a step fills its batch if its calls contain a filter."""
         ...
 
     def controller(self) -> str:

@@ -170,9 +170,9 @@ class Plan(_PlanPart):
     models: dict[str, ModelPlan]
     calls: tuple[CallPlan, ...]
     evaluation_calls: tuple[CallPlan, ...]
-    """Those of an evaluation without suites."""
+    """Calls of an evaluation without suites."""
     suite_calls: dict[str, tuple[CallPlan, ...]] = {}
-    """Those of the evaluation of each suite, by its name."""
+    """Calls of the evaluation of each suite, by its name."""
 
     @model_validator(mode="after")
     def _has_trainers(self) -> Plan:

@@ -243,7 +243,7 @@ ALGORITHM: Final = ("algorithm",)
 
 
 def wrong_class(schema: Any) -> str:
-    """Why something cannot be the schema of an algorithm; empty if it can."""
+    """Return why something cannot be the schema of an algorithm; empty if it can."""
     base: type[BaseModel] = resolve(BASE)
     if not isinstance(schema, type) or not issubclass(schema, base):
         kind = schema.__name__ if isinstance(schema, type) else f"a {type(schema).__name__}"
@@ -272,7 +272,7 @@ def wrong_class(schema: Any) -> str:
 
 
 def _wrong_default(schema: type[BaseModel]) -> str:
-    """Why a setting cannot have its default, which pydantic checks only on demand."""
+    """Return why a setting cannot have its default, which pydantic checks only on demand."""
     strict = {"model_config": ConfigDict(validate_default=True)}
     try:
         return _refused_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))

@@ -187,7 +187,7 @@ def _precision(settings: Settings, role: str, plan: Plan) -> tuple[str, str]:
 
 
 def _dtype_from(settings: Settings, role: str, plan: Plan) -> str:
-    """Where the precision of a role comes from: a key of the configuration, or a default."""
+    """Return where the precision of a role comes from: a key of the configuration, or a default."""
     for name in (role, "actor"):
         key = (*role_key(name), "dtype")
         if settings.source.writes(*key):
@@ -225,7 +225,7 @@ def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list
 
 
 def _episode(settings: Settings) -> dict[str, Any] | None:
-    """How completions come about, where they may have several turns."""
+    """Return how completions come about, where they may have several turns."""
     rollout = settings.config.rollout
     if not rollout.episode.has_turns:
         return None

@@ -185,7 +185,7 @@ def prepare(text: str, *, plain: bool = False) -> str:
 
 
 def refusal(text: str, reference: Reading) -> str:
-    """Why no completion can be compared with a reference; "" if one can.
+    """Return why no completion can be compared with a reference; "" if one can.
 
     Expressions that math-verify cannot compute are compared as strings.
     """

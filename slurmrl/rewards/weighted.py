@@ -388,7 +388,7 @@ class PooledReward:
 
 
 def _why(reply: Reply | Unanswered) -> str:
-    """Why there is no score; "" if there is one."""
+    """Return why there is no score; "" if there is one."""
     return reply.why if isinstance(reply, Unanswered) else str(reply.get("error", ""))
 
 

@@ -23,7 +23,7 @@ class ToolCall(NamedTuple):
     arguments: tuple[str, ...] = ()
     keywords: dict[str, Any] = {}  # noqa: RUF012 - never changed
     wrong: str = ""
-    """Why the call cannot be made."""
+    """Reason why the call cannot be made."""
 
 
 class ToolCalls(Environment):

@@ -84,7 +84,7 @@ class PolicyClient:
         self._policy = policy
         self.completions = Completions(item.prompt)
         self.failure: RunFailedError | None = None
-        """Why the engine failed. (The environment takes it for an error of the model.)"""
+        """Reason why the engine failed. (The environment takes it for an error of the model.)"""
         self._known: list[tuple[str, str]] = []
         """The messages up to the policy's last turn."""
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))

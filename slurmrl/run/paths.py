@@ -146,7 +146,7 @@ class RunPaths:
         return self.rollouts / attempt / "samples"
 
     def rollout_meeting(self, group: str, task: int, attempt: int) -> Path:
-        """Where the ranks of the task find each other."""
+        """Return where the ranks of the task find each other."""
         return self.rollout_task(group, task, attempt) / "meeting"
 
     def scale(self, group: str) -> Path:
@@ -329,7 +329,7 @@ class RunPaths:
         return self.control / f"{incarnation:08d}.master"
 
     def meeting(self, incarnation: int) -> Path:
-        """Where the trainers' ranks find each other."""
+        """Return where the trainers' ranks find each other."""
         return self.control / f"{incarnation:08d}.meeting"
 
     def agent_log(
@@ -346,7 +346,7 @@ class RunPaths:
         return self.checkpoints / f"step-{step:08d}.{incarnation}"
 
     def damaged_checkpoint(self, directory: str) -> Path:
-        """Where the directory of a damaged commit is kept for inspection."""
+        """Return where the directory of a damaged commit is kept for inspection."""
         return self.checkpoints / f"{DAMAGED_PREFIX}{directory}"
 
     def damaged_checkpoints(self) -> list[Path]:

@@ -112,12 +112,12 @@ class Report:
     """Base class of publications about an incarnation."""
 
     damage: str = ""
-    """Why the report cannot be read; all other fields then have their defaults."""
+    """Reason why the report cannot be read; all other fields then have their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure(Report):
-    """Why an incarnation failed."""
+    """Reason why an incarnation failed."""
 
     cause: str = ""
     """A `Cause`, or one of another version; empty in reports of very old ones."""
@@ -170,7 +170,7 @@ class Hang(Report):
 
     text: str = ""
     files: tuple[str, ...] = ()
-    """Those that hold the stacks."""
+    """Files that hold the stacks."""
 
 
 @dataclass(frozen=True, kw_only=True)

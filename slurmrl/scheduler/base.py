@@ -56,7 +56,7 @@ class TaskState:
     raw: str
     """The scheduler's own word for the state."""
     reason: str
-    """Why it is pending or how it ended, in the scheduler's words; may be empty."""
+    """Reason why it is pending or how it ended, in the scheduler's words; may be empty."""
     hosts: tuple[str, ...]
     words: str = ""
     """Reason why it is pending, with advice, or the way it ended; empty while it runs."""

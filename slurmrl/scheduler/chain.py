@@ -64,7 +64,7 @@ class Chain:
 
 
 class TopUp(Enum):
-    """Why no links were added."""
+    """Reason why no links were added."""
 
     NO_CHAIN = "this trial has no chain of links"
     ENDED = "the trial has ended"

@@ -49,7 +49,7 @@ ASK_S = (2.0, 60.0)
 ASKED = 30
 """This many attempts: more than 20 minutes."""
 REFUSALS = 3
-"""So many times Slurm must refuse to requeue a running job until it is cancelled."""
+"""Refused requeues of a running job after which it is cancelled."""
 _START = FieldType(
     "JOBID.RESTARTCOUNT",
     lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}\.\d{1,9}", value) is not None,

@@ -109,7 +109,7 @@ class Over(Order):
     """The incarnation ends because of a failure; not numbered."""
 
     stacks: str = ""
-    """Why agents collect the stacks of their processes before they kill them; empty: they do
+    """Reason why agents collect the stacks of their processes before they kill them; empty: they do
     not."""
 
 
@@ -206,9 +206,9 @@ class Saved:
     seq: Annotated[int, SIZE]
     """The number of the order."""
     files: tuple[SavedFile, ...] = ()
-    """Those of a checkpoint. (A part of a weight version has its own index.)"""
+    """Files of a checkpoint. (A part of a weight version has its own index.)"""
     error: str = ""
-    """Why they are not."""
+    """Reason why they were not written."""
 
 
 Answer: TypeAlias = Preparing | Ready | Done | Saved

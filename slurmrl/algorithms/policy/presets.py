@@ -185,7 +185,7 @@ CHOICES: Final[dict[str, type[Section]]] = {
     "aggregation": Objective,
     "advantage": Advantages,
 }
-"""Those other settings, and their sections."""
+"""Sections of the other settings, by name."""
 
 
 def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Dataset(Section):
             raise ValueError(
                 f"type {self.type} needs like: the built-in type that the class is derived from"
                 if self.like is None
-                else f"like is for a type of your own (package.module:Class), not for {self.type}"
+                else f"like needs your own type (package.module:Class), not {self.type}"
             )
         for name, kinds in OF_TYPES.items():
             default = type(self).model_fields[name].default
@@ -281,7 +281,7 @@ class Dataset(Section):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Those of the sources; empty without weights."""
+        """Weights of the sources; empty if they have none."""
         return tuple(each.weight for each in self.sources.values() if each.weight is not None)
 
     @property

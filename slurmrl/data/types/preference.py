@@ -156,7 +156,7 @@ class Preferences(PromptAnswers):
         return None
 
     def _wrong_answers(self, value: Any) -> str:
-        """Why a value is neither an answer nor a list of answers."""
+        """Return why a value is neither an answer nor a list of answers."""
         if value == []:
             return "must not be an empty list"
         answers = _answers(value)

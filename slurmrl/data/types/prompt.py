@@ -114,7 +114,7 @@ def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], v
 
 
 def wrong_turns(value: Any) -> str:
-    """Why messages are not the answer to a prompt."""
+    """Return why messages are not the answer to a prompt."""
     if reason := conversations.wrong_answer(value):
         return reason
     if conversations.begins_with_prompt(value):

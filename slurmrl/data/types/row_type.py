@@ -80,7 +80,7 @@ class RowField:
     setting: str
     """The setting that names the key or has it in a template."""
     wrong: Callable[[Any], str]
-    """Why a value cannot be used; "" if it can."""
+    """Reason why a value cannot be used; "" if it can."""
     requirement: Requirement = Requirement.EVERY
     name: str = ""
     """The field of the template that inserts the value."""
@@ -101,7 +101,7 @@ class RowField:
         return value_at(row, self.key_in(row))
 
     def absence(self, path: str, present: list[str]) -> str:
-        """Why no row has the key. ``present``: the keys that rows have."""
+        """Return why no row has the key. ``present``: the keys that rows have."""
         fact = f"is not a key of any line of {path}"
         if self.name in KEYS:
             return f"{{{self.name}}} inserts '{self.key}', which {fact}; {near(self.key, present)}"

@@ -181,7 +181,7 @@ class ProbeJob:
             time.sleep(0.2 if self.kind == "local" else 1.0)
 
     def _last_words(self, jobs: Jobs) -> str:
-        """How the job ended, after its results are visible or LATE_S is over."""
+        """Return how the job ended, after its results are visible or LATE_S is over."""
         deadline = time.monotonic() + LATE_S
         while len(self._results()) < self.group.hosts and time.monotonic() < deadline:
             time.sleep(0.2)

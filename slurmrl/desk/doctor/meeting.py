@@ -340,7 +340,7 @@ class FileDelay:
 
 
 def file_delay(maker: Host, reader: Host, name: str) -> FileDelay:
-    """How long after ``maker`` has created a file ``reader`` sees it, by the reader's clock.
+    """Return how long after ``maker`` has created a file ``reader`` sees it, by the reader's clock.
 
     The reader looks for the file first, so that its cache knows it as missing.
     """

@@ -123,7 +123,7 @@ class Samples:
     steps: int
     """Steps and evaluations with kept samples."""
     shown: int
-    """Those of them that ``rows`` covers."""
+    """Number of these that ``rows`` covers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +329,7 @@ class Comparison:
     settings: Mapping[str, list[Any]]
     """The two values of each dotted key in which the trials differ, see `settings.differences`."""
     metrics: Mapping[str, tuple[Extent, Extent]]
-    """Those that both trials have."""
+    """Metrics that both trials have."""
 
 
 def shared(one: Mapping[str, Curve], two: Mapping[str, Curve]) -> dict[str, tuple[Extent, Extent]]:

@@ -34,7 +34,7 @@ SMALL_BYTES = 256 * 2**20
 """Up to this size it is cheaper to hold whole parameters and gradients than to run the collectives
 and hooks that avoid it."""
 CLIP_EPS = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""Value of torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True)

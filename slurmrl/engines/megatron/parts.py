@@ -287,7 +287,7 @@ def misfits(
     *,
     trains_whole: bool = False,
 ) -> Iterator[str]:
-    """Why a model cannot be split that way.
+    """Return why a model cannot be split that way.
 
     ``vocabulary`` is the padded number of rows; ``trains_whole`` means training without sequence
     parallelism. (The plan checks the same. megatron itself would silently drop layers or heads.)

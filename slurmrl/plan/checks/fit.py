@@ -320,7 +320,7 @@ def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str 
 
 
 def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
-    """Why models do not fit into a real GPU; None if they may.
+    """Return why models do not fit into a real GPU; None if they may.
 
     Assumed lengths of sequences do not count, and a ``cluster.gpu_memory`` was compared at
     submission.

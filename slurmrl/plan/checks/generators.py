@@ -269,7 +269,7 @@ def _own(draft: Draft, backend: str) -> Iterator[Problem]:
 
 
 def _unusable(python: str | None, *, contained: bool) -> str:
-    """Why an interpreter cannot be used. One inside a container cannot be seen from here."""
+    """Return why an interpreter cannot be used. One inside a container cannot be seen from here."""
     if python is None:
         return "is required"
     if not Path(python).is_absolute():

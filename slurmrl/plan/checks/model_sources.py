@@ -70,7 +70,7 @@ def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
 def _refusal(
     draft: Draft, role: str, model: Model, values: Mapping[str, Any], *, strict: bool
 ) -> str | None:
-    """Why the role's engine cannot run an architecture."""
+    """Return why the role's engine cannot run an architecture."""
     allocation = draft.allocations().get(role)
     if allocation is None:
         return None

@@ -238,7 +238,7 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
 
 
 def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
-    """Why no evaluation gives a metric to the trainers in time."""
+    """Return why no evaluation gives a metric to the trainers in time."""
     evaluation = draft.config.evaluation
     if evaluation is None:
         if not draft.writes("evaluation"):

@@ -407,7 +407,7 @@ def server_experts_bytes(checked: Checked) -> int:
 
 
 def _rollouts(checked: Checked) -> Placement | None:
-    """Where completions are made, if not by the trainers' actor."""
+    """Return where completions are made, if not by the trainers' actor."""
     return placed_models(checked).get(ROLLOUTS)
 
 

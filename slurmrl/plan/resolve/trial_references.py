@@ -175,7 +175,7 @@ class TrialResolver:
         return folder if folder.parent == paths.exports and folder.is_dir() else None
 
     def _no_export(self, text: str, reference: TrialReference, exports: Exports) -> str:
-        """Why a reference to the newest export names no model, and what to do."""
+        """Return why a reference to the newest export names no model, and what to do."""
         if exports.newest is None:
             message = f"'{text}' has no export yet in {exports.folder}; first let that trial "
             message += f"finish: {self._submit(reference)}"

@@ -89,7 +89,7 @@ class ServerProcess:
         return self._closed or bool(select.select([self.pidfd], [], [], 0)[0])
 
     def ending(self) -> str:
-        """How it ended: ``sglang server 0 ended (SIGKILL)``."""
+        """Return how it ended: ``sglang server 0 ended (SIGKILL)``."""
         code = self._warden.returncode if self._closed else _code(self.pidfd)
         words = "still runs" if code is None else exit_words(code if code <= 128 else 128 - code)
         return f"{self._program.name} ended ({words})"
@@ -131,7 +131,7 @@ MOST_FAILED_STARTS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EndedStart:
-    """Why and how a start was over."""
+    """Reason why a start ended, and how."""
 
     reason: str
     served_s: float = 0.0

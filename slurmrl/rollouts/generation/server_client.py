@@ -135,7 +135,7 @@ class ServerClient(RolloutEngine):
         return completion
 
     def _refusal(self, request: GenerationRequest) -> UsageError | None:
-        """Why a request can never be served."""
+        """Return why a request can never be served."""
         name, prompt = f"request {request.request_id}", len(request.prompt)
         if request.request_id in self._jobs:
             return UsageError(f"{name} is in flight already")

@@ -85,9 +85,9 @@ class Instance:
         self.load = 0
         """Tokens that it may have to compute for them."""
         self.error: SlurmrlError | None = None
-        """Why it was lost last."""
+        """Reason why it was lost last."""
         self.given_up: SlurmrlError | None = None
-        """Why there will be no further start."""
+        """Reason why there will be no further start."""
         self._connect, self._patience, self._program = connect, patience, program
         self._wanted, self._came, self._went = wanted, came, went
         self._control = asyncio.Lock()

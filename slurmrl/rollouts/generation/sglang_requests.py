@@ -186,7 +186,7 @@ class RoutedLayers:
     layers: int
     """All layers of the model, dense ones included."""
     sparse: tuple[int, ...]
-    """Those with experts, ascending."""
+    """Layers with experts, ascending."""
     experts: int
     per_token: int
 

@@ -282,7 +282,7 @@ class PrefixPacking:
 
     pieces: Packing
     prefixes: Sequence[Prefix]
-    """Those of which there are readers."""
+    """Prefixes that have readers."""
     readers: Tensor
     """The places [N] of the tokens that continue the prefixes: all of the first one's, and so
     on."""
@@ -431,7 +431,7 @@ def _gradients(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of q, k and v."""
+    """Return the gradients of q, k and v."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     inputs = (grad, q, k, v, out, normalizers, 0.0, causal)
     results: tuple[Tensor, Tensor, Tensor] = kernel(*inputs, scale=scale)

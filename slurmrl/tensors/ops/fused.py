@@ -52,7 +52,7 @@ def fits(x: Tensor) -> bool:
 
 @cache
 def _failure(device: torch.device) -> str:
-    """Why the kernels do not run on the device; empty if they do. Warns once."""
+    """Return why the kernels do not run on the device; empty if they do. Warns once."""
     try:
         probe = torch.zeros((1, 1, 2), device=device)
         _rotate(probe, probe, probe, 1.0)

@@ -328,7 +328,7 @@ def _chosen(failure: Callable[[], str], device: torch.device) -> bool:
 
 @cache
 def _attention_failure(sizes: Sizes) -> str:
-    """Why attention cannot be used; empty if it can. Warns once."""
+    """Return why attention cannot be used; empty if it can. Warns once."""
     return _tried(
         lambda: _wrong_attention(sizes),
         f"Attention over pages copies the key-value cache, which is slower, with {sizes.heads} "

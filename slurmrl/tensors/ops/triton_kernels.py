@@ -223,7 +223,7 @@ def _attended(
 
 @triton.jit
 def _together(rows, lengths, token, row, length, known):
-    """Where a ``known`` token is one of this row that sees so many cells."""
+    """Return where a ``known`` token is one of this row that sees so many cells."""
     same = tl.load(rows + token, mask=known, other=-1) == row
     return known & same & (tl.load(lengths + token, mask=known, other=-1) == length)
 

@@ -137,7 +137,7 @@ class Children:
         self._line: Connection | None = None
         """To the fork server."""
         self._import_error = ""
-        """Why the imports of the fork server failed."""
+        """Reason why the imports of the fork server failed."""
         self.master: child_process.Child | None = None
         self._master_pipe: Connection | None = None
         self._cluster = cluster

@@ -51,7 +51,7 @@ class Outcome:
     """Time for which training waited: ranks that copied, and the master while it was blocked.
     (Not: file operations of the master while the ranks had work to do.)"""
     error: str | None = None
-    """Why it failed; None if it is committed."""
+    """Reason why it failed; None if it is committed."""
 
 
 @dataclass

@@ -110,7 +110,7 @@ class Exporter:
         return self.config.model(self.role)
 
     def folder(self, step: int) -> Path:
-        """Where an export of a step is by default."""
+        """Return where an export of a step is by default."""
         adapter = self.model.lora is not None and self.form == "adapter"
         return self.paths.export(step, self.role, adapter=adapter)
 

@@ -121,7 +121,7 @@ class Progress:
         self.ledger = ledger or Ledger(None if state is None else ledger_of(state))
         self.dataset: dict[str, Any] | None = None
         self.metrics: dict[str, Any] = {}
-        """Those of the last step, evaluation included."""
+        """Metrics of the last step, evaluation included."""
         self.stop_when = StopWhen.parse(self.config.stop_when) if self.config.stop_when else None
         self.held_out: Mapping[str, int] = {}
         self.stop_token_ids: list[int] = []

@@ -122,7 +122,7 @@ class RolloutTasks:
         self._clock = clock
         self._looks = Interval(look_s, clock)
         self._starting = LeaseBoard(paths.leases, lease_ttl_s, look_s=look_s, clock=clock)
-        """Those of agents whose attempts have not joined."""
+        """Leases of agents whose attempts have not joined."""
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
         """Groups that a step waits for."""
@@ -130,7 +130,7 @@ class RolloutTasks:
         self._attempts: dict[str, RolloutAttempt] = {}
         """By name; also those that are over, as long as they have a directory."""
         self._living: dict[str, RolloutAttempt] = {}
-        """Those of them that are not over."""
+        """Attempts that have not ended."""
         self._sweep = SampleSweep(paths)
         self._checks = SampleChecks(paths, clock)
         self._checks.add(ledger.finished)
@@ -266,7 +266,7 @@ class RolloutTasks:
     # -- reports -----------------------------------------------------------------------------
 
     def waits_for(self) -> str:
-        """Why there are no groups for the next step."""
+        """Return why there are no groups for the next step."""
         agents = self._joined()
         if not agents:
             return "for a rollout task"

@@ -65,7 +65,7 @@ class AttemptRecord:
     last_file: Annotated[str, FILE_NAME] | None = None
     """The newest file of samples that these results name."""
     over: str = ""
-    """Why nothing that it does counts any more."""
+    """Reason why nothing that it does counts any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class RolloutAttempt:
             yield RESULT_LOG.from_json(values)
 
     def rang(self, read_at: float) -> None:
-        """It says that its log has grown, which is to be read then.
+        """Note that its log has grown; it is due at ``read_at``.
 
         Rings without news bring reads forward less and less (see `run.channel.follower`).
         """
@@ -189,7 +189,7 @@ class RolloutAttempt:
             self.read_at = min(self.read_at, read_at)
 
     def listened(self, now: float, most_s: float) -> None:
-        """Its log was read to the end, which is due every ``most_s``.
+        """Note that its log was read to the end; the next read is due within ``most_s``.
 
         A read that hung says nothing about the time before.
         """
@@ -334,13 +334,13 @@ class TaskEvents:
         self._tell(attempt, state, reason=reason, items=items)
 
     def silent(self, attempt: RolloutAttempt, items: int) -> None:
-        """Its ``items`` go to others, because it says nothing."""
+        """Report that a silent attempt loses its ``items`` to others."""
         logger.warning("%s is silent; its %d items are queued again", attempt.name, items)
         said = {"silent_s": attempt.silent_s, "items": items}
         self._writer.write("task_silent", **attempt.who, **said)
 
     def unreadable(self, attempt: RolloutAttempt, version: str, reason: str) -> None:
-        """It cannot read a version of the weights."""
+        """Report that it cannot read a version of the weights."""
         logger.warning("%s cannot read weight version %s", attempt.name, version)
         what = {"version": version, "reason": reason}
         self._writer.write("weights_unreadable", **attempt.who, **what)

@@ -113,7 +113,7 @@ class TaskLeases:
         return {name: version for name, version in held.items() if version in of_use}
 
     def _of_use(self, names: Collection[str]) -> dict[str, VersionId]:
-        """Those of the versions with whose tokens the next step could be trained."""
+        """Return the versions with whose tokens the next step can be trained."""
         versions = {name: VersionId.parse(name) for name in names}
         first = self.step - self._admission.max_staleness
         return {

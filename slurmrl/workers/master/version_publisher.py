@@ -39,7 +39,7 @@ class Publication:
     """Time for which training waited: ranks that copied, and the master while it was blocked."""
     bytes: int = 0
     error: str | None = None
-    """Why it failed; None if it is published."""
+    """Reason why it failed; None if it is published."""
 
 
 @dataclass

@@ -89,7 +89,7 @@ def test_a_class_that_cannot_be_used_is_refused(module: Path) -> None:
     ("settings", "message"),
     [
         ({"type": "sums:Sums"}, "type sums:Sums needs like"),
-        ({"type": "prompt", "like": "prompt"}, "like is for a type of your own"),
+        ({"type": "prompt", "like": "prompt"}, "like needs your own type"),
         ({"type": "prompt", "label_key": "good"}, "label_key is not allowed with type prompt"),
         ({"type": "kto", "max_pairs_per_prompt": 1}, "allowed with type: preference"),
         ({"type": "prompt", "answer_template": "{a}"}, "with type: prompt_answer, preference, kto"),

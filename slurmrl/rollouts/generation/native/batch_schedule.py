@@ -349,7 +349,7 @@ class PagePool:
             self._forget(page)
 
     def idle_among(self, pages: list[int]) -> int:
-        """How many of these pages have no user."""
+        """Return how many of these pages have no user."""
         return sum(page in self._idle for page in pages)
 
     def _forget(self, page: int) -> None:

@@ -177,7 +177,7 @@ class NativeRollout(RolloutEngine):
         raise failure from error
 
     def _outcomes(self, error: Exception | None) -> set[int]:
-        """How all ranks have read weights; this one with an error or none."""
+        """Return how all ranks have read weights; this one with an error or none."""
         own = ReadOutcome.READ
         if error is not None:
             own = ReadOutcome.REFUSED if isinstance(error, UsageError) else ReadOutcome.BROKEN
