@@ -213,7 +213,7 @@ class HubCache:
         except UnreachableHubError as error:
             if known is None:
                 raise
-            logger.warning("%s; %s is used as it was last time, %s", error, reference, known.name)
+            logger.warning("%s; using the fetched commit of %s: %s", error, reference, known.name)
             return known
 
     def _ask(self, reference: HubReference) -> Path:

@@ -200,8 +200,8 @@ MODEL: Final = "the server has the actor, and gets its weights from slurmrl"
 LAYOUT: Final = "rollout.backend sets the number of GPUs of a server"
 CONFLICTS: Final[Mapping[str, str]] = {
     "--config": (
-        "its file could set what rollout.server_args must not; write its settings there as "
-        "arguments"
+        "a file could set options that slurmrl sets itself; write its settings into "
+        "rollout.server_args"
     ),
     "--api-key": KEY,
     **dict.fromkeys(("--host", "--port"), ADDRESS),
