@@ -1,0 +1,32 @@
+"""Each family of transformers still does what the table in docs/models.md says."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from tests.support.families import families
+from tests.support.family_table import COLUMNS, LIMIT_S, checked, commit, differences, kept, tenth
+
+TODAY: Final = tenth(commit())
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+
+
+def compare(family: str) -> None:
+    """Fail if a check of the family has another result than the kept one."""
+    wrong = differences({family: checked(family, COLUMNS)}, kept()["families"])
+    assert not wrong, "\n".join([*wrong, f"see build/models/{family}.log"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", TODAY)
+def test_results_kept_for_tenth_of_families(family: str) -> None:
+    compare(family)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", sorted(set(families()) - set(TODAY)))
+def test_results_kept_for_other_families(family: str) -> None:
+    compare(family)

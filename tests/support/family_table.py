@@ -1,0 +1,177 @@
+"""Runs of the checks of families, each in its own process, and their kept results."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from tests.support.families import families
+from tests.support.family_checks import main
+from tests.support.trials import REPOSITORY
+
+KEPT: Final = REPOSITORY / "scripts" / "models.json"
+LOGS: Final = REPOSITORY / "build" / "models"
+"""Tracebacks of the checks, a file for each family."""
+PACKAGES: Final = ("torch", "transformers", "peft", "megatron-core")
+SERVERS: Final = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
+COLUMNS: Final = (
+    "load",
+    "logits",
+    "generation",
+    "sft",
+    "export",
+    "grpo",
+    "resume",
+    "lora",
+    "t2",
+    "megatron",
+    "builtin",
+)
+LIMIT_S: Final = 900.0
+"""Time of all checks of a family. A server's start takes up to half of it."""
+TENTHS: Final = 10
+
+FORK_SERVER: Final = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload([main.__module__])  # imports once for all families
+
+Results = dict[str, dict[str, str]]
+"""By family and column: empty if the check holds, or else the reason."""
+
+
+def tenth(commit: str) -> list[str]:
+    """Return the families that a commit's hash chooses; ten commits in a row may miss some."""
+    return families()[int(commit, 16) % TENTHS :: TENTHS]
+
+
+def commit() -> str:
+    """Return the hash of the current commit, ``0`` outside a clone."""
+    command = ["git", "-C", str(REPOSITORY), "rev-parse", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "0"
+
+
+def checked(family: str, columns: Sequence[str]) -> dict[str, str]:
+    """Return the result of each column of a family."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"family-{family}-") as folder:
+        output = Path(folder) / "output"
+        asked = {
+            "family": family,
+            "folder": folder,
+            "columns": list(columns),
+            "servers": {kind: os.environ.get(name, "") for kind, name in SERVERS.items()},
+            "output": str(output),
+            "errors": str(LOGS / f"{family}.log"),
+        }
+        process = FORK_SERVER.Process(target=main, args=(asked,))
+        process.start()
+        process.join(LIMIT_S)
+        ended = f"the process of the checks ended with status {process.exitcode}"
+        if process.exitcode is None:
+            ended = f"the checks took over {LIMIT_S:.0f} s"
+            process.kill()
+            process.join()
+        end_processes(folder)
+        found: dict[str, str] = {}
+        for line in output.read_text().splitlines() if output.exists() else ():
+            found |= json.loads(line)
+    return {column: found.get(column, ended) for column in columns}
+
+
+def end_processes(folder: str) -> None:
+    """Kill the processes of trials in a folder that a failed check may have left."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and folder in (entry / "cmdline").read_bytes().decode():
+                os.kill(int(entry.name), signal.SIGKILL)
+        except (OSError, UnicodeDecodeError):
+            continue  # it has ended, or is not one of ours
+
+
+def kept() -> dict[str, Any]:
+    """Return the kept results with their versions and date."""
+    if not KEPT.exists():
+        return {"versions": {}, "date": "", "families": {}}
+    found: dict[str, Any] = json.loads(KEPT.read_text())
+    return found
+
+
+def keep(results: Results) -> None:
+    """Merge results into the kept results."""
+    merged = kept()["families"]
+    for family, columns in results.items():
+        merged[family] = {**merged.get(family, {}), **columns}
+    now = datetime.datetime.now(datetime.UTC)
+    state = {
+        "versions": {name: version(name) for name in PACKAGES},
+        "date": now.date().isoformat(),
+        "families": {name: merged[name] for name in sorted(merged)},
+    }
+    new = KEPT.with_suffix(".new")
+    new.write_text(json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+    new.replace(KEPT)
+
+
+def differences(results: Results, wanted: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return a line for each result that holds in only one of both."""
+    return [
+        f"{family} {column}: {reason or 'yes'}; kept: {before[column] or 'yes'}"
+        for family, columns in results.items()
+        if (before := wanted.get(family)) is not None
+        for column, reason in columns.items()
+        if column in before and bool(reason) != bool(before[column])
+    ]
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Run ``scripts/models``. Return its exit code."""
+    names = chosen.families or (tenth(commit()) if chosen.tenth else families())
+    if unknown := sorted(set(names) - set(families())):
+        print(f"models: transformers has no family {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    columns = chosen.columns or [*COLUMNS, *(SERVERS if chosen.servers else ())]
+    if unknown := sorted(set(columns) - {*COLUMNS, *SERVERS}):
+        print(f"models: there is no column {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    unset = [
+        SERVERS[column] for column in columns if not os.environ.get(SERVERS.get(column, "_"), "_")
+    ]
+    if unset:
+        print(f"models: set {', '.join(unset)} (scripts/test-engines)", file=sys.stderr)
+        return 2
+    installed, before = {name: version(name) for name in PACKAGES}, kept()
+    print(f"{len(names)} families with {installed}", flush=True)
+    stay = set(before["families"]) - set(names) or columns != list(COLUMNS)
+    if not chosen.check and before["versions"] not in ({}, installed) and stay:
+        print(f"models: kept results have {before['versions']}: run all", file=sys.stderr)
+        return 2
+    results: Results = {}
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        found_of = pool.map(lambda one: checked(one, columns), names)
+        for name, found in zip(names, found_of, strict=True):
+            results[name] = found
+            print(line(name, found), flush=True)
+            if not chosen.check:
+                keep({name: found})
+    wrong = differences(results, before["families"]) if chosen.check else []
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    return 1 if wrong else 0
+
+
+def line(family: str, found: Mapping[str, str]) -> str:
+    """Return a line about one family: its columns, and the reason of each that does not hold."""
+    held = [column for column, reason in found.items() if not reason]
+    lost = [f"  no {column}: {reason}" for column, reason in found.items() if reason]
+    return "\n".join([f"{family}: {' '.join(held)}", *lost])

@@ -1,0 +1,103 @@
+"""The table of model families: what is run, and what the page shows of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from slurmrl.models.hf_model import HFModel
+from tests.support import family_checks
+from tests.support.families import families, tiny
+from tests.support.family_table import TENTHS, differences, kept, tenth
+from tests.support.trials import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+import models_table
+
+
+def test_ten_tenths_are_all_families() -> None:
+    shares = [tenth(f"{number:040x}") for number in range(TENTHS)]
+    assert sorted(family for share in shares for family in share) == families()
+    assert len(families()) >= 40
+
+
+def test_kept_results_are_of_the_installed_versions() -> None:
+    """New versions need a new run: scripts/models."""
+    found = kept()
+    assert found["versions"]["transformers"] == version("transformers")
+    assert sorted(found["families"]) == families()
+
+
+def test_difference_reported_if_result_changes_either_way() -> None:
+    before = {"llama": {"load": "", "lora": "no adapters"}}
+    assert not differences({"llama": {"load": "", "lora": "other words"}}, before)
+    assert differences({"llama": {"load": "broken"}}, before) == [
+        "llama load: broken; kept: yes",
+    ]
+    assert differences({"llama": {"lora": ""}}, before) == ["llama lora: yes; kept: no adapters"]
+
+
+def reasons(folder: Path, family: str, *columns: str) -> dict[str, str]:
+    """Run checks in this process."""
+    one = family_checks.Family(family, folder, {})
+    found = {}
+    for column in columns:
+        try:
+            family_checks.CHECKS[column](one)
+            found[column] = ""
+        except family_checks.CheckError as error:
+            found[column] = str(error)
+    return found
+
+
+def test_checks_fail_for_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = ("load", "logits", "generation")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.mkdir()
+    wrong.mkdir()
+    assert reasons(right, "gemma2", *columns) == dict.fromkeys(columns, "")
+    whole = HFModel.forward
+
+    def forward(self: HFModel, ids: torch.Tensor, *rest: object) -> object:
+        found = whole(self, ids, *rest)  # type: ignore[arg-type]
+        return found if len(rest) > 2 else found.roll(1, -1)  # generation is right, training is not
+
+    monkeypatch.setattr(HFModel, "forward", forward)
+    found = reasons(wrong, "gemma2", *columns)
+    assert not found["load"]
+    assert "slurmrl and transformers differ by" in found["logits"]
+    assert "generation and training differ by" in found["generation"]
+
+
+def test_tiny_model_has_layer_of_each_kind() -> None:
+    made = tiny("qwen3_next")
+    assert made["layer_types"] == ["linear_attention", "full_attention"]
+    assert made["num_hidden_layers"] == 2
+
+
+def test_page_shows_reason_once_and_dash_for_missing_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "models.json"
+    monkeypatch.setattr(models_table, "KEPT", file)
+    checks = [check for needed in models_table.SHOWN.values() for check in needed]
+    one = {**dict.fromkeys(checks, ""), "lora": "'one' has none"}
+    two = {**one, "lora": "'two' has none", "export": "lost a weight"}
+    del two["vllm"]
+    state = {"versions": {"torch": "2"}, "date": "2026-01-01", "families": {"one": one, "two": two}}
+    file.write_text(json.dumps(state))
+    lines = models_table.page(f"Top\n{models_table.BEGIN}\nold\n{models_table.END}\nEnd").split(
+        "\n"
+    )
+    assert "| `one` | yes | yes | yes | yes | yes | no 1 | yes | yes | yes | yes | yes |" in lines
+    assert "| `two` | yes | yes | no 2 | yes | yes | no 1 | yes | yes | yes | – | yes |" in lines
+    assert [line for line in lines if line[:2] in ("1.", "2.", "3.")] == [
+        "1. `… has none`",
+        "2. `lost a weight`",
+    ]
+    assert (lines[0], lines[-1], "old" in lines) == ("Top", "End", False)
