@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 from slurmrl.config.schema import Cluster, Config, Slurm, role_key
 from slurmrl.errors import Problem, SchedulerError
 from slurmrl.plan.engine_rules import ENGINES
-from slurmrl.plan.estimates.call_costs import GIB
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.worker_memory import slot_bytes
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of

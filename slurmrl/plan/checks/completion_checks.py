@@ -13,7 +13,7 @@ from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import CAPABILITIES, HF
-from slurmrl.plan.estimates.call_costs import GIB
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import PAGE_TOKENS, kv_bytes_per_token
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.metric_names import generates, makes_rewards

@@ -15,11 +15,11 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model, ParallelSizes, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import Problem
-from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import can, lacking
 from slurmrl.plan.estimates import call_costs
-from slurmrl.plan.estimates.call_costs import GIB, Checked, memories, placed_models
+from slurmrl.plan.estimates.call_costs import Checked, Variant, memories, placed_models
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
 from slurmrl.plan.estimates.worker_memory import (
     Fullest,
@@ -265,14 +265,6 @@ STRONGER: Final = {"off": ("selective", "full"), "selective": ("full",), "full":
 """Modes of activation checkpointing that keep less than another one."""
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """A checked configuration with other settings."""
-
-    config: Config
-    algorithm: Algorithm
-
-
 def memory(draft: Draft) -> Iterator[Problem]:
     """The estimate for the fullest GPU, with a margin, fits into its memory."""
     limit = call_costs.memory_bytes(draft.config.cluster)
@@ -385,7 +377,7 @@ def _split(checked: Checked, limit: int) -> str:
             if (model := checked.config.find_model(role)) is not None
             and model.backend == actor.backend
         }
-        variant = _Variant(_with_room(checked.config.with_models(models)), checked.algorithm)
+        variant = Variant(_with_room(checked.config.with_models(models)), checked.algorithm)
         fullest = fullest_gpu(variant, limit=limit)
         if fullest.size + fullest.margin <= limit:
             return f": actor.backend={wider} needs {_gib(fullest.size)} of each"
@@ -416,7 +408,7 @@ def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
         if not stronger:
             continue
         config = checked.config.with_models(stronger)
-        fullest = fullest_gpu(_Variant(config, checked.algorithm), limit=limit)
+        fullest = fullest_gpu(Variant(config, checked.algorithm), limit=limit)
         size = fullest.size
         if size + fullest.margin <= limit:
             keys = " and ".join(

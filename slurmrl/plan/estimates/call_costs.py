@@ -1,61 +1,50 @@
-"""Floating-point operations and seconds of calls, on GPUs known by the names that clusters use.
+"""Memory, floating-point operations and seconds of calls.
 
 A multiply-add counts as two operations. Only matrix products count; attention counts the pairs of
-tokens that the causal mask keeps. Sources: docs/allocation.md. A new GPU is one line of `KNOWN`,
-with numbers of the vendor's data sheet: memory, dense bfloat16 operations, memory bandwidth.
+tokens that the causal mask keeps. Sources: docs/allocation.md.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
+from slurmrl.config.allocation import Allocation
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Cluster, Config, Model
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.dataflow import Call, Head, Method, RoleUse
+from slurmrl.plan.engine_rules import BUILT_IN
+from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
+from slurmrl.plan.estimates.hardware import FUSED, GIB, Efficiency, Machine, gpu_of
 from slurmrl.plan.estimates.memory import (
+    BYTES,
+    FLOAT32,
+    SHARDED,
     Memory,
     MemoryDemand,
     estimate,
     kv_bytes_per_token,
+    uses_sequence_parallel,
     whole_weights,
 )
+from slurmrl.plan.estimates.pass_seconds import REPEATED, PassJob, Seconds, inference, training
 from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
-from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of, placements
+from slurmrl.plan.placement import (
+    LARGEST_HOST,
+    ROLLOUTS,
+    Placement,
+    layout_of,
+    model_of,
+    placements,
+)
 
-GIB: Final = 2**30
 PROCESS: Final = 640 * 2**20
 """Resident memory of a worker without GPUs, in addition to its tensors: Python, torch, the
 tokenizer, and memory that the allocator does not return."""
 _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclass(frozen=True)
-class Gpu:
-    memory_bytes: int | None
-    """None if GPUs of this name differ in size."""
-    flops_per_s: float
-    bytes_per_s: float
-
-
-KNOWN: Final = {
-    "v100": Gpu(None, 125e12, 0.9e12),
-    "a100": Gpu(None, 312e12, 1.555e12),
-    "a10": Gpu(24 * GIB, 125e12, 0.6e12),
-    "a40": Gpu(48 * GIB, 150e12, 0.696e12),
-    "l40s": Gpu(48 * GIB, 362e12, 0.864e12),
-    "h100": Gpu(80 * GIB, 989e12, 3.35e12),
-    "h200": Gpu(141 * GIB, 989e12, 4.8e12),
-    "b200": Gpu(180 * GIB, 2250e12, 8.0e12),
-}
-
-
-def gpu_of(cluster: Cluster) -> Gpu | None:
-    """The GPU that ``slurm.gpu_type`` names (``nvidia_h100_80gb_hbm3`` as well as ``h100``)."""
-    words = re.split(r"[^a-z0-9]+", (cluster.slurm.gpu_type or "").lower())
-    return next((KNOWN[word] for word in words if word in KNOWN), None)
 
 
 def memory_bytes(cluster: Cluster) -> int | None:
@@ -91,10 +80,6 @@ def binary_size(number: int) -> str:
     return f"{number} B"
 
 
-REPEATED: Final[Mapping[str, float]] = {"off": 0, "selective": 1 / 6, "full": 1 / 3}
-"""The share of a training step's FLOPs that activation checkpointing adds."""
-
-
 class Checked(Protocol):
     """Settings or a draft of them."""
 
@@ -104,11 +89,30 @@ class Checked(Protocol):
     def algorithm(self) -> Algorithm: ...
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A checked configuration with other settings."""
+
+    config: Config
+    algorithm: Algorithm
+
+
+class MeanTokens(NamedTuple):
+    """Mean lengths, where a configuration states only the largest."""
+
+    prompt: float
+    response: float
+
+
 class CallCost(NamedTuple):
-    """Floating-point operations of a call, and its seconds; None for an unknown GPU."""
+    """Floating-point operations of a call, and its seconds by cause; None for an unknown GPU."""
 
     flops: int
-    seconds: float | None
+    parts: Seconds | None
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.parts is None else sum(self.parts.values())
 
 
 def placed_models(checked: Checked) -> dict[str, Placement]:
@@ -123,38 +127,47 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
 
     ``certain`` leaves out costs that depend on an assumed length of sequences.
     """
-    config, algorithm = checked.config, checked.algorithm
-    uses = {use.role: use for use in uses_of(config, algorithm)}
-    placed = placed_models(checked)
-    on = [(call, layout_of(call, list(placed))) for call in algorithm.calls(config)]
     estimates = {}
-    for name, placement in placed.items():
-        model = model_of(config, name)
-        shape = shape_of(model)
-        if shape is None:
+    for name, placement in placed_models(checked).items():
+        demand = demand_of(checked, name, placement)
+        if demand is None:
             continue
-        methods = {call.method for call, layout in on if layout == name}
-        use = uses.get(name) or RoleUse(name, trained=False)
-        lengths = lengths_of(config, algorithm, shape)
+        lengths = demand.lengths
         if certain and lengths is not None and lengths.assumed:
             lengths = replace(lengths, longest=max(lengths.new_tokens, 1))
-        demand = MemoryDemand(
-            model=model,
-            shape=shape,
-            allocation=placement.allocation,
-            head=use.head,
-            trained=use.trained,
-            computes=bool(methods - {Method.GENERATE}),
-            generates=Method.GENERATE in methods
-            and not (name == ROLLOUTS and config.rollout.servers),
-            lengths=lengths,
-            minibatches=algorithm.minibatches if use.trained else 1,
-            replays_experts=name in ("actor", ROLLOUTS) and replays_experts(checked),
-            cache_bytes=config.rollout.episode.cache_bytes,
-            copies=config.checkpoint.asynchronous,
-        )
-        estimates[name] = estimate(demand)
+        estimates[name] = estimate(replace(demand, lengths=lengths))
     return estimates
+
+
+def demand_of(checked: Checked, name: str, placement: Placement) -> MemoryDemand | None:
+    """The model, layout and use that determine the memory of a model of the plan.
+
+    Return None if its architecture is unknown.
+    """
+    config, algorithm = checked.config, checked.algorithm
+    uses = {use.role: use for use in uses_of(config, algorithm)}
+    model = model_of(config, name)
+    shape = shape_of(model)
+    if shape is None:
+        return None
+    names = list(placed_models(checked))
+    calls = algorithm.calls(config)
+    methods = {call.method for call in calls if layout_of(call, names) == name}
+    use = uses.get(name) or RoleUse(name, trained=False)
+    return MemoryDemand(
+        model=model,
+        shape=shape,
+        allocation=placement.allocation,
+        head=use.head,
+        trained=use.trained,
+        computes=bool(methods - {Method.GENERATE}),
+        generates=Method.GENERATE in methods and not (name == ROLLOUTS and config.rollout.servers),
+        lengths=lengths_of(config, algorithm, shape),
+        minibatches=algorithm.minibatches if use.trained else 1,
+        replays_experts=name in ("actor", ROLLOUTS) and replays_experts(checked),
+        cache_bytes=config.rollout.episode.cache_bytes,
+        copies=config.checkpoint.asynchronous,
+    )
 
 
 def replays_experts(checked: Checked) -> bool:
@@ -162,20 +175,37 @@ def replays_experts(checked: Checked) -> bool:
     return checked.config.rollout.replay_experts and checked.algorithm.replays
 
 
-def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost | None:
-    """Return the cost of a call over all sequences of a step at full length.
+def cost(
+    checked: Checked, call: Call, placed: dict[str, Placement], mean: MeanTokens | None = None
+) -> CallCost | None:
+    """Return the cost of a call over all sequences of a step.
 
-    Return None for a call without a model, or if the architecture or the lengths are unknown.
+    Sequences have full length without their ``mean``. Return None for a call without a model, or if
+    the architecture or the lengths are unknown.
     """
     name = layout_of(call, list(placed))
     if name is None or name not in placed:
         return None
+    return cost_in(
+        checked, call, name, model_of(checked.config, name), placed[name].allocation, mean
+    )
+
+
+def cost_in(
+    checked: Checked,
+    call: Call,
+    name: str,
+    model: Model,
+    allocation: Allocation,
+    mean: MeanTokens | None = None,
+) -> CallCost | None:
+    """The same for a model of the plan with other settings and another layout."""
     config, algorithm = checked.config, checked.algorithm
-    model = model_of(config, name)
     shape = shape_of(model)
-    lengths = lengths_of(config, algorithm, shape)
-    if shape is None or lengths is None:
+    most = lengths_of(config, algorithm, shape)
+    if shape is None or most is None:
         return None
+    lengths = _typical(most, mean)
     uses = uses_of(config, algorithm)
     use = next((use for use in uses if use.role == call.role), RoleUse(name, False))
     frozen = model.lora is not None
@@ -184,27 +214,104 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
     elsewhere = name == ROLLOUTS and bool(config.rollout.servers)
     if gpu is None or config.cluster.gpus_per_worker == 0 or elsewhere:
         return CallCost(flops, None)
-    again = REPEATED[model.recompute] if call.method is Method.TRAIN_STEP else 0
-    seconds = compute_seconds(round(flops * (1 + again)), len(placed[name].ranks), gpu)
+    fused = allocation.backend not in BUILT_IN
+    per_host = config.cluster.workers_per_host or LARGEST_HOST
+    machine = Machine(gpu, per_host, FUSED if fused else Efficiency())
     if call.method is Method.GENERATE:
-        read = _decoding_bytes(shape, placed[name], model, lengths)
-        seconds = max(seconds, decode_seconds(lengths.new_tokens, read, gpu))
-    return CallCost(flops, seconds)
+        job = _decode_job(checked, shape, model, allocation, lengths, most)
+        return CallCost(flops, generation(job, machine))
+    trains = call.method is Method.TRAIN_STEP
+    rank = lengths.sequences * lengths.longest / allocation.sizes["dp"]
+    job_of_rank = _pass_job(shape, use.head, model, allocation, lengths, rank)
+    if not trains:
+        return CallCost(flops, inference(job_of_rank, machine))
+    steps = algorithm.minibatches
+    each = training(replace(job_of_rank, tokens=rank / steps), machine)
+    passes = steps * algorithm.epochs
+    return CallCost(flops, {cause: passes * seconds for cause, seconds in each.items()})
 
 
-def _decoding_bytes(shape: ModelShape, placed: Placement, model: Model, lengths: Lengths) -> float:
-    """Return the bytes that a rank reads to generate one token of each of its sequences.
+def _typical(most: Lengths, mean: MeanTokens | None) -> Lengths:
+    """The lengths of a step whose sequences all have the mean length."""
+    if mean is None:
+        return most
+    response = min(round(mean.response), most.new_tokens)
+    total = min(round(mean.prompt) + response, most.longest)
+    return replace(most, longest=max(total, 1), new_tokens=response)
 
-    They are the weights, and half of the final keys and values on average.
+
+def _pass_job(
+    shape: ModelShape,
+    head: Head,
+    model: Model,
+    allocation: Allocation,
+    lengths: Lengths,
+    tokens: float,
+) -> PassJob:
+    return PassJob(
+        shape=shape,
+        allocation=allocation,
+        head=head,
+        tokens=tokens,
+        length=lengths.longest,
+        microbatch=model.max_tokens_per_microbatch,
+        width=BYTES[model.dtype],
+        sharded=allocation.backend in SHARDED,
+        sequence_parallel=uses_sequence_parallel(model, allocation),
+        virtual=(model.model and model.model.virtual_pipeline_model_parallel_size) or 1,
+        repeated=REPEATED[model.recompute],
+        frozen=model.lora is not None,
+        optimizer_bytes=_optimizer_bytes(model),
+        offloaded=model.cpu_offload,
+    )
+
+
+def _optimizer_bytes(model: Model) -> float:
+    """Bytes of an element that an optimizer step moves.
+
+    It reads the gradient, reads and writes weight and moments in float32, and writes the weight
+    with which the model computes.
     """
-    allocation = placed.allocation
-    sequences = -(-lengths.sequences // allocation.sizes["dp"])
-    cache = sequences * lengths.longest * kv_bytes_per_token(shape, allocation, model.dtype)
-    return whole_weights(shape, allocation, model.dtype) + cache / 2
+    return FLOAT32 + 2 * FLOAT32 * (1 + len(model.optimizer.moments)) + BYTES[model.dtype]
 
 
-UTILIZATION: Final = 0.4
-"""Model FLOPs utilization that training is assumed to reach."""
+def _decode_job(
+    checked: Checked,
+    shape: ModelShape,
+    model: Model,
+    allocation: Allocation,
+    lengths: Lengths,
+    most: Lengths,
+) -> DecodeJob:
+    return DecodeJob(
+        shape=shape,
+        allocation=allocation,
+        sequences=lengths.sequences / allocation.sizes["dp"],
+        prompt=lengths.longest - lengths.new_tokens,
+        group=lengths.group,
+        lengths=LengthDistribution(lengths.new_tokens, max(most.new_tokens, 1)),
+        cache_tokens=_cache_tokens(checked, shape, model, allocation),
+        width=BYTES[model.dtype],
+    )
+
+
+def _cache_tokens(
+    checked: Checked, shape: ModelShape, model: Model, allocation: Allocation
+) -> float:
+    """Return the tokens that fit into the cache of one copy of the model.
+
+    A built-in engine holds all sequences, if ``cache_bytes`` does not limit it. A server's cache
+    has what weights and a tenth leave of a GPU.
+    """
+    each = kv_bytes_per_token(shape, allocation, model.dtype)
+    limited = checked.config.rollout.episode.cache_bytes
+    gpu = memory_bytes(checked.config.cluster)
+    if not BACKENDS[allocation.backend].serves or gpu is None:
+        return math.inf if limited is None else limited / each
+    left = 0.9 * gpu - margin(0) - whole_weights(shape, allocation, model.dtype)
+    return max(left, 0.0) / each
+
+
 BACKWARD: Final = 2
 """Cost of a backward pass in forward passes."""
 
@@ -259,15 +366,3 @@ def call_flops(
 def forward_flops(shape: ModelShape, head: Head, length: int) -> int:
     """Operations of a forward pass over one sequence."""
     return length * forward_flops_per_token(shape, head) + attention_flops(shape, length)
-
-
-def compute_seconds(flops: int, gpus: int, gpu: Gpu) -> float:
-    return flops / (gpus * gpu.flops_per_s * UTILIZATION)
-
-
-def decode_seconds(new_tokens: int, bytes_per_token: float, gpu: Gpu) -> float:
-    """Return the memory-bandwidth bound in seconds.
-
-    Each generated token reads a rank's weights, keys and values once.
-    """
-    return new_tokens * bytes_per_token / gpu.bytes_per_s

@@ -15,7 +15,6 @@ from slurmrl.plan.dataflow import RoleUse
 from slurmrl.plan.engine_rules import last_value
 from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.call_costs import (
-    GIB,
     Checked,
     margin,
     memories,
@@ -23,6 +22,7 @@ from slurmrl.plan.estimates.call_costs import (
     replays_experts,
 )
 from slurmrl.plan.estimates.expert_records import on_host_of_server
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import (
     BYTES,
     FLOAT32,

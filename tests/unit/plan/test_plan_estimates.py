@@ -293,20 +293,21 @@ def test_seconds_are_reported_for_a_known_gpu(plan_ppo: Load) -> None:
             assert cost.flops > 0
 
 
-@pytest.mark.parametrize(("mode", "more"), [("selective", 1 / 6), ("full", 1 / 3)])
-def test_checkpointing_makes_training_alone_take_longer(
-    plan_ppo: Load, mode: str, more: float
-) -> None:
-    plain, repeated = (
-        costs(plan_ppo("cluster.slurm.gpu_type=h100", f"actor.gradient_checkpointing={setting}"))
-        for setting in ("off", mode)
-    )
-    for name, cost in plain.items():
-        longer = repeated[name]
-        if cost is None or longer is None:
-            continue
-        factor = 1 + more if name.endswith("_train") else 1
-        assert longer.seconds == pytest.approx((cost.seconds or 0) * factor)
+def test_checkpointing_makes_training_alone_take_longer(plan_ppo: Load) -> None:
+    """A repeated forward pass is a third of the products, and less of the whole step."""
+    before: dict[str, float] = {}
+    for mode, most in (("off", 1.0), ("selective", 1.2), ("full", 1.4)):
+        found = costs(
+            plan_ppo("cluster.slurm.gpu_type=h100", f"actor.gradient_checkpointing={mode}")
+        )
+        seconds = {name: each.seconds for name, each in found.items() if each and each.seconds}
+        first = before or seconds
+        for name, value in seconds.items():
+            if name.endswith("_train"):
+                assert first[name] * (most > 1.0) <= value <= first[name] * most
+            else:
+                assert value == pytest.approx(first[name])
+        before = first
 
 
 def test_an_architecture_without_numbers_is_not_estimated() -> None:

@@ -9,7 +9,8 @@ import pytest
 from slurmrl.display import blocks
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.fit import refusal
-from slurmrl.plan.estimates.call_costs import GIB, margin, memories
+from slurmrl.plan.estimates.call_costs import margin, memories
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.worker_memory import fullest_gpu, worker_bytes
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report

@@ -8,7 +8,8 @@ import pytest
 
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.fit import refusal
-from slurmrl.plan.estimates.call_costs import GIB, margin
+from slurmrl.plan.estimates.call_costs import margin
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.shape import least_context
 from slurmrl.plan.estimates.worker_memory import (
     WORKER,

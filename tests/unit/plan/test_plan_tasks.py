@@ -11,7 +11,8 @@ from slurmrl.plan import plan_values, resources
 from slurmrl.plan.build import ROLLOUT_WORKER, STORED, make_plan
 from slurmrl.plan.checks.fit import refusal_in_task
 from slurmrl.plan.dataflow import Method
-from slurmrl.plan.estimates.call_costs import GIB, memories
+from slurmrl.plan.estimates.call_costs import memories
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.worker_memory import VERSIONS, WORKER, task_bytes, worker_bytes
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of

@@ -1,0 +1,225 @@
+"""Seconds of forward passes and optimizer steps in a layout.
+
+They are sums of lower bounds, each divided by the share of the peak that runs reach: matrix
+products, attention, elementwise operations, communication of each axis, pipeline bubbles, and the
+optimizer. Formulas: Narayanan et al. 2021 (pipelines and tensor parallelism), Korthikanti et al.
+2022 (recomputation and sequence parallelism), Rajbhandari et al. 2020 (sharded parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from slurmrl.config.allocation import Allocation
+from slurmrl.plan.dataflow import Head
+from slurmrl.plan.estimates.hardware import HALF, Machine
+from slurmrl.plan.estimates.shape import (
+    ModelShape,
+    Parameters,
+    expert_tp,
+    layer_parameters,
+    parameters,
+    shard_parameters,
+)
+
+Seconds: TypeAlias = Mapping[str, float]
+"""Seconds by cause: ``products``, ``attention``, ``elementwise``, ``communication`` of split
+layers, ``weights`` that are gathered and gradients that are reduced, ``bubble``, ``optimizer``,
+``host`` for traffic with the host's memory, ``prefill``, ``decode``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassJob:
+    """The tokens that a data-parallel rank computes with a model in a layout."""
+
+    shape: ModelShape
+    allocation: Allocation
+    head: Head
+    tokens: float
+    """Tokens of an optimizer step or of an inference."""
+    length: float
+    """Mean tokens of a sequence."""
+    microbatch: float
+    """Most tokens of a micro-batch."""
+    width: int = HALF
+    """Bytes of an element."""
+    sharded: bool
+    """Whether weights are sharded over data-parallel ranks and gathered layer by layer."""
+    sequence_parallel: bool = False
+    virtual: int = 1
+    repeated: float = 0.0
+    """Share of a layer's forward pass that the backward pass repeats."""
+    frozen: bool = False
+    """Whether only adapters are trained."""
+    optimizer_bytes: float = 28
+    """Bytes that the optimizer moves for each element that a rank has."""
+    offloaded: bool = False
+    """Whether weights and optimizer state are in the host's memory."""
+
+
+REPEATED: Final[Mapping[str, float]] = {"off": 0.0, "selective": 0.5, "full": 1.0}
+"""Share of a layer's forward pass that activation checkpointing repeats."""
+
+
+def inference(job: PassJob, machine: Machine) -> Seconds:
+    """Return the seconds of a forward pass over all tokens of a data-parallel rank."""
+    return _passes(job, machine, trained=False)
+
+
+def training(job: PassJob, machine: Machine) -> Seconds:
+    """Return the seconds of an optimizer step."""
+    found = _passes(job, machine, trained=True)
+    if job.frozen:
+        return found
+    elements = shard_parameters(job.shape, job.allocation, job.head)
+    moved = elements * job.optimizer_bytes
+    rate = machine.efficiency.host_link if job.offloaded else machine.streamed
+    found["optimizer"] = moved / rate
+    sizes = job.allocation.sizes
+    copies = sizes["dp"] * sizes["cp"]
+    if not job.sharded and copies > 1:  # gradients are reduced and weights gathered once a step
+        stage = parameters(job.shape, job.allocation, job.head).dense
+        sent = stage * 3 * job.width * (copies - 1) / copies / machine.ring(copies, sizes["tp"])
+        found["weights"] += sent * (1 - machine.efficiency.overlap)
+    return found
+
+
+def _passes(job: PassJob, machine: Machine, *, trained: bool) -> dict[str, float]:
+    pp = job.allocation.sizes["pp"]
+    tokens = min(job.tokens, max(job.microbatch, job.length))
+    once = _head(job, machine, tokens, trained=trained)
+    sparse = job.shape.expert_layers
+    for layers, moe in ((job.shape.layers - sparse, False), (sparse, True)):
+        if layers:
+            for cause, seconds in _layer(job, machine, tokens, moe=moe, trained=trained).items():
+                once[cause] = once.get(cause, 0.0) + layers / pp * seconds
+    microbatches = max(job.tokens / tokens, 1.0)
+    found = {cause: seconds * microbatches for cause, seconds in once.items()}
+    found["bubble"] = sum(once.values()) * (pp - 1) / job.virtual
+    return found
+
+
+def _head(job: PassJob, machine: Machine, tokens: float, *, trained: bool) -> dict[str, float]:
+    """Seconds of the output layer and its log-probabilities, which are float32."""
+    shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
+    outputs = (shape.vocabulary if job.head == "lm" else 1) / sizes["tp"]
+    own = tokens / sizes["cp"]
+    flops = 2 * own * shape.hidden * outputs * (3 if trained else 1)
+    moved = 10 * own * outputs * (2 if trained else 1)
+    share = rates.of_product(own, shape.hidden)
+    products = flops / machine.flops(share, job.width)
+    return {"products": products, "elementwise": moved / machine.streamed}
+
+
+def _layer(
+    job: PassJob, machine: Machine, tokens: float, *, moe: bool, trained: bool
+) -> dict[str, float]:
+    """Seconds of all passes of a micro-batch through one layer.
+
+    A backward pass has the products of two forward passes, of one for frozen weights, and 2.5 times
+    the attention (Dao 2023).
+    """
+    own, rates = tokens / job.allocation.sizes["cp"], machine.efficiency
+    forward = 1 + (job.repeated if trained else 0.0)
+    products = _products(job, machine, own, moe=moe) * (
+        forward + ((1 if job.frozen else 2) if trained else 0)
+    )
+    attention = _attention(job, machine, own) * (forward + (2.5 if trained else 0))
+    elementwise = _elementwise(job, machine, own, moe=moe) * (forward + (1.5 if trained else 0))
+    busy = products + attention + elementwise
+    launched = rates.launches * (forward + (2 if trained else 0))
+    weights = layer_parameters(job.shape, job.allocation, moe=moe)
+    moved = _gathered(job, machine, weights) * _gathers(job, trained=trained)
+    found = {
+        "products": products,
+        "attention": attention,
+        "elementwise": elementwise + max(launched - busy, 0.0),
+        "communication": _exchanged(job, machine, own, moe=moe) * (forward + int(trained)),
+        "weights": moved - min(moved * rates.overlap, busy),
+    }
+    if job.offloaded:
+        copies = job.allocation.sizes["dp"] * job.allocation.sizes["cp"]
+        shard = weights.total / copies * job.width
+        found["host"] = shard * _gathers(job, trained=trained) / rates.host_link
+    return found
+
+
+def _gathers(job: PassJob, *, trained: bool) -> int:
+    """Times that a layer's weights move: for each pass, and in float32 as gradients."""
+    if not trained:
+        return 1
+    return 2 if job.frozen else 4
+
+
+def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
+    """Seconds of the matrix products of a forward pass over ``own`` tokens.
+
+    They take at least as long as to read the weights.
+    """
+    shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
+    tp, etp = sizes["tp"], expert_tp(job.allocation)
+    attention = 2 * own * 2 * shape.hidden * (shape.queries + shape.keys) / tp
+    seconds = attention / machine.flops(rates.of_product(own, shape.queries / tp), job.width)
+    inner = (shape.shared_inner if moe else shape.inner) / tp
+    if inner:
+        flops = 2 * own * shape.mlp_matrices * shape.hidden * inner
+        seconds += flops / machine.flops(rates.of_product(own, inner), job.width)
+    if moe:
+        each, chosen = shape.expert_inner / etp, shape.experts_per_token
+        tokens = own * chosen / (tp // etp)
+        rows = tokens * sizes["ep"] / shape.experts
+        share = rates.of_product(rows, each) * rates.grouped / rates.products
+        flops = 2 * tokens * shape.mlp_matrices * shape.hidden * each
+        seconds += flops / machine.flops(share, job.width)
+    weights = layer_parameters(shape, job.allocation, moe=moe).total
+    return max(seconds, weights * job.width / machine.streamed)
+
+
+def _attention(job: PassJob, machine: Machine, own: float) -> float:
+    """Seconds of scores and weighted sums: a token attends to half of its sequence on average."""
+    shape, tp = job.shape, job.allocation.sizes["tp"]
+    flops = 4 * own * shape.queries / tp * job.length / 2
+    return flops / machine.flops(machine.efficiency.attention, job.width)
+
+
+def _elementwise(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
+    """Seconds of norms, rotations, activations and residual sums in a forward pass."""
+    shape, tp = job.shape, job.allocation.sizes["tp"]
+    split = tp if job.sequence_parallel else 1
+    inner = (shape.shared_inner if moe else shape.inner) / tp
+    elements = machine.efficiency.traffic * shape.hidden / split
+    if moe:
+        chosen = shape.experts_per_token / (tp // expert_tp(job.allocation))
+        inner += chosen * shape.expert_inner / expert_tp(job.allocation)
+        elements += 6 * chosen * shape.hidden
+    return own * (elements + 4 * inner) * job.width / machine.streamed
+
+
+def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
+    """Seconds of the communication of tensor, context and expert parallelism in a forward pass."""
+    shape, sizes = job.shape, job.allocation.sizes
+    tp, cp, ep, etp = sizes["tp"], sizes["cp"], sizes["ep"], expert_tp(job.allocation)
+    seconds = 0.0
+    if tp > 1:  # two sums over the ranks, each sends and receives every element
+        sent = 4 * own * shape.hidden * job.width * (tp - 1) / tp
+        seconds += sent / machine.ring(tp, 1)
+    if cp > 1:
+        sent = 2 * own * (shape.queries + shape.keys) / tp * job.width * (cp - 1) / cp
+        seconds += sent / machine.exchange(cp, tp)
+    if moe and ep > 1:
+        tokens = own * shape.experts_per_token / (tp // etp)
+        sent = 2 * tokens * shape.hidden * job.width * (ep - 1) / ep
+        seconds += sent / machine.exchange(ep, etp)
+    return seconds
+
+
+def _gathered(job: PassJob, machine: Machine, weights: Parameters) -> float:
+    """Seconds to gather the shards of a layer's weights."""
+    sizes = job.allocation.sizes
+    copies = sizes["dp"] * sizes["cp"]
+    if not job.sharded or copies == 1:
+        return 0.0
+    sent = weights.total * job.width * (copies - 1) / copies
+    return sent / machine.ring(copies, sizes["tp"])

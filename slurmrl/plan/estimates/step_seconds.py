@@ -1,0 +1,93 @@
+"""Seconds of a whole step: its calls, moves of weights, and the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slurmrl.config.allocation import Allocation
+from slurmrl.config.schema import Model
+from slurmrl.plan.dataflow import Method
+from slurmrl.plan.estimates.call_costs import Checked, MeanTokens, cost, memories, placed_models
+from slurmrl.plan.estimates.hardware import Efficiency, Gpu, gpu_of
+from slurmrl.plan.estimates.memory import whole_weights
+from slurmrl.plan.estimates.pass_seconds import Seconds
+from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, layout_of, offloaded
+from slurmrl.run.reports import TRAINERS
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Predicted seconds of a step."""
+
+    calls: Mapping[str, Seconds]
+    """The seconds of each call, by cause."""
+    moves: float = 0.0
+    """Seconds to move weights to the engine that generates, and offloaded models to and from host
+    memory."""
+    asynchronous: frozenset[str] = field(default_factory=frozenset)
+    """Calls that rollout tasks run at the same time as the others."""
+
+    @property
+    def total(self) -> float:
+        """Seconds from the start of a step to the start of the next."""
+        return max(self._of(apart=True), self._of(apart=False) + self.moves) * (
+            1 + Efficiency().rest
+        )
+
+    @property
+    def causes(self) -> Seconds:
+        """Seconds of all calls by cause, as ``generation: decode``, the longest first."""
+        found: Counter[str] = Counter({"moves of weights": self.moves})
+        for seconds in self.calls.values():
+            found.update(seconds)
+        return {cause: value for cause, value in found.most_common() if value > 0}
+
+    def _of(self, *, apart: bool) -> float:
+        return sum(
+            sum(seconds.values())
+            for name, seconds in self.calls.items()
+            if (name in self.asynchronous) == apart
+        )
+
+
+def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSeconds | None:
+    """Return the seconds of a step; None if a GPU, an architecture or the lengths are unknown.
+
+    Sequences have full length without their ``mean``. Rewards by rules count nothing.
+    """
+    config, placed = checked.config, placed_models(checked)
+    gpu = gpu_of(config.cluster)
+    if gpu is None:
+        return None
+    calls, apart = {}, set()
+    for call in checked.algorithm.calls(config):
+        name = layout_of(call, list(placed))
+        if call.role is None or name not in placed:
+            continue
+        found = cost(checked, call, placed, mean)
+        if found is None or found.parts is None:
+            return None
+        calls[call.name] = found.parts
+        if call.method is Method.GENERATE and placed[name].group != TRAINERS:
+            apart.add(call.name)
+    moves = 0.0
+    if ROLLOUTS in placed and placed[ROLLOUTS].group == TRAINERS:
+        hosts_gpus = config.cluster.workers_per_host or LARGEST_HOST
+        moves += moved_weights(config.actor, placed[ROLLOUTS].allocation, gpu, hosts_gpus)
+    sizes = memories(checked)
+    for name in offloaded(config, placed) - {ROLLOUTS}:
+        if name in sizes:
+            moves += 2 * sizes[name].standing / Efficiency().host_link
+    return StepSeconds(calls, moves, frozenset(apart))
+
+
+def moved_weights(actor: Model, target: Allocation, gpu: Gpu, gpus_per_host: int) -> float:
+    """Return the seconds in which each rank of ``target`` receives its weights of the actor."""
+    shape = shape_of(actor)
+    if shape is None:
+        return 0.0
+    rate = gpu.link if target.world_size <= gpus_per_host else gpu.network
+    return whole_weights(shape, target, actor.dtype) / (rate * Efficiency().links)

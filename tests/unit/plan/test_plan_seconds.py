@@ -1,0 +1,142 @@
+"""Predicted seconds: against published measurements, and in cases with a known result."""
+
+from __future__ import annotations
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.allocation import parse
+from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
+from slurmrl.plan.estimates.hardware import KNOWN, Efficiency, Machine
+from slurmrl.plan.estimates.pass_seconds import PassJob, inference, training
+from slurmrl.plan.estimates.shape import read
+
+PREDICTIONS = Path(__file__).parents[3] / "scripts" / "bench" / "predictions.py"
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+H100 = Machine(KNOWN["h100"], 8)
+
+
+def job(layout: str = "fsdp:d8", values: Any = None, **settings: Any) -> PassJob:
+    shape = read(values or LLAMA_8B)
+    assert shape is not None
+    usual: dict[str, Any] = {"tokens": 65536, "length": 2048, "microbatch": 16384}
+    return PassJob(
+        shape=shape,
+        allocation=parse(layout),
+        head="lm",
+        **{**usual, "sharded": layout.startswith("fsdp"), **settings},
+    )
+
+
+def step(one: PassJob, machine: Machine = H100) -> float:
+    return sum(training(one, machine).values())
+
+
+@pytest.fixture(scope="module")
+def published() -> dict[str, Any]:
+    return runpy.run_path(str(PREDICTIONS))
+
+
+@pytest.mark.parametrize(("kind", "error"), [("training", 0.15), ("rl", 0.25)])
+def test_published_steps_are_predicted(published: dict[str, Any], kind: str, error: float) -> None:
+    """The even rows were not used to fit anything."""
+    rows = [row for row in published["compare"]() if row.kind == kind]
+    assert published["median_error"](rows, first=1) <= error
+    right, pairs = published["ordered_pairs"](rows)
+    assert right >= 0.9 * pairs > 30
+
+
+def test_a_step_is_not_faster_than_the_peak_and_not_slower_than_a_tenth_of_it() -> None:
+    one = job()
+    assert one.shape is not None
+    flops = 6 * 7.5e9 * one.tokens
+    assert flops / H100.gpu.flops_per_s < step(one) < 10 * flops / H100.gpu.flops_per_s
+
+
+def test_parts_follow_their_causes() -> None:
+    plain = training(job(), H100)
+    assert plain["bubble"] == plain["communication"] == 0
+    far = training(job("fsdp:d64", tokens=8192, microbatch=2048), H100)
+    near = training(job("fsdp:d8", tokens=8192, microbatch=2048), H100)
+    assert far["weights"] > near["weights"], "small micro-batches wait for weights between hosts"
+    stages = training(job("megatron:p4"), H100)
+    assert stages["bubble"] == pytest.approx(
+        3 * sum(value for name, value in stages.items() if name not in ("bubble", "optimizer")) / 4,
+        rel=0.01,
+    ), "four micro-batches: three of seven slots are empty"
+    assert training(job("megatron:p4", virtual=2), H100)["bubble"] == pytest.approx(
+        stages["bubble"] / 2
+    )
+    inside = training(job("megatron:t8"), H100)["communication"]
+    across = training(job("megatron:t8"), replace(H100, gpus_per_host=4))["communication"]
+    assert across > inside > 0
+    assert training(job("megatron:d8e8", MOE), H100)["communication"] > 0
+
+
+def test_frozen_weights_need_no_gradients_and_no_optimizer() -> None:
+    assert step(job(frozen=True)) < 0.8 * step(job())
+    assert "optimizer" not in training(job(frozen=True), H100)
+    assert sum(inference(job(), H100).values()) < 0.4 * step(job())
+    assert step(job(offloaded=True)) > step(job())
+
+
+@pytest.mark.parametrize("mean", [3, 100, 500, 900])
+def test_a_length_distribution_has_its_mean(mean: float) -> None:
+    lengths = LengthDistribution(mean, 1000)
+    shares = [lengths.longer(tokens) for tokens in range(1000)]
+    assert sum(shares) == pytest.approx(mean, abs=0.6)
+    assert shares[0] == 1
+    assert shares == sorted(shares, reverse=True)
+
+
+def decode(layout: str = "vllm:d1", values: Any = None, **settings: Any) -> float:
+    shape = read(values or LLAMA_8B)
+    assert shape is not None
+    usual: dict[str, Any] = {
+        "sequences": 64,
+        "prompt": 256,
+        "group": 8,
+        "cache_tokens": 1e6,
+        "lengths": LengthDistribution(512, 1024),
+    }
+    one = DecodeJob(shape=shape, allocation=parse(layout), **{**usual, **settings})
+    return sum(generation(one, H100).values())
+
+
+def test_decoding_reads_all_weights_for_each_token_of_the_longest_completion() -> None:
+    floor = 1024 * 2 * 7.5e9 / H100.gpu.bytes_per_s
+    assert floor < decode(sequences=1, lengths=LengthDistribution(1023, 1024)) < 4 * floor
+    assert decode(sequences=64) < 3 * decode(sequences=1), "they share the weights"
+    assert decode(sequences=64, cache_tokens=8 * 768) > 2 * decode(sequences=64)
+    assert decode("vllm:t8") < decode()
+    many, few = decode(values=MOE, sequences=256), decode(values=MOE, sequences=1)
+    assert many > 3 * few, "few tokens choose few experts"
+
+
+def test_efficiency_of_a_product_grows_with_its_smallest_side() -> None:
+    rates = Efficiency()
+    assert rates.of_product(128, 8192) < rates.of_product(4096, 8192) < rates.products
