@@ -44,6 +44,9 @@ COMMANDS = {
     "plan": Command(
         "slurmrl.cli.planning:plan", "Show which ranks would run where, without submitting."
     ),
+    "search": Command(
+        "slurmrl.cli.searching:search", "Search for the layouts with which a step is fastest."
+    ),
     "try-reward": Command(
         "slurmrl.cli.datasets:try_reward", "Score some completions with a configuration's reward."
     ),

@@ -80,7 +80,10 @@ def _word(word: str, text: str, shape: HostShape) -> dict[str, Placed]:
             "actor:node[01-02]:d4m2p2,ref:node01:0,1:d1m2p1"
         )
     if word == "search":
-        Scanner(text).fail(f"searching for a layout is not supported; allowed: {', '.join(spread)}")
+        Scanner(text).fail(
+            "the command slurmrl search finds layouts before a submission; "
+            f"allowed here: {', '.join(spread)}"
+        )
     return {"actor": Placed(_trained(spread[word]))}
 
 

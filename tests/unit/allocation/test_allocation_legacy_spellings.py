@@ -68,7 +68,7 @@ def test_an_older_spelling_is_reported_with_the_new_one(text: str, now: list[str
     ("text", "position", "rule"),
     [
         ("manual", 1, "write the layout of each role"),
-        ("search", 1, "searching for a layout is not supported; allowed: pipe_model"),
+        ("search", 1, "slurmrl search finds layouts before a submission; allowed here: pipe_model"),
         ("sglang.d2", 10, "nothing in it trains the actor"),
         ("mock.d1+d1", 1, "there is no engine 'mock'"),
         ("sglang.d4|d2", 1, "need 4 and 2 ranks"),

@@ -1,0 +1,288 @@
+"""``slurmrl search``: the layouts and settings with which a step is fastest."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import click
+
+from slurmrl.cli import completion
+from slurmrl.cli.options import common, examples, json_option, overrides_argument
+
+if TYPE_CHECKING:
+    from slurmrl.plan.estimates.step_seconds import StepSeconds
+    from slurmrl.plan.settings import Settings
+    from slurmrl.search.best_layouts import Answer, SearchRequest
+
+ASSUMED_GPU = "h100"
+"""Type of the GPUs if the configuration does not name one."""
+MOST_GPUS = 65536
+MOST_SIZES = 16
+"""Numbers of GPUs that a range tries one by one; of larger ranges, only doublings."""
+
+
+def _size_range(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> tuple[int, int] | None:
+    """A number, or a first and a last one: ``8`` or ``8..64``."""
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", value)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < first <= last <= MOST_GPUS:
+        raise click.BadParameter(
+            f"'{value}' is not allowed: write a number or a range, as 8 or 8..64, "
+            f"up to {MOST_GPUS}",
+            ctx,
+            param,
+        )
+    return first, last
+
+
+@click.command(
+    epilog=examples(
+        "slurmrl search ppo.yaml --gpus 8",
+        "slurmrl search ppo.yaml --gpus 8..64 --objective cost",
+        "slurmrl search ppo.yaml --nodes 4 --response-tokens 900 --write best.yaml",
+        "slurmrl search ppo.yaml cluster.slurm.gpu_type=h100 --engines fsdp,megatron,vllm",
+    )
+)
+@click.argument("config", metavar="CONFIG", shell_complete=completion.files)
+@overrides_argument
+@click.option(
+    "--gpus",
+    callback=_size_range,
+    metavar="N[..M]",
+    help="GPUs of the trial, or a range of numbers. Default: the plan's.",
+)
+@click.option(
+    "--nodes", callback=_size_range, metavar="N[..M]", help="Nodes of the trial, instead of --gpus."
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["time", "cost"]),
+    default="time",
+    help="Seconds of a step (the default), or its GPU hours.",
+)
+@click.option(
+    "--engines",
+    metavar="NAME,...",
+    default="fsdp,native",
+    help="Engines to try, in addition to the engines of CONFIG. Default: fsdp,native.",
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.FloatRange(min=1),
+    metavar="TOKENS",
+    help="Mean length of a prompt. Default: half of the limit.",
+)
+@click.option(
+    "--response-tokens",
+    type=click.FloatRange(min=1),
+    metavar="TOKENS",
+    help="Mean length of a completion. Default: half of the limit.",
+)
+@click.option(
+    "--gpu-hours",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="HOURS",
+    help="Only answers with which total_steps take at most these GPU hours.",
+)
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write CONFIG with the settings of the best answer to FILE, in the same folder.",
+)
+@json_option
+@common
+def search(
+    config: str,
+    overrides: tuple[str, ...],
+    gpus: tuple[int, int] | None,
+    nodes: tuple[int, int] | None,
+    objective: Literal["time", "cost"],
+    engines: str,
+    prompt_tokens: float | None,
+    response_tokens: float | None,
+    gpu_hours: float | None,
+    write: Path | None,
+    as_json: bool,
+    root: str | None,
+) -> int:
+    """Search for the layouts and settings with which a step is fastest.
+
+    It changes layouts of all models, the engine that generates, micro-batches, activation
+    checkpointing and offloading. The result of training stays the same: precision, batch sizes
+    and the use of rollout tasks do not change.
+
+    The exit code is 2 if no combination fits.
+    """
+    from slurmrl.search import presenting
+
+    path = Path(config)
+    if gpus and nodes:
+        raise click.UsageError("--gpus and --nodes exclude each other")
+    if write is not None and write.absolute().parent != path.absolute().parent:
+        raise click.UsageError(
+            f"--write {write}: must be in the folder of {path}, whose relative paths it keeps"
+        )
+    wanted = _SearchOptions(gpus, nodes, objective, engines, prompt_tokens, response_tokens)
+    found = _search(path, overrides, root, wanted)
+    answers = [one for one in found.answers if _affordable(found.settings, one, gpu_hours)]
+    if not answers:
+        raise click.UsageError(
+            "no combination of layouts and settings fits: use more GPUs (--gpus), other engines "
+            "(--engines)" + (" or a larger --gpu-hours" if gpu_hours else "")
+        )
+    if write is not None:
+        write.write_text(presenting.edited(path.read_text(), answers[0], found.given), "utf-8")
+    if as_json:
+        click.echo(json.dumps(presenting.values(answers, found.given, found.request)))
+        return 0
+    from slurmrl.display import blocks
+
+    click.echo(blocks.as_text(presenting.document(answers, found.given, found.request)))
+    for line in found.assumed:
+        click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
+    return 0
+
+
+class _SearchOptions(NamedTuple):
+    """The options that say what to search for."""
+
+    gpus: tuple[int, int] | None
+    nodes: tuple[int, int] | None
+    objective: Literal["time", "cost"]
+    engines: str
+    prompt_tokens: float | None
+    response_tokens: float | None
+
+
+class _Searched(NamedTuple):
+    settings: Settings
+    request: SearchRequest
+    given: StepSeconds
+    answers: Sequence[Answer]
+    assumed: Sequence[str]
+    """Settings that the configuration lacks."""
+
+
+def _search(
+    path: Path, overrides: Sequence[str], root: str | None, wanted: _SearchOptions
+) -> _Searched:
+    from slurmrl.desk.trials import chosen_root
+    from slurmrl.errors import ConfigError, UsageError
+    from slurmrl.plan.estimates.step_seconds import predict_step
+    from slurmrl.plan.settings import load_settings
+    from slurmrl.search.best_layouts import search as best
+
+    where, assumed = chosen_root(root), list[str]()
+
+    def load(*more: str) -> Settings:
+        given = (*overrides, *assumed, *more)
+        return load_settings(path, given, root=where, scheduler="slurm", planning=True)
+
+    settings = load()
+    if settings.config.cluster.slurm.gpu_type is None:
+        assumed.append(f"cluster.slurm.gpu_type={ASSUMED_GPU}")
+        settings = load()
+    if settings.source.writes("allocation_mode"):
+        raise UsageError(
+            f"{path}: search writes the layout of each role: replace allocation_mode by "
+            "<role>.backend (slurmrl plan explains the string)"
+        )
+    request = _request(settings, wanted)
+    known = {str(problem) for problem in settings.missing}
+
+    def loaded(changes: Mapping[str, Any]) -> Settings | None:
+        try:
+            found = load(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
+        except ConfigError:
+            return None
+        return None if {str(problem) for problem in found.missing} - known else found
+
+    progress = _ProgressLine()
+    try:
+        answers = best(settings, request, loaded, progress.show)
+    finally:
+        progress.clear()
+    given = predict_step(settings, request.mean)
+    assert given is not None, "the search needs it, too"
+    return _Searched(settings, request, given, answers, assumed)
+
+
+def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
+    from slurmrl.errors import UsageError
+    from slurmrl.plan.build import make_plan
+    from slurmrl.plan.engine_rules import ENGINES
+    from slurmrl.plan.estimates.call_costs import MeanTokens
+    from slurmrl.plan.estimates.shape import lengths_of, shape_of
+    from slurmrl.plan.placement import LARGEST_HOST
+    from slurmrl.registry import near
+    from slurmrl.search.best_layouts import SearchRequest
+
+    engines = frozenset(name.strip() for name in wanted.engines.split(",") if name.strip())
+    for name in sorted(engines - ENGINES.keys()):
+        raise click.UsageError(f"--engines: no engine '{name}'; {near(name, list(ENGINES))}")
+    config = settings.config
+    of_host = config.cluster.workers_per_host or LARGEST_HOST
+    if wanted.nodes is not None:
+        sizes = tuple(number * of_host for number in _sizes(*wanted.nodes, 1))
+    elif wanted.gpus is not None:
+        sizes = _sizes(*wanted.gpus, of_host)
+    else:
+        planned = make_plan(settings, scheduler="slurm")
+        number = sum(group.workers * group.gpus_per_worker for group in planned.groups)
+        sizes = (max(number, 1),)
+    lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
+    if lengths is None:
+        raise UsageError("the length of the sequences is unknown: set dataset.max_prompt_tokens")
+    prompt, response = wanted.prompt_tokens, wanted.response_tokens
+    mean = MeanTokens(
+        (lengths.longest - lengths.new_tokens) / 2 if prompt is None else prompt,
+        lengths.new_tokens / 2 if response is None else response,
+    )
+    return SearchRequest(sizes, mean, engines, wanted.objective)
+
+
+def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
+    """The numbers of a range that fill hosts, or its doublings if these are too many."""
+    whole = [number for number in range(first, last + 1) if number % step == 0 or number < step]
+    if len(whole) <= MOST_SIZES:
+        return tuple(whole) or (first,)
+    doublings = [first]
+    while doublings[-1] * 2 <= last:
+        doublings.append(doublings[-1] * 2)
+    return tuple(doublings)
+
+
+def _affordable(settings: Settings, answer: Answer, gpu_hours: float | None) -> bool:
+    from slurmrl.errors import UsageError
+
+    if gpu_hours is None:
+        return True
+    steps = settings.config.total_steps
+    if steps is None:
+        raise UsageError("--gpu-hours needs total_steps in the configuration")
+    return answer.gpu_seconds * steps <= gpu_hours * 3600
+
+
+class _ProgressLine:
+    """A line on the terminal that shows the progress of a search."""
+
+    def __init__(self) -> None:
+        self._shows = sys.stderr.isatty()
+
+    def show(self, line: str) -> None:
+        if self._shows:
+            click.echo(f"\r\x1b[K{line[:100]}", nl=False, err=True)
+
+    def clear(self) -> None:
+        if self._shows:
+            click.echo("\r\x1b[K", nl=False, err=True)

@@ -1,0 +1,390 @@
+"""Combinations of candidates: the fastest ones that fit into the GPUs.
+
+The seconds of a step are sums over its models, so combinations come in the order of their sums from
+a queue. The first ones that fit are the best. Nothing is random.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from slurmrl.config.schema import Config, Model, role_key
+from slurmrl.config.source import dotted
+from slurmrl.errors import UsageError
+from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.dataflow import Method
+from slurmrl.plan.engine_rules import can
+from slurmrl.plan.estimates.call_costs import (
+    Checked,
+    MeanTokens,
+    Variant,
+    memory_bytes,
+    placed_models,
+)
+from slurmrl.plan.estimates.hardware import gpu_of
+from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
+from slurmrl.plan.estimates.worker_memory import Fullest, fullest_gpu
+from slurmrl.plan.placement import ROLLOUTS, in_tasks
+from slurmrl.plan.resolve.inherited_settings import ROLLOUT_FIELDS
+from slurmrl.plan.settings import Settings
+from slurmrl.search.candidates import Candidate, of_model
+
+Objective: TypeAlias = Literal["time", "cost"]
+MOST_COMBINATIONS: Final = 200_000
+"""Combinations that are tried for one way to use the GPUs."""
+MOST_REJECTED: Final = 20
+"""Combinations of one way that fit into memory and that other checks reject."""
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """The numbers of GPUs, the lengths and the engines of a search."""
+
+    gpus: tuple[int, ...]
+    """Numbers of GPUs of the trial, in which rollout tasks are included."""
+    mean: MeanTokens
+    engines: frozenset[str]
+    """Engines that may be used, in addition to the engines of the configuration."""
+    objective: Objective = "time"
+    results: int = 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A combination of settings with its prediction."""
+
+    gpus: int
+    overrides: Mapping[str, Any]
+    """The settings that differ from the configuration, by dotted key."""
+    backends: Mapping[str, str]
+    """The layout of each model, and of generation."""
+    actor: Model
+    step: StepSeconds
+    fullest: Fullest
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPU seconds of a step."""
+        return self.gpus * self.step.total
+
+
+class _Scheme(NamedTuple):
+    """A way to use the GPUs: the trainers' GPUs, and the engine that generates."""
+
+    gpus: int
+    trainers: int
+    generation: str
+    """A separate engine; empty if the actor's ranks generate."""
+
+
+def search(
+    checked: Settings,
+    request: SearchRequest,
+    load: Callable[[Mapping[str, Any]], Settings | None],
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Answer]:
+    """Return the best combinations, the best first.
+
+    ``load`` reads the configuration with the overrides of a combination and makes all checks of a
+    submission; None: it cannot be submitted. ``progress`` gets a line for each way to use the GPUs.
+
+    Raises UsageError if seconds cannot be predicted.
+    """
+    _require_numbers(checked)
+    found: list[Answer] = []
+    for scheme in _schemes(checked, request):
+        made = f"generation by {scheme.generation}" if scheme.generation else "the actor generates"
+        progress(f"{scheme.gpus} GPUs, {made}: {len(found)} combinations fit")
+        found += _best(checked, request, scheme, found, load)
+        found.sort(key=lambda one: _order(request, one))
+        del found[request.results :]
+    return found
+
+
+def _agrees(loaded: Settings, answer: Answer, request: SearchRequest) -> bool:
+    """Return whether a configuration with the overrides of an answer has its prediction."""
+    step = predict_step(loaded, request.mean)
+    return step is not None and math.isclose(step.total, answer.step.total, rel_tol=1e-6)
+
+
+def _require_numbers(checked: Checked) -> None:
+    config = checked.config
+    if gpu_of(config.cluster) is None or config.cluster.gpus_per_worker == 0:
+        raise UsageError(
+            "the search needs the type of the GPUs: set cluster.slurm.gpu_type, for example to h100"
+        )
+    if memory_bytes(config.cluster) is None:
+        raise UsageError(
+            f"GPUs of type {config.cluster.slurm.gpu_type} differ in memory: "
+            "set cluster.gpu_memory, for example to 80G"
+        )
+    if predict_step(checked) is None:
+        raise UsageError(
+            "the seconds of a step cannot be predicted: the architecture or the length of the "
+            "sequences is unknown"
+        )
+
+
+def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, str]:
+    """The better first; of equal ones, that with fewer GPUs and then with fewer changes."""
+    first = answer.step.total if request.objective == "time" else answer.gpu_seconds
+    return first, answer.gpu_seconds, len(answer.overrides), str(answer.overrides)
+
+
+def _schemes(checked: Checked, request: SearchRequest) -> Iterator[_Scheme]:
+    """Yield the ways to use the GPUs that do not change the result of training.
+
+    The use of rollout tasks never changes.
+    """
+    config = checked.config
+    generates = any(call.method is Method.GENERATE for call in checked.algorithm.calls(config))
+    own = _engine(config.rollout.backend)
+    engines = sorted(
+        engine for engine in {*request.engines, *([own] if own else [])} if can(engine, "rollouts")
+    )
+    for gpus in request.gpus:
+        if not generates:
+            yield _Scheme(gpus, gpus, "")
+        elif config.rollout.backend and in_tasks(config.rollout):
+            for engine in engines:
+                for trainers in _splits(gpus):
+                    yield _Scheme(gpus, trainers, engine)
+        else:
+            yield _Scheme(gpus, gpus, "")
+            for engine in engines:
+                yield _Scheme(gpus, gpus, engine)
+
+
+def _splits(gpus: int) -> Iterator[int]:
+    """Yield GPUs for the trainers: eighths of all."""
+    parts = {gpus * eighths // 8 for eighths in range(1, 8)}
+    yield from sorted(part for part in parts if 0 < part < gpus)
+
+
+def _engine(backend: str) -> str:
+    return backend.partition(":")[0].partition("[")[0].strip()
+
+
+def _best(
+    checked: Settings,
+    request: SearchRequest,
+    scheme: _Scheme,
+    found: Sequence[Answer],
+    load: Callable[[Mapping[str, Any]], Settings | None],
+) -> list[Answer]:
+    """Return the best answers of a scheme, as far as they are better than those found."""
+    start = _cleared(checked, scheme)
+    base = start.config
+    lists: list[list[Candidate]] = []
+    for name in placed_models(start):
+        engines = sorted({*_training(request), _engine(base.actor.backend)})
+        count, generates = scheme.trainers, False
+        if name == ROLLOUTS:
+            engines, apart = [scheme.generation], scheme.gpus - scheme.trainers
+            count = apart or scheme.gpus
+        elif name == "actor":
+            generates = not scheme.generation and _generates(start)
+        lists.append(of_model(start, name, count, engines, request.mean, generates=generates))
+    limit = memory_bytes(base.cluster) or 0
+    kept: list[Answer] = []
+    rejected = 0
+    for number, chosen in enumerate(_in_order(_possible(lists, limit))):
+        bound = sorted(_order(request, one)[0] for one in (*found, *kept))
+        if number == MOST_COMBINATIONS or len(kept) == request.results:
+            break
+        if (
+            len(bound) >= request.results
+            and _least(scheme, request, chosen) > bound[request.results - 1]
+        ):
+            break
+        if _least_bytes(chosen) > limit:
+            continue
+        if any(_main(_layouts(chosen)) == _main(one.backends) for one in kept):
+            continue
+        answer = _answer(checked, start, scheme, chosen, request)
+        if answer is None:
+            continue
+        loaded = load(answer.overrides)
+        if loaded is not None and _agrees(loaded, answer, request):
+            kept.append(answer)
+        elif (rejected := rejected + 1) == MOST_REJECTED:
+            break
+    return kept
+
+
+def _training(request: SearchRequest) -> list[str]:
+    return [engine for engine in request.engines if can(engine, "training")]
+
+
+def _generates(checked: Checked) -> bool:
+    calls = checked.algorithm.calls(checked.config)
+    return any(call.method is Method.GENERATE for call in calls)
+
+
+def _layouts(chosen: Sequence[Candidate]) -> dict[str, str]:
+    return {one.name: str(one.allocation) for one in chosen}
+
+
+def _possible(lists: Sequence[Sequence[Candidate]], limit: int) -> list[list[Candidate]]:
+    """The candidates that fit next to the smallest ones of the other models."""
+    smallest = [
+        min((one.memory.standing for one in each if one.name != ROLLOUTS), default=0)
+        for each in lists
+    ]
+    return [
+        [one for one in each if _least_bytes([one]) + sum(smallest) - least <= limit]
+        for each, least in zip(lists, smallest, strict=True)
+    ]
+
+
+def _least_bytes(chosen: Sequence[Candidate]) -> int:
+    """A lower bound of the bytes on a GPU of the trainers: all models, and the largest call."""
+    trainers = [one.memory for one in chosen if one.name != ROLLOUTS]
+    computing = max((memory.computing for memory in trainers), default=0)
+    return sum(memory.standing for memory in trainers) + computing
+
+
+def _main(backends: Mapping[str, str]) -> tuple[str | None, str | None]:
+    """The layouts in which answers differ; other models follow with their best."""
+    return backends.get("actor"), backends.get(ROLLOUTS)
+
+
+def _least(scheme: _Scheme, request: SearchRequest, chosen: Sequence[Candidate]) -> float:
+    """A lower bound of a combination's objective."""
+    seconds = [one.seconds for one in chosen]
+    apart = scheme.gpus > scheme.trainers
+    total = max(seconds) if apart else sum(seconds)
+    return total if request.objective == "time" else total * scheme.gpus
+
+
+def _in_order(lists: Sequence[Sequence[Candidate]]) -> Iterator[tuple[Candidate, ...]]:
+    """Yield combinations of one candidate of each list, by their sum of seconds.
+
+    Each list is in the order of its candidates' seconds.
+    """
+    if not all(lists):
+        return
+    first = (0,) * len(lists)
+
+    def total(places: tuple[int, ...]) -> float:
+        return sum(one[place].seconds for one, place in zip(lists, places, strict=True))
+
+    queue, seen = [(total(first), first)], {first}
+    while queue:
+        _, places = heapq.heappop(queue)
+        yield tuple(one[place] for one, place in zip(lists, places, strict=True))
+        for axis, place in enumerate(places):
+            after = (*places[:axis], place + 1, *places[axis + 1 :])
+            if place + 1 < len(lists[axis]) and after not in seen:
+                seen.add(after)
+                heapq.heappush(queue, (total(after), after))
+
+
+def _cleared(checked: Checked, scheme: _Scheme) -> Variant:
+    """The configuration with room for all GPUs, and with the engine that generates."""
+    config = checked.config
+    cluster = config.cluster.model_copy(update={"hosts": None})
+    rollout = config.rollout
+    apart = scheme.gpus > scheme.trainers
+    if scheme.generation:
+        gpus = "" if apart else f"0-{scheme.gpus - 1}" if scheme.gpus > 1 else "0"
+        count = scheme.gpus - scheme.trainers or scheme.gpus
+        rollout = rollout.model_copy(
+            update={
+                **dict.fromkeys(ROLLOUT_FIELDS.values()),
+                "backend": f"{scheme.generation}:d{count}",
+                "gpus": gpus,
+            }
+        )
+    elif rollout.backend:
+        rollout = rollout.model_copy(
+            update={
+                **dict.fromkeys(ROLLOUT_FIELDS.values()),
+                "backend": "",
+                "gpus": "",
+                "offload": None,
+            }
+        )
+    return Variant(
+        config.model_copy(update={"cluster": cluster, "rollout": rollout}), checked.algorithm
+    )
+
+
+def _answer(
+    checked: Settings,
+    start: Variant,
+    scheme: _Scheme,
+    chosen: Sequence[Candidate],
+    request: SearchRequest,
+) -> Answer | None:
+    """The prediction of a combination; None if it does not fit into the GPUs."""
+    config = start.config
+    models = {one.name: one.model for one in chosen if one.name != ROLLOUTS}
+    config = config.with_models(models)
+    for one in chosen:
+        if one.name == ROLLOUTS:
+            rollout = config.rollout.model_copy(update={"backend": str(one.allocation)})
+            config = config.model_copy(update={"rollout": rollout})
+    variant = replace(start, config=config)
+    limit = memory_bytes(config.cluster)
+    fullest = fullest_gpu(variant)
+    if limit is not None and fullest.size + fullest.margin > limit:
+        return None
+    step = predict_step(variant, request.mean)
+    if step is None:
+        return None
+    trained = {use.role for use in uses_of(config, checked.algorithm) if use.trained}
+    return Answer(
+        gpus=scheme.gpus,
+        overrides=_overrides(checked, config, models, trained),
+        backends=_layouts(chosen),
+        actor=models["actor"],
+        step=step,
+        fullest=fullest,
+    )
+
+
+INHERITED: Final = ("backend", "max_tokens_per_microbatch", "recompute")
+"""Settings that other roles have from the actor. The last one concerns only trained roles."""
+
+
+def _overrides(
+    settings: Settings, after: Config, models: Mapping[str, Model], trained: Container[str]
+) -> dict[str, Any]:
+    """Return the settings that turn the configuration into ``after``, by dotted key."""
+    before, changed = settings.config, dict[str, Any]()
+    for role, model in models.items():
+        where, old = dotted(role_key(role)), before.model(role)
+        for field in INHERITED if role in trained else INHERITED[:2]:
+            key = "gradient_checkpointing" if field == "recompute" else field
+            inherits = role != "actor" and not settings.source.writes(*role_key(role), key)
+            expected = models["actor"] if inherits else old
+            if getattr(model, field) != getattr(expected, field):
+                changed[f"{where}.{key}"] = getattr(model, field)
+        for field in ("gpus", "offload"):
+            if getattr(model, field) != getattr(old, field):
+                changed[f"{where}.{field}"] = getattr(model, field)
+        expected_sizes = _sizes(old)
+        if role != "actor" and not settings.source.writes(*role_key(role), "model"):
+            own = (
+                settings.source.writes(*role_key(role), "backend") or f"{where}.backend" in changed
+            )
+            expected_sizes = {} if own else _sizes(models["actor"])
+        if _sizes(model) != expected_sizes:
+            changed[f"{where}.model"] = _sizes(model)
+    for field in ("backend", "gpus", "offload", *ROLLOUT_FIELDS.values()):
+        value = getattr(after.rollout, field)
+        if value != getattr(before.rollout, field):
+            changed[f"rollout.{field}"] = value
+    if before.cluster.hosts is not None:
+        changed["cluster.hosts"] = None
+    return changed
+
+
+def _sizes(model: Model) -> dict[str, Any]:
+    """The fields of the section ``model`` that are set."""
+    return {} if model.model is None else model.model.model_dump(exclude_defaults=True)

@@ -1,0 +1,152 @@
+"""The answers of a search for people: a table, JSON values, and the edited configuration."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap
+
+from slurmrl.display.blocks import Block, Document, Lines, Table
+from slurmrl.plan.estimates.call_costs import binary_size
+from slurmrl.plan.estimates.pass_seconds import Seconds
+from slurmrl.plan.estimates.step_seconds import StepSeconds
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.search.best_layouts import Answer, SearchRequest
+
+CAUSES: Final[Mapping[str, str]] = {
+    "products": "matrix products",
+    "attention": "attention",
+    "elementwise": "elementwise operations (memory bandwidth)",
+    "communication": "communication of t, c and e",
+    "weights": "gathering weights and reducing gradients",
+    "bubble": "pipeline bubbles",
+    "optimizer": "optimizer (memory bandwidth)",
+    "host": "traffic with host memory",
+    "prefill": "prefill (matrix products)",
+    "decode": "decoding (memory bandwidth)",
+}
+SHOWN: Final = 3
+"""Causes that are named of an answer."""
+ERROR: Final = (
+    "predictions: formulas with efficiencies fitted to published runs on H100; "
+    "median error there 11 % of training steps, 20 % of RL steps (slurmrl docs benchmarks)"
+)
+
+
+def document(answers: Sequence[Answer], given: StepSeconds, request: SearchRequest) -> Document:
+    return Document(
+        f"the best {len(answers)}" if len(answers) > 1 else "the best",
+        list(_blocks(answers, given)),
+        subtitle=f"mean lengths: {request.mean.prompt:g} tokens of prompt, "
+        f"{request.mean.response:g} of completion",
+    )
+
+
+def _blocks(answers: Sequence[Answer], given: StepSeconds) -> Iterator[Block]:
+    rows = [_row(number, one, given) for number, one in enumerate(answers, 1)]
+    headings = (
+        "",
+        "GPUS",
+        "SECONDS",
+        "SPEEDUP",
+        "ACTOR",
+        "OTHERS",
+        "GENERATION",
+        "MICRO-BATCH",
+        "CHECKPOINTING",
+        "GPU MEMORY",
+    )
+    yield Table(headings, rows, note=f"the given configuration: {given.total:.3g} s")
+    best = answers[0]
+    lines = [f"{key}={_shown(value)}" for key, value in best.overrides.items()]
+    yield Lines("settings of 1:", lines or ["as given"])
+    yield Lines(f"most of its time: {limits(best.step)}")
+    yield Lines(ERROR)
+
+
+def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
+    backends = dict(answer.backends)
+    actor, generation = backends.pop("actor"), backends.pop(ROLLOUTS, "")
+    others = {
+        backend: [n for n, each in backends.items() if each == backend]
+        for backend in backends.values()
+    }
+    return [
+        str(number),
+        str(answer.gpus),
+        f"{answer.step.total:.3g}",
+        f"{given.total / answer.step.total:.2f}x",
+        actor,
+        ", ".join(f"{'+'.join(names)} {backend}" for backend, names in others.items()) or "-",
+        generation or "actor",
+        str(answer.actor.max_tokens_per_microbatch),
+        answer.actor.recompute,
+        binary_size(answer.fullest.size),
+    ]
+
+
+def limits(step: StepSeconds) -> str:
+    """The causes that take most of a step's seconds, with their shares."""
+    total = sum(step.causes.values()) or 1.0
+    first = list(step.causes.items())[:SHOWN]
+    return ", ".join(f"{CAUSES.get(name, name)} {seconds / total:.0%}" for name, seconds in first)
+
+
+def values(answers: Sequence[Answer], given: StepSeconds, request: SearchRequest) -> dict[str, Any]:
+    """The answers as JSON values."""
+    return {
+        "given_seconds": given.total,
+        "mean_prompt_tokens": request.mean.prompt,
+        "mean_response_tokens": request.mean.response,
+        "answers": [
+            {
+                "gpus": one.gpus,
+                "seconds": one.step.total,
+                "gpu_seconds": one.gpu_seconds,
+                "backends": dict(one.backends),
+                "settings": dict(one.overrides),
+                "causes": _rounded(one.step.causes),
+                "gpu_bytes": one.fullest.size,
+            }
+            for one in answers
+        ],
+        "source": ERROR,
+    }
+
+
+def _rounded(seconds: Seconds) -> dict[str, float]:
+    return {cause: round(value, 6) for cause, value in seconds.items()}
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value)
+
+
+def edited(text: str, answer: Answer, given: StepSeconds) -> str:
+    """Return a configuration file with the settings of an answer.
+
+    Comments stay, and each changed line gets one.
+    """
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    root = yaml.load(text)
+    for key, value in answer.overrides.items():
+        *sections, last = key.split(".")
+        section = root
+        for name in sections:
+            if not isinstance(section.get(name), CommentedMap):
+                section[name] = CommentedMap()
+            section = section[name]
+        section.fa.set_block_style()
+        section[last] = value
+        section.yaml_add_eol_comment("set by slurmrl search", last)
+    out = io.StringIO()
+    yaml.dump(root, out)
+    head = (
+        f"# slurmrl search: {answer.step.total:.3g} s for a step on {answer.gpus} GPUs "
+        f"(as given: {given.total:.3g} s).\n# Most time: {limits(answer.step)}.\n"
+    )
+    return head + out.getvalue()

@@ -1,0 +1,258 @@
+"""The search: its order, its answers, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmrl.cli.main import main
+from slurmrl.config.allocation import parse
+from slurmrl.config.schema import Model
+from slurmrl.errors import ConfigError, UsageError
+from slurmrl.plan.estimates.call_costs import MeanTokens
+from slurmrl.plan.estimates.memory import Memory
+from slurmrl.plan.estimates.step_seconds import predict_step
+from slurmrl.plan.estimates.worker_memory import fullest_gpu
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.search import best_layouts, candidates
+from slurmrl.search.best_layouts import Answer, SearchRequest, search
+from slurmrl.search.candidates import Candidate, allocations, unbeaten
+
+TEXT = """\
+# first line
+experiment: big
+total_steps: 100
+algorithm:
+  name: ppo  # the algorithm
+  batch_size: 64
+  n_minibatches: 2
+actor:
+  backend: fsdp:d4
+  dtype: bfloat16
+  architecture: {model_type: llama, vocab_size: 128256, hidden_size: 4096, intermediate_size: 14336,
+    num_hidden_layers: 32, num_attention_heads: 32, num_key_value_heads: 8,
+    max_position_embeddings: 8192}
+rollout: {max_new_tokens: 1024}
+reward: {name: exact_match}
+dataset: {type: prompt, path: train.jsonl, max_prompt_tokens: 512}
+cluster: {slurm: {gpu_type: h100}}
+"""
+MEAN = MeanTokens(256, 512)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "ppo.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def load(path: Path, *overrides: str) -> Settings:
+    return load_settings(path, overrides, scheduler="slurm", planning=True)
+
+
+def written(changes: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+
+
+def answers(path: Path, *overrides: str, **settings: Any) -> list[Answer]:
+    given = load(path, *overrides)
+    known = {str(problem) for problem in given.missing}
+
+    def loaded(changes: Mapping[str, Any]) -> Settings | None:
+        try:
+            found = load(path, *overrides, *written(changes))
+        except ConfigError:
+            return None
+        return None if {str(problem) for problem in found.missing} - known else found
+
+    usual: dict[str, Any] = {"gpus": (8,), "mean": MEAN, "engines": frozenset({"fsdp", "native"})}
+    return search(given, SearchRequest(**{**usual, **settings}), loaded)
+
+
+def test_the_best_answer_is_the_best_of_all_combinations(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All combinations of few candidates, each predicted and compared with the memory."""
+    monkeypatch.setattr(candidates, "MICROBATCHES", (4096, 16384))
+    given = load(config, "algorithm.name=grpo", "algorithm.kl.coef=0")
+    found = answers(config, "algorithm.name=grpo", "algorithm.kl.coef=0")
+    best = math.inf
+    for engine, tokens, mode, own in product(
+        allocations("fsdp", 8, largest_tp=8),
+        (4096, 16384),
+        ("off", "selective", "full"),
+        (None, *allocations("native", 8, largest_tp=8)),
+    ):
+        changes: dict[str, Any] = {
+            "actor.backend": str(engine),
+            "actor.max_tokens_per_microbatch": tokens,
+            "actor.gradient_checkpointing": mode,
+        }
+        if own is not None:
+            changes |= {"rollout.backend": str(own), "rollout.gpus": "0-7"}
+        try:
+            one = load(config, "algorithm.name=grpo", "algorithm.kl.coef=0", *written(changes))
+        except ConfigError:
+            continue
+        if {str(each) for each in one.missing} - {str(each) for each in given.missing}:
+            continue
+        step = predict_step(one, MEAN)
+        assert step is not None
+        best = min(best, step.total)
+    assert found[0].step.total == pytest.approx(best)
+
+
+def test_answers_fit_and_can_be_written(config: Path) -> None:
+    """They come in order, differ in their layouts, and their settings have their predictions."""
+    found = answers(config)
+    given = load(config)
+    first = predict_step(given, MEAN)
+    assert first is not None
+    assert [one.step.total for one in found] == sorted(one.step.total for one in found)
+    assert found[0].step.total < first.total
+    assert len({(one.backends["actor"], one.backends.get("rollout")) for one in found}) > 1
+    for one in found:
+        loaded = load(config, *written(one.overrides))
+        fullest = fullest_gpu(loaded)
+        assert fullest.size + fullest.margin <= 80 * 2**30
+        step = predict_step(loaded, MEAN)
+        assert step is not None
+        assert step.total == pytest.approx(one.step.total)
+
+
+def test_nothing_that_is_learned_changes(config: Path) -> None:
+    kept = ("dtype", "lora", "optimizer", "architecture")
+    before = load(config).config
+    for one in answers(config, gpus=(8, 16)):
+        after = load(config, *written(one.overrides)).config
+        assert after.algorithm == before.algorithm
+        assert after.rollout.tasks == before.rollout.tasks
+        assert all(getattr(after.actor, name) == getattr(before.actor, name) for name in kept)
+
+
+def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
+    overrides = ("algorithm.name=grpo", "rollout.tasks={}", "rollout.backend=vllm:d4")
+    for one in answers(config, *overrides, gpus=(16,)):
+        sizes = [parse(one.backends[name]).world_size for name in ("actor", "rollout")]
+        assert sum(sizes) == 16
+        assert one.step.asynchronous == {"actor_gen"}
+
+
+def test_less_memory_needs_more_recomputation_or_finds_nothing(config: Path) -> None:
+    wide = answers(config)[0].step.total
+    narrow = answers(config, "cluster.gpu_memory=45G")
+    assert narrow
+    assert narrow[0].step.total > wide
+    assert answers(config, "cluster.gpu_memory=8G") == []
+
+
+def test_gpu_hours_prefer_fewer_gpus_than_time(config: Path) -> None:
+    fast = answers(config, gpus=(8, 16, 32))[0]
+    cheap = answers(config, gpus=(8, 16, 32), objective="cost")[0]
+    assert cheap.gpus < fast.gpus
+    assert cheap.gpu_seconds < fast.gpu_seconds
+    assert fast.step.total < cheap.step.total
+
+
+def test_the_gpu_must_be_known(config: Path) -> None:
+    with pytest.raises(UsageError, match="gpu_type"):
+        answers(config, "cluster.slurm.gpu_type=unheard")
+    with pytest.raises(UsageError, match="gpu_memory"):
+        answers(config, "cluster.slurm.gpu_type=a100")
+
+
+def candidate(seconds: float, weights: int = 0) -> Candidate:
+    memory = Memory(weights, 0, 0, 0, 0)
+    return Candidate("actor", Model(), parse("fsdp:d1"), seconds, memory)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4))
+def test_combinations_come_in_the_order_of_their_sums(lists: list[list[int]]) -> None:
+    rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
+    found = [sum(one.seconds for one in each) for each in best_layouts._in_order(rows)]
+    assert found == sorted(sum(each) for each in product(*lists))
+
+
+def test_a_candidate_that_is_slower_and_larger_is_left_out() -> None:
+    kept = unbeaten([candidate(3, 1), candidate(1, 2), candidate(2, 2), candidate(4, 1)])
+    assert [(one.seconds, one.memory.weights) for one in kept] == [(1, 2), (3, 1)]
+
+
+def test_layouts_use_every_gpu_once() -> None:
+    found = list(allocations("megatron", 16, largest_tp=8))
+    assert all(one.world_size == 16 for one in found)
+    assert len({str(one) for one in found}) == len(found)
+    assert max(one.sizes["tp"] for one in found) == 8
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = main(["search", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_writes_the_best_answer_next_to_the_file(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = config.with_name("best.yaml")
+    code, out, _ = run(capsys, config, "--gpus", 8, "--write", best, "--response-tokens", 512)
+    assert code == 0
+    assert "most of its time: decoding" in out
+    assert "1  8" in out
+    text = best.read_text()
+    assert "# the algorithm" in text
+    assert "# set by slurmrl search" in text
+    _, printed, _ = run(capsys, config, "--gpus", 8, "--json", "--prompt-tokens", 256)
+    found = json.loads(printed)
+    assert found["mean_response_tokens"] == 512, "half of the limit"
+    assert load(best).config.actor.backend == found["answers"][0]["backends"]["actor"]
+    step = predict_step(load(best), MEAN)
+    assert step is not None
+    assert step.total == pytest.approx(found["answers"][0]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--gpus", "8..4"), "'8..4' is not allowed: write a number or a range"),
+        (("--gpus", "8", "--nodes", "1"), "exclude each other"),
+        (("--engines", "vlm"), "no engine 'vlm'; did you mean 'vllm'"),
+        (("--write", "/elsewhere.yaml"), "must be in the folder of"),
+        (("--gpus", "8", "cluster.gpu_memory=8G"), "no combination of layouts and settings fits"),
+        (("--gpu-hours", "0.001"), "or a larger --gpu-hours"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, error = run(capsys, config, *arguments)
+    assert (code, out) == (2, "")
+    assert message in error
+
+
+def test_a_string_for_all_roles_cannot_be_searched(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(TEXT.replace("  backend: fsdp:d4\n", "") + "allocation_mode: fsdp:d4\n")
+    code, _, error = run(capsys, config)
+    assert code == 2
+    assert "replace allocation_mode by <role>.backend" in error
+
+
+def test_gpus_that_nobody_named_are_assumed(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(TEXT.replace("cluster: {slurm: {gpu_type: h100}}", ""))
+    best = config.with_name("best.yaml")
+    code, _, error = run(capsys, config, "--gpus", 8, "--write", best)
+    assert code == 0
+    assert "assumed: cluster.slurm.gpu_type=h100" in error
+    assert "gpu_type" not in best.read_text()
