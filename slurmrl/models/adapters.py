@@ -15,14 +15,18 @@ or type gives another sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from slurmrl.config.schema.roles import ALL_LINEAR, TARGETS, Lora
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.models.architecture import Head, ModelConfig
+from slurmrl.models.hf_config import MODULE
+from slurmrl.models.hf_targets import TRANSPOSED, peft_targets
 from slurmrl.models.shapes import VALUE_HEAD, Shapes, parameter_shapes
 from slurmrl.tensors.checkpoint.export import (
     AS_STORED,
@@ -33,7 +37,7 @@ from slurmrl.tensors.checkpoint.export import (
 )
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, write_tensors
-from slurmrl.tensors.layout import Array, Box, Index, row_major
+from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, row_major
 from slurmrl.tensors.ops.splitmix import Bits, hash64, mix
 
 if TYPE_CHECKING:
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 
 LORA_A = "lora_A"
 LORA_B = "lora_B"
+MATRICES = (LORA_A, LORA_B)
 OWN_FILES = "slurmrl.models.shapes:gpt2"
 Matrix = TypeVar("Matrix", Array, "Tensor")
 BLOCK = 2**18
@@ -59,7 +64,7 @@ def matrix_name(weight: str, matrix: str) -> str:
 def adapted_weight(name: str) -> str | None:
     """The weight that an adapter matrix belongs to; None if ``name`` is another parameter's."""
     module, _, last = name.rpartition(".")
-    return f"{module}.weight" if last in (LORA_A, LORA_B) else None
+    return f"{module}.weight" if last in MATRICES else None
 
 
 def adapted_weights(config: ModelConfig, lora: Lora) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -89,12 +94,15 @@ def refusal(config: ModelConfig, lora: Lora) -> str | None:
             "format has one adapter; train its weights, or another family"
         )
     modules = {name.split(".")[-2] for name in parameter_shapes(config, "lm")}
-    able = ", ".join(name for name in TARGETS if name in modules)
-    if lora.targets == ALL_LINEAR and config.moe is not None:
-        return f"'{ALL_LINEAR}' includes the experts, which have no adapters; list some of {able}"
-    missing = [n for n in lora.targets if n not in modules] if lora.targets != ALL_LINEAR else []
+    able = [name for name in TARGETS if name in modules]
+    listed = ", ".join(able)
+    if lora.targets is None or lora.targets == ALL_LINEAR:
+        if config.moe is None:
+            return None
+        return f"'{ALL_LINEAR}' includes the experts, which have no adapters; list some of {listed}"
+    missing = [name for name in lora.targets if name not in able]
     if missing:
-        return f"this {config.model_type} model has no linear layer '{missing[0]}'; it has {able}"
+        return f"this {config.model_type} model has no linear layer '{missing[0]}'; it has {listed}"
     return None
 
 
@@ -132,23 +140,35 @@ def write_adapter(
     head: Head,
     *,
     base: str,
+    theirs: Mapping[str, Any] | None = None,
     tokenizer: TokenizerFiles | None = None,
     precision: Precision = AS_STORED,
     calls: SystemCalls = REAL,
 ) -> Path:
     """Write the adapters of a checkpoint as a folder that PEFT loads onto the model ``base``.
 
-    The folder is complete or absent; an existing one is replaced.
+    ``theirs`` is the ``config.json`` object of a model of transformers; None for the built-in
+    decoder. The folder is complete or absent; an existing one is replaced.
     """
+    turned = theirs is not None and theirs["model_type"] in TRANSPOSED
     entries = [
-        precision.apply(TensorEntry(_theirs(name), spec, partial(trained.read, name)))
+        precision.apply(_entry(trained, name, spec, turned=turned and name.endswith(MATRICES)))
         for name, spec in trained.weights()
     ]
+    layers = [
+        name.removesuffix(f".{LORA_A}") for name, _ in trained.weights() if name.endswith(LORA_A)
+    ]
+    values = {**_config(lora, head, base), "fan_in_fan_out": turned}
+    if theirs is None:
+        names = {layer.rpartition(".")[2] for layer in layers}
+        values["target_modules"] = [name for name in TARGETS if name in names]
+    else:
+        values["target_modules"], wrapped = peft_targets(theirs, lora, layers)
+        if wrapped:  # PEFT has no dropout of these, and an export is for inference
+            values |= {"target_parameters": wrapped, "lora_dropout": 0.0}
 
     def fill(folder: Path) -> None:
         write_tensors(folder / "adapter_model.safetensors", entries, {"format": "pt"}, calls=calls)
-        names = {name.split(".")[-2] for name, _ in trained.weights() if name != VALUE_HEAD}
-        values = _config(lora, head, base, [name for name in TARGETS if name in names])
         write_json(folder / "adapter_config.json", values, calls)
         if tokenizer is not None:
             tokenizer.copy(folder, calls)
@@ -156,12 +176,23 @@ def write_adapter(
     return write_folder(target, fill, calls)
 
 
-def _theirs(name: str) -> str:
-    """PEFT's name of a trained tensor."""
-    return f"{PREFIX}{name}.weight" if name.endswith((LORA_A, LORA_B)) else PREFIX + name
+def _entry(trained: RoleCheckpoint, name: str, spec: TensorSpec, *, turned: bool) -> TensorEntry:
+    """A trained tensor in PEFT's form; matrices of ``turned`` weights are transposed."""
+    short = name.removeprefix(MODULE)
+    theirs = f"{PREFIX}{short}.weight" if name.endswith(MATRICES) else PREFIX + short
+    if not turned:
+        return TensorEntry(theirs, spec, partial(trained.read, name))
+    layer, _, matrix = short.rpartition(".")
+    other = LORA_A if matrix == LORA_B else LORA_B
+    shape = spec.shape[::-1]
+    return TensorEntry(
+        f"{PREFIX}{layer}.{other}.weight",
+        TensorSpec(shape, spec.dtype),
+        lambda: np.ascontiguousarray(trained.read(name).T),
+    )
 
 
-def _config(lora: Lora, head: Head, base: str, targets: list[str]) -> dict[str, Any]:
+def _config(lora: Lora, head: Head, base: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": TASKS[head],
@@ -170,10 +201,8 @@ def _config(lora: Lora, head: Head, base: str, targets: list[str]) -> dict[str, 
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "use_rslora": lora.rslora,
-        "target_modules": targets,
         "modules_to_save": ["score"] if head == "value" else None,
         "bias": "none",
-        "fan_in_fan_out": False,
         "inference_mode": True,
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,18 @@ from slurmrl.tensors.ops.products import wide_linear
 from slurmrl.tensors.ops.sampling import Support
 
 
+class PaddedBatches(Protocol):
+    """Something that has to know the places of packed tokens in padded batches."""
+
+    def arrange_padded(self, places: Sequence[Tensor], shape: tuple[int, int]) -> None:
+        """Packed token t is in row ``places[0][t]`` and column ``places[1][t]`` of ``shape``."""
+        ...
+
+
 class HFModel(PackedModel):
     """A model with its weights, read from a folder or initialized by transformers."""
+
+    adapters: PaddedBatches | None = None
 
     def __init__(
         self,
@@ -109,6 +119,8 @@ class HFModel(PackedModel):
         ids = input_ids.new_zeros(shape).index_put((rows, places), input_ids)
         if self._replayed is not None:
             self._replayed.place(rows * max_len + places, ids.numel())
+        if self.adapters is not None:
+            self.adapters.arrange_padded((rows, places), shape)
         columns = torch.arange(max_len, device=ids.device)
         mask = (columns < lengths[:, None]).long()
         whole = self.head == "lm" and not self._multiplies

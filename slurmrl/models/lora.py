@@ -64,16 +64,13 @@ class Adapters:
         a, b = (layer.get_parameter(name).to(x.dtype) for name in (LORA_A, LORA_B))
         return low_rank_linear(x, a, b, self.scale, dropout)
 
-    def add(self, layer: Linear, name: str) -> None:
+    def add(self, layer: nn.Module, name: str) -> None:
         """Give the layer of this name an adapter, with uninitialized matrices in float32."""
-        device, outputs = layer.weight.device, layer.weight.shape[0]
-        for matrix, shape in (
-            (LORA_A, (self.rank, layer.weight.shape[1])),
-            (LORA_B, (outputs, self.rank)),
-        ):
-            empty = torch.empty(shape, dtype=torch.float32, device=device)
+        weight = layer.get_parameter("weight")
+        rows, columns = weight.shape
+        for matrix, shape in ((LORA_A, (self.rank, columns)), (LORA_B, (rows, self.rank))):
+            empty = torch.empty(shape, dtype=torch.float32, device=weight.device)
             layer.register_parameter(matrix, nn.Parameter(empty))
-        layer.adapter = self
         self._salts[layer] = hash64(name)
 
 
@@ -89,5 +86,6 @@ def attach(decoder: Decoder, lora: Lora) -> Adapters:
     for name, layer in decoder.named_modules():
         if isinstance(layer, Linear) and lora.adapts(name.rpartition(".")[2]):
             adapters.add(layer, name)
+            layer.adapter = adapters
     decoder.adapters = adapters
     return adapters

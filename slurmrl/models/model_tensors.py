@@ -6,9 +6,9 @@ and weights with their adapters merged.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from slurmrl.models.adapters import (
 )
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import stored
+from slurmrl.models.hf_merged import MergedFolder
 from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes, storage_of
+from slurmrl.models.tensor_sources import FolderTensors, TrainedTensors
 from slurmrl.tensors.checkpoint.export import INDEX_FILE, ExportedWeights, narrowed, widened
 from slurmrl.tensors.checkpoint.manifest import PinnedOrigin, is_pinned, read_origin
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
@@ -169,24 +171,6 @@ def _some(names: list[str]) -> str:
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
-class FolderTensors(Protocol):
-    """The tensors of a model folder."""
-
-    folder: Path
-
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """The tensors by their names in the files."""
-        ...
-
-    def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor; bfloat16 as its bits (uint16)."""
-        ...
-
-    def file(self, name: str) -> Path:
-        """Return the file that holds a tensor, or the folder if several files hold parts of it."""
-        ...
-
-
 def open_folder(folder: Path) -> FolderTensors:
     """Open the weights of a folder, which may be a pinned checkpoint.
 
@@ -250,7 +234,7 @@ class PinnedTensors:
         Like an export, it reads all weights of the model that the adapters belong to.
         """
         frozen, weights = self._trained.frozen, self._weights
-        if isinstance(weights, MergedCheckpoint) and frozen and self._dtype:
+        if isinstance(weights, MergedCheckpoint | MergedFolder) and frozen and self._dtype:
             weights.check_base(frozen, self._dtype)
 
     def read(self, name: str, box: Box) -> Array:
@@ -275,19 +259,29 @@ class PinnedTensors:
 def _opened(
     trained: RoleCheckpoint, origin: PinnedOrigin, values: dict[str, Any]
 ) -> tuple[ExportedWeights, Storage]:
-    if origin.implementation == "hf":
-        return trained, stored
-    config = ModelConfig.from_hf(values)
+    config = None if origin.implementation == "hf" else ModelConfig.from_hf(values)
+    storage = stored if config is None else storage_of(config)
     if origin.lora is None:
-        return trained, storage_of(config)
+        return trained, storage
     if origin.base is None or not Path(origin.base).is_dir():
         raise UsageError(
             f"the adapters of {origin.trial} belong to the model {origin.base}, which is not there"
         )
     head: Head = "value" if origin.head == "value" else "lm"
     lora = Lora.model_validate(dict(origin.lora))
-    merged = MergedCheckpoint(trained, Path(origin.base), config, head, lora)
-    return merged, storage_of(config)
+    return merged_weights(trained, Path(origin.base), config, head, lora), storage
+
+
+def merged_weights(
+    trained: TrainedTensors, folder: Path, config: ModelConfig | None, head: Head, lora: Lora
+) -> MergedCheckpoint | MergedFolder:
+    """The weights of ``folder`` with adapters merged; ``config`` is None for transformers' models.
+
+    Raises UsageError if the folder has no weights of this architecture.
+    """
+    if config is None:
+        return MergedFolder(trained, open_folder(folder), head, lora.scale)
+    return MergedCheckpoint(trained, folder, config, head, lora)
 
 
 class FolderParameters:
@@ -330,18 +324,6 @@ class FolderParameters:
     def _part(self, part: TensorSlice, stored: str, box: Box) -> Array:
         values = self._tensors.read(stored, part.box(box))
         return values.T if part.transposed else values
-
-
-class TrainedTensors(Protocol):
-    """Trained tensors of a checkpoint or of a weight version."""
-
-    def weights(self) -> Iterable[tuple[str, TensorSpec]]:
-        """Names and specs of the tensors."""
-        ...
-
-    def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor."""
-        ...
 
 
 class MergedCheckpoint:

@@ -43,7 +43,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     "transformer_engine": Capability(
         ("megatron", HF), "does not build layers from TransformerEngine"
     ),
-    "adapters": Capability(FSDP, "does not train adapters"),
+    "adapters": Capability((*FSDP, HF), "does not train adapters"),
     "averages": Capability((*FSDP, HF), "has no float32 weights of a frozen model"),
     "cache_limit": Capability(BUILT_IN, "has no cache that can be limited"),
     "support": Capability(

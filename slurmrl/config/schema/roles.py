@@ -64,7 +64,7 @@ class Lora(Section):
 
     The weight W of a target becomes W + scale * B A. A has `rank` rows and B has `rank` columns. W
     is frozen, in the role's `dtype`. Only A and B, in float32, are trained and committed; a critic
-    also trains its value head. LoRA requires fsdp with the built-in decoder (docs/lora.md).
+    also trains its value head. LoRA requires fsdp (docs/lora.md).
     Example: `{rank: 16}`
     """
 
@@ -72,10 +72,12 @@ class Lora(Section):
     """Rows of A and columns of B."""
     alpha: PositiveFloat = 32.0
     """Numerator of the scale, which is alpha / rank."""
-    targets: Literal["all-linear"] | Sequence[str] = ALL_LINEAR
-    """Linear layers with an adapter: `all-linear` for all that the model has, or a list of
-    `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj` and `down_proj`. Example:
-    `[q_proj, v_proj]`"""
+    targets: Literal["all-linear"] | Sequence[str] | None = None
+    """Linear layers with an adapter: `all-linear` for all except the output layer, or a list of
+    names. The built-in decoder knows `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`
+    and `down_proj`. With `implementation: hf`, a name selects every linear layer whose name ends
+    with it, as in PEFT. Default: `all-linear`; with `implementation: hf`, the names that PEFT uses
+    for the family, if it lists any (docs/lora.md#targets). Example: `[q_proj, v_proj]`"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which each input of A is zero in training, rounded to a multiple of 1/65536.
     The random numbers depend on the seed, the step, and the token's sample and position, not on the
@@ -86,15 +88,14 @@ class Lora(Section):
 
     @field_validator("targets")
     @classmethod
-    def _known(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if isinstance(targets, str):
+    def _distinct(cls, targets: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        if targets is None or isinstance(targets, str):
             return targets
-        rule = f"allowed: '{ALL_LINEAR}', or a list of {', '.join(TARGETS)}"
-        unknown = [name for name in targets if name not in TARGETS]
-        if unknown:
-            raise ValueError(f"'{unknown[0]}' is not allowed; {rule}")
-        if not targets or len(set(targets)) < len(targets):
-            raise ValueError(f"an empty list or a name twice is not allowed; {rule}")
+        if not all(targets) or not targets or len(set(targets)) < len(targets):
+            raise ValueError(
+                "an empty list, an empty name or a name twice is not allowed; allowed: "
+                f"'{ALL_LINEAR}', or a list of names of linear layers"
+            )
         return targets
 
     @property
@@ -103,8 +104,8 @@ class Lora(Section):
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     def adapts(self, name: str) -> bool:
-        """Whether a linear layer, by the last part of its name, has an adapter."""
-        return name in (TARGETS if self.targets == ALL_LINEAR else self.targets)
+        """Whether a layer of the built-in decoder, by its name's last part, has an adapter."""
+        return name in (TARGETS if self.targets in (None, ALL_LINEAR) else self.targets)
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

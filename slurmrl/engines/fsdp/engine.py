@@ -26,11 +26,14 @@ from slurmrl.engines.fsdp.parameters import (
     attached,
     constant_specs,
     dropout_keys,
+    file_fingerprint,
     fill,
     initial_matrix,
+    is_transposed,
     new_model,
     split_of,
     tensor_split,
+    trained_specs,
     whole_shapes,
 )
 from slurmrl.engines.fsdp.placing import Placing
@@ -58,7 +61,7 @@ from slurmrl.engines.native_engine import GatheredGeneration
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 from slurmrl.engines.role_weights import Fingerprint, initial_weights, model_config
 from slurmrl.errors import UsageError
-from slurmrl.models.adapters import adapted_weight, trained_shapes
+from slurmrl.models.adapters import adapted_weight
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import Balance, Replayed
@@ -117,19 +120,20 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         )
         decoder.use(model.recompute)
         decoder.requires_grad_(trained)
-        self._adapters = None if lora is None else attached(role, decoder, lora)
+        self._adapters = None if lora is None else attached(role, decoder, lora, source, context)
         self._placing = Placing(
             whole_shapes(decoder),
             self._dtype,
             context.topology,
             context.rank,
             tensor_split(self.config, self._split),
-            constant_specs(decoder, trained=trained),
+            constant_specs(decoder, trained=trained and lora is None),
         )
         self._trained_placing = self._placing
-        if lora is not None and isinstance(self.config, ModelConfig):
-            shapes = trained_shapes(self.config, head, lora)
-            self._trained_placing = replace(self._placing, shapes=shapes, dtype="float32")
+        if lora is not None:
+            self._trained_placing = replace(
+                self._placing, shapes=trained_specs(decoder, lora), dtype="float32", constants={}
+            )
         plan = shard_plan(
             decoder,
             context,
@@ -141,9 +145,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             lock_sizes_as_they_are()
         self._shards = Shards(decoder, plan, context)
         local = self._shards.local()
-        if isinstance(self.config, ModelConfig):
-            self._fill(local, source)
-        self.frozen = None if lora is None else self._fingerprint(local)
+        self._fill(local, source)
+        self.frozen = None if lora is None else self._fingerprint(local, source)
         self._optimizer: ShardOptimizer | None = None
         if trained:
             kind = OPTIMIZERS[model.optimizer.name]
@@ -153,17 +156,27 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         self._host, self._offload = HostCopies(), Offload(role)
 
     def _fill(self, local: Mapping[str, Tensor], source: Path | None) -> None:
-        """Write the initial weights and adapters into this rank's chunks."""
-        assert isinstance(self.config, ModelConfig), "a model of transformers has its weights"
-        weights = {n: chunk for n, chunk in local.items() if adapted_weight(n) is None}
-        with initial_weights(self.config, self.head, seed=self._seed, source=source) as read:
-            fill(weights, self._placing.own_boxes(), read)
-        placing = self._trained_placing
-        adapters = {n: chunk for n, chunk in local.items() if n not in weights}
-        fill(adapters, placing.own_boxes(), partial(initial_matrix, placing.shapes, self._seed))
+        """Write the initial weights and adapters into this rank's chunks.
 
-    def _fingerprint(self, local: Mapping[str, Tensor]) -> str:
-        """Return the fingerprint of the frozen weights of all ranks. Collective."""
+        A model of transformers has its weights.
+        """
+        weights = {n: chunk for n, chunk in local.items() if adapted_weight(n) is None}
+        if isinstance(self.config, ModelConfig):
+            with initial_weights(self.config, self.head, seed=self._seed, source=source) as read:
+                fill(weights, self._placing.own_boxes(), read)
+        adapters = {n: chunk for n, chunk in local.items() if n not in weights}
+        if adapters:
+            placing, turned = self._trained_placing, is_transposed(self.config)
+            read = partial(initial_matrix, placing.shapes, self._seed, turned)
+            fill(adapters, placing.own_boxes(), read)
+
+    def _fingerprint(self, local: Mapping[str, Tensor], source: Path | None) -> str:
+        """Return the fingerprint of the frozen weights of all ranks. Collective.
+
+        It covers the files of a model of transformers.
+        """
+        if not isinstance(self.config, ModelConfig):
+            return file_fingerprint(source, self.context)
         found = Fingerprint(self._placing.shapes, self.context.device)
         for shard in self._placing.layout(copies=False).held_by(self.context.rank):
             if shard.name not in self._trained_placing.shapes:
@@ -458,9 +471,10 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
 
     def storages(self) -> Mapping[str, Tensor]:
         self._offload.check()
+        local = self._shards.local() | self._shards.decoder.constants()
         if self._adapters is not None:
-            return MergedWeights(self._shards.local(), self._adapters, self.context)
-        return self._shards.local() | self._shards.decoder.constants()
+            return MergedWeights(local, self._adapters, self.context)
+        return local
 
     def trained_layout(self) -> Layout:
         return self._trained_placing.layout()

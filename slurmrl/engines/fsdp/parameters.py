@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS
 from slurmrl.engines.role_weights import (
     BoxReader,
+    Fingerprint,
     fill_saved,
     generator_of,
     random_entries,
@@ -34,13 +36,16 @@ from slurmrl.models.adapters import (
     matrix_name,
     merge,
     refusal,
+    trained_shapes,
 )
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.hf import as_array
+from slurmrl.models.hf import as_array, as_tensor
 from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_targets import TRANSPOSED
 from slurmrl.models.lora import Adapters, attach
+from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.parallel.boxes import TensorSplit, refusals
 from slurmrl.models.parallel.split import Axis, Split
@@ -51,6 +56,9 @@ from slurmrl.tensors.layout import Box, Index, Layout, TensorSpec
 from slurmrl.tensors.ops.collectives import gathered
 from slurmrl.tensors.ops.splitmix import hash64, mix, start
 from slurmrl.tensors.parallel.groups import ParallelContext
+
+if TYPE_CHECKING:
+    from slurmrl.models.hf_model import HFModel
 
 DEVICE_BLOCK = 2**24
 """Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32 in
@@ -82,7 +90,8 @@ def whole_shapes(model: PackedModel) -> dict[str, Index]:
     """The whole shape, by name, of every parameter of which this rank has a part."""
     if isinstance(model.config, ModelConfig):
         return parameter_shapes(model.config, model.head)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    parameters = model.named_parameters()
+    return {name: tuple(p.shape) for name, p in parameters if adapted_weight(name) is None}
 
 
 def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
@@ -196,24 +205,72 @@ def _axis(context: ParallelContext, name: str) -> Axis:
     return Axis(context.axis_rank(name), context.axis_size(name), context.group(name))
 
 
-def attached(role: str, decoder: PackedModel, lora: Lora) -> Adapters:
-    """Give a decoder adapters. Raises UsageError for one that cannot have them."""
-    if not isinstance(decoder, Decoder):
-        raise UsageError(f"{role}.lora is not allowed with implementation hf: use builtin")
-    if reason := refusal(decoder.config, lora):
-        raise UsageError(f"{role}.lora is not allowed: {reason}")
-    return attach(decoder, lora)
+def attached(
+    role: str, model: PackedModel, lora: Lora, source: Path | None, context: ParallelContext
+) -> Adapters:
+    """Give a model with weights of ``source`` adapters.
+
+    Raises UsageError for one that cannot have them.
+    """
+    try:
+        if isinstance(model, Decoder):
+            if reason := refusal(model.config, lora):
+                raise UsageError(reason)
+            return attach(model, lora)
+        assert source is not None, "adapters without a path are refused at submission"
+        from slurmrl.models import hf_adapters  # transformers takes seconds to import
+
+        adapters = hf_adapters.attach_to(cast("HFModel", model), lora)
+        part = (context.rank, len(context.ranks))
+        hf_adapters.require_as_stored(cast("HFModel", model), source, *part)
+        return adapters
+    except UsageError as error:
+        raise UsageError(f"{role}.lora is not allowed: {error}") from error
 
 
-def initial_matrix(shapes: Mapping[str, Index], seed: int, name: str, box: Box) -> Tensor:
+def trained_specs(model: PackedModel, lora: Lora) -> dict[str, Index]:
+    """The whole shape, by name, of every tensor that a model with adapters trains."""
+    if isinstance(model.config, ModelConfig):
+        return trained_shapes(model.config, model.head, lora)
+    parameters = model.named_parameters()
+    return {name: tuple(p.shape) for name, p in parameters if p.requires_grad}
+
+
+def is_transposed(config: ModelConfig | HFConfig) -> bool:
+    """Whether linear layers store the transposed weight (see `models.hf_targets`)."""
+    return isinstance(config, HFConfig) and config.model_type in TRANSPOSED
+
+
+def file_fingerprint(source: Path | None, context: ParallelContext) -> str:
+    """Return the fingerprint of a folder's tensors as its files store them.
+
+    Each rank reads some of the tensors. Collective.
+    """
+    assert source is not None, "adapters without a path are refused at submission"
+    files, group = open_folder(source), context.groups.get("shard")
+    specs = files.specs()
+    found = Fingerprint({name: spec.shape for name, spec in specs.items()}, context.device)
+    first, ranks = (0, 1) if group is None else (group.rank(), group.size())
+    for name in sorted(specs)[first::ranks]:
+        box = Box.whole(specs[name].shape)
+        found.add(name, box, as_tensor(files.read(name, box), specs[name].dtype))
+    if group is not None:
+        found.add_up(group)
+    return str(found)
+
+
+def initial_matrix(
+    shapes: Mapping[str, Index], seed: int, transposed: bool, name: str, box: Box
+) -> Tensor:
     """Return a box of an adapter matrix's initial float32 values.
 
     They are the same for a (seed, name) on every rank. As in PEFT, B is zero, so that training
-    starts with the frozen model. A is uniform with magnitude 1 / sqrt(inputs).
+    starts with the frozen model. A is uniform with magnitude 1 / sqrt(inputs). If the weights are
+    ``transposed``, the matrices are too (see `models.hf_targets`).
     """
-    if name.endswith(LORA_B):
+    if name.endswith(LORA_A if transposed else LORA_B):
         return torch.zeros(box.size)
-    bound = shapes[name][1] ** -0.5
+    bound = shapes[name][0 if transposed else 1] ** -0.5
     whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator_of(name, seed))
     return whole[box.slices]
 

@@ -23,6 +23,7 @@ ADAPTER: Final = "adapter_config.json"
 HF_ARCHITECTURES: Final = "slurmrl.models.hf_config:HFConfig"
 LENGTH_LIMIT: Final = "slurmrl.models.hf_config:length_limit"
 REFUSAL: Final = "slurmrl.models.adapters:refusal"
+HF_REFUSAL: Final = "slurmrl.models.hf_adapters:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
 """Their layer is above the plan's, so they are resolved by name, as schemas are."""
 
@@ -112,7 +113,7 @@ def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
 
 
 def adapters(draft: Draft) -> Iterator[Problem]:
-    """Adapters belong to trained models of the built-in decoder that start from weights."""
+    """Adapters belong to trained models that start from weights."""
     for role, model in draft.models():
         if model.lora is None:
             continue
@@ -133,10 +134,14 @@ def _adapter_refusal(draft: Draft, role: str, model: Model, lora: Lora) -> str |
     if draft.writes(role if own else "actor", "architecture"):
         return "the frozen weights of a new architecture would stay random; set a path instead"
     try:
-        config = resolve(MODEL_CONFIG).from_hf(model_files.config_values(model))
+        values = model_files.config_values(model)
+        reason: str | None
+        if model.implementation == HF:
+            reason = resolve(HF_REFUSAL)(values, "lm", lora)
+        else:
+            reason = resolve(REFUSAL)(resolve(MODEL_CONFIG).from_hf(values), lora)
     except (UsageError, ValueError, TypeError):
         return None  # reported by the check of weights
-    reason: str | None = resolve(REFUSAL)(config, lora)
     return reason
 
 

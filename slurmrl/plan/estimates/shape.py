@@ -16,11 +16,14 @@ from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.dataflow import Head
+from slurmrl.plan.engine_rules import HF
 from slurmrl.plan.model_files import config_values
 from slurmrl.registry import resolve
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
 """The built-in decoder's table of families, for the defaults of absent fields."""
+ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
+"""Its layer is above the plan's, so it is resolved by name."""
 MOST_LAYERS: Final = 10**5
 LARGEST: Final = 10**9
 """Larger sizes are errors, which the check of the weights reports."""
@@ -188,20 +191,40 @@ def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> f
     return own.dense / dense + own.experts / experts
 
 
-def adapter_parameters(shape: ModelShape, allocation: Allocation, lora: Lora, head: Head) -> float:
+def adapter_parameters(
+    model: Model, shape: ModelShape, allocation: Allocation, head: Head
+) -> float:
     """Elements of a tensor rank's adapters, and of a value head.
 
-    Where tensor ranks split a weight by rows, each has a copy of A; where they split it by columns,
-    a copy of B.
+    The number is exact for a model of transformers, whose layers transformers lists. Where tensor
+    ranks split a weight by rows, each has a copy of A; where they split it by columns, a copy of B.
     """
-    hidden, split = shape.hidden, _split_sides(shape, allocation.sizes["tp"], lora)
-    adapted = sum(layers * (hidden + side) for layers, side in split)
+    lora, hidden = model.lora, shape.hidden
+    assert lora is not None, "a model with adapters"
+    if model.implementation == HF:
+        adapted: float = sum(rows + columns for rows, columns in _adapted(model, lora))
+    else:
+        split = _split_sides(shape, allocation.sizes["tp"], lora)
+        adapted = sum(layers * (hidden + side) for layers, side in split)
     return lora.rank * adapted + (hidden if head == "value" else 0)
 
 
-def adapted_parameters(shape: ModelShape, lora: Lora) -> float:
+def adapted_parameters(model: Model, shape: ModelShape) -> float:
     """Elements of the whole weights that have adapters."""
+    lora = model.lora
+    assert lora is not None, "a model with adapters"
+    if model.implementation == HF:
+        return sum(rows * columns for rows, columns in _adapted(model, lora))
     return sum(layers * shape.hidden * side for layers, side in _split_sides(shape, 1, lora))
+
+
+def _adapted(model: Model, lora: Lora) -> list[tuple[int, int]]:
+    """Shapes of the weights with adapters of a model of transformers."""
+    try:
+        shapes = resolve(ADAPTED_SHAPES)(config_values(model), "lm", lora)
+    except UsageError:
+        return []  # reported by the check of weights
+    return list(shapes.values())
 
 
 def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, float]]:
@@ -223,7 +246,7 @@ def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head:
     """Trained elements of a model in one rank's shard."""
     if model.lora is None:
         return shard_parameters(shape, allocation, head)
-    return adapter_parameters(shape, allocation, model.lora, head) / _copies(allocation)[0]
+    return adapter_parameters(model, shape, allocation, head) / _copies(allocation)[0]
 
 
 KEPT_BY_SERVERS: Final = 8

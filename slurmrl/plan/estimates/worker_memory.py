@@ -381,7 +381,7 @@ def task_bytes(checked: Checked) -> int | None:
         kept += rollout.allocation.instance_size * server_experts_bytes(checked)
     if actor.lora is None:
         return kept + round(VERSIONS * whole)
-    merged = VERSIONS * adapted_parameters(shape, actor.lora) * BYTES[actor.dtype]
+    merged = VERSIONS * adapted_parameters(actor, shape) * BYTES[actor.dtype]
     return kept + round(whole + merged + VERSIONS * version_size(checked.config))
 
 
@@ -422,7 +422,7 @@ def version_size(config: Config) -> float:
         return 0.0
     if actor.lora is None:
         return whole_weights(shape, ONE_RANK, actor.dtype)
-    return FLOAT32 * adapter_parameters(shape, ONE_RANK, actor.lora, "lm")
+    return FLOAT32 * adapter_parameters(actor, shape, ONE_RANK, "lm")
 
 
 def _published_bytes(config: Config) -> float:

@@ -29,14 +29,9 @@ from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.models.adapters import write_adapter
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.model_tensors import (
-    FolderTensors,
-    MergedCheckpoint,
-    open_folder,
-    read_headers,
-    stored_name,
-)
+from slurmrl.models.model_tensors import merged_weights, open_folder, read_headers, stored_name
 from slurmrl.models.shapes import file_form
+from slurmrl.models.tensor_sources import FolderTensors
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import (
@@ -184,8 +179,9 @@ class Exporter:
         if model.lora is None:
             return trained
         assert model.path is not None, "adapters without a path are refused at submission"
-        config = ModelConfig.from_hf(config_values(model))
-        merged = MergedCheckpoint(trained, Path(model.path), config, self.head, model.lora)
+        builtin = model.implementation == "builtin"
+        config = ModelConfig.from_hf(config_values(model)) if builtin else None
+        merged = merged_weights(trained, Path(model.path), config, self.head, model.lora)
         if trained.frozen is not None:
             merged.check_base(trained.frozen, model.dtype)
         return merged
@@ -194,12 +190,14 @@ class Exporter:
         self, trained: RoleCheckpoint, target: Path, lora: Lora, tokenizer: TokenizerFiles | None
     ) -> Path:
         make_private_directory(target.parent)
+        theirs = config_values(self.model) if self.model.implementation == "hf" else None
         return write_adapter(
             trained,
             target,
             lora,
             self.head,
             base=str(self.model.path),
+            theirs=theirs,
             tokenizer=tokenizer,
             precision=Precision(None if self.dtype in ("auto", "source") else self.dtype),
         )

@@ -245,7 +245,6 @@ class TaskWorker:
         if actor.lora is None:
             return None
         assert actor.path is not None, "adapters without a path are refused at submission"
-        assert isinstance(self._config, ModelConfig), "adapters belong to the built-in decoder"
         source, device = Path(actor.path), self._device
         return MergingHost(source, folder, self._config, actor.dtype, actor.lora, device)
 

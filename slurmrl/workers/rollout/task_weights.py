@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,10 @@ from slurmrl.fsio.failures import explain
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name, trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, as_tensor
-from slurmrl.models.shapes import parameter_shapes, storage_of
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_targets import adapted_tensors
+from slurmrl.models.model_tensors import open_folder
+from slurmrl.models.shapes import Shapes, parameter_shapes, storage_of
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.tensors.checkpoint.export import write_index, write_json
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, file_entries, write_tensors
@@ -160,7 +164,7 @@ class MergingHost:
         self,
         source: Path,
         folder: Path,
-        config: ModelConfig,
+        config: ModelConfig | HFConfig,
         dtype: str,
         lora: Lora,
         device: torch.device,
@@ -175,8 +179,18 @@ class MergingHost:
         self._source, self._folder = source, folder
         self._config, self._dtype, self._device = config, dtype, device
         self._scale = lora.scale
-        self._adapted = {name for name, _ in adapted_weights(config, lora)}
-        self._trained = trained_shapes(config, "lm", lora)
+        self._shapes: Shapes
+        self._trained: Shapes
+        if isinstance(config, ModelConfig):
+            self._shapes = dict(adapted_weights(config, lora))
+            self._trained = trained_shapes(config, "lm", lora)
+        else:
+            from slurmrl.models import hf_adapters  # transformers takes seconds to import
+
+            self._shapes = hf_adapters.adapted_shapes(config.values, "lm", lora)
+            self._trained = hf_adapters.adapter_shapes(config.values, "lm", lora)
+        self._adapted = {name: name for name in self._shapes}
+        """Adapted weights by their names in the files."""
         self._calls = calls
         self._fingerprint: str | None = None
         """Fingerprint of the frozen weights in the folder; None before they have been read."""
@@ -229,8 +243,8 @@ class MergingHost:
             _tensor(file, of)
             for file, of in (
                 (frozen, name),
-                (adapters, matrix_name(name, LORA_B)),
-                (adapters, matrix_name(name, LORA_A)),
+                (adapters, matrix_name(self._adapted[name], LORA_B)),
+                (adapters, matrix_name(self._adapted[name], LORA_A)),
             )
         )
         return as_array(merged_weight(weight, b, a.to(self._device), self._scale))
@@ -240,6 +254,8 @@ class MergingHost:
         logger.info("reading the frozen weights in %s", self._source)
         shutil.rmtree(self._folder, ignore_errors=True)
         atomic.make_private_directory(self._folder, calls=self._calls)
+        if not isinstance(self._config, ModelConfig):
+            return self._read_files()
         shapes = parameter_shapes(self._config, "lm")
         fingerprint = Fingerprint(shapes, self._device)
         weights = Weights(self._source, self._config, "lm")
@@ -253,6 +269,35 @@ class MergingHost:
         entries = file_entries(specs, read, storage_of(self._config))
         self._write(SHARED, (one for one in entries if one.name not in self._adapted))
         self._write(ADAPTED, (one for one in entries if one.name in self._adapted))
+        return str(fingerprint)
+
+    def _read_files(self) -> str:
+        """Copy the tensors of a model of transformers as its files store them.
+
+        Weights with adapters are rounded to the trainers' type.
+        """
+        files = open_folder(self._source)
+        specs = files.specs()
+        names = adapted_tensors(self._shapes, specs, self._source)
+        self._adapted = {name: weight for weight, name in names.items()}
+        whole = {name: tuple(spec.shape) for name, spec in specs.items()}
+        fingerprint = Fingerprint(whole, self._device)
+
+        def read(name: str) -> Array:
+            box, dtype = Box.whole(whole[name]), specs[name].dtype
+            values = as_tensor(np.ascontiguousarray(files.read(name, box)), dtype)
+            fingerprint.add(name, box, values)
+            if name in self._adapted:
+                values = values.to(getattr(torch, self._dtype))
+            return as_array(values)
+
+        def entries(names: Iterable[str]) -> Iterator[TensorEntry]:
+            for name in names:
+                dtype = self._dtype if name in self._adapted else specs[name].dtype
+                yield TensorEntry(name, TensorSpec(whole[name], dtype), partial(read, name))
+
+        self._write(SHARED, entries(name for name in specs if name not in self._adapted))
+        self._write(ADAPTED, entries(self._adapted))
         return str(fingerprint)
 
     def _write(self, name: str, entries: Iterable[TensorEntry]) -> None:

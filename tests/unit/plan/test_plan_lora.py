@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slurmrl.config.allocation import parse
 from slurmrl.desk.trial_checks import checkpoint_bytes, version_bytes
@@ -119,14 +121,14 @@ def test_the_number_of_trained_parameters_is_exact(load: Load, head: Any, target
     assert shape is not None
     tensors = trained_shapes(ModelConfig.from_hf(LARGE), head, lora)
     total = sum(rows * columns for rows, columns in tensors.values())
-    assert adapter_parameters(shape, parse("fsdp:d1"), lora, head) == total
+    assert adapter_parameters(settings.config.actor, shape, parse("fsdp:d1"), head) == total
     weights = parameter_shapes(ModelConfig.from_hf(LARGE), head)
     adapted = sum(
         prod(weights[f"{name.removesuffix('.lora_A')}.weight"])
         for name in tensors
         if name.endswith(".lora_A")
     )
-    assert adapted_parameters(shape, lora) == adapted
+    assert adapted_parameters(settings.config.actor, shape) == adapted
 
 
 def test_hosts_of_versions_have_room_for_adapters_and_merged_weights(load: Load) -> None:
@@ -156,7 +158,7 @@ def test_hosts_of_versions_have_room_for_adapters_and_merged_weights(load: Load)
     on_disk = version_bytes(adapted)
     assert adapted.config.actor.lora is not None
     assert adapted.config.rollout.publish is not None
-    of_adapters = 4 * adapter_parameters(shape, parse("fsdp:d1"), adapted.config.actor.lora, "lm")
+    of_adapters = 4 * adapter_parameters(adapted.config.actor, shape, parse("fsdp:d1"), "lm")
     assert on_disk == (adapted.config.rollout.publish.keep_whole + 1) * of_adapters
     assert 0 < saved[1] < saved[0] / 20
 
@@ -167,6 +169,76 @@ def test_the_planned_layout_has_the_role_s_dtype(load: Load) -> None:
     model = planned(settings).models["actor"]
     layout = planned_layout(model, settings.config.actor, ModelConfig.from_hf(LARGE))
     assert {spec.dtype for spec in layout.tensors.values()} == {"bfloat16"}
+
+
+HF = "actor.implementation=hf"
+DEEPSEEK = {
+    **LARGE,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+@pytest.mark.parametrize("targets", ["null", "all-linear", "[q_proj, o_proj, up_proj]"])
+@pytest.mark.parametrize("architecture", [LARGE, DEEPSEEK])
+def test_adapters_of_transformers_models_are_counted(
+    load: Load, targets: str, architecture: dict[str, Any]
+) -> None:
+    """The number is exact for a family whose layers the estimates of weights do not know."""
+    if architecture is DEEPSEEK:
+        targets = targets.replace("q_proj", "q_b_proj")
+    setting = f"actor.lora={{rank: 4, targets: {targets}}}"
+    settings = load(setting, HF, architecture=architecture)
+    plan = planned(settings)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    names = targets.strip("[]").split(", ")
+    if targets == "null" and architecture is LARGE:
+        names = ["q_proj", "v_proj"]
+    every = names[0] in ("null", "all-linear")
+    layers = [
+        layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head"
+        if every or name.rpartition(".")[2] in names
+    ]
+    expected = sum(4 * (layer.in_features + layer.out_features) for layer in layers)
+    shown = report(settings, plan)["models"]["actor"]["lora"]
+    assert shown["trained_parameters"] == expected
+    actor, full = memories(settings)["actor"], memories(load(HF, architecture=architecture))
+    assert actor.optimizer == pytest.approx(
+        8 * expected / plan.models["actor"].sizes["dp"], rel=0.1
+    )
+    assert actor.optimizer < full["actor"].optimizer
+
+
+@pytest.mark.parametrize(
+    ("setting", "architecture", "message"),
+    [
+        ("targets: [qkv]", LARGE, "this llama model has no linear layer 'qkv'; it has down_proj"),
+        ("targets: [lm_head]", LARGE, "'lm_head' is the output layer"),
+        ("targets: [gate_up_proj]", DEEPSEEK, "of all experts as one tensor"),
+    ],
+)
+def test_wrong_targets_of_transformers_models_are_refused(
+    load: Load, setting: str, architecture: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(f"actor.lora={{{setting}}}", HF, architecture=architecture)
+    (problem,) = [each for each in refused.value.problems if each.key == "actor.lora"]
+    assert message in problem.message, problem.message
+
+
+def test_wrong_targets_of_the_decoder_are_refused(load: Load) -> None:
+    for name in ("qkv", "lm_head", "embed_tokens", "input_layernorm"):
+        with pytest.raises(ConfigError, match=f"no linear layer '{name}'; it has q_proj, k_proj"):
+            load(f"actor.lora={{targets: [{name}]}}")
 
 
 def committed(folder: Path, *steps: int) -> RunPaths:

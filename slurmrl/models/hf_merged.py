@@ -1,0 +1,115 @@
+"""Files of a model of transformers with the adapters of a checkpoint merged. Torch-free.
+
+The result has the tensors of the model's folder, under their names in its files. Weights with an
+adapter become W + scale * B A. The fingerprint covers the files' bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
+from slurmrl.models.adapters import (
+    LORA_A,
+    LORA_B,
+    adapted_weight,
+    matrix_name,
+    merge,
+    shown,
+    summand,
+)
+from slurmrl.models.architecture import Head
+from slurmrl.models.hf_config import MODULE
+from slurmrl.models.hf_targets import adapted_tensors
+from slurmrl.models.shapes import LM_HEAD
+from slurmrl.models.tensor_sources import FolderTensors, TrainedTensors
+from slurmrl.tensors.checkpoint.export import widened
+from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, blocks
+
+BLOCK: Final = 2**16
+"""Elements of which bits are weighed at a time, in the cache of a processor's core."""
+NARROW: Final = ("bfloat16", "float16")
+"""Types that are read as float32."""
+
+
+class MergedFolder:
+    """Weights for an export: W + scale * B A in float32, and the folder's other tensors."""
+
+    def __init__(
+        self, trained: TrainedTensors, folder: FolderTensors, head: Head, scale: float
+    ) -> None:
+        """Raises UsageError if the files have another form than the adapted weights."""
+        inputs.check_folder(folder.folder)
+        self._trained, self._folder, self._scale = trained, folder, scale
+        self._specs = folder.specs()
+        own = dict(trained.weights())
+        self._rank = {name: spec.shape[0] for name, spec in own.items() if name.endswith(LORA_A)}
+        self._heads = {n: spec for n, spec in own.items() if adapted_weight(n) is None}
+        shapes = {
+            weight: (own[matrix_name(weight, LORA_B)].shape[0], own[name].shape[1])
+            for name in own
+            if name.endswith(LORA_A) and (weight := adapted_weight(name)) is not None
+        }
+        names = adapted_tensors(shapes, self._specs, folder.folder)
+        self._adapted = {name: weight for weight, name in names.items()}
+        """Names of adapted weights by their names in the files."""
+        replaced = {name.removeprefix(MODULE) for name in self._heads}
+        if head == "value":
+            replaced.add(LM_HEAD)
+        self._kept = [name for name in self._specs if name not in replaced]
+
+    def weights(self) -> Iterator[tuple[str, TensorSpec]]:
+        """Names and specs of all tensors. Narrow types are read as float32."""
+        for name in self._kept:
+            spec = self._specs[name]
+            narrow = spec.dtype in NARROW or name in self._adapted
+            yield name, TensorSpec(spec.shape, "float32") if narrow else spec
+        yield from self._heads.items()
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor, merged. Raises CheckpointError, UsageError."""
+        if name in self._heads:
+            return self._trained.read(name, box)
+        values, dtype = self._folder.read(name, box), self._specs[name].dtype
+        weight = self._adapted.get(name)
+        if weight is None and dtype not in NARROW:
+            return np.ascontiguousarray(values)
+        values = np.ascontiguousarray(widened(values, dtype))
+        if weight is None:
+            return values
+        (first, begin), (rows, columns) = box.start, box.size
+        a, b = matrix_name(weight, LORA_A), matrix_name(weight, LORA_B)
+        inner = self._trained.read(a, Box((0, begin), (self._rank[a], columns)))
+        outer = self._trained.read(b, Box((first, 0), (rows, self._rank[a])))
+        merged = np.empty(box.size, "<f4")
+        merge(merged, values, outer, inner, self._scale)
+        return merged
+
+    def check_base(self, fingerprint: str, _dtype: str) -> None:
+        """Raise UsageError if the folder's files differ from those used to train the adapters.
+
+        The fingerprint covers the files, whatever the type of the weights in training.
+        """
+        found = file_fingerprint(self._folder)
+        if found != fingerprint:
+            raise UsageError(
+                f"{self._folder.folder} holds other weights than when the adapters were trained: "
+                f"their fingerprint is {found} now and was {fingerprint}. Put the folder back as "
+                "it was"
+            )
+
+
+def file_fingerprint(folder: FolderTensors) -> str:
+    """Return the fingerprint of a folder's tensors as its files store them."""
+    total = 0
+    for name, spec in folder.specs().items():
+        shape: Index = tuple(spec.shape)
+        for box in blocks(Box.whole(shape), BLOCK):
+            values = np.ascontiguousarray(folder.read(name, box)).reshape(-1)
+            bits = values.view(f"{'i' if values.itemsize > 1 else 'u'}{values.itemsize}")
+            total += int(summand(name, shape, box, bits, np.arange))
+    return shown(total)

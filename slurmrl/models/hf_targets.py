@@ -1,0 +1,121 @@
+"""Names of the layers of transformers' models that get adapters. Torch-free.
+
+PEFT's names are the names of transformers' modules. A family's default targets are PEFT's.
+
+GPT-2's layers store their weight as [i, o]. Their adapter has the matrices ``lora_B`` [i, r] and
+``lora_A`` [r, o], which are the transposes of PEFT's A and B. So W + scale * B A has the form of W
+in every family, and the rows of ``lora_B`` are the rows of W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.config.schema.roles import ALL_LINEAR, Lora
+from slurmrl.errors import UsageError
+from slurmrl.models.hf_config import MODULE
+from slurmrl.tensors.layout import Index, TensorSpec
+
+QUERY_VALUE: Final = ("q_proj", "v_proj")
+DEFAULTS: Final[Mapping[str, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        (
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "gpt_neo",
+            "gptj",
+            "llama",
+            "llama4",
+            "mistral",
+            "mixtral",
+            "opt",
+            "qwen2",
+            "qwen3",
+            "stablelm",
+        ),
+        QUERY_VALUE,
+    ),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox"), ("query_key_value",)),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    "codegen": ("qkv_proj",),
+    "mpt": ("Wqkv",),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "phi": (*QUERY_VALUE, "fc1", "fc2"),
+    "rwkv": ("key", "value", "receptance", "output"),
+}
+"""PEFT's default targets of causal models, by model type; other families have none."""
+TRANSPOSED: Final = frozenset(("gpt2", "openai-gpt"))
+"""Model types whose linear layers store the transposed weight [i, o]."""
+
+EXPERT_FIELDS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_NAMES: Final = frozenset(("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"))
+"""Names in ``target_modules`` that PEFT takes for stacked experts in families that have these.
+Linear layers of these names are listed as ``target_parameters``."""
+
+
+def targets_of(model_type: str, lora: Lora) -> str | tuple[str, ...]:
+    """``all-linear``, or the names of the targets."""
+    if lora.targets is not None:
+        return lora.targets if isinstance(lora.targets, str) else tuple(lora.targets)
+    return DEFAULTS.get(model_type, ALL_LINEAR)
+
+
+def matches(name: str, target: str) -> bool:
+    """Whether a target selects a module, as in PEFT: its whole name or the last parts of it."""
+    return name == target or name.endswith(f".{target}")
+
+
+def peft_targets(
+    values: Mapping[str, Any], lora: Lora, adapted: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Return ``target_modules`` and ``target_parameters`` of modules that are ``adapted``.
+
+    ``values`` is the model's ``config.json`` object.
+    """
+    targets = targets_of(values["model_type"], lora)
+    names = [name.removeprefix(MODULE) for name in adapted]
+    renamed = EXPERT_NAMES if any(values.get(field) for field in EXPERT_FIELDS) else ()
+    modules = [name for name in names if name.rpartition(".")[2] not in renamed]
+    parameters = [f"{name}.weight" for name in names if name not in modules]
+    if targets == ALL_LINEAR:
+        return sorted(modules), sorted(parameters)
+    return [each for each in targets if any(matches(name, each) for name in modules)], sorted(
+        parameters
+    )
+
+
+def adapted_tensors(
+    shapes: Mapping[str, Index], specs: Mapping[str, TensorSpec], folder: Path
+) -> dict[str, str]:
+    """Return the name in the files of each adapted weight of ``shapes``.
+
+    ``specs`` are the tensors of the model's files. Names in files may begin with other parts than
+    the model's names. Raises UsageError if the files do not store a weight as one tensor of its
+    form.
+    """
+    ends: dict[str, list[str]] = {}
+    for name in specs:
+        ends.setdefault(_of_layer(name), []).append(name)
+    found = {}
+    for weight, shape in shapes.items():
+        name = weight.removeprefix(MODULE)
+        same = [name] if name in specs else ends.get(_of_layer(name), [])
+        fitting = [each for each in same if specs[each].shape == tuple(shape)]
+        if len(fitting) != 1:
+            problem = "in another form" if not fitting else f"as one of {', '.join(fitting)}"
+            raise UsageError(
+                f"{folder} stores {name} {problem}, so that its adapter cannot be merged; leave it "
+                "out of lora.targets"
+            )
+        (found[weight],) = fitting
+    return found
+
+
+def _of_layer(name: str) -> str:
+    """The part of a tensor's name that begins with the number of its layer; else all of it."""
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), 0)
+    return ".".join(parts[number:])

@@ -1,0 +1,117 @@
+"""Adapters of transformers' models on the fsdp engine, on one rank and on two."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slurmrl.models.hf_config import MODULE
+from slurmrl.models.hf_merged import MergedFolder
+from slurmrl.models.hf_targets import TRANSPOSED
+from slurmrl.models.model_tensors import open_folder
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.layout import Box
+from tests.distributed.engines.cases import Setup, model
+from tests.distributed.engines.test_engines_layouts import setup_of
+from tests.pool import RankError, RankPool
+from tests.support.hf_families import small_model
+
+CASES = "tests.distributed.engines.cases"
+LORA_CASES = "tests.distributed.engines.lora_cases"
+BOUND = 1e-5
+FAMILIES = ("gpt2", "gpt_oss", "nemotron_h")
+"""Transposed weights; experts and constants; names in files that differ from the model's."""
+
+
+def setup(folder: Path, ranks: int, head: str = "lm", **lora: Any) -> Setup:
+    settings = {"rank": 3, "alpha": 5.0, "targets": "all-linear", **lora}
+    one = setup_of({"dp": ranks}, {}, head=head, layers=ranks > 1)
+    values = model(implementation="hf", lora=settings, gradient_checkpointing="full")
+    return replace(one, source=folder, model={**values, "architecture": None})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_train_as_one_and_a_restart_changes_nothing(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    """Checkpoints have adapters only. Every rank's merged weights have the bits of the export."""
+    base = tmp_path / "base"
+    small_model(family, base)
+    (alone, _), *_ = ranks(1, f"{CASES}:train", setup(base, 1), range(3))
+    (both, _), *_ = ranks(2, f"{CASES}:train", setup(base, 2), range(3))
+    for one, other in zip(alone, both, strict=True):
+        assert other == pytest.approx(one, rel=BOUND)
+    assert alone[0]["loss"] != alone[2]["loss"]
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    ranks(2, f"{CASES}:train", setup(base, 2), range(2), save=folder)
+    (rest, _), *_ = ranks(2, f"{CASES}:train", setup(base, 2), range(2, 3), load=folder)
+    assert rest == both[2:]
+
+    saved = RoleCheckpoint(folder, "actor")
+    names = [name for name, _ in saved.weights()]
+    assert names
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in names)
+    merged = MergedFolder(saved, open_folder(base), "lm", 5 / 3)
+    files = dict(merged.weights())
+    compared = set()
+    for _, _, chunks in ranks(2, f"{LORA_CASES}:loaded", setup(base, 2), folder):
+        for name, begin, chunk in chunks:
+            name = name.removeprefix(MODULE)
+            if name not in files:
+                continue  # under another name, or in another form
+            box = Box(begin, tuple(chunk.shape))
+            np.testing.assert_array_equal(chunk.numpy(), merged.read(name, box))
+            compared.add(f"{MODULE}{name.removesuffix('weight')}lora_A")
+    assert family == "nemotron_h" or compared.issuperset(n for n in names if n.endswith("lora_A"))
+
+    small_model(family, base, seed=1)
+    with pytest.raises(RankError, match=f"actor.path holds other weights.*was {saved.frozen}"):
+        ranks(2, f"{CASES}:train", setup(base, 2), range(2, 3), load=folder)
+
+
+def test_matrices_begin_as_in_peft(ranks: RankPool, tmp_path: Path) -> None:
+    """The matrix after the inputs is random; the other one is zero, also of transposed weights."""
+    for family in ("gpt2", "llama"):
+        small_model(family, tmp_path / family)
+        (folder := tmp_path / f"{family}-start").mkdir()
+        ranks(1, f"{CASES}:train", setup(tmp_path / family, 1), range(0), save=folder)
+        saved = RoleCheckpoint(folder, "actor")
+        for name, spec in saved.weights():
+            values = torch.from_numpy(saved.read(name))
+            first = name.endswith("lora_A") != (family in TRANSPOSED)
+            inputs = spec.shape[1 if name.endswith("lora_A") else 0]
+            bound = inputs**-0.5 if first else 0.0
+            assert values.abs().max() <= bound
+            assert bool(values.any()) == first
+
+
+def test_dropout_does_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    small_model("gpt2", tmp_path)
+    found = {}
+    for number in (1, 2):
+        dropping = setup(tmp_path, number, dropout=0.4)
+        (found[number], _), *_ = ranks(number, f"{CASES}:train", dropping, range(2))
+    for one, other in zip(found[1], found[2], strict=True):
+        assert other == pytest.approx(one, rel=BOUND)
+    (without, _), *_ = ranks(1, f"{CASES}:train", setup(tmp_path, 1), range(2))
+    assert abs(without[1]["loss"] - found[1][1]["loss"]) > 1e-3
+
+
+def test_a_critic_trains_its_value_head_too(ranks: RankPool, tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "checkpoint"
+    small_model("llama", base)
+    folder.mkdir()
+    critic = setup(base, 2, "value")
+    (both, _), *_ = ranks(2, f"{CASES}:train", critic, range(2), save=folder)
+    (alone, _), *_ = ranks(1, f"{CASES}:train", setup(base, 1, "value"), range(2))
+    for one, other in zip(alone, both, strict=True):
+        assert other == pytest.approx(one, rel=BOUND)
+    names = {name for name, _ in RoleCheckpoint(folder, "actor").weights()}
+    assert f"{MODULE}score.weight" in names
+    assert len(names) == 1 + 2 * 7 * 2
