@@ -30,10 +30,11 @@ NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FENCE: Final = re.compile(
     r"(?:^(?P<indent>[ \t]+))?(?P<fence>```|~~~)"
     r"(?:[ \t]*(?P<alone>\w*)[ \t]*|\{?\.?(?P<word>\w[\w.+#-]*)[^\n`]*)"
-    r"\r?\n(?P<body>.*?)(?:\n?[ \t]*(?P=fence)|\Z)",
+    r"\r?\n(?P<body>.*?)(?:\n?[ \t]*(?(indent)|(?<![ \t]{4}))(?P=fence)|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""A block of Markdown. Behind its language there may be more: ```` ```python title="a.py" ````."""
+"""A block of Markdown. Behind its language there may be more: ```` ```python title="a.py" ````.
+A fence in a docstring, after four spaces, does not end it."""
 PYTHON: Final = re.compile(r"py3?|python(3(\.\d+)*)?", re.IGNORECASE)
 """The languages of blocks that hold Python."""
 READS: Final = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\s*\(\s*0|\bread\s*\(\s*0|\bfileinput\b")
@@ -268,12 +269,20 @@ def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
     reads = any(case.kind == "script" and case.stdin.strip() for case in cases)
     scripts = any(case.kind == "script" for case in cases)
     ranks = [_completeness(block, reads=reads) if scripts else () for block in blocks]
-    best = max(zip(known, ranks, strict=True))
-    return next(
-        block
-        for block, *rank in reversed(list(zip(blocks, known, ranks, strict=True)))
-        if tuple(rank) == best
-    )
+    at = max(range(len(blocks)), key=lambda index: (known[index], ranks[index], index))
+    return _completed(blocks[at], blocks[:at])
+
+
+def _completed(code: str, earlier: Sequence[str]) -> str:
+    """Code after the earlier blocks that define or import the names that it lacks."""
+    lacking = _free(_tree(code)) - {*dir(builtins), *preamble()}
+    for block in reversed(earlier):
+        tree = _tree(block)
+        made = _defined(block) | _imported(tree)
+        if tree is not None and lacking & made:
+            code = f"{block}\n{code}"
+            lacking = (lacking | _free(tree) - {*dir(builtins), *preamble()}) - made
+    return code
 
 
 def _body(block: re.Match[str]) -> str:
@@ -290,6 +299,15 @@ def _used(case: Case) -> set[str]:
 
 def _defined(code: str) -> set[str]:
     return {name for found in DEFINED.findall(code) for name in found if name}
+
+
+def _imported(tree: ast.Module | None) -> set[str]:
+    nodes = (
+        [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        if tree
+        else []
+    )
+    return {each.asname or each.name.partition(".")[0] for node in nodes for each in node.names}
 
 
 def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:

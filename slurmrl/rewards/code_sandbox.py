@@ -49,9 +49,9 @@ VARIABLES = {
 }
 RESULT_FD, MOST_OPEN_FILES, WATCH_S = 3, 256, 0.02
 MOST_CPUS = 4  # Programs see this number, so that their pools do not exceed the allowed processes.
-NAMED = ("typing", "collections", "heapq", "bisect", "itertools", "functools", "math")
-MODULES = {*NAMED, "copy", "datetime", "io", "json", "operator", "os", "random", "re", "string"}
-MODULES |= {"statistics", "sys", "time"}
+NAMED: tuple[str, ...] = ("statistics", "random", "string", "copy", "datetime", "typing")
+NAMED += ("collections", "heapq", "bisect", "itertools", "functools", "math")
+MODULES = {*NAMED, "io", "json", "operator", "os", "re", "sys", "time"}
 """Names that programs have without an import; for `NAMED` modules, ``import *`` names too."""
 LAST_BYTES = 2000
 """Bytes at the end of standard error from which the reason of a failure is taken."""
@@ -344,7 +344,8 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
         if function is None:
             function = getattr(space["Solution"](), case["function"])
         answer = function(*case["arguments"])
-    os.write(RESULT_FD, nonce + json.dumps(answer).encode())
+    # Scalars and arrays of numpy have tolist().
+    os.write(RESULT_FD, nonce + json.dumps(answer, default=lambda x: x.tolist()).encode())
     return 0
 
 

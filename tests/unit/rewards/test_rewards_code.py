@@ -260,6 +260,12 @@ class Solution:
         ),
         ({"tests": ["assert f('ab') == ['ab', 'ba']"]}, PERMUTES, 1),
         ({"tests": ["assert f(2, 3, 5) == 3"]}, "f = lambda a, b, c: pow(a, b, c)", 1),
+        (
+            {"tests": {"fn_name": "f", "inputs": [[[2, 1]]], "outputs": [2]}},
+            "def f(a):\n    b = deepcopy(a)\n    random.shuffle(b)\n    assert timedelta(1)\n"
+            "    return ascii_lowercase.index('c') + (mean(a) - mean(b)) * randint(1, 2)",
+            1,
+        ),
         ({"tests": ["assert f() == 1"]}, "def f(): return unknown", 0),
         ({"tests": ["assert gcd(4, 6) == 2"]}, "", 0),
         ({"tests": {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}}, "", 0),
@@ -271,6 +277,13 @@ def test_program_has_the_usual_modules_without_importing_them(
 ) -> None:
     """Names of Python itself stay what they are, and what is tested must be the program's."""
     assert judge(make(), row, [program]) == [score]
+
+
+def test_results_of_numpy_are_compared_as_numbers(make: Make) -> None:
+    row = {"tests": {"fn_name": "f", "inputs": [[0], [1]], "outputs": [7, [7, 8]]}}
+    program = "import numpy as np\ndef f(i): return np.array([7, 8]) if i else np.int64(7)"
+    wrong = "def f(i): return object()"
+    assert judge(make(memory_mib=4096), row, [program, wrong]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

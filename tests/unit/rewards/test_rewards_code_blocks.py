@@ -31,6 +31,8 @@ from slurmrl.rewards.code_cases import cases_of, program_of
         ("```python\na\n```\nIt prints:\n```\n3\n```", "a"),
         ("```\na\n```\n```\nb\n```", "b"),
         ("~~~python\na = '```'\n~~~\n```\n3\n```", "a = '```'"),
+        ("```python\nif a:\n    b = '\n    ```\n    '\n```\n", "if a:\n    b = '\n    ```\n    '"),
+        ("- - So:\n      ```python\n      a\n      ```\n", "a"),
     ],
 )
 def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
@@ -92,3 +94,26 @@ def test_program_is_the_block_that_the_tests_are_about(
     """What it defines counts, or that it reads and prints; of equals the last one."""
     program = program_of(fenced(*blocks), cases_of(row, row["tests"]))
     assert program == blocks[chosen].partition("\n")[2]
+
+
+HELPED = "python\ndef add(a, b):\n    return total([a, b])"
+TOTAL = "python\ndef total(a):\n    return np.sum(a)"
+CALLS = "python\nprint(solve(*map(int, input().split())))"
+
+
+@pytest.mark.parametrize(
+    ("row", "blocks", "used"),
+    [
+        (CALL, ("python\ndef total(a):\n    return sum(a)", HELPED), (0, 1)),
+        (CALL, ("python\nfrom math import fsum as total", "python\nprint(1)", HELPED), (0, 2)),
+        (CALL, ("python\nimport numpy as np", TOTAL, HELPED), (0, 1, 2)),
+        (CALL, ("python\ntotal = 1 +", HELPED), (1,)),
+        (CALL, ("python\ndef other(a): ...", HELPED), (1,)),
+        (SCRIPT, ("python\ndef solve(a, b):\n    return a + b", CALLS), (0, 1)),
+    ],
+)
+def test_program_has_earlier_blocks_that_make_names_it_lacks(
+    row: dict[str, Any], blocks: Sequence[str], used: Sequence[int]
+) -> None:
+    program = program_of(fenced(*blocks), cases_of(row, row["tests"]))
+    assert program == "\n".join(blocks[index].partition("\n")[2] for index in used)
