@@ -114,6 +114,20 @@ class ChatTemplate:
         return EndOfTurn()
 
     @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """Tokens that end a turn, including one that ends only turns with calls of tools."""
+        said: Message = {"role": ASSISTANT, "content": TURN_TEXT}
+        tail = self._try([ASKED, said], self._tools).rpartition(TURN_TEXT)[2].strip()
+        for arguments in ({"text": TURN_TEXT}, f'{{"text": "{TURN_TEXT}"}}'):
+            call = {"type": "function", "function": {"name": "do", "arguments": arguments}}
+            calls: Message = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
+            end = self._try([ASKED, calls], self._tools).rpartition(TURN_TEXT)[2].strip()
+            own = max(filter(end.endswith, self._known), key=len, default="")
+            if own and tail and not self.turn_end.by_next and not end.endswith(tail):
+                return tuple(dict.fromkeys((*self.turn_end.tokens, own)))
+        return self.turn_end.tokens
+
+    @cached_property
     def _known(self) -> set[str]:
         """The strings of the tokenizer's special and added tokens."""
         return {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
@@ -344,7 +358,7 @@ def stop_ids(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     parts = [part for each in config.datasets().values() for part in each.parts.values()]
     templates = [ChatTemplate(part, tokenizer) for part in parts if part.is_chat]
-    tokens = [token for template in templates for token in template.turn_end.tokens]
+    tokens = [token for template in templates for token in template.stops]
     known = tokenizer.get_vocab()
     return list(dict.fromkeys([end_id(tokenizer), *(known[token] for token in tokens)]))
 

@@ -44,6 +44,17 @@ LLAMA = HEADER + (
     "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
 )
+CALLED = (
+    "{% if m.tool_calls %}<|observation|>{{ m.tool_calls[0].function | tojson }}<|observation|>"
+    "{% else %}{{ m.content }}{% endif %}"
+)
+OWN_CALLS = CHATML.replace(  # as gpt-oss's
+    "{{ m.content }}<|im_end|>\n",
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }} "
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|end|>"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}",
+)
+WRAPPED_CALLS = CHATML.replace("{{ m.content }}", CALLED)
 PLAIN = HEADER + f"{{{{ m.role }}}}:\n{{{{ m.content }}}}\n{PROMPT}assistant:\n{{% endif %}}"
 USER, SAID = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
@@ -166,6 +177,33 @@ def test_generation_stops_at_the_tokens_that_end_a_turn_in_every_template(
     )
     ends = ["<|endoftext|>", "<|im_end|>", "<|user|>", "<|observation|>"]
     assert tokenizer.convert_ids_to_tokens(stop_ids(config, tokenizer)) == ends
+
+
+@pytest.mark.parametrize(
+    ("template", "stops"),
+    [
+        (OWN_CALLS, ("<|im_end|>", "<|end|>")),
+        (OWN_CALLS.replace("| tojson", ""), ("<|im_end|>", "<|end|>")),
+        (WRAPPED_CALLS, ("<|im_end|>",)),
+        (CLOSED.replace("{{ m.content }}", CALLED), ("<|end|>",)),
+        (NEXT_ROLE, ("<|user|>", "<|observation|>")),
+        (CHATML, ("<|im_end|>",)),
+        (PLAIN, ()),
+    ],
+)
+def test_generation_stops_at_the_token_that_ends_calls_of_tools(
+    tokenizer: Any, template: str, stops: tuple[str, ...]
+) -> None:
+    """Calls may end with another token than answers; a token that closes a call ends no turn."""
+    tokenizer.chat_template = template
+    config = Dataset(type="messages", path="rows.jsonl")
+    assert ChatTemplate(config, tokenizer).stops == stops
+    if template == OWN_CALLS:
+        call = {"function": {"name": "add", "arguments": {"a": 1}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        text = marked(tokenizer, template, USER, said, USER, SAID)
+        assert '[add {"a": 1}<|end|>]<|im_start|>user' in text
+        assert text.rstrip().endswith("[Hello<|im_end|>]")
 
 
 @pytest.mark.parametrize(
