@@ -169,7 +169,7 @@ class HFRollout(RolloutEngine):
         for fault, holds in faults.items():
             if holds:
                 raise UsageError(f"request {request.request_id} {fault}")
-        if options.experts and not self._model.use_routers().blocks:
+        if options.experts and not self._model.routers.blocks:
             raise UsageError(f"request {request.request_id}: the model has no experts to record")
         self._model.check_length(len(request.prompt) + options.max_new_tokens)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -66,8 +67,6 @@ class HFModel(PackedModel):
         )
         """The config with transformers' defaults."""
         refuse_dropout(self.inner)
-        self.routers: HFRouters | None = None
-        """The model's routers, once experts are recorded or replayed."""
         self._replayed: Replayed | None = None
         self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
@@ -147,21 +146,19 @@ class HFModel(PackedModel):
         values = wide_linear(features, score.weight).squeeze(-1)
         return values if score.bias is None else values + score.bias
 
-    def use_routers(self) -> HFRouters:
-        """Return the model's routers. Raises UsageError if they cannot be replayed."""
-        if self.routers is None:
-            self.routers = HFRouters(self.inner)
-        return self.routers
+    @cached_property
+    def routers(self) -> HFRouters:
+        """The model's routers. Raises UsageError if they cannot be replayed."""
+        return HFRouters(self.inner)
 
     @contextmanager
     def routed(self, routes: Replayed) -> Iterator[None]:
         """While entered, the blocks with experts follow ``routes``, in backward passes too."""
-        routers = self.use_routers()
-        self._replayed = routers.routes = routes
+        self._replayed = self.routers.routes = routes
         try:
             yield
         finally:
-            self._replayed = routers.routes = None
+            self._replayed = self.routers.routes = None
 
     def check_length(self, tokens: int) -> None:
         """See `HFConfig.check_length`, with transformers' defaults."""
@@ -175,5 +172,5 @@ class HFModel(PackedModel):
         Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
         ``experts``: whether they are recorded.
         """
-        routers = self.use_routers() if experts else None
+        routers = self.routers if experts else None
         return HFSession(self, self.inner, lengths, prefill_tokens, width, routers)

@@ -8,7 +8,8 @@ takes the place of the result, so the weights follow from the scores of the repl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -32,60 +33,65 @@ class HFRouters:
         """Raises UsageError if a block with experts has no router whose choices can be changed."""
         self.routes: Routes | None = None
         """Treatment of the experts of the next calls; None: the routers choose."""
-        found: list[_Router] = []
+        named = type(model).__name__
+        self._found: list[_Router] = []
         for name, block in model.named_modules():
-            if not isinstance(getattr(block, "experts", None), nn.Module):
-                continue
-            router = next((each for each in map(_child(block), NAMES) if each is not None), None)
-            if router is None:
-                raise UsageError(
-                    f"the experts of {type(model).__name__} cannot be replayed: {name} has no "
-                    "router with top_k and num_experts"
-                )
-            found.append(_Router(self, router, len(found)))
-        widths = {each.per_token for each in found}
+            if isinstance(getattr(block, "experts", None), nn.Module):
+                router = _router_of(block)
+                if router is None:
+                    raise UsageError(
+                        f"the experts of {named} cannot be replayed: {name} has no router with "
+                        "top_k and num_experts"
+                    )
+                self._found.append(_Router(self, router, len(self._found)))
+        widths = {each.per_token for each in self._found}
         if len(widths) > 1:
-            raise UsageError(
-                f"the experts of {type(model).__name__} cannot be replayed: its blocks give a "
-                f"token {' or '.join(map(str, sorted(widths)))} experts"
-            )
-        self.blocks = len(found)
-        self.per_token = next(iter(widths), 0)
+            raise UsageError(f"the experts of {named} cannot be replayed: top_k differs by block")
+        self.blocks, self.per_token = len(self._found), next(iter(widths), 0)
+
+    def try_out(self) -> None:
+        """Call each router of a model on the meta device with two tokens.
+
+        Raises UsageError if one does not return the indices of one ``topk``.
+        """
+        self.routes = RecordedReads(1, self.blocks)
+        for router in self._found:
+            with suppress(TypeError, RuntimeError):  # it needs other arguments
+                router(torch.zeros(2, router.hidden, device="meta"))
+        self.routes = None
 
 
 def refusal(config: HFConfig) -> str:
-    """Return why the experts of a model cannot be replayed, as far as its modules show; or ""."""
+    """Return why the experts of a model cannot be replayed, as far as its routers show; or ""."""
     try:
         with torch.device("meta"):
             model = make_model(config, "lm", None, 0, torch.float32)
-        blocks = HFRouters(model).blocks
+        routers = HFRouters(model)
+        routers.try_out()
     except UsageError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - transformers' classes may raise anything
         return f"transformers cannot build a {config.model_type} model: {error}"
-    return "" if blocks else f"a {config.model_type} model has no experts to replay"
+    return "" if routers.blocks else f"a {config.model_type} model has no experts to replay"
 
 
-def _child(block: nn.Module) -> Callable[[str], nn.Module | None]:
-    """Return a function of a name that gives the router with that name, if it is one."""
-
-    def router(name: str) -> nn.Module | None:
-        child = getattr(block, name, None)
+def _router_of(block: nn.Module) -> nn.Module | None:
+    """Return the router of a block with experts; None if there is none of a known form."""
+    for child in (getattr(block, name, None) for name in NAMES):
         sizes = (getattr(child, "top_k", None), getattr(child, "num_experts", None))
-        known = isinstance(child, nn.Module) and all(isinstance(size, int) for size in sizes)
-        return child if known else None
-
-    return router
+        if isinstance(child, nn.Module) and all(isinstance(size, int) for size in sizes):
+            return child
+    return None
 
 
 class _Router:
     """Calls a router's own method, with other experts if there are some."""
 
     def __init__(self, routers: HFRouters, router: nn.Module, block: int) -> None:
-        self._routers, self._block = routers, block
-        self._name = type(router).__name__
+        self._routers, self._block, self._name = routers, block, type(router).__name__
         self.per_token: int = router.top_k  # type: ignore[assignment]
         self._experts: int = router.num_experts  # type: ignore[assignment]
+        self.hidden: int = getattr(router, "weight", torch.zeros(0)).shape[-1]
         self._compute = router.forward
         router.forward = self
 
@@ -96,8 +102,7 @@ class _Router:
         choice = _Choice(routes, self._block, self.per_token, self._experts)
         with choice:
             outputs = self._compute(*values, **named)
-        (taken,) = choice.taken if len(choice.taken) == 1 else (None,)
-        if taken is None or not any(each is taken for each in outputs):
+        if len(choice.taken) != 1 or not any(each is choice.taken[0] for each in outputs):
             raise UsageError(
                 f"the experts that {self._name} chooses cannot be recorded or replayed: it does "
                 "not return the indices of one topk; set rollout.replay_experts to false"
@@ -139,8 +144,8 @@ class RecordedReads:
     """Keeps the choices for the tokens of one call of the model."""
 
     def __init__(self, rows: int, blocks: int) -> None:
-        self._rows = rows
-        self._chosen: list[Tensor | None] = [None] * blocks
+        self._rows, self._blocks = rows, blocks
+        self._chosen: dict[int, Tensor] = {}
 
     def chosen(self, block: int, own: Tensor) -> Tensor:
         self._chosen[block] = own.to(torch.int16)
@@ -148,6 +153,6 @@ class RecordedReads:
 
     def experts(self) -> Tensor:
         """Return the experts [rows, tokens of a row, L * K], int16."""
-        found = [each for each in self._chosen if each is not None]
-        assert len(found) == len(self._chosen), "the model calls all of its blocks"
-        return torch.stack(found, dim=1).view(self._rows, -1, len(found) * found[0].shape[-1])
+        assert len(self._chosen) == self._blocks, "the model calls all of its blocks"
+        experts = torch.cat([self._chosen[block] for block in range(self._blocks)], dim=1)
+        return experts.view(self._rows, -1, experts.shape[1])

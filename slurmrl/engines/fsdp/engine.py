@@ -290,7 +290,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         if isinstance(decoder, Decoder):
             return decoder.routed(Replayed(experts_of(sample, decoder.config)))
         model = cast("HFModel", decoder)
-        return model.routed(Replayed(experts_of(sample, model.use_routers())))
+        return model.routed(Replayed(experts_of(sample, model.routers)))
 
     @torch.no_grad()
     def _count(

@@ -165,6 +165,8 @@ def test_replay_is_rejected_for_models_without_known_routers() -> None:
     assert "no experts to replay" in refusal(HFConfig.from_hf({**COMMON, "model_type": "olmo2"}))
     assert "cannot build a dbrx model" in refusal(HFConfig.from_hf({"model_type": "dbrx"}))
     assert refusal(HFConfig.from_hf({**COMMON, **ROUTED["softmax"]})) == ""
+    llama4 = {"model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 32}
+    assert "Llama4Router chooses cannot" in refusal(HFConfig.from_hf({**COMMON, **llama4}))
     unknown = nn.ModuleDict({"block": nn.ModuleDict({"experts": nn.Linear(2, 2)})})
     with pytest.raises(UsageError, match="block has no router with top_k"):
         HFRouters(unknown)

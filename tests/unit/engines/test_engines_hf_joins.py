@@ -56,7 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
-        "first_k_dense_replace": 1,
+        "first_k_dense_replace": 2,
         "moe_intermediate_size": 16,
         "kv_lora_rank": 16,
         "q_lora_rank": 16,
@@ -312,14 +312,5 @@ def test_too_long_request_fails_alone() -> None:
 
 
 def write(model: HFModel, folder: Path) -> None:
-    """Write the weights as a weight version has them."""
-    from safetensors.torch import save_file
-
-    names = {name for name, _ in model.inner.named_parameters()}
-    tensors = {name: each for name, each in model.inner.state_dict().items() if name in names}
-    constants = {name.removeprefix("inner."): each for name, each in model.constants().items()}
-    save_file(
-        {name: each.detach().contiguous() for name, each in (tensors | constants).items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
+    """Write the weights as transformers does."""
+    model.inner.save_pretrained(folder)
