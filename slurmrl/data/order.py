@@ -7,7 +7,7 @@ lengths. So any process can compute them.
 from __future__ import annotations
 
 import random
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.prepared import PreparedRows
+from slurmrl.tensors.bins import best_fit
 
 EPOCHS_AT_ONCE = 2
 """Epochs whose orders are kept: unfinished items of the previous epoch may be taken again."""
@@ -302,50 +303,39 @@ def longest_first(
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Partition the indices into few parts of at most ``max_tokens`` each.
-
-    A longer sequence gets a separate part. The algorithm is best fit decreasing (at most 11/9 of
-    the optimal number of parts, plus one; Johnson 1974). Parts are sorted, and ordered by their
-    first index.
-    """
+    """Partition the indices into few parts of at most ``max_tokens`` each: see `best_fit`."""
     _check_budget(max_tokens)
-    parts: list[list[int]] = []
-    room: list[tuple[int, int]] = []
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        at = bisect_left(room, (lengths[index], -1))
-        if at == len(room):
-            left, part = max_tokens, len(parts)
-            parts.append([])
-        else:
-            left, part = room.pop(at)
-        parts[part].append(index)
-        insort(room, (left - lengths[index], part))
-    for items in parts:
-        items.sort()
-    return sorted(parts)
+    return best_fit(lengths, max_tokens)
 
 
-def padded_microbatches(lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Partition items whose sequences are padded to the longest sequence of their part.
+def row_microbatches(
+    lengths: Sequence[Sequence[int]], max_tokens: int, *, packed: bool
+) -> list[list[int]]:
+    """Partition items whose sequences become rows as wide as the longest sequence of their part.
 
-    ``lengths`` lists the lengths of each item's sequences. In a part, the number of sequences times
-    the longest length is at most ``max_tokens``; see ``microbatches``.
+    ``lengths`` lists the lengths of each item's sequences. With ``packed``, a row holds several
+    sequences (`best_fit`), otherwise one. In a part, the number of rows times their width is at
+    most ``max_tokens``; see ``microbatches``.
 
-    Parts are filled one after the other, the longest items first. If each item has one sequence,
-    fewer parts are impossible.
+    Parts are filled one after the other, the longest items first. If each item has one sequence
+    and rows are not packed, fewer parts are impossible.
     """
     _check_budget(max_tokens)
     longest = [max(item, default=0) for item in lengths]
+    order = sorted(range(len(lengths)), key=longest.__getitem__, reverse=True)
     parts: list[list[int]] = []
-    rows = width = 0
-    for index in sorted(range(len(lengths)), key=longest.__getitem__, reverse=True):
-        if not parts or (rows + len(lengths[index])) * width > max_tokens:
-            parts.append([])
-            rows, width = 0, longest[index]
-        parts[-1].append(index)
-        rows += len(lengths[index])
-    for items in parts:
-        items.sort()
+    while order:
+        width = longest[order[0]]
+
+        def too_many(count: int, first: Sequence[int] = order, width: int = width) -> bool:
+            held = [length for index in first[:count] for length in lengths[index]]
+            if not packed:
+                return len(held) * width > max_tokens
+            return sum(held) > max_tokens or len(best_fit(held, width)) * width > max_tokens
+
+        taken = 1 + bisect_left(range(2, len(order) + 1), True, key=too_many)
+        parts.append(sorted(order[:taken]))
+        order = order[taken:]
     return sorted(parts)
 
 

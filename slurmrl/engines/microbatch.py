@@ -20,11 +20,12 @@ from torch import Tensor
 from torch import distributed as dist
 
 from slurmrl.data.meta import EXPERTS, IDS, SIZES
-from slurmrl.data.order import microbatches, padded_microbatches
+from slurmrl.data.order import microbatches, row_microbatches
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
+from slurmrl.models.base import RowKind
 from slurmrl.models.experts import UNKNOWN
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.packed import ranges
@@ -79,18 +80,17 @@ def agree(
     denominator: float,
     context: ParallelContext,
     *,
-    padded: bool = False,
+    rows: RowKind | None = None,
     shared: bool = False,
 ) -> MicrobatchSchedule:
     """Cut the sample into micro-batches and exchange their numbers with the other ranks.
 
-    With ``padded``, sequences are padded to the longest, and the padding counts as tokens. With
-    ``shared``, a prefix that adjacent sequences share counts once in a micro-batch.
+    With ``rows``, padding counts as tokens. With ``shared``, equal adjacent prefixes count once.
     """
     if shared:
         cut = shared_microbatches(sample, max_tokens)
-    elif padded:
-        cut = padded_microbatches(sample.lengths[TOKENS], max_tokens)
+    elif rows is not None:
+        cut = row_microbatches(sample.lengths[TOKENS], max_tokens, packed=rows == "packed")
     else:
         cut = microbatches(item_tokens(sample), max_tokens)
     parts = tuple(map(tuple, cut))

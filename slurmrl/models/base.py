@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -18,6 +19,9 @@ from slurmrl.models.recompute import Recompute
 from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.ops.sampling import Support
 
+RowKind = Literal["packed", "single"]
+"""Rows of several sequences one after the other, or of one padded sequence each."""
+
 
 class PackedModel(nn.Module, ABC):
     """A causal model over packed sequences with a language-model or a value head."""
@@ -26,6 +30,9 @@ class PackedModel(nn.Module, ABC):
     head: Head
     balance: Balance | None = None
     """The load-balancing loss, if the config requests one."""
+
+    rows: RowKind | None = None
+    """How a micro-batch becomes rows of equal width; None for a model without such rows."""
 
     @property
     @abstractmethod

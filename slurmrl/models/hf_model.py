@@ -1,7 +1,7 @@
 """Any causal model of transformers with the interface of the built-in decoders.
 
-Sequences are one padded batch with a mask, which every model supports. Logits [T, V] are
-materialised only if the model does more than multiply hidden states by its head.
+Sequences are packed into rows if the model keeps them apart, else padded (`hf_rows`). Logits [T, V]
+are materialised only if the model does more than multiply hidden states by its head.
 T packed tokens, S sequences, L the longest of them, V vocabulary.
 """
 
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
-from slurmrl.models.base import PackedModel
+from slurmrl.models.base import PackedModel, RowKind
 from slurmrl.models.experts import Replayed
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_loading import count_positions, make_model, only_multiplies, refuse_dropout
 from slurmrl.models.hf_routers import HFRouters
+from slurmrl.models.hf_rows import choose_rows, row_places
 from slurmrl.models.hf_session import HFSession
-from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
@@ -44,6 +44,7 @@ class HFModel(PackedModel):
     """A model with its weights, read from a folder or initialized by transformers."""
 
     adapters: PaddedBatches | None = None
+    rows: RowKind
 
     def __init__(
         self,
@@ -73,6 +74,7 @@ class HFModel(PackedModel):
             raise UsageError(
                 f"{type(self.inner).__name__} has no linear layer 'score' to compute values with"
             )
+        self.rows = choose_rows(self, self.inner)
 
     @property
     def layers(self) -> Iterable[nn.Module]:
@@ -111,21 +113,20 @@ class HFModel(PackedModel):
         self._made.check_length(max_len)
         if isinstance(cu_seqlens, OnHost):
             cu_seqlens = cu_seqlens.tensor
-        tokens = input_ids.shape[0]
-        indices = (packed_rows(cu_seqlens, tokens), packed_positions(cu_seqlens, tokens))
-        rows, places, lengths = upload((*indices, cu_seqlens.diff().long()), input_ids.device)
-        shape = (cu_seqlens.shape[0] - 1, max_len)
-        ids = input_ids.new_zeros(shape).index_put((rows, places), input_ids)
+        places = row_places(cu_seqlens, max_len, self.rows)
+        rows, columns = upload((places.rows, places.columns), input_ids.device)
+        ids = input_ids.new_zeros(places.shape).index_put((rows, columns), input_ids)
         if self._replayed is not None:
-            self._replayed.place(rows * max_len + places, ids.numel())
+            self._replayed.place(rows * max_len + columns, ids.numel())
         if self.adapters is not None:
-            self.adapters.arrange_padded((rows, places), shape)
-        columns = torch.arange(max_len, device=ids.device)
-        mask = (columns < lengths[:, None]).long()
+            self.adapters.arrange_padded((rows, columns), places.shape)
+        given = {"input_ids": ids}
+        if places.positions is not None:
+            (given["position_ids"],) = upload((places.positions,), input_ids.device)
         whole = self.head == "lm" and not self._multiplies
         inner = self.inner if whole else self.inner.base_model
-        output = inner(input_ids=ids, attention_mask=mask, use_cache=False)
-        return (output.logits if whole else output.last_hidden_state)[rows, places]
+        output = inner(**given, use_cache=False)
+        return (output.logits if whole else output.last_hidden_state)[rows, columns]
 
     def logprobs(
         self,

@@ -44,6 +44,7 @@ TORCH_FREE = (
     "rewards",
     "rewards.*",
     "tensors",
+    "tensors.bins",
     "tensors.layout*",
     "tensors.parallel",
     "tensors.parallel.topology",

@@ -218,7 +218,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             self._max_tokens,
             denominator,
             self.context,
-            padded=not isinstance(self.config, ModelConfig),  # models of transformers run padded
+            rows=self._shards.decoder.rows,
             shared=self._shares(sample),
         )
 

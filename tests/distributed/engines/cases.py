@@ -22,7 +22,6 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import GenerateEngine, Outputs, TrainEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import GenerationOptions
-from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.support import megatron_cpu
 from tests.support.generated import generated
@@ -230,17 +229,20 @@ def forward_with_function(setup: Setup) -> dict[str, Tensor]:
     )
 
 
-def padded_tokens(setup: Setup) -> tuple[list[int], list[int]]:
-    """Sequences times the longest of them in each micro-batch: of outputs, and of training."""
+def row_tokens(setup: Setup) -> tuple[list[int], list[int]]:
+    """Tokens and padding that a model of transformers reads in each micro-batch.
+
+    The first list is from outputs, the second from training.
+    """
     engine = make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
     found: list[int] = []
 
-    def watch(_: Any, inputs: tuple[Tensor, OnHost, int]) -> None:
-        _, cu_seqlens, longest = inputs
-        found.append((len(cu_seqlens.tensor) - 1) * longest)
+    def watch(_: Any, inputs: tuple[Tensor]) -> None:
+        found.append(inputs[0].numel())
 
-    engine._shards.decoder.register_forward_pre_hook(watch)  # type: ignore[attr-defined]
+    embedding = engine._shards.decoder.inner.get_input_embeddings()  # type: ignore[attr-defined]
+    embedding.register_forward_pre_hook(watch)
     engine.forward(sample)
     outputs = found.copy()
     found.clear()

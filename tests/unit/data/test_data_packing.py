@@ -13,8 +13,9 @@ from slurmrl.data.order import (
     even_partition,
     even_sizes,
     microbatches,
-    padded_microbatches,
+    row_microbatches,
 )
+from slurmrl.tensors.bins import best_fit
 
 
 @settings(deadline=None)
@@ -74,22 +75,26 @@ def test_microbatches_respect_the_budget(lengths: list[int], budget: int) -> Non
     assert parts == sorted(parts)
 
 
-def padded_tokens(lengths: list[list[int]], part: Iterable[int]) -> int:
+def row_tokens(lengths: list[list[int]], part: Iterable[int], *, packed: bool = False) -> int:
     rows = [length for index in part for length in lengths[index]]
-    return len(rows) * max(rows, default=0)
+    width = max(rows, default=0)
+    return (len(best_fit(rows, width)) if packed else len(rows)) * width
 
 
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=4), max_size=40),
     st.integers(1, 500),
+    st.booleans(),
 )
-def test_padded_microbatches_respect_the_budget(lengths: list[list[int]], budget: int) -> None:
-    parts = padded_microbatches(lengths, budget)
+def test_rows_of_microbatches_respect_the_budget(
+    lengths: list[list[int]], budget: int, packed: bool
+) -> None:
+    parts = row_microbatches(lengths, budget, packed=packed)
     assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
     for part in parts:
         assert part == sorted(part)
-        assert padded_tokens(lengths, part) <= budget or len(part) == 1
+        assert row_tokens(lengths, part, packed=packed) <= budget or len(part) == 1
     assert parts == sorted(parts)
 
 
@@ -102,19 +107,20 @@ def test_padded_microbatches_of_single_sequences_are_as_few_as_can_be(
     possible = []
     for choice in product(range(n), repeat=n):
         parts = [[i for i in range(n) if choice[i] == part] for part in set(choice)]
-        if all(padded_tokens(lengths, part) <= budget for part in parts):
+        if all(row_tokens(lengths, part) <= budget for part in parts):
             possible.append(len(parts))
-    assert len(padded_microbatches(lengths, budget)) == min(possible)
+    assert len(row_microbatches(lengths, budget, packed=False)) == min(possible)
 
 
 def test_short_sequences_are_not_padded_to_a_long_one() -> None:
     lengths = [[8000], *[[100]] * 80]
-    assert padded_microbatches(lengths, 16384) == [[0, 1], list(range(2, 81))]
+    assert row_microbatches(lengths, 16384, packed=False) == [[0, 1], list(range(2, 81))]
+    assert row_microbatches(lengths, 16384, packed=True) == [list(range(81))]
 
 
 def test_equal_items_keep_their_order_and_count_with_all_their_sequences() -> None:
-    assert padded_microbatches([[3]] * 5, 6) == [[0, 1], [2, 3], [4]]
-    assert padded_microbatches([[1], [4, 1], [2, 2], [4]], 8) == [[0, 2], [1], [3]]
+    assert row_microbatches([[3]] * 5, 6, packed=False) == [[0, 1], [2, 3], [4]]
+    assert row_microbatches([[1], [4, 1], [2, 2], [4]], 8, packed=False) == [[0, 2], [1], [3]]
 
 
 @settings(deadline=None)

@@ -26,7 +26,7 @@ def test_sums_of_tokens_keep_the_budget() -> None:
 
 
 def test_padded_sizes_keep_the_budget() -> None:
-    rounds = agree(sample(), 16, 1.0, ALONE, padded=True)
+    rounds = agree(sample(), 16, 1.0, ALONE, rows="single")
     assert rounds.parts == ((0,), (1, 6), (2, 4, 5), (3,))
     assert rounds.count == 4
 

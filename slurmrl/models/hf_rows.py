@@ -1,0 +1,169 @@
+"""Rows of equal width that a model of transformers reads, and trials of what it can read.
+
+Rows are as wide as the longest sequence. They hold several sequences one after the other if the
+family keeps these apart, so that hardly any token is padding and attention costs no more than in
+padded rows. Families with convolutions or recurrent states let a sequence see the sequence before
+it; configs do not state this, so each model is tried.
+
+Padding is on the right, without a mask: a causal model does not see it.
+
+T packed tokens, R rows, W their width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slurmrl import log
+from slurmrl.errors import UsageError
+from slurmrl.models.base import PackedModel, RowKind
+from slurmrl.models.packed import packed_positions, packed_rows
+from slurmrl.tensors.bins import best_fit
+
+LOG = log.get(__name__)
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Largest relative difference (of 2-norms) that counts as rounding, by dtype."""
+COARSE_TOLERANCE = 0.1
+"""The same for half precision."""
+LEAST_LEAK, NOISE_FACTOR = 1e-6, 3.0
+"""A sequence sees its neighbor if other tokens of the neighbor change its outputs by more than the
+first number, and by more than this multiple of the change in a separate row, which is rounding."""
+TRIALS = 3
+"""A router may choose another expert after rounding; it does not do so for every set of tokens."""
+LONG, SHORT = 8, 3
+"""Tokens of the sequences of a trial: one long and two short ones."""
+OFFSETS = torch.tensor([0, LONG, LONG + SHORT, LONG + 2 * SHORT], dtype=torch.int32)
+LAST = slice(LONG + SHORT, None)
+
+
+class RowPlaces(NamedTuple):
+    """The place of each packed token in rows."""
+
+    rows: Tensor
+    """[T] int64."""
+    columns: Tensor
+    """[T] int64."""
+    shape: tuple[int, int]
+    """R and W."""
+    positions: Tensor | None
+    """[R, W] int64, from 0 in each sequence; None if each row has one sequence."""
+
+
+def row_places(cu_seqlens: Tensor, width: int, kind: RowKind) -> RowPlaces:
+    """Return the place of each token of ``cu_seqlens`` [S+1], which is in host memory."""
+    lengths = cu_seqlens.diff().long()
+    tokens, count = int(cu_seqlens[-1]), lengths.shape[0]
+    held = best_fit(lengths.tolist(), width) if kind == "packed" else []
+    if not 0 < len(held) < count:
+        columns = packed_positions(cu_seqlens, tokens)
+        return RowPlaces(packed_rows(cu_seqlens, tokens), columns, (count, width), None)
+    row_of, first = torch.empty_like(lengths), torch.empty_like(lengths)
+    positions = torch.arange(width).repeat(len(held), 1)
+    for row, sequences in enumerate(held):
+        column = 0
+        for index in sequences:
+            row_of[index], first[index] = row, column
+            positions[row, column:] = torch.arange(width - column)
+            column += int(lengths[index])
+    sequence = packed_rows(cu_seqlens, tokens)
+    columns = packed_positions(cu_seqlens, tokens) + first[sequence]
+    return RowPlaces(row_of[sequence], columns, (len(held), width), positions)
+
+
+@torch.no_grad()
+def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
+    """Return ``packed`` if the model on the CPU keeps sequences of a row apart, else ``single``.
+
+    ``model`` runs ``inner``. Raises UsageError if even padding changes outputs.
+    """
+    family = model.config.model_type
+    try:
+        apart, reason = _keeps_apart(model, inner), "they would see each other in a row"
+    except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
+        apart, reason = False, f"a trial of packed sequences failed: {error}"
+    if apart:
+        return "packed"
+    try:
+        found = _padding_difference(model, inner)
+    except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
+        LOG.info("%s: padding could not be tried on the CPU: %s", family, error)
+        return "single"  # for example, it needs a GPU
+    if found > tolerance(inner):
+        raise UsageError(
+            f"implementation hf does not support this {family} model: in a trial, outputs of a "
+            f"padded sequence differ by {found:.1%} from the same sequence without padding, so "
+            "results would depend on the batch"
+        )
+    LOG.info("%s: sequences are padded, not packed: %s", family, reason)
+    return "single"
+
+
+def tolerance(inner: PreTrainedModel) -> float:
+    """Return the relative difference that counts as rounding in the model's dtype."""
+    return TOLERANCE.get(next(inner.parameters()).dtype, COARSE_TOLERANCE)
+
+
+def trial_tokens(inner: PreTrainedModel, trial: int, count: int) -> Tensor:
+    """Return tokens [count] on the model's device, the same in every process."""
+    generator = torch.Generator().manual_seed(trial)
+    device = next(inner.parameters()).device
+    return torch.randint(vocabulary(inner), (count,), generator=generator).to(device)
+
+
+def vocabulary(inner: PreTrainedModel) -> int:
+    """Return the number of token embeddings."""
+    table: Any = inner.get_input_embeddings()
+    return int(table.weight.shape[0])
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Return the 2-norm of the difference relative to the 2-norm of ``wanted``."""
+    wanted = wanted.double()
+    return float((found.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+
+
+def difference(inner: PreTrainedModel, measure: Callable[[int], float]) -> float:
+    """Return the first measured difference that counts as rounding, else the smallest of several.
+
+    ``measure`` gets the number of the trial.
+    """
+    found: list[float] = []
+    for trial in range(TRIALS):
+        found.append(measure(trial))
+        if found[-1] <= tolerance(inner):
+            break
+    return min(found)
+
+
+def _keeps_apart(model: PackedModel, inner: PreTrainedModel) -> bool:
+    """Return whether the second sequence of a row depends on the first one only by rounding."""
+    model.rows = "packed"
+    for trial in range(TRIALS):
+        ids = trial_tokens(inner, trial, int(OFFSETS[-1]))
+        others = ids.clone()
+        others[LONG : LONG + SHORT] = (ids[LONG : LONG + SHORT] + 1) % vocabulary(inner)
+        found, changed = (model(each, OFFSETS, LONG) for each in (ids, others))
+        noise = relative(changed[:LONG], found[:LONG])
+        leak = relative(changed[LAST], found[LAST])
+        if leak <= max(LEAST_LEAK, NOISE_FACTOR * noise):
+            alone = model(ids[LAST], torch.tensor([0, SHORT], dtype=torch.int32), SHORT)
+            if relative(found[LAST], alone) <= tolerance(inner):
+                return True
+    return False
+
+
+def _padding_difference(model: PackedModel, inner: PreTrainedModel) -> float:
+    """Return the relative difference between short sequences with a long one and without it."""
+    model.rows = "single"
+    both = torch.tensor([0, SHORT, 2 * SHORT], dtype=torch.int32)
+
+    def measure(trial: int) -> float:
+        ids = trial_tokens(inner, trial, int(OFFSETS[-1]))
+        return relative(model(ids, OFFSETS, LONG)[LONG:], model(ids[LONG:], both, SHORT))
+
+    return difference(inner, measure)

@@ -1,0 +1,115 @@
+"""Rows of several sequences, in families that keep these apart and in families that do not."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from slurmrl.errors import UsageError
+from slurmrl.models.base import RowKind
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_rows import row_places
+from tests.support.packing_families import APART, MIXING, ONLY_TRAINING, family_config
+
+LENGTHS = (5, 1, 9, 12, 3, 17, 2)
+
+
+def built(values: dict[str, Any], dtype: torch.dtype = torch.float32) -> HFModel:
+    return HFModel(HFConfig.from_hf(values), "lm", source=None, seed=3, dtype=dtype)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    return ids, offsets(LENGTHS)
+
+
+def offsets(lengths: Any) -> Tensor:
+    return nn.functional.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def logprobs(model: HFModel, ids: Tensor, lengths: Any) -> Tensor:
+    cu = offsets(lengths)
+    values, _ = model.logprobs(model(ids, cu, int(max(lengths))), ids, cu, temperature=1.0)
+    return values
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*APART, *MIXING, *ONLY_TRAINING])
+def test_logprobs_do_not_depend_on_the_batch(name: str) -> None:
+    model = built(family_config(name))
+    assert model.rows == ("packed" if name in APART else "single")
+    ids, _ = batch()
+    alone = torch.cat([logprobs(model, each, [len(each)]) for each in ids.split(LENGTHS)])
+    kinds: list[RowKind] = ["packed", "single"] if name in APART else ["single"]
+    for kind in kinds:
+        model.rows = kind
+        assert (logprobs(model, ids, LENGTHS) - alone).abs().max() < 1e-5, kind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["jamba", "lfm2", "falcon_h1", "qwen3_next", "llama", "qwen3_moe"])
+def test_new_weights_show_which_families_mix_sequences(name: str, dtype: torch.dtype) -> None:
+    """Sequences of new models hardly change each other, until training makes weights larger."""
+    model = built(family_config(name, initializer_range=0.02), dtype)
+    assert model.rows == ("packed" if name in APART else "single")
+
+
+def test_reason_of_padded_rows_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="slurmrl.models.hf_rows"):
+        built(family_config("lfm2"))
+        built(family_config("llama"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "lfm2: sequences are padded, not packed: they would see each other in a row"
+    ]
+
+
+def test_model_that_sees_padding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_attention(*_: Any, **given: Any) -> BaseModelOutputWithPast:
+        states = nn.functional.one_hot(given["input_ids"].flip(1) % 32, 32).float().cumsum(1)
+        return BaseModelOutputWithPast(last_hidden_state=states)
+
+    monkeypatch.setattr(LlamaModel, "forward", reversed_attention)
+    with pytest.raises(
+        UsageError, match=r"not support this llama model: .* padded sequence differ"
+    ):
+        built(family_config("llama"))
+
+
+def test_gradients_do_not_depend_on_the_layout() -> None:
+    ids, cu = batch()
+    gradients = []
+    for kind in ("packed", "single"):
+        model = built(family_config("qwen3"))
+        model.rows = kind  # type: ignore[assignment]
+        logp, _ = model.logprobs(model(ids, cu, max(LENGTHS)), ids, cu, temperature=1.0)
+        logp.square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for packed, padded in zip(*gradients, strict=True):
+        assert (packed - padded).abs().max() < 1e-4 * padded.abs().max()
+
+
+def test_packed_rows_are_few_and_keep_sequences_whole() -> None:
+    cu = offsets((4, 8, 3, 1, 2, 6))
+    places = row_places(cu, 8, "packed")
+    assert places.shape == (3, 8)
+    assert len({*zip(places.rows.tolist(), places.columns.tolist(), strict=True)}) == 24
+    positions = places.positions
+    assert positions is not None
+    for first, last in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        rows, columns = places.rows[first:last], places.columns[first:last]
+        assert len(set(rows.tolist())) == 1
+        assert columns.diff().eq(1).all()
+        assert positions[rows, columns].tolist() == list(range(last - first))
+
+
+def test_rows_with_one_sequence_each_need_no_positions() -> None:
+    """Attention then needs no mask."""
+    assert row_places(offsets((5, 6, 8)), 8, "packed").positions is None
+    assert row_places(offsets((5, 3, 8)), 8, "single").shape == (3, 8)
