@@ -25,6 +25,7 @@ from slurmrl.models.hf_loading import count_positions, make_model, only_multipli
 from slurmrl.models.hf_routers import HFRouters
 from slurmrl.models.hf_rows import choose_rows, row_places
 from slurmrl.models.hf_session import HFSession
+from slurmrl.models.hf_trial import check_generation
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
@@ -74,6 +75,7 @@ class HFModel(PackedModel):
             raise UsageError(
                 f"{type(self.inner).__name__} has no linear layer 'score' to compute values with"
             )
+        self._recomputes = self._generates = False
         self.rows = choose_rows(self, self.inner)
 
     @property
@@ -92,7 +94,7 @@ class HFModel(PackedModel):
         if recompute == "full":
             enable: Callable[..., None] = self.inner.activation_checkpointing_enable
             enable(dict(CHECKPOINT_OPTIONS))
-            self.inner.train()  # it recomputes only in training mode; the config has no dropout
+            self._recomputes = True
 
     def forward(
         self,
@@ -108,6 +110,10 @@ class HFModel(PackedModel):
 
         Raises UsageError for a ``max_len`` at which results would depend on the batch.
         """
+        recomputes = self._recomputes and step is None
+        if self.inner.training != recomputes:
+            # Layers recompute in training mode only, and then ignore a cache. There is no dropout.
+            self.inner.train(recomputes)
         if step is not None:
             return self.inner(**step)
         self._made.check_length(max_len)
@@ -172,6 +178,11 @@ class HFModel(PackedModel):
 
         Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
         ``experts``: whether they are recorded.
+
+        Raises UsageError if the family's cache does not give the outputs of the training pass.
         """
+        if not self._generates:
+            check_generation(self, self.inner)
+            self._generates = True
         routers = self.routers if experts else None
         return HFSession(self, self.inner, lengths, prefill_tokens, width, routers)

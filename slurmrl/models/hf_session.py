@@ -129,16 +129,15 @@ class HFSession:
             "attention_mask": self._mask,
             "position_ids": positions,
             "past_key_values": self._cache,
+            "cache_params": self._cache,
             "use_cache": True,
             "logits_to_keep": 1,
         }
-        missing = {"attention_mask", "past_key_values"} - self._parameters
-        if missing:
+        if not self._parameters & {"past_key_values", "cache_params"}:
             name = type(self._inner).__name__
-            raise UsageError(
-                f"{name} cannot generate with a key-value cache: its forward() lacks the arguments "
-                f"{', '.join(sorted(missing))}"
-            )
+            raise UsageError(f"{name} cannot generate: its forward() takes no cache")
+        if "cache_params" in self._parameters and ids.shape[1] == 1:
+            del arguments["attention_mask"]  # Mamba would take its last column for this token
         step = {name: value for name, value in arguments.items() if name in self._parameters}
         if self._routers is None:
             output = self._model(ids, ids, 0, step)

@@ -125,6 +125,15 @@ MIXING: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 1,
         "use_mamba_kernels": False,
     },
+    "mamba": {**NARROW, "state_size": 8},
+    "mamba2": {
+        **NARROW,
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "opt": {"word_embed_proj_dim": 32, "ffn_dim": 48, "init_std": 0.2},
     "bloom": {"n_layer": 2, "n_head": 4},
@@ -137,14 +146,6 @@ ONLY_TRAINING: dict[str, dict[str, Any]] = {
         "attention_window_size": 6,
         "block_types": ["recurrent", "recurrent", "attention"],
         "pad_token_id": 0,
-    },
-    "mamba2": {
-        **NARROW,
-        "state_size": 8,
-        "num_heads": 4,
-        "head_dim": 16,
-        "n_groups": 1,
-        "chunk_size": 8,
     },
 }
 """Families that mix sequences and cannot generate."""

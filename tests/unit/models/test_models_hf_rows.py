@@ -113,3 +113,41 @@ def test_rows_with_one_sequence_each_need_no_positions() -> None:
     """Attention then needs no mask."""
     assert row_places(offsets((5, 6, 8)), 8, "packed").positions is None
     assert row_places(offsets((5, 3, 8)), 8, "single").shape == (3, 8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*APART, *MIXING])
+def test_generation_has_the_logits_of_training(name: str) -> None:
+    """Prompts of unequal lengths, rows that change places, and more rows that join."""
+    model = built(family_config(name))
+    ids, _ = batch()
+    rows = [row for row in ids.split(LENGTHS) if len(row) > 2]
+    wanted = [model(row, row, 0, {"input_ids": row[None], "use_cache": False}) for row in rows]
+    logits = [each.logits[0][-3:] for each in wanted]
+    order = torch.tensor([3, 0, 2, 4, 1])
+    session = model.session([len(row) - 2 for row in rows], prefill_tokens=20)
+    found = session.prompts(torch.cat([row[:-2] for row in rows]))
+    assert (found - torch.stack([each[0] for each in logits])).abs().max() < 1e-4
+    session.keep(order)
+    for place in (-2, -1):
+        fresh = torch.stack([rows[index][place] for index in order])
+        found = session.next(fresh, torch.ones(5, dtype=torch.bool))
+        exact = torch.stack([logits[index][3 + place] for index in order])
+        assert (found - exact).abs().max() < 1e-4
+
+
+def test_family_with_states_outside_the_cache_cannot_generate() -> None:
+    model = built(family_config("recurrent_gemma"))
+    with pytest.raises(UsageError, match=r"recurrent_gemma models cannot generate .* differ by"):
+        model.session([3, 2], prefill_tokens=20)
+
+
+def test_models_that_recompute_generate_with_their_cache() -> None:
+    """In training mode, layers that recompute ignore the cache."""
+    ids, cu = batch()
+    model = built(family_config("qwen3"))
+    plain = model(ids, cu, max(LENGTHS))
+    model.use("full")
+    model.session([3, 2], prefill_tokens=20)  # (raises if outputs differ)
+    assert torch.equal(model(ids, cu, max(LENGTHS)), plain)
+    assert model.inner.training
