@@ -20,6 +20,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel, RowKind
 from slurmrl.models.experts import Replayed
+from slurmrl.models.hf_blocks import blocks
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_loading import count_positions, make_model, only_multiplies, refuse_dropout
 from slurmrl.models.hf_routers import HFRouters
@@ -80,8 +81,7 @@ class HFModel(PackedModel):
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        names = self.inner._no_split_modules or ()
-        return [module for module in self.inner.modules() if type(module).__name__ in names]
+        return blocks(self.inner)
 
     def constants(self) -> dict[str, Tensor]:
         persistent = self.state_dict().keys()
@@ -93,7 +93,10 @@ class HFModel(PackedModel):
             raise UsageError("implementation hf supports activation checkpointing off or full only")
         if recompute == "full":
             enable: Callable[..., None] = self.inner.activation_checkpointing_enable
-            enable(dict(CHECKPOINT_OPTIONS))
+            try:
+                enable(dict(CHECKPOINT_OPTIONS))
+            except ValueError as error:
+                raise UsageError(f"gradient_checkpointing full is not allowed: {error}") from error
             self._recomputes = True
 
     def forward(

@@ -139,6 +139,24 @@ MIXING: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
 }
 """Families whose sequences would see each other in a row, or have wrong positions in it."""
+UNEVEN: dict[str, dict[str, Any]] = {
+    "biogpt": {"pad_token_id": 0},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "hybrid_layer_ids": [1, 3],
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_ngroups": 1,
+        "chunk_size": 8,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+    },
+}
+"""Families without names of blocks, and with a block that several layers share."""
 ONLY_TRAINING: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {
         "num_hidden_layers": 3,
@@ -153,5 +171,5 @@ ONLY_TRAINING: dict[str, dict[str, Any]] = {
 
 def family_config(name: str, **changes: Any) -> dict[str, Any]:
     """Return the config of a family, with ``changes``."""
-    values = {**APART, **MIXING, **ONLY_TRAINING}[name]
+    values = {**APART, **MIXING, **UNEVEN, **ONLY_TRAINING}[name]
     return {**BASE, **values, "model_type": name, **changes}

@@ -20,6 +20,7 @@ from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.distributed.engines.exported import train_and_export
 from tests.distributed.engines.one_process import assert_as_one_process
 from tests.pool import RankPool
+from tests.support.packing_families import family_config
 
 HERE = "tests.distributed.engines.cases"
 SPLIT = [[1, 5], [0, 2, 3, 4, 6, 7, 8, 9]]
@@ -139,6 +140,30 @@ def test_a_model_of_transformers_trains_like_the_builtin(
     for name, _ in saved[0].weights():
         ours, theirs = saved[0].read(name), saved[1].read(f"inner.{name}")
         assert abs(ours - theirs).max() < 1e-4, name
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "mamba", "biogpt", "zamba2"])
+def test_sharded_blocks_of_transformers_have_the_gradients_of_one_rank(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    """With recomputation, also of blocks that are nested, shared or without a name."""
+    found = []
+    for split, mode in ((SPLIT, "full"), ([[*range(10)]], "off")):
+        settings = model(
+            architecture=family_config(name, initializer_range=0.1),
+            implementation="hf",
+            gradient_checkpointing=mode,
+            max_tokens_per_microbatch=16,
+        )
+        setup = Setup(model=settings, options=UNITS["layers"], split=split)
+        folder = tmp_path / mode
+        folder.mkdir()
+        ranks(len(split), f"{HERE}:train", setup, save=folder)
+        saved = RoleCheckpoint(folder, "actor")
+        found.append({name: saved.read(f"exp_avg/{name}") for name, _ in saved.weights()})
+    largest = max(abs(gradient).max() for gradient in found[1].values())
+    for name, gradient in found[1].items():
+        assert abs(gradient - found[0][name]).max() < 1e-5 * largest, name
 
 
 def test_padding_counts_where_a_model_pads(ranks: RankPool) -> None:

@@ -17,6 +17,7 @@ from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.ops import logprobs
 from tests.support.generated import generate
 from tests.support.largest_tensor import LargestTensor
+from tests.support.packing_families import family_config
 
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GEMMA2 = {
@@ -236,9 +237,24 @@ def test_dropout_that_the_config_does_not_control_is_refused() -> None:
         refuse_dropout(model.inner)
 
 
-def test_layers_are_found_for_sharding() -> None:
-    model = made(GEMMA2)
-    assert [type(layer).__name__ for layer in model.layers] == ["Gemma2DecoderLayer"] * 2
+@pytest.mark.parametrize(
+    ("values", "classes"),
+    [
+        (GEMMA2, ["Gemma2DecoderLayer"] * 2),
+        (family_config("biogpt"), ["BioGptDecoderLayer"] * 2),  # names no class
+        (family_config("mamba"), ["MambaBlock"] * 2),  # names a class within another one too
+        (family_config("zamba2"), ["Zamba2MambaDecoderLayer"] * 2),  # the others share a block
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_layers_are_found_for_sharding(values: dict[str, Any], classes: list[str]) -> None:
+    assert [type(layer).__name__ for layer in made(values).layers] == classes
+
+
+def test_recomputation_that_a_family_lacks_is_refused() -> None:
+    model = made({**MIXTRAL, "model_type": "jetmoe", "kv_channels": 8, "num_attention_heads": 2})
+    with pytest.raises(UsageError, match=r"checkpointing full is not allowed: JetMoe.* support"):
+        model.use("full")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from slurmrl.models.base import RowKind
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_rows import row_places
-from tests.support.packing_families import APART, MIXING, ONLY_TRAINING, family_config
+from tests.support.packing_families import APART, MIXING, ONLY_TRAINING, UNEVEN, family_config
 
 LENGTHS = (5, 1, 9, 12, 3, 17, 2)
 
@@ -41,7 +41,7 @@ def logprobs(model: HFModel, ids: Tensor, lengths: Any) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*APART, *MIXING, *ONLY_TRAINING])
+@pytest.mark.parametrize("name", [*APART, *MIXING, *UNEVEN, *ONLY_TRAINING])
 def test_logprobs_do_not_depend_on_the_batch(name: str) -> None:
     model = built(family_config(name))
     assert model.rows == ("packed" if name in APART else "single")
