@@ -1,0 +1,97 @@
+"""Versions of adapters of transformers' models on the host of a rollout task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slurmrl.config.schema.roles import Lora
+from slurmrl.errors import UsageError
+from slurmrl.models.hf_adapters import adapter_shapes
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_merged import MergedFolder, file_fingerprint
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_reading import read_weights
+from slurmrl.models.model_tensors import open_folder
+from slurmrl.models.shapes import file_form
+from slurmrl.tensors.checkpoint.export import export
+from slurmrl.tensors.layout import Array, Box, TensorSpec
+from slurmrl.tensors.weights.format import VersionId
+from slurmrl.tensors.weights.writer import PartWriter, publish
+from slurmrl.workers.rollout.task_weights import MergingHost, TaskWeights
+from tests.support.hf_families import small, small_model
+
+LORA = Lora(rank=3, alpha=5.0, targets="all-linear")
+FIRST = VersionId(1, 1)
+
+
+class RandomAdapters:
+    """Random adapters of a family, as `TrainedTensors`."""
+
+    def __init__(self, family: str) -> None:
+        chance = np.random.default_rng(0)
+        shapes = adapter_shapes(small(family), "lm", LORA)
+        self.tensors: dict[str, Array] = {
+            name: chance.normal(size=shape).astype("<f4") for name, shape in shapes.items()
+        }
+
+    def weights(self) -> list[tuple[str, TensorSpec]]:
+        return [(n, TensorSpec(values.shape, "float32")) for n, values in self.tensors.items()]
+
+    def read(self, name: str, box: Box) -> Array:
+        return self.tensors[name][box.slices]
+
+    def publish(self, folder: Path, frozen: str) -> None:
+        with PartWriter(folder / FIRST.name, 0, None, frozen=frozen) as writer:
+            for name, values in self.tensors.items():
+                bits = values.reshape(-1).view(np.uint8)
+                writer.add(name, "float32", values.shape, bits)
+            parts = [writer.finish()]
+        publish(folder / FIRST.name, parts, FIRST, None)
+
+
+def task(folder: Path, family: str) -> TaskWeights:
+    config = HFConfig.from_hf(small(family))
+    host = MergingHost(
+        folder / "base", folder / "frozen", config, "float32", LORA, torch.device("cpu")
+    )
+    return TaskWeights(folder / "versions", folder / "host", config.to_hf(), host)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral", "nemotron_h", "gpt_oss"])
+def test_task_serves_the_bits_of_the_export(tmp_path: Path, family: str) -> None:
+    """Also if files have one tensor for each expert, or other names than the model."""
+    small_model(family, tmp_path / "base")
+    base, adapters = open_folder(tmp_path / "base"), RandomAdapters(family)
+    adapters.publish(tmp_path / "versions", file_fingerprint(base))
+    version = task(tmp_path, family).newer()
+    assert version is not None
+    found = open_folder(version.folder)
+    merged = MergedFolder(adapters, base, "lm", LORA.scale)
+    values, storage = file_form(small(family), "hf", "lm")
+    folder = export(merged, values, tmp_path / "merged", generation={}, storage=storage)
+    expected = open_folder(folder)
+    assert found.specs().keys() == expected.specs().keys()
+    for name, spec in expected.specs().items():
+        box = Box.whole(spec.shape)
+        np.testing.assert_array_equal(found.read(name, box), expected.read(name, box))
+
+    config = HFConfig.from_hf(small(family))
+    options: dict[str, Any] = {"seed": 0, "dtype": torch.float32}
+    model = HFModel(config, "lm", source=None, **options)
+    read_weights(model, version.folder)
+    for name, same in HFModel(config, "lm", source=folder, **options).state_dict().items():
+        assert torch.equal(model.state_dict()[name], same), name
+
+
+def test_task_rejects_versions_of_other_frozen_weights(tmp_path: Path) -> None:
+    small_model("gpt2", tmp_path / "base")
+    frozen = file_fingerprint(open_folder(tmp_path / "base"))
+    small_model("gpt2", tmp_path / "base", seed=1)
+    RandomAdapters("gpt2").publish(tmp_path / "versions", frozen)
+    with pytest.raises(UsageError, match=f"here and {frozen} in weight version 1.1"):
+        task(tmp_path, "gpt2").newer()
