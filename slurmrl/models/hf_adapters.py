@@ -51,7 +51,8 @@ class LayerAdapters(Adapters):
         if not self._used:
             return None
         flat, dropout = x.reshape(-1, x.shape[-1]), None
-        if self._own_keys is not None:
+        if self._keys is not None:
+            assert self._own_keys is not None, "the model has arranged the tokens of this batch"
             if len(flat) != len(self._own_keys):
                 raise UsageError(
                     f"lora.dropout is not possible with an adapter of {name}: this layer computes "
