@@ -244,6 +244,8 @@ class _Marks:
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             marked["tool_calls"] = [self._call(call, where) for call in calls]
+        if isinstance(call := message.get("function_call"), Mapping):  # the older form
+            marked["function_call"] = self._call(call, where)
         return marked
 
     def tool(self, tool: Any) -> Any:

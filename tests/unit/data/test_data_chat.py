@@ -232,6 +232,17 @@ def test_wrong_conversations_are_named_with_their_line(
     assert problem.message.startswith(message)
 
 
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+def test_row_with_a_call_that_the_template_drops_is_refused(site: Site, key: str) -> None:
+    """The turn would train its end alone."""
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    said = {"role": "assistant", "content": "", key: [call] if key == "tool_calls" else call}
+    with pytest.raises(ConfigError) as caught:
+        site.sample({"messages": [TURNS[0], said]})
+    (problem,) = caught.value.problems
+    assert "the chat template leaves out the tool call 'add' of message 2" in problem.message
+
+
 def test_prompts_get_the_template_with_generation_prompt_and_one_begin_token(site: Site) -> None:
     rows = [
         {"prompt": "Hi", "answer": "x", "tools": [{"name": "f"}]},

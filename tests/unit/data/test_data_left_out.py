@@ -35,6 +35,7 @@ THOUGHT = {**SAID, "reasoning_content": "easy"}
 CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 CALLS = {"role": "assistant", "tool_calls": [CALL]}
 AS_TEXT = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": '{"a": "1 and 2"}'}]}
+OLD_CALL = {"role": "assistant", "content": "", "function_call": CALL["function"]}
 TOOL = {"type": "function", "function": {"name": "add"}}
 NAMED = {**USER, "name": "add"}
 SYSTEM = {"role": "system", "content": "add"}
@@ -54,6 +55,13 @@ def missing(template: str, messages: Sequence[Message], tools: Any = None) -> st
     [
         (CONTENT, [USER, CALLS], None, "the tool call 'add' of message 2"),
         (CONTENT, [USER, AS_TEXT], None, "the tool call 'add' of message 2"),
+        (CONTENT, [USER, OLD_CALL], None, "the tool call 'add' of message 2"),
+        (
+            CONTENT.replace("\n", "{{ m.tool_calls[0].function | tojson if m.tool_calls }}"),
+            [USER, {**CALLS, "tool_calls": [CALL, CALL]}],
+            None,
+            "the tool call 'add' of message 2",
+        ),
         (CONTENT, [USER, SAID], [TOOL], "the tool 'add'"),
         (CONTENT, [USER, SAID], [{"name": "add"}], "the tool 'add'"),
         (CONTENT, [NAMED, SAID], None, "the name of message 1"),
@@ -81,6 +89,7 @@ def test_dropped_value_is_named_though_its_words_are_in_the_text(
     [
         (WHOLE, [SYSTEM, NAMED, CALLS, {"role": "tool", "content": "3"}, THOUGHT], [TOOL]),
         (WHOLE, [USER, AS_TEXT], [{"name": "add"}]),
+        (CONTENT.replace("\n", "{{ m.function_call }}"), [USER, OLD_CALL], None),
         (WHOLE, [{"role": "user", "content": '"quoted"\n\ttext '}], None),
         (CONTENT, [USER, {"role": "tool", "name": "add", "content": "3"}, SAID], None),
         (LAST_THOUGHT, [USER, THOUGHT, USER, SAID], None),
