@@ -130,10 +130,11 @@ class HFSession:
             "position_ids": positions,
             "past_key_values": self._cache,
             "cache_params": self._cache,
+            "cache": self._cache,
             "use_cache": True,
             "logits_to_keep": 1,
         }
-        if not self._parameters & {"past_key_values", "cache_params"}:
+        if not self._parameters & {"past_key_values", "cache_params", "cache"}:
             name = type(self._inner).__name__
             raise UsageError(f"{name} cannot generate: its forward() takes no cache")
         if "cache_params" in self._parameters and ids.shape[1] == 1:
