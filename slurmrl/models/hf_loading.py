@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -33,7 +34,9 @@ TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification
 
 
 def _stated(config: HFConfig) -> dict[str, Any]:
-    return {name: deepcopy(value) for name, value in config.values.items() if name != "model_type"}
+    """Return the fields of a config; its file writes infinity as an object."""
+    values = PreTrainedConfig._decode_special_floats(deepcopy(dict(config.values)))
+    return {name: value for name, value in values.items() if name != "model_type"}
 
 
 def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[str, TensorSpec]]:
