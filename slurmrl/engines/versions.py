@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache, partial
 from itertools import cycle
-from math import prod
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from slurmrl.tensors.checkpoint.tensors import (
     TensorSlice,
     file_tensors,
 )
-from slurmrl.tensors.layout import Box, HeldBox, Holders, Layout, TensorSpec, row_major
+from slurmrl.tensors.layout import Box, HeldBox, Holders, Layout, TensorSpec
 from slurmrl.tensors.transfer.execute import BoxCopies, Holdings, Mover, Storages
 from slurmrl.tensors.transfer.plan import PlacedLayout, plan_move
 
@@ -141,10 +140,6 @@ def _whole(
 
 
 def _part(owner: int, tensor: str, file: FileTensor, spec: TensorSpec, cut: TensorSlice) -> HeldBox:
-    """Return where a parameter, or a row of it, lies in a tensor of the files."""
-    strides = row_major(file.spec.shape)
-    if cut.transposed:
-        strides = strides[::-1]
-    if cut.row is not None:
-        strides = (prod(file.spec.shape), *strides)
-    return HeldBox((owner,), cut.of(spec.shape), f"/{tensor}", cut.first, strides)
+    """Return where a box of a parameter lies in a tensor of the files."""
+    offset, strides = cut.offset_and_strides(file.spec.shape, len(spec.shape))
+    return HeldBox((owner,), cut.of(spec.shape), f"/{tensor}", offset, strides)

@@ -246,9 +246,8 @@ class PinnedTensors:
             if common is None:
                 continue
             values = self._weights.read(parameter, part.parameter(common))
-            values = values if part.row is None else values[0]
             place: tuple[Any, ...] = (*common.inside(box), ...)  # (a view of a scalar, too)
-            target[place] = values.T if part.transposed else values
+            target[place] = part.arranged(values)
         return target
 
     def file(self, name: str) -> Path:
@@ -313,17 +312,17 @@ class FolderParameters:
     def read(self, name: str, box: Box) -> Array:
         """A box of a parameter, in its stored type; bfloat16 as its bits (uint16)."""
         parts, stored = self._storage(name, self._shapes[name]), self.stored(name)
-        if parts[0].row is None:
+        if parts[0].part is None:
             return self._part(parts[0], stored[0], box)
         values = np.empty(box.size, NUMPY_DTYPES[self.dtype(name)])
         for index in range(box.size[0]):
             row = box.start[0] + index
-            values[index] = self._part(parts[row], stored[row], box)
+            one = Box((row, *box.start[1:]), (1, *box.size[1:]))
+            values[index] = self._part(parts[row], stored[row], one)[0]
         return values
 
     def _part(self, part: TensorSlice, stored: str, box: Box) -> Array:
-        values = self._tensors.read(stored, part.box(box))
-        return values.T if part.transposed else values
+        return part.restored(self._tensors.read(stored, part.box(box)))
 
 
 class MergedCheckpoint:

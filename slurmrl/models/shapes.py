@@ -13,7 +13,7 @@ from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig, stored
 from slurmrl.registry import resolve
 from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice
-from slurmrl.tensors.layout import Index
+from slurmrl.tensors.layout import Box, Index
 
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
@@ -126,7 +126,12 @@ def experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, 
         return (TensorSlice(name.replace(".mlp.gate.", f"{block}gate.")),)
     theirs = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}[matrix]
     return tuple(
-        TensorSlice(f"{prefix}{block}experts.{row}.{theirs}.weight", row) for row in range(shape[0])
+        TensorSlice(
+            f"{prefix}{block}experts.{row}.{theirs}.weight",
+            part=Box((row, 0, 0), (1, *shape[1:])),
+            dims=(1, 2),
+        )
+        for row in range(shape[0])
     )
 
 
@@ -159,7 +164,7 @@ def gpt2(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...
     return (
         TensorSlice(
             f"transformer.h.{layer}.{GPT2_LAYER_NAMES[module]}.{kind}",
-            transposed=len(shape) > 1,
-            first=place * config.hidden_size,
+            dims=(1, 0) if len(shape) > 1 else None,
+            start=(*(0 for _ in shape[1:]), place * config.hidden_size),
         ),
     )

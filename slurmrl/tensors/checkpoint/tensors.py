@@ -34,7 +34,7 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain, unreadable
 from slurmrl.fsio.field_types import shown
 from slurmrl.fsio.primitives import opened
-from slurmrl.tensors.layout import ITEM_BYTES, Array, Box, Index, TensorSpec
+from slurmrl.tensors.layout import ITEM_BYTES, Array, Box, Index, TensorSpec, row_major
 
 CODES: dict[str, str] = {
     "float64": "F64",
@@ -274,42 +274,80 @@ def checksum(file: BufferedIOBase, kind: str = KIND) -> str:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """One parameter, or one row of it, in a file's tensor."""
+    """A box of a parameter in a file's tensor."""
 
     tensor: str
-    row: int | None = None
-    """The row of the parameter; None for the whole parameter."""
-    transposed: bool = False
-    first: int = 0
-    """Its start in the last dim of the tensor."""
+    part: Box | None = None
+    """The box of the parameter; None for the whole parameter."""
+    dims: Index | None = None
+    """The dim of the parameter that each dim of the tensor is; None for all dims in their order.
+    The box has length 1 in dims that the tensor lacks."""
+    start: Index | None = None
+    """Where it begins in the tensor; None for the tensor's begin."""
 
     def box(self, parameter: Box) -> Box:
         """The box of the tensor that stores a box of the parameter."""
-        start, size = list(parameter.start), list(parameter.size)
-        if self.row is not None:
-            start, size = start[1:], size[1:]
-        if self.transposed:
-            start, size = start[::-1], size[::-1]
-        if self.first:
-            start[-1] += self.first
-        return Box(tuple(start), tuple(size))
+        dims = self._dims(len(parameter.size))
+        starts = zip(self._start(len(dims)), dims, strict=True)
+        origin = self._origin(len(parameter.size))
+        start = tuple(at + parameter.start[dim] - origin[dim] for at, dim in starts)
+        return Box(start, tuple(parameter.size[dim] for dim in dims))
 
     def parameter(self, stored: Box) -> Box:
         """The box of the parameter that a box of the tensor stores: the inverse of `box`."""
-        start, size = list(stored.start), list(stored.size)
-        if self.first:
-            start[-1] -= self.first
-        if self.transposed:
-            start, size = start[::-1], size[::-1]
-        if self.row is not None:
-            start, size = [self.row, *start], [1, *size]
+        ndim = len(stored.size) if self.part is None else len(self.part.size)
+        start, size = list(self._origin(ndim)), [1] * ndim
+        ahead = zip(self._dims(ndim), stored.start, self._start(len(stored.size)), strict=True)
+        for (dim, begin, at), length in zip(ahead, stored.size, strict=True):
+            start[dim] += begin - at
+            size[dim] = length
         return Box(tuple(start), tuple(size))
 
     def of(self, shape: Index) -> Box:
         """The box of a parameter of ``shape`` that it stores."""
-        if self.row is None:
-            return Box.whole(shape)
-        return Box((self.row, *(0 for _ in shape[1:])), (1, *shape[1:]))
+        return Box.whole(shape) if self.part is None else self.part
+
+    def arranged(self, values: Array) -> Array:
+        """The elements of a box of the parameter, in the order of the tensor's dims."""
+        if self.dims is None:
+            return values
+        shape = [values.shape[dim] for dim in self.dims]
+        return values.transpose(self._order(values.ndim)).reshape(shape)
+
+    def restored(self, values: Array) -> Array:
+        """The elements of a box of the tensor, in the order of the parameter's dims."""
+        if self.dims is None:
+            return values
+        ndim = len(self.dims) if self.part is None else len(self.part.size)
+        order = self._order(ndim)
+        wide = values.reshape(*values.shape, *(1 for _ in order[values.ndim :]))
+        return wide.transpose([order.index(dim) for dim in range(ndim)])
+
+    def offset_and_strides(self, shape: Index, ndim: int) -> tuple[int, Index]:
+        """Return the place of the box in the elements of a tensor of ``shape``.
+
+        The strides are those of the parameter's ``ndim`` dims.
+        """
+        steps = row_major(shape)
+        strides = [prod(shape)] * ndim
+        for dim, step in zip(self._dims(ndim), steps, strict=True):
+            strides[dim] = step
+        starts = zip(self._start(len(shape)), steps, strict=True)
+        return sum(at * step for at, step in starts), tuple(strides)
+
+    def _dims(self, ndim: int) -> Index:
+        return tuple(range(ndim)) if self.dims is None else self.dims
+
+    def _start(self, ndim: int) -> Index:
+        return (0,) * ndim if self.start is None else self.start
+
+    def _origin(self, ndim: int) -> Index:
+        return (0,) * ndim if self.part is None else self.part.start
+
+    def _order(self, ndim: int) -> list[int]:
+        """The parameter's dims: first those of the tensor, then those that it lacks."""
+        dims = self._dims(ndim)
+        return [*dims, *(dim for dim in range(ndim) if dim not in dims)]
 
 
 Storage = Callable[[str, Index], tuple[TensorSlice, ...]]
@@ -341,9 +379,9 @@ def file_tensors(
 
 
 def _file_tensor(shards: list[tuple[str, TensorSpec, TensorSlice]]) -> FileTensor:
-    shards.sort(key=lambda shard: shard[2].first)
-    boxes = [stored.box(stored.of(spec.shape)) for _, spec, stored in shards]
-    shape = boxes[0].size if len(boxes) == 1 else (*boxes[0].size[:-1], boxes[-1].stop[-1])
+    shards.sort(key=lambda shard: shard[2].start or ())
+    stops = [stored.box(stored.of(spec.shape)).stop for _, spec, stored in shards]
+    shape = tuple(map(max, zip(*stops, strict=True)))
     return FileTensor(TensorSpec(shape, shards[0][1].dtype), tuple(shards))
 
 
@@ -366,10 +404,14 @@ def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
     """The elements of a file's tensor; ``read`` provides the elements in its parameters."""
     import numpy as np
 
-    arrays = []
+    whole = None
     for name, spec, stored in tensor.shards:
         box = stored.of(spec.shape)
-        values = read(name, box).reshape(box.size if stored.row is None else box.size[1:])
-        arrays.append(values.T if stored.transposed else values)
-    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, -1)
-    return np.asarray(whole, order="C")  # (ascontiguousarray would add a dim to a scalar)
+        values = stored.arranged(read(name, box).reshape(box.size))
+        if len(tensor.shards) == 1:
+            return np.asarray(values, order="C")  # (ascontiguousarray would add a dim to a scalar)
+        if whole is None:
+            whole = np.empty(tensor.spec.shape, values.dtype)
+        whole[stored.box(box).slices] = values
+    assert whole is not None, "a tensor without parameters"
+    return whole
