@@ -12,8 +12,6 @@ from typing import Any, Final
 
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.scalars import ScalarController
-from slurmrl.config.allocation import parse
-from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, EpisodeSettings, Reward, evaluation_key, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
@@ -27,7 +25,7 @@ from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.folder_checks import other_projection, small_not_finite
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.model_tensors import PinnedTensors, mismatches, read_headers, unused
-from slurmrl.models.shapes import VALUE_HEAD
+from slurmrl.models.shapes import VALUE_HEAD, file_form
 from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
 from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates.shape import longest, shape_of
@@ -138,7 +136,7 @@ class InputChecks:
                 ]
             for message in wrong:
                 yield Finding("weights", Weight.FAILED, message, key)
-        yield from self._servable()
+        yield from self._writable()
         yield from self._replayable()
 
     def _replayable(self) -> Iterator[Finding]:
@@ -149,19 +147,17 @@ class InputChecks:
             if reason := refusal(HFConfig.from_hf(config_values(self.config.actor))):
                 yield Finding("weights", Weight.FAILED, reason, "rollout.replay_experts")
 
-    def _servable(self) -> Iterator[Finding]:
-        """Yield the reason why servers cannot load the actor, a model of transformers."""
-        actor, backend = self.config.actor, self.config.rollout.backend
-        if actor.implementation == "builtin" or not backend:
-            return
-        if not BACKENDS[parse(backend).backend].serves:
-            return
-        from slurmrl.models.hf_served import complete  # transformers takes seconds to import
-
-        try:
-            complete(HFConfig.from_hf(config_values(actor)))
-        except UsageError as error:
-            yield Finding("weights", Weight.FAILED, str(error), "rollout.backend")
+    def _writable(self) -> Iterator[Finding]:
+        """Yield why the weights of models of transformers cannot be written for others to load."""
+        for use in self.roles:
+            model = self.config.model(use.role)
+            if model.implementation == "builtin" or not (use.trained or use.role == "actor"):
+                continue
+            try:
+                file_form(config_values(model), "hf", use.head)
+            except UsageError as error:
+                key = dotted((*role_key(use.role), "implementation"))
+                yield Finding("weights", Weight.FAILED, str(error), key)
 
     def _adapters(self) -> Iterator[Finding]:
         """Check checkpoints that are evaluated without an export, which would compare them.

@@ -111,8 +111,31 @@ class HFConfig:
 
 
 def stored(name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """A parameter's tensor in an export, under transformers' name."""
+    """Return the slice of a tensor of a folder, which has a parameter's name in merged weights."""
     return (TensorSlice(name.removeprefix(MODULE)),)
+
+
+@dataclass(frozen=True)
+class FileForm:
+    """The form of a model's files."""
+
+    values: Mapping[str, Any]
+    """The ``config.json`` object. It describes the model that transformers runs, which is only the
+    language model of some families."""
+    architecture: str
+    """Name of the model's class."""
+    slices: Mapping[str, tuple[TensorSlice, ...]]
+    """The tensors that store each parameter or constant."""
+    vocab_size: int
+    """Rows of the embedding."""
+    tied: bool
+    """Whether the output layer is the embedding."""
+    embedding: str
+    """Name of the embedding in files."""
+
+    def storage(self, name: str, shape: Index) -> tuple[TensorSlice, ...]:
+        """The slices that store a parameter (a `Storage`)."""
+        return self.slices[name]
 
 
 class LengthLimit(NamedTuple):

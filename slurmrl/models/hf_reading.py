@@ -10,10 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from slurmrl.errors import UsageError
 from slurmrl.models.hf import as_tensor
-from slurmrl.models.hf_config import stored
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_files import file_form
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.model_tensors import open_folder
-from slurmrl.tensors.layout import Box
+from slurmrl.tensors.checkpoint.tensors import file_tensors
+from slurmrl.tensors.layout import TensorSpec
 
 
 @torch.no_grad()
@@ -25,23 +27,25 @@ def read_weights(model: HFModel, folder: Path) -> None:
 
     Raises UsageError, and changes nothing, if the folder holds another architecture.
     """
+    assert isinstance(model.config, HFConfig), "a model of transformers"
     tensors = open_folder(folder)
     specs = tensors.specs()
-    targets = {
-        stored(name, tuple(each.shape))[0].tensor: each
-        for name, each in (*model.named_parameters(), *model.constants().items())
-    }
+    targets = dict(model.named_parameters()) | model.constants()
+    shapes = [(name, TensorSpec(tuple(each.shape), "")) for name, each in targets.items()]
+    files = file_tensors(shapes, file_form(model.config, model.head).storage)
     other = {
         name
-        for name, target in targets.items()
-        if name not in specs or specs[name].shape != tuple(target.shape)
+        for name, file in files.items()
+        if name not in specs or specs[name].shape != file.spec.shape
     }
     if other:
         _read_converted(model, folder, min(other))
         return
-    for name, target in targets.items():
-        spec = specs[name]
-        target.copy_(as_tensor(tensors.read(name, Box.whole(spec.shape)), spec.dtype))
+    for tensor, file in files.items():
+        for name, spec, stored in file.shards:
+            box = stored.of(spec.shape)
+            values = stored.restored(tensors.read(tensor, stored.box(box)))
+            targets[name][box.slices].copy_(as_tensor(values, specs[tensor].dtype))
 
 
 def _read_converted(model: HFModel, folder: Path, name: str) -> None:

@@ -27,7 +27,7 @@ from slurmrl.models.adapters import (
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.hf_merged import MergedFolder
-from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes, storage_of
+from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, file_form, parameter_shapes, storage_of
 from slurmrl.models.tensor_sources import FolderTensors, TrainedTensors
 from slurmrl.tensors.checkpoint.export import INDEX_FILE, ExportedWeights, narrowed, widened
 from slurmrl.tensors.checkpoint.manifest import PinnedOrigin, is_pinned, read_origin
@@ -258,15 +258,20 @@ class PinnedTensors:
 def _opened(
     trained: RoleCheckpoint, origin: PinnedOrigin, values: dict[str, Any]
 ) -> tuple[ExportedWeights, Storage]:
+    head: Head = "value" if origin.head == "value" else "lm"
     config = None if origin.implementation == "hf" else ModelConfig.from_hf(values)
-    storage = stored if config is None else storage_of(config)
+    if config is not None:
+        storage = storage_of(config)
+    elif origin.lora is None:
+        storage = file_form(values, "hf", head)[1]
+    else:
+        storage = stored  # adapters are merged into the folder's own tensors
     if origin.lora is None:
         return trained, storage
     if origin.base is None or not Path(origin.base).is_dir():
         raise UsageError(
             f"the adapters of {origin.trial} belong to the model {origin.base}, which is not there"
         )
-    head: Head = "value" if origin.head == "value" else "lm"
     lora = Lora.model_validate(dict(origin.lora))
     return merged_weights(trained, Path(origin.base), config, head, lora), storage
 

@@ -326,7 +326,7 @@ class TensorSlice:
     def offset_and_strides(self, shape: Index, ndim: int) -> tuple[int, Index]:
         """Return the place of the box in the elements of a tensor of ``shape``.
 
-        The strides are those of the parameter's ``ndim`` dims.
+        There is a stride for each of the parameter's ``ndim`` dims.
         """
         steps = row_major(shape)
         strides = [prod(shape)] * ndim
@@ -345,7 +345,7 @@ class TensorSlice:
         return (0,) * ndim if self.part is None else self.part.start
 
     def _order(self, ndim: int) -> list[int]:
-        """The parameter's dims: first those of the tensor, then those that it lacks."""
+        """The parameter's dims: first the dims that the tensor has, then the dims that it lacks."""
         dims = self._dims(ndim)
         return [*dims, *(dim for dim in range(ndim) if dim not in dims)]
 

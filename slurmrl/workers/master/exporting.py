@@ -29,6 +29,7 @@ from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.models.adapters import write_adapter
 from slurmrl.models.architecture import Head, ModelConfig
+from slurmrl.models.hf_config import stored
 from slurmrl.models.model_tensors import merged_weights, open_folder, read_headers, stored_name
 from slurmrl.models.shapes import file_form
 from slurmrl.models.tensor_sources import FolderTensors
@@ -169,6 +170,8 @@ class Exporter:
             # The family's default need not be a token of this tokenizer.
             stated = {**stated, EOS: _one_or_list(stops)}
         values, storage = file_form(stated, model.implementation, self.head)
+        if model.implementation == "hf" and model.lora is not None:
+            storage = stored  # adapters are merged into the folder's own tensors
         if _scores_turn_ends(self.paths, self.role):
             values[SCORE_AT] = TURN_END
         return values, _generation(generation_values(model), values, stops), storage

@@ -54,11 +54,19 @@ def test_ranks_of_fsdp_have_the_tensors_of_an_export(
     check(ranks, 4, "of_fsdp", setup, dtype, tmp_path, storage_of(MODELS[family]))
 
 
-def test_ranks_of_a_model_of_transformers_do_too(ranks: RankPool, tmp_path: Path) -> None:
-    settings = model(architecture=FAMILIES["gemma"], implementation="hf")
-    setup = Setup(model=settings, split=SPLITS[2])
-    storage = storage_of(FAMILIES["gemma"], "hf")
-    check(ranks, 2, "of_fsdp", setup, "bfloat16", tmp_path, storage)
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("gemma", 2), ("mixtral", 2), pytest.param("mixtral", 1, marks=pytest.mark.long)],
+)
+def test_ranks_of_a_model_of_transformers_do_too(
+    ranks: RankPool, tmp_path: Path, family: str, count: int
+) -> None:
+    """Its experts are stacked in the model, and each is a tensor of the files."""
+    architecture = {**FAMILIES[family], "intermediate_size": 16}  # a size that its kernels take
+    settings = model(architecture=architecture, implementation="hf")
+    setup = Setup(model=settings, split=SPLITS[count])
+    storage = storage_of(architecture, "hf")
+    check(ranks, count, "of_fsdp", setup, "bfloat16", tmp_path, storage)
 
 
 @pytest.mark.parametrize(

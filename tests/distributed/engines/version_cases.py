@@ -12,7 +12,6 @@ import torch.distributed as dist
 from slurmrl.engines.base import TrainEngine
 from slurmrl.engines.versions import OwnedTensors
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.hf_config import stored
 from slurmrl.models.shapes import storage_of
 from slurmrl.tensors.checkpoint.tensors import Storage, by_name
 from slurmrl.tensors.layout import Layout
@@ -68,8 +67,7 @@ def _taken(engine: TrainEngine, dtype: str, folder: Path, step: Any) -> list[Tak
     its number.
     """
     config, group = engine.config, dist.new_group(range(dist.get_world_size()))
-    storage = storage_of(config) if isinstance(config, ModelConfig) else stored
-    parts = _parts(engine.layout(), storage, dtype, group)
+    parts = _parts(engine.layout(), storage_of(config), dtype, group)
     entries = []
     for number in range(2):
         step(engine, number)

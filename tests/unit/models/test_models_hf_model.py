@@ -284,9 +284,7 @@ def test_the_builtin_decoder_agrees(pair: Callable[..., Any], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (MIXTRAL, "holds model.layers.0.* in another form"),
-        ({"model_type": "qwen3_5"}, r"only their text part \(qwen3_5_text\)"),
-        ({**GEMMA2, "num_hidden_layers": "2"}, "servers cannot load gemma2"),
+        ({**GEMMA2, "num_hidden_layers": "2"}, "cannot build a gemma2 model: "),
         ({"model_type": "nothing"}, "transformers cannot build a nothing model"),
     ],
 )

@@ -1,0 +1,206 @@
+"""The files of a model of transformers: their tensors, and the place of each parameter in them.
+
+Transformers holds some tensors in another form than the family's files: experts are stacked,
+matrices are concatenated, modules are renamed. Its ``save_pretrained`` restores the form of the
+files. `file_form` has it do the same with tensors without elements and observes where their views
+end up, so that ranks can write shards of tensors and no model is ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from slurmrl.errors import UsageError
+from slurmrl.models.architecture import Head
+from slurmrl.models.hf_config import MODULE, FileForm, HFConfig
+from slurmrl.models.hf_loading import make_model
+from slurmrl.tensors.checkpoint.tensors import TensorSlice
+from slurmrl.tensors.layout import Box, Index, row_major
+
+RUN_FIELDS = ("_name_or_path", "transformers_version")
+"""Fields of transformers' configs that do not describe the model."""
+
+
+def file_form(config: HFConfig, head: Head) -> FileForm:
+    """Return the form of the files of a config's model, without making its weights.
+
+    Raises UsageError if transformers does not know the family, or computes tensors of its files.
+    """
+    return _file_form(json.dumps(dict(config.values), sort_keys=True), head)
+
+
+@lru_cache(maxsize=8)
+def _file_form(text: str, head: Head) -> FileForm:
+    config = HFConfig.from_hf(json.loads(text))
+    try:
+        with torch.device("meta"):
+            model = make_model(config, head, None, 0, torch.float32)
+    except UsageError:
+        raise
+    except Exception as error:  # transformers' classes may raise anything
+        raise UsageError(
+            f"transformers cannot build a {config.model_type} model: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    kind, made = type(model).__name__, model.config.to_dict()
+    whole = made["model_type"] == config.model_type
+    values = config.values if whole else {k: v for k, v in made.items() if k not in RUN_FIELDS}
+    inner: Any = model
+    table, projection = inner.get_input_embeddings().weight, inner.get_output_embeddings()
+    parameters = dict(model.named_parameters())
+    stored = model.state_dict().keys()
+    shapes = {name: tuple(each.shape) for name, each in parameters.items()}
+    shapes |= {name: tuple(each.shape) for name, each in model.named_buffers() if name in stored}
+    slices = file_slices(model, shapes)
+    (embedding,) = (name for name, each in parameters.items() if each is table)
+    return FileForm(
+        values={**values, "architectures": [kind]},
+        architecture=kind,
+        slices={MODULE + name: each for name, each in slices.items()},
+        vocab_size=table.shape[0],
+        tied=projection is not None and projection.weight is table,
+        embedding=slices[embedding][0].tensor,
+    )
+
+
+def file_slices(
+    model: PreTrainedModel, shapes: Mapping[str, Index]
+) -> dict[str, tuple[TensorSlice, ...]]:
+    """Return the slices of tensors in files that store each of a model's tensors of ``shapes``.
+
+    Raises UsageError if a tensor of the files is more than boxes of the model's tensors.
+    """
+    roots = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    try:
+        with _Joins() as joins:
+            given = {tied.get(name, name): root for name, root in roots.items()}
+            files = revert_weight_conversion(model, given)
+    except Exception as error:
+        raise _computed(model, f"{type(error).__name__}: {error}") from error
+    names = {_memory(root): name for name, root in roots.items()}
+    found: dict[str, list[TensorSlice]] = {name: [] for name in roots}
+    for tensor, values in files.items():
+        for start, view in joins.views(values, (0,) * values.dim()):
+            name = names.get(_memory(view))
+            made = None if name is None else _slice(tensor, start, values, view, shapes[name])
+            if name is None or made is None:
+                raise _computed(model, f"it computes {tensor}")
+            found[name].append(made)
+    for name, parts in found.items():
+        counts = (part.of(shapes[name]).count for part in parts)
+        if sum(counts) != prod(shapes[name]):
+            raise _computed(model, f"its files lack parts of {name}")
+    return {name: tuple(parts) for name, parts in found.items()}
+
+
+def _computed(model: PreTrainedModel, reason: str) -> UsageError:
+    return UsageError(
+        f"implementation hf cannot write the files of {model.config.model_type} models: "
+        f"transformers does not only move the tensors of {type(model).__name__}: {reason}"
+    )
+
+
+class _Joins(TorchFunctionMode):
+    """Observes which views tensors consist of.
+
+    Copies of a view are the view itself, so that its place in a tensor of the model remains known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._joined: dict[int, tuple[Tensor, list[tuple[Index, Tensor]]]] = {}
+        """Each result of a concatenation, with the begin of every input in it."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.contiguous, Tensor.clone):
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.cat, torch.stack):
+            dim = _dim(args, kwargs or {}) % result.dim()
+            parts = args[0] if func is torch.cat else [each.unsqueeze(dim) for each in args[0]]
+            self._joined[_memory(result)] = (result, list(_placed(parts, dim)))
+        return result
+
+    def views(self, values: Tensor, start: Index) -> Iterator[tuple[Index, Tensor]]:
+        """Yield the parts of a tensor, each with its begin in it, plus ``start``.
+
+        Parts of a changed concatenation are not known: the tensor is then its only part.
+        """
+        whole, parts = self._joined.get(_memory(values), (None, []))
+        if whole is None or whole.shape != values.shape or whole.stride() != values.stride():
+            yield start, values
+            return
+        for begin, part in parts:
+            yield from self.views(part, tuple(map(sum, zip(start, begin, strict=True))))
+
+
+def _dim(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    dim: int = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return dim
+
+
+def _placed(parts: Sequence[Tensor], dim: int) -> Iterator[tuple[Index, Tensor]]:
+    begin = 0
+    for part in parts:
+        yield tuple(begin if each == dim else 0 for each in range(part.dim())), part
+        begin += part.shape[dim]
+
+
+def _memory(tensor: Tensor) -> int:
+    """Identifies the storage that views share; valid while one of them exists."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _slice(
+    name: str, start: Index, whole: Tensor, view: Tensor, shape: Index
+) -> TensorSlice | None:
+    """Return the slice of the file's tensor ``name`` that a view of a parameter is.
+
+    ``whole`` is the file's tensor and ``start`` the begin of the view in it. Return None if the
+    view is no box of the parameter.
+    """
+    steps, offset = row_major(shape), view.storage_offset()
+    begin: list[int] = []
+    for step in steps:
+        begin.append(offset // step)
+        offset %= step
+    size, dims = [1] * len(shape), [-1] * view.dim()
+    for place, (length, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if length > 1:
+            same = [d for d, step in enumerate(steps) if step == stride and shape[d] > 1]
+            if not same or begin[same[0]] + length > shape[same[0]]:
+                return None
+            dims[place], size[same[0]] = same[0], length
+    free = [dim for dim in range(len(shape)) if dim not in dims]
+    if dims.count(-1) > len(free):
+        return None
+    exact = len(free) == dims.count(-1)
+    for place, dim in enumerate(dims):
+        if dim < 0:  # of length 1
+            dims[place] = free.pop(0) if exact else free.pop(_unit(free, shape))
+    box, order = Box(tuple(begin), tuple(size)), tuple(dims)
+    return TensorSlice(
+        name,
+        part=None if box == Box.whole(shape) else box,
+        dims=None if order == tuple(range(len(shape))) else order,
+        start=None if whole.shape == view.shape else start,
+    )
+
+
+def _unit(free: Sequence[int], shape: Index) -> int:
+    """The place in ``free`` of a dim that has length 1 in the whole parameter, else the first."""
+    return next((place for place, dim in enumerate(free) if shape[dim] == 1), 0)

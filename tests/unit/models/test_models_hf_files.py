@@ -1,0 +1,198 @@
+"""The tensors that models of transformers have in files are those of transformers itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from slurmrl.errors import UsageError
+from slurmrl.models import hf_files
+from slurmrl.models.architecture import Head
+from slurmrl.models.hf import as_array
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_reading import read_weights
+from slurmrl.models.shapes import file_form
+from slurmrl.tensors.checkpoint.tensors import TensorEntry, file_entries
+from slurmrl.tensors.layout import Array, Box, TensorSpec
+
+DENSE = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+EXPERTS = {
+    **DENSE,
+    "num_experts": 3,
+    "num_local_experts": 3,
+    "n_routed_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+LATENT = {
+    **EXPERTS,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+LINEAR = {
+    **EXPERTS,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "shared_expert_intermediate_size": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": DENSE,
+    "gemma3": {
+        "text_config": {"model_type": "gemma3_text", **DENSE},
+        "vision_config": {**VISION, "num_attention_heads": 2, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    },
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS,
+    "minimax_m2": EXPERTS,
+    "gpt_oss": EXPERTS,
+    "glm4_moe": LATENT,
+    "deepseek_v3": LATENT,
+    "qwen3_next": LINEAR,
+    "qwen3_5_moe_text": LINEAR,
+    "qwen3_5": {"text_config": {"model_type": "qwen3_5_text", **LINEAR}},
+    "hrm_text": {**DENSE, "num_layers_per_stack": 1},
+    "longcat_flash": {**LATENT, "num_layers": 1, "ffn_hidden_size": 24, "moe_topk": 2},
+    "xlm-roberta": {**DENSE, "pad_token_id": 1, "is_decoder": True},
+}
+
+
+def made(values: dict[str, Any], head: Head = "lm", seed: int = 3) -> HFModel:
+    config = HFConfig.from_hf(values)
+    return HFModel(config, head, source=None, seed=seed, dtype=torch.float32)
+
+
+def entries(model: HFModel, values: dict[str, Any], head: Head = "lm") -> list[TensorEntry]:
+    """The tensors to write, which are read box by box."""
+    held = dict(model.named_parameters()) | model.constants()
+
+    def read(name: str, box: Box) -> Array:
+        return as_array(held[name].detach()[box.slices])
+
+    specs = [
+        (name, TensorSpec(tuple(each.shape), str(each.dtype).removeprefix("torch.")))
+        for name, each in held.items()
+    ]
+    return file_entries(specs, read, file_form(values, "hf", head)[1])
+
+
+def saved(model: HFModel, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and tensors that transformers writes."""
+    model.inner.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def assert_equal(found: list[TensorEntry], wanted: dict[str, Tensor]) -> None:
+    assert {entry.name for entry in found} == wanted.keys()
+    for entry in found:
+        values = torch.from_numpy(np.array(entry.data()))
+        assert entry.spec.shape == tuple(values.shape), entry.name
+        assert torch.equal(values, wanted[entry.name]), entry.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_files_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
+    values = {"model_type": family, **FAMILIES[family]}
+    model = made(values)
+    config, tensors = saved(model, tmp_path)
+    assert_equal(entries(model, values), tensors)
+    written, _ = file_form(values, "hf", "lm")
+    assert written["architectures"] == config["architectures"]
+    assert written["model_type"] == config["model_type"]
+
+
+def test_critic_of_a_mixture_is_written_like_by_transformers(tmp_path: Path) -> None:
+    values = {"model_type": "mixtral", **FAMILIES["mixtral"]}
+    model = made(values, "value")
+    config, tensors = saved(model, tmp_path)
+    assert_equal(entries(model, values, "value"), tensors)
+    assert file_form(values, "hf", "value")[0]["architectures"] == config["architectures"]
+
+
+def computed(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = 2 * tensors["lm_head.weight"]
+
+
+def flattened(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].flatten()
+
+
+def interleaved(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = tensors[name].view(2, 12, 16).transpose(0, 1).reshape(24, 16)
+
+
+def changed_after_joining(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = torch.cat([tensors[name], tensors[name]])[:24]
+
+
+def left_out(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:30]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (computed, "computes lm_head.weight"),
+        (flattened, "computes lm_head.weight"),
+        (interleaved, "computes model.layers.0.mlp.up_proj.weight"),
+        (changed_after_joining, "computes model.layers.0.mlp.up_proj.weight"),
+        (left_out, "its files lack parts of lm_head.weight"),
+    ],
+)
+def test_family_refused_if_its_files_need_more_than_slices(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Tensor]], None], reason: str
+) -> None:
+    model = made({"model_type": "llama", **DENSE}).inner
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+
+    def convert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        files: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+        change(files)
+        return files
+
+    monkeypatch.setattr(hf_files, "revert_weight_conversion", convert)
+    with pytest.raises(UsageError, match=f"cannot write the files of llama models: .*{reason}"):
+        hf_files.file_slices(model, shapes)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "hrm_text", "qwen3_next"])
+def test_weights_read_from_files_are_those_written(tmp_path: Path, family: str) -> None:
+    values = {"model_type": family, **FAMILIES[family]}
+    model, other = made(values), made(values, seed=4)
+    saved(model, tmp_path)
+    read_weights(other, tmp_path)
+    assert_equal(entries(other, values), load_file(tmp_path / "model.safetensors"))
+    for name, each in other.named_parameters():
+        assert torch.equal(each, model.get_parameter(name)), name
