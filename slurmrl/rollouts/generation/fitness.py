@@ -175,12 +175,20 @@ async def _examine_vllm(where: str, get: Get, needs: ServedModel) -> FitServer:
 def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     """Raise UsageError if a vLLM server would not sample with the weights of the files it read.
 
-    On CPUs, vLLM continues with the first vocabulary projection if it is the embedding as well.
+    On CPUs, vLLM continues with the first vocabulary projection if it is the embedding as well. It
+    packs experts for its kernels only when it starts, so new ones would be read as packed.
     """
     config = field_of(where, server, "vllm_config")
     device = config.get("device_config") if isinstance(config, dict) else None
     on_cpu = isinstance(device, dict) and device.get("device") == "cpu"
-    if on_cpu and needs.shape is not None and needs.shape.tied:
+    if not on_cpu or needs.shape is None:
+        return
+    if needs.shape.experts:
+        raise UsageError(
+            f"{where}: vLLM on CPUs takes no new weights from files for models with experts: use "
+            "native or sglang"
+        )
+    if needs.shape.tied:
         raise UsageError(
             f"{where}: vLLM on CPUs takes no new weights from files for models with "
             "tie_word_embeddings: use native or sglang"

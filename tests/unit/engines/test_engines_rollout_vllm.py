@@ -61,6 +61,7 @@ SERVER: dict[str, Any] = {
     "POST /update_weight_version": {"success": True},
 }
 VOCABULARY = 50
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4}
 TIED = {"tie_word_embeddings": True}
 MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
@@ -170,14 +171,19 @@ def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
 
 
 @pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
-def test_a_server_on_a_cpu_is_refused_for_tied_embeddings(device: str, refused: bool) -> None:
-    """It would read new weights and draw with the old vocabulary projection."""
-    config = ModelConfig.from_hf({**ARCHITECTURE, "vocab_size": VOCABULARY, **TIED})
+@pytest.mark.parametrize(
+    ("more", "message"), [(TIED, "tie_word_embeddings"), (EXPERTS, "models with experts")]
+)
+def test_server_on_cpu_refused_for_weights_that_it_does_not_update(
+    more: dict[str, Any], message: str, device: str, refused: bool
+) -> None:
+    """It would sample with the old vocabulary projection, or read new experts as packed ones."""
+    config = ModelConfig.from_hf({**ARCHITECTURE, "vocab_size": VOCABULARY, **more})
     model = ServedModel.of(weights_config(config, "float32"), text=False, experts=False)
     settings = {**SERVER["GET /server_info"]["vllm_config"], "device_config": {"device": device}}
     table = {**SERVER, "GET /server_info": {"vllm_config": settings}}
     connecting = VllmDialect(ScriptedClient(table), model=model).connect()
-    with pytest.raises(UsageError, match="tie_word_embeddings") if refused else nullcontext():
+    with pytest.raises(UsageError, match=message) if refused else nullcontext():
         asyncio.run(connecting)
 
 

@@ -150,8 +150,8 @@ def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: 
         torch.testing.assert_close(plain, logprobs_of(expected, ids, rows), rtol=bound, atol=bound)
 
     merged = MergedFolder(trained, open_folder(tmp_path / "base"), "lm", LORA.scale)
-    values, storage = file_form(small(family), "hf", "lm")
-    export(merged, values, tmp_path / "merged", generation={}, storage=storage)
+    values, _ = file_form(small(family), "hf", "lm")
+    export(merged, values, tmp_path / "merged", generation={}, storage=stored)
     whole = read(tmp_path / "merged", family).inner
     with torch.no_grad():
         again = logprobs_of(whole, ids, rows)
