@@ -120,7 +120,8 @@ class FileForm:
     """The form of a model's files."""
 
     values: Mapping[str, Any]
-    """The ``config.json`` object. It describes the model that transformers runs, which is only the
+    """The ``config.json`` object, with the defaults of this version of transformers, which other
+    versions may have changed. It describes the model that transformers runs, which is only the
     language model of some families."""
     architecture: str
     """Name of the model's class."""

@@ -27,8 +27,8 @@ from slurmrl.models.hf_loading import make_model
 from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Box, Index, row_major
 
-RUN_FIELDS = ("_name_or_path", "transformers_version")
-"""Fields of transformers' configs that do not describe the model."""
+NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version", "_token_id")
+"""Ends of fields that do not describe the model. Token ids belong to a tokenizer."""
 
 
 def file_form(config: HFConfig, head: Head) -> FileForm:
@@ -54,7 +54,8 @@ def _file_form(text: str, head: Head) -> FileForm:
         ) from error
     kind, made = type(model).__name__, model.config.to_dict()
     whole = made["model_type"] == config.model_type
-    values = config.values if whole else {k: v for k, v in made.items() if k not in RUN_FIELDS}
+    kept = {k: v for k, v in made.items() if not k.endswith(NOT_OF_THE_MODEL)}
+    values = {**kept, **config.values} if whole else kept
     inner: Any = model
     table, projection = inner.get_input_embeddings().weight, inner.get_output_embeddings()
     parameters = dict(model.named_parameters())

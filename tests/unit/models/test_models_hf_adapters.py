@@ -25,7 +25,7 @@ from slurmrl.models.hf_adapters import (
     refusal,
     require_as_stored,
 )
-from slurmrl.models.hf_config import MODULE, HFConfig
+from slurmrl.models.hf_config import MODULE, HFConfig, stored
 from slurmrl.models.hf_merged import MergedFolder
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_targets import DEFAULTS, TRANSPOSED, adapted_tensors

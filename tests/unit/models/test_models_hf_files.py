@@ -196,3 +196,14 @@ def test_weights_read_from_files_are_those_written(tmp_path: Path, family: str) 
     assert_equal(entries(other, values), load_file(tmp_path / "model.safetensors"))
     for name, each in other.named_parameters():
         assert torch.equal(each, model.get_parameter(name)), name
+
+
+def test_config_of_files_states_the_defaults_of_transformers(tmp_path: Path) -> None:
+    """A server's version of transformers may have other defaults."""
+    values = {"model_type": "qwen3_moe", **EXPERTS, "rope_theta": 5000.0}
+    config, _ = saved(made(values), tmp_path)
+    written, _ = file_form(values, "hf", "lm")
+    apart = ("dtype", "transformers_version", *(name for name in config if "_token_id" in name))
+    assert {name: written.get(name) for name in config if name not in apart} == {
+        name: value for name, value in config.items() if name not in apart
+    }
