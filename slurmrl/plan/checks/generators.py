@@ -32,6 +32,7 @@ from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
 from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, rules_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.metric_names import generates
+from slurmrl.plan.model_files import config_values, text_config
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 from slurmrl.run.paths import EVALUATED
 
@@ -213,11 +214,13 @@ def servers(draft: Draft) -> Iterator[Problem]:
         yield from _refused(draft, OF_RUNNING, " without rollout.servers")
         yield from _own(draft, backend)
         yield from _flags(draft, backend)
+    yield from _temperatures(draft, backend)
     shape, reason = shape_of(draft.config.actor), draft.lacks(ROLLOUTS, "dense_layers")
     if reason and shape is not None and shape.experts and shape.dense_layers:
+        if text_config(config_values(draft.config.actor)).get("first_k_dense_replace"):
+            return  # SGLang reads this field of DeepSeek's and other families
         layers = f"{shape.dense_layers} of {shape.layers} layers of this actor are dense"
         yield draft.refuse((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
-    yield from _temperatures(draft, backend)
 
 
 def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
