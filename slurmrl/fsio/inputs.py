@@ -90,6 +90,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if size > MOST_JSON_BYTES:
         raise UsageError(f"{path} has {size} bytes; at most {MOST_JSON_BYTES} are allowed")
     try:
+        check_file(path)
         values = json.loads(read(path))
     except UsageError:
         raise
@@ -103,10 +104,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_file(path: Path) -> None:
-    """Raise UnreadableInputError unless the file can be opened and its first byte read."""
+    """Raise UnreadableInputError if a file cannot be read, UsageError for a Git LFS pointer."""
+    pointer = b"version https://git-lfs"
     try:
         with opened(path) as file:
-            file.read(1)
+            if file.read(len(pointer)) == pointer:
+                raise UsageError(
+                    f"{path} is a pointer of Git LFS, not the file: run git lfs pull in its folder"
+                )
     except IsADirectoryError:
         return
     except OSError as error:

@@ -48,7 +48,6 @@ FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
 """Name suffixes of tensors that may be ignored: heads that the role does not use, and constants
 that the families compute themselves."""
-LFS_POINTER: Final = b"version https://git-lfs"
 SHOWN: Final = 5
 BLOCK = 2**16
 """Elements of which bits are weighed at a time, in the cache of a processor's core."""
@@ -91,7 +90,10 @@ def read_headers(folder: Path) -> tuple[dict[str, TensorSpec], list[str]]:
         try:
             held = _opened_file(folder / file).specs
         except FileNotFoundError:
-            problems.append(f"{folder / file} is missing, but {INDEX_FILE} names it")
+            reason = f"{INDEX_FILE} names it"
+            if (folder / file).is_symlink():
+                reason = f"a symbolic link points to {(folder / file).readlink()}"
+            problems.append(f"{folder / file} is missing, but {reason}")
             continue
         except UsageError as error:
             problems.append(str(error))
@@ -158,11 +160,8 @@ def _opened_file(path: Path) -> TensorFile:
     - CorruptFileError, for example for a truncated file;
     - UsageError for a file that does not hold weights.
     """
-    with inputs.opened(path) as opened:
-        if opened.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise UsageError(
-                f"{path} is a pointer of Git LFS, not the file: run git lfs pull in its folder"
-            )
+    with inputs.opened(path):  # a missing file or a folder has its own exception
+        inputs.check_file(path)
     return TensorFile(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from slurmrl.errors import ConfigError
+from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.errors import ConfigError, UsageError
+from slurmrl.fsio import inputs
 from slurmrl.models.model_tensors import read_headers
 from slurmrl.plan.settings import load_settings
 from tests.support.trials import ADDITION, ARCHITECTURE, sft_config
@@ -93,6 +96,10 @@ def test_url_is_refused_with_the_remedy(tmp_path: Path, path: str, remedy: str) 
             "is a pointer of Git LFS, not the file: run git lfs pull",
         ),
         (os.mkfifo, "is not a regular file"),
+        (
+            lambda p: p.symlink_to("/no/where"),
+            "is missing, but a symbolic link points to /no/where",
+        ),
         (lambda p: p.write_text("version"), "is damaged or truncated"),
         (lambda p: p.mkdir(), "is damaged or truncated"),
     ],
@@ -108,3 +115,15 @@ def test_weights_are_refused_if_they_are_no_such_file(
     save_file({"w": np.zeros(1)}, tmp_path / "part.safetensors")
     (wrong,) = read_headers(tmp_path)[1]
     assert message in wrong
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_pointer_of_git_lfs_named_for_other_files(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ADDITION / "tokenizer", folder)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    pointer = rf"{name} is a pointer of Git LFS, not the file: run"
+    with pytest.raises(UsageError, match=pointer):
+        inputs.read_json(folder / name)
+    with pytest.raises(UsageError, match=pointer):
+        load_tokenizer(folder)
