@@ -22,7 +22,7 @@ BEHIND = {"boost": 0.3}
 
 
 def repository_path(page: str) -> str:
-    """Of a page of the site: ``howto/data.md`` is ``docs/howto/data.md``."""
+    """Of a page of the site: ``howto/python.md`` is ``docs/howto/python.md``."""
     return page.removeprefix("files/") if page.startswith("files/") else join("docs", page)
 
 
