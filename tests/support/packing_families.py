@@ -77,6 +77,7 @@ APART: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "intermediate_size_mlp": 48,
         "attention_chunk_size": 6,
+        "attn_temperature_tuning": False,  # it scales by column, so rows would not be packed
         "layer_types": ["chunked_attention", "full_attention"],
         "moe_layers": [1],
     },

@@ -109,6 +109,18 @@ def test_packed_rows_are_few_and_keep_sequences_whole() -> None:
         assert positions[rows, columns].tolist() == list(range(last - first))
 
 
+@torch.no_grad()
+def test_rows_not_packed_if_queries_scale_by_column() -> None:
+    """The scale begins beyond the columns of the trial."""
+    scaled = {"attn_temperature_tuning": True, "floor_scale": 12, "attn_scale": 2.0}
+    no_rope = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
+    model = built(family_config("llama4_text", **scaled, **no_rope))
+    ids, _ = batch()
+    alone = torch.cat([logprobs(model, each, [len(each)]) for each in ids.split(LENGTHS)])
+    assert (logprobs(model, ids, LENGTHS) - alone).abs().max() < 1e-5
+    assert model.rows == "single"
+
+
 def test_rows_with_one_sequence_each_need_no_positions() -> None:
     """Attention then needs no mask."""
     assert row_places(offsets((5, 6, 8)), 8, "packed").positions is None
