@@ -28,7 +28,7 @@ from slurmrl.plan.estimates.call_costs import (
 from slurmrl.plan.estimates.hardware import gpu_of
 from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
 from slurmrl.plan.estimates.worker_memory import Fullest, fullest_gpu
-from slurmrl.plan.placement import ROLLOUTS, in_tasks
+from slurmrl.plan.placement import OWN, ROLLOUTS, in_tasks, uses_base
 from slurmrl.plan.resolve.inherited_settings import ROLLOUT_FIELDS
 from slurmrl.plan.settings import Settings
 from slurmrl.search.candidates import Candidate, of_model
@@ -324,6 +324,11 @@ def _answer(
     """The prediction of a combination; None if it does not fit into the GPUs."""
     config = start.config
     models = {one.name: one.model for one in chosen if one.name != ROLLOUTS}
+    actor = models["actor"]
+    for use in uses_of(config, checked.algorithm):
+        if uses_base(config, use.role):  # it stays the actor without adapters in any layout
+            same = {field: getattr(actor, field) for field in OWN}
+            models[use.role] = config.model(use.role).model_copy(update=same)
     config = config.with_models(models)
     for one in chosen:
         if one.name == ROLLOUTS:
@@ -342,7 +347,7 @@ def _answer(
         gpus=scheme.gpus,
         overrides=_overrides(checked, config, models, trained),
         backends=_layouts(chosen),
-        actor=models["actor"],
+        actor=actor,
         step=step,
         fullest=fullest,
     )

@@ -170,6 +170,8 @@ def _allowed(model: Model, allocation: Allocation, *, generates: bool) -> bool:
         return can(engine, "transformers") and all(
             sizes[axis] == 1 for axis in AXES if axis != "dp"
         )
+    if can(engine, "rollouts"):  # it gets merged weights, and keeps none on the CPU
+        return True
     needs = {
         "adapters": model.lora is not None,
         "averages": model.ema is not None,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from slurmrl.cli.main import main
 from slurmrl.config.allocation import parse
@@ -145,6 +146,21 @@ def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
         sizes = [parse(one.backends[name]).world_size for name in ("actor", "rollout")]
         assert sum(sizes) == 16
         assert one.step.asynchronous == {"actor_gen"}
+
+
+def test_adapters_move_to_other_layouts_with_the_reference_they_share(config: Path) -> None:
+    lines = TEXT.splitlines()
+    first = next(n for n, line in enumerate(lines) if "architecture: {" in line)
+    folder = config.with_name("model")
+    folder.mkdir()
+    values = YAML(typ="safe").load("\n".join(lines[first : first + 3]))
+    (folder / "config.json").write_text(json.dumps(values["architecture"]))
+    lines[first : first + 3] = ["  path: model", "  lora: {rank: 8}"]
+    config.write_text("\n".join(lines))
+    found = answers(config, "algorithm.name=grpo", "algorithm.kl.coef=0.1")
+    assert len({one.backends["actor"] for one in found}) > 1
+    assert any(one.backends.get("rollout", "").startswith("native") for one in found)
+    assert all("ref" not in one.backends for one in found)
 
 
 def test_less_memory_needs_more_recomputation_or_finds_nothing(config: Path) -> None:
