@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -132,9 +133,11 @@ def search(
         raise click.UsageError(
             f"--write {write}: must be in the folder of {path}, whose relative paths it keeps"
         )
-    wanted = _SearchOptions(gpus, nodes, objective, engines, prompt_tokens, response_tokens)
+    wanted = _SearchOptions(
+        gpus, nodes, objective, engines, prompt_tokens, response_tokens, gpu_hours
+    )
     found = _search(path, overrides, root, wanted)
-    answers = [one for one in found.answers if _affordable(found.settings, one, gpu_hours)]
+    answers = found.answers
     if not answers:
         raise click.UsageError(
             "no combination of layouts and settings fits: use more GPUs (--gpus), other engines "
@@ -162,10 +165,10 @@ class _SearchOptions(NamedTuple):
     engines: str
     prompt_tokens: float | None
     response_tokens: float | None
+    gpu_hours: float | None
 
 
 class _Searched(NamedTuple):
-    settings: Settings
     request: SearchRequest
     given: StepSeconds
     answers: Sequence[Answer]
@@ -214,7 +217,7 @@ def _search(
         progress.clear()
     given = predict_step(settings, request.mean)
     assert given is not None, "the search needs it, too"
-    return _Searched(settings, request, given, answers, assumed)
+    return _Searched(request, given, answers, assumed)
 
 
 def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
@@ -248,7 +251,8 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
         (lengths.longest - lengths.new_tokens) / 2 if prompt is None else prompt,
         lengths.new_tokens / 2 if response is None else response,
     )
-    return SearchRequest(sizes, mean, engines, wanted.objective)
+    most = _most_gpu_seconds(settings, wanted.gpu_hours)
+    return SearchRequest(sizes, mean, engines, wanted.objective, gpu_seconds=most)
 
 
 def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
@@ -262,15 +266,16 @@ def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
     return tuple(doublings)
 
 
-def _affordable(settings: Settings, answer: Answer, gpu_hours: float | None) -> bool:
+def _most_gpu_seconds(settings: Settings, gpu_hours: float | None) -> float:
+    """GPU seconds of a step with which all steps take the given GPU hours."""
     from slurmrl.errors import UsageError
 
     if gpu_hours is None:
-        return True
+        return math.inf
     steps = settings.config.total_steps
     if steps is None:
         raise UsageError("--gpu-hours needs total_steps in the configuration")
-    return answer.gpu_seconds * steps <= gpu_hours * 3600
+    return gpu_hours * 3600 / steps
 
 
 class _ProgressLine:

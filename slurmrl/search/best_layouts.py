@@ -1,7 +1,8 @@
 """Combinations of candidates: the fastest ones that fit into the GPUs.
 
-The seconds of a step are sums over its models, so combinations come in the order of their sums from
-a queue. The first ones that fit are the best. Nothing is random.
+The seconds of a step are sums over its models, or the larger sum if rollout tasks generate during
+the other calls. Combinations come in this order from a queue. The first ones that fit are the best.
+Nothing is random.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class SearchRequest:
     """Engines that may be used, in addition to the engines of the configuration."""
     objective: Objective = "time"
     results: int = 5
+    gpu_seconds: float = math.inf
+    """Most GPU seconds of a step."""
 
 
 @dataclass(frozen=True)
@@ -192,21 +195,23 @@ def _best(
     limit = memory_bytes(base.cluster) or 0
     kept: list[Answer] = []
     rejected = 0
-    for number, chosen in enumerate(_in_order(_possible(lists, limit))):
+    apart = scheme.gpus > scheme.trainers
+    for number, chosen in enumerate(_in_order(_possible(lists, limit), apart=apart)):
         bound = sorted(_order(request, one)[0] for one in (*found, *kept))
         if number == MOST_COMBINATIONS or len(kept) == request.results:
             break
-        if (
-            len(bound) >= request.results
-            and _least(scheme, request, chosen) > bound[request.results - 1]
-        ):
+        least = _least(chosen, apart=apart)
+        if least * scheme.gpus > request.gpu_seconds:
+            break
+        first = least if request.objective == "time" else least * scheme.gpus
+        if len(bound) >= request.results and first > bound[request.results - 1]:
             break
         if _least_bytes(chosen) > limit:
             continue
         if any(_main(_layouts(chosen)) == _main(one.backends) for one in kept):
             continue
         answer = _answer(checked, start, scheme, chosen, request)
-        if answer is None:
+        if answer is None or answer.gpu_seconds > request.gpu_seconds:
             continue
         loaded = load(answer.overrides)
         if loaded is not None and _agrees(loaded, answer, request):
@@ -253,35 +258,44 @@ def _main(backends: Mapping[str, str]) -> tuple[str | None, str | None]:
     return backends.get("actor"), backends.get(ROLLOUTS)
 
 
-def _least(scheme: _Scheme, request: SearchRequest, chosen: Sequence[Candidate]) -> float:
-    """A lower bound of a combination's objective."""
-    seconds = [one.seconds for one in chosen]
-    apart = scheme.gpus > scheme.trainers
-    total = max(seconds) if apart else sum(seconds)
-    return total if request.objective == "time" else total * scheme.gpus
+def _least(chosen: Sequence[Candidate], *, apart: bool) -> float:
+    """A lower bound of a combination's seconds.
+
+    ``apart``: rollout tasks generate during the other calls.
+    """
+    tasks = sum(one.seconds for one in chosen if apart and one.name == ROLLOUTS)
+    others = sum(one.seconds for one in chosen if not (apart and one.name == ROLLOUTS))
+    return max(tasks, others)
 
 
-def _in_order(lists: Sequence[Sequence[Candidate]]) -> Iterator[tuple[Candidate, ...]]:
-    """Yield combinations of one candidate of each list, by their sum of seconds.
+def _in_order(
+    lists: Sequence[Sequence[Candidate]], *, apart: bool = False
+) -> Iterator[tuple[Candidate, ...]]:
+    """Yield combinations of one candidate of each list, by their least seconds.
 
-    Each list is in the order of its candidates' seconds.
+    Of equal ones, the smaller sum comes first. Each list is in the order of its candidates'
+    seconds.
     """
     if not all(lists):
         return
+
+    def at(places: tuple[int, ...]) -> tuple[Candidate, ...]:
+        return tuple(one[place] for one, place in zip(lists, places, strict=True))
+
+    def entry(places: tuple[int, ...]) -> tuple[float, float, tuple[int, ...]]:
+        chosen = at(places)
+        return _least(chosen, apart=apart), sum(one.seconds for one in chosen), places
+
     first = (0,) * len(lists)
-
-    def total(places: tuple[int, ...]) -> float:
-        return sum(one[place].seconds for one, place in zip(lists, places, strict=True))
-
-    queue, seen = [(total(first), first)], {first}
+    queue, seen = [entry(first)], {first}
     while queue:
-        _, places = heapq.heappop(queue)
-        yield tuple(one[place] for one, place in zip(lists, places, strict=True))
+        *_, places = heapq.heappop(queue)
+        yield at(places)
         for axis, place in enumerate(places):
             after = (*places[:axis], place + 1, *places[axis + 1 :])
             if place + 1 < len(lists[axis]) and after not in seen:
                 seen.add(after)
-                heapq.heappush(queue, (total(after), after))
+                heapq.heappush(queue, entry(after))
 
 
 def _cleared(checked: Checked, scheme: _Scheme) -> Variant:

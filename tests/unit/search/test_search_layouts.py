@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,27 @@ def test_combinations_come_in_the_order_of_their_sums(lists: list[list[int]]) ->
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
     found = [sum(one.seconds for one in each) for each in best_layouts._in_order(rows)]
     assert found == sorted(sum(each) for each in product(*lists))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=2, max_size=3))
+def test_combinations_with_tasks_come_in_the_order_of_the_larger_sum(
+    lists: list[list[int]],
+) -> None:
+    rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
+    rows[0] = [replace(one, name=best_layouts.ROLLOUTS) for one in rows[0]]
+    found = [
+        max(tasks.seconds, sum(one.seconds for one in others))
+        for tasks, *others in best_layouts._in_order(rows, apart=True)
+    ]
+    assert found == sorted(max(tasks, sum(others)) for tasks, *others in product(*lists))
+
+
+def test_gpu_hours_limit_all_answers_and_not_only_the_fastest(config: Path) -> None:
+    cheap = answers(config, gpus=(8,), objective="cost")[0].gpu_seconds
+    found = answers(config, gpus=(8, 32), gpu_seconds=1.2 * cheap)
+    assert found
+    assert all(one.gpu_seconds <= 1.2 * cheap for one in found)
+    assert [one.step.total for one in found] == sorted(one.step.total for one in found)
 
 
 def test_a_candidate_that_is_slower_and_larger_is_left_out() -> None:
