@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -144,7 +145,8 @@ def search(
             "(--engines)" + (" or a larger --gpu-hours" if gpu_hours else "")
         )
     if write is not None:
-        write.write_text(presenting.edited(path.read_text(), answers[0], found.given), "utf-8")
+        text = presenting.edited(path.read_text("utf-8"), found.overrides, answers[0], found.given)
+        _write(write, text, found, answers[0])
     if as_json:
         click.echo(json.dumps(presenting.values(answers, found.given, found.request)))
         return 0
@@ -174,6 +176,36 @@ class _Searched(NamedTuple):
     answers: Sequence[Answer]
     assumed: Sequence[str]
     """Settings that the configuration lacks."""
+    overrides: Mapping[str, Any]
+    """Settings of the command line, by dotted key."""
+    load: Callable[[Mapping[str, Any]], Settings | None]
+    load_file: Callable[[Path], Settings]
+    """Load another file, without the settings of the command line."""
+
+
+def _write(path: Path, text: str, found: _Searched, answer: Answer) -> None:
+    """Write a configuration, if it loads as the answer.
+
+    A relative path of the command line has another folder, and an alias changes two sections.
+    """
+    from slurmrl.errors import ConfigError, UsageError
+
+    draft = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    wanted = found.load(answer.overrides)
+    try:
+        draft.write_text(text, "utf-8")
+        try:
+            same = wanted is not None and found.load_file(draft).config == wanted.config
+        except ConfigError:
+            same = False
+        if not same:
+            raise UsageError(
+                f"--write {path}: the file would load with other settings than the best answer: "
+                "replace aliases (*name) and write the overrides into CONFIG first"
+            )
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _search(
@@ -217,7 +249,21 @@ def _search(
         progress.clear()
     given = predict_step(settings, request.mean)
     assert given is not None, "the search needs it, too"
-    return _Searched(request, given, answers, assumed)
+
+    def load_file(other: Path) -> Settings:
+        return load_settings(other, assumed, root=where, scheduler="slurm", planning=True)
+
+    keys = (text.partition("=")[0].strip() for text in overrides)
+    changed = {key: _value(settings, key) for key in keys}
+    return _Searched(request, given, answers, assumed, changed, loaded, load_file)
+
+
+def _value(settings: Settings, key: str) -> Any:
+    """The value of an override; None if it clears the setting."""
+    value: Any = settings.source.values
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:

@@ -125,28 +125,45 @@ def _shown(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-def edited(text: str, answer: Answer, given: StepSeconds) -> str:
+FOUND: Final = "set by slurmrl search"
+GIVEN: Final = "set on the command line"
+
+
+def edited(text: str, given: Mapping[str, Any], answer: Answer, seconds: StepSeconds) -> str:
     """Return a configuration file with the settings of an answer.
 
-    Comments stay, and each changed line gets one.
+    ``given`` are the overrides of the command line, by dotted key; ``seconds``, the prediction with
+    these. Comments stay, and each changed line gets one.
     """
     yaml = YAML()
     yaml.preserve_quotes = True
     root = yaml.load(text)
-    for key, value in answer.overrides.items():
-        *sections, last = key.split(".")
-        section = root
-        for name in sections:
-            if not isinstance(section.get(name), CommentedMap):
-                section[name] = CommentedMap()
-            section = section[name]
-        section.fa.set_block_style()
-        section[last] = value
-        section.yaml_add_eol_comment("set by slurmrl search", last)
+    for reason, changes in ((GIVEN, given), (FOUND, answer.overrides)):
+        for key, value in changes.items():
+            _set(root, key.split("."), value, reason)
     out = io.StringIO()
     yaml.dump(root, out)
     head = (
         f"# slurmrl search: {answer.step.total:.3g} s for a step on {answer.gpus} GPUs "
-        f"(as given: {given.total:.3g} s).\n# Most time: {limits(answer.step)}.\n"
+        f"(as given: {seconds.total:.3g} s).\n# Most time: {limits(answer.step)}.\n"
     )
     return head + out.getvalue()
+
+
+def _set(root: CommentedMap, keys: Sequence[str], value: object, reason: str) -> None:
+    section = root
+    for name in keys[:-1]:
+        section.fa.set_block_style()  # a comment inside {…} would end the line
+        if not isinstance(section.get(name), CommentedMap):
+            section[name] = CommentedMap()
+        section = section[name]
+    section.fa.set_block_style()
+    section[keys[-1]] = value
+    comment = (section.ca.items.get(keys[-1]) or [None] * 3)[2]
+    if comment is None:
+        section.yaml_add_eol_comment(reason, keys[-1])
+        return
+    line, end, below = comment.value.partition("\n")  # the comments below belong to this token
+    old = line.strip().removeprefix("#").strip().split("; ")
+    parts = [*(part for part in old if part not in ("", FOUND, GIVEN)), reason]
+    comment.value = f"# {'; '.join(parts)}{end}{below}"

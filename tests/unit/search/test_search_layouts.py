@@ -257,6 +257,33 @@ def test_the_command_writes_the_best_answer_next_to_the_file(
     assert step.total == pytest.approx(found["answers"][0]["seconds"])
 
 
+def test_written_file_keeps_overrides_and_comments(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = TEXT.replace("fsdp:d4\n", "fsdp:d4  # two nodes\n  # about the weights\n")
+    config.write_text(text)
+    best, given = config.with_name("best.yaml"), ("algorithm.name=grpo", "algorithm.kl.coef=0")
+    code, _, _ = run(capsys, config, *given, "--gpus", 8, "--write", best)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in best.read_text().splitlines()]
+    assert "backend: fsdp:d8 # two nodes; set by slurmrl search" in lines
+    assert "# about the weights" in lines
+    assert "name: grpo # the algorithm; set on the command line" in lines
+    assert load(best).config.algorithm == load(config, *given).config.algorithm
+
+
+def test_file_not_written_if_it_loads_with_other_settings(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A path of the command line is relative to the current folder."""
+    best = config.with_name("best.yaml")
+    code, _, error = run(capsys, config, "dataset.path=here.jsonl", "--gpus", 8, "--write", best)
+    assert code == 2
+    assert "write the overrides into CONFIG first" in error
+    assert list(config.parent.glob("*best*")) == []
+    assert list(config.parent.glob(".ppo*")) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
