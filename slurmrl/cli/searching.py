@@ -25,7 +25,7 @@ ASSUMED_GPU = "h100"
 """Type of the GPUs if the configuration does not name one."""
 MOST_GPUS = 65536
 MOST_SIZES = 16
-"""Numbers of GPUs that a range tries one by one; of larger ranges, only doublings."""
+"""Numbers of GPUs that a range tries one by one; of larger ranges, doublings and the last."""
 
 
 def _size_range(
@@ -302,14 +302,19 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
 
 
 def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
-    """The numbers of a range that fill hosts, or its doublings if these are too many."""
+    """The numbers of a range that fill hosts, or its doublings and the last if these are too many.
+
+    A range without such a number has its first one.
+    """
     whole = [number for number in range(first, last + 1) if number % step == 0 or number < step]
     if len(whole) <= MOST_SIZES:
         return tuple(whole) or (first,)
-    doublings = [first]
-    while doublings[-1] * 2 <= last:
-        doublings.append(doublings[-1] * 2)
-    return tuple(doublings)
+    tried = {whole[-1]}
+    for number, end in ((first, step), (-(-max(first, step) // step) * step, last + 1)):
+        while number < end:
+            tried.add(number)
+            number *= 2
+    return tuple(sorted(tried))
 
 
 def _most_gpu_seconds(settings: Settings, gpu_hours: float | None) -> float:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from slurmrl.cli.main import main
+from slurmrl.cli.searching import _sizes
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import ConfigError, UsageError
@@ -282,6 +283,20 @@ def test_file_not_written_if_it_loads_with_other_settings(
     assert "write the overrides into CONFIG first" in error
     assert list(config.parent.glob("*best*")) == []
     assert list(config.parent.glob(".ppo*")) == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        ((8, 32, 8), (8, 16, 24, 32)),
+        ((5, 16, 8), (5, 6, 7, 8, 16)),
+        ((10, 200, 8), (16, 32, 64, 128, 200)),
+        ((1, 128, 6), (1, 2, 4, 6, 12, 24, 48, 96, 126)),
+        ((3, 40, 1), (3, 6, 12, 24, 40)),
+    ],
+)
+def test_sizes_of_a_range_fill_hosts(limits: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
+    assert _sizes(*limits) == sizes
 
 
 @pytest.mark.parametrize(
