@@ -13,9 +13,9 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from slurmrl.config.schema import Config, Model, role_key
+from slurmrl.config.schema import Config, Model, Rollout, role_key
 from slurmrl.config.source import dotted
-from slurmrl.errors import UsageError
+from slurmrl.errors import AllocationError, UsageError
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.engine_rules import can
@@ -29,7 +29,7 @@ from slurmrl.plan.estimates.call_costs import (
 from slurmrl.plan.estimates.hardware import gpu_of
 from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
 from slurmrl.plan.estimates.worker_memory import Fullest, fullest_gpu
-from slurmrl.plan.placement import OWN, ROLLOUTS, in_tasks, uses_base
+from slurmrl.plan.placement import OWN, ROLLOUTS, in_tasks, place, uses_base
 from slurmrl.plan.resolve.inherited_settings import ROLLOUT_FIELDS
 from slurmrl.plan.settings import Settings
 from slurmrl.search.candidates import Candidate, of_model
@@ -116,7 +116,12 @@ def _agrees(loaded: Settings, answer: Answer, request: SearchRequest) -> bool:
 
 def _require_numbers(checked: Checked) -> None:
     config = checked.config
-    if gpu_of(config.cluster) is None or config.cluster.gpus_per_worker == 0:
+    if config.cluster.gpus_per_worker == 0:
+        raise UsageError(
+            "the search predicts seconds on GPUs: remove cluster.gpus_per_worker=0, with which "
+            "the ranks run on CPUs"
+        )
+    if gpu_of(config.cluster) is None:
         raise UsageError(
             "the search needs the type of the GPUs: set cluster.slurm.gpu_type, for example to h100"
         )
@@ -144,7 +149,7 @@ def _schemes(checked: Checked, request: SearchRequest) -> Iterator[_Scheme]:
     The use of rollout tasks never changes.
     """
     config = checked.config
-    generates = any(call.method is Method.GENERATE for call in checked.algorithm.calls(config))
+    generates = _generates(checked)
     own = _engine(config.rollout.backend)
     engines = sorted(
         engine for engine in {*request.engines, *([own] if own else [])} if can(engine, "rollouts")
@@ -186,6 +191,8 @@ def _best(
     for name in placed_models(start):
         engines = sorted({*_training(request), _engine(base.actor.backend)})
         count, generates = scheme.trainers, False
+        if name == ROLLOUTS and not scheme.generation:
+            continue  # only evaluations use it
         if name == ROLLOUTS:
             engines, apart = [scheme.generation], scheme.gpus - scheme.trainers
             count = apart or scheme.gpus
@@ -291,9 +298,9 @@ def _in_order(
     while queue:
         *_, places = heapq.heappop(queue)
         yield at(places)
-        for axis, place in enumerate(places):
-            after = (*places[:axis], place + 1, *places[axis + 1 :])
-            if place + 1 < len(lists[axis]) and after not in seen:
+        for axis, current in enumerate(places):
+            after = (*places[:axis], current + 1, *places[axis + 1 :])
+            if current + 1 < len(lists[axis]) and after not in seen:
                 seen.add(after)
                 heapq.heappush(queue, entry(after))
 
@@ -314,7 +321,7 @@ def _cleared(checked: Checked, scheme: _Scheme) -> Variant:
                 "gpus": gpus,
             }
         )
-    elif rollout.backend:
+    elif rollout.backend and (_generates(checked) or not _has_room(rollout, scheme.gpus)):
         rollout = rollout.model_copy(
             update={
                 **dict.fromkeys(ROLLOUT_FIELDS.values()),
@@ -326,6 +333,14 @@ def _cleared(checked: Checked, scheme: _Scheme) -> Variant:
     return Variant(
         config.model_copy(update={"cluster": cluster, "rollout": rollout}), checked.algorithm
     )
+
+
+def _has_room(rollout: Rollout, gpus: int) -> bool:
+    """Return whether the engine of evaluations fits into a number of GPUs."""
+    try:
+        return place(rollout.backend, rollout.gpus).allocation.world_size <= gpus
+    except AllocationError:
+        return False
 
 
 def _answer(

@@ -70,6 +70,7 @@ def _blocks(answers: Sequence[Answer], given: StepSeconds) -> Iterator[Block]:
 def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
     backends = dict(answer.backends)
     actor, generation = backends.pop("actor"), backends.pop(ROLLOUTS, "")
+    generates = any("decode" in call for call in answer.step.calls.values())
     others = {
         backend: [n for n, each in backends.items() if each == backend]
         for backend in backends.values()
@@ -81,7 +82,7 @@ def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
         f"{given.total / answer.step.total:.2f}x",
         actor,
         ", ".join(f"{'+'.join(names)} {backend}" for backend, names in others.items()) or "-",
-        generation or "actor",
+        generation or ("actor" if generates else "-"),
         str(answer.actor.max_tokens_per_microbatch),
         answer.actor.recompute,
         binary_size(answer.fullest.size),

@@ -62,7 +62,7 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
     gpu = gpu_of(config.cluster)
     if gpu is None:
         return None
-    calls, apart = {}, set()
+    calls, apart, generates = {}, set(), False
     for call in checked.algorithm.calls(config):
         name = layout_of(call, list(placed))
         if call.role is None or name not in placed:
@@ -71,10 +71,11 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
         if found is None or found.parts is None:
             return None
         calls[call.name] = found.parts
+        generates |= call.method is Method.GENERATE
         if call.method is Method.GENERATE and placed[name].group != TRAINERS:
             apart.add(call.name)
     moves = 0.0
-    if ROLLOUTS in placed and placed[ROLLOUTS].group == TRAINERS:
+    if generates and ROLLOUTS in placed and placed[ROLLOUTS].group == TRAINERS:
         hosts_gpus = config.cluster.workers_per_host or LARGEST_HOST
         moves += moved_weights(config.actor, placed[ROLLOUTS].allocation, gpu, hosts_gpus)
     sizes = memories(checked)

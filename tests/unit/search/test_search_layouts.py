@@ -165,6 +165,14 @@ def test_adapters_move_to_other_layouts_with_the_reference_they_share(config: Pa
     assert all("ref" not in one.backends for one in found)
 
 
+def test_engine_of_evaluations_kept_if_training_does_not_generate() -> None:
+    example = Path(__file__).parents[3] / "examples/megatron_moe.yaml"
+    found = answers(example, "cluster.slurm.gpu_type=h100", gpus=(4,), mean=MeanTokens(32, 0))
+    assert found[0].backends["actor"].startswith("megatron")
+    assert all("rollout.backend" not in one.overrides for one in found)
+    assert all(one.step.moves == 0 for one in found), "evaluations do not count"
+
+
 def test_less_memory_needs_more_recomputation_or_finds_nothing(config: Path) -> None:
     wide = answers(config)[0].step.total
     narrow = answers(config, "cluster.gpu_memory=45G")
@@ -184,6 +192,8 @@ def test_gpu_hours_prefer_fewer_gpus_than_time(config: Path) -> None:
 def test_the_gpu_must_be_known(config: Path) -> None:
     with pytest.raises(UsageError, match="gpu_type"):
         answers(config, "cluster.slurm.gpu_type=unheard")
+    with pytest.raises(UsageError, match="ranks run on CPUs"):
+        answers(config, "cluster.gpus_per_worker=0")
     with pytest.raises(UsageError, match="gpu_memory"):
         answers(config, "cluster.slurm.gpu_type=a100")
 
