@@ -24,6 +24,7 @@ from slurmrl.plan.estimates.call_costs import MeanTokens
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.step_seconds import predict_step
 from slurmrl.plan.estimates.worker_memory import fullest_gpu
+from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.search import best_layouts, candidates
 from slurmrl.search.best_layouts import Answer, SearchRequest, search
@@ -215,7 +216,7 @@ def test_combinations_with_tasks_come_in_the_order_of_the_larger_sum(
     lists: list[list[int]],
 ) -> None:
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
-    rows[0] = [replace(one, name=best_layouts.ROLLOUTS) for one in rows[0]]
+    rows[0] = [replace(one, name=ROLLOUTS) for one in rows[0]]
     found = [
         max(tasks.seconds, sum(one.seconds for one in others))
         for tasks, *others in best_layouts._in_order(rows, apart=True)
