@@ -81,7 +81,7 @@ AFTER_NUMBER = re.compile(
 OTHER_NUMBER = re.compile(
     r"(?<![\\\w])(?:(?:not|\w+n't|cannot)(?:\s+be)?|anything\s+but|none\s+of(?:\s+the)?|(?:less|fewer|more|greater|smaller)\s+than"
     r"|(?:half|double|triple)(?:\s+of)?|twice|thrice)"
-    r"(?:[\s~:*]|\\[,;:! ])*\}?(?:[\s~*]|\\[,;:! ])*\\?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)",
+    r"(?:[\s~:*]|\\[,;:! ])*+\}?(?:[\s~*]|\\[,;:! ])*+\\?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)",
     re.IGNORECASE,
 )
 """A number that is not the answer, such as ``not 7`` or ``twice 7``."""
