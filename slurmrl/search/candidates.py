@@ -25,6 +25,7 @@ from slurmrl.plan.estimates.call_costs import (
 from slurmrl.plan.estimates.hardware import Efficiency
 from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate
 from slurmrl.plan.estimates.shape import lengths_of
+from slurmrl.plan.estimates.step_seconds import moves_to_rollouts
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, layout_of
 from slurmrl.plan.resolve.inherited_settings import FIELDS
 
@@ -90,7 +91,8 @@ def of_model(
     Each layout of the actor and of generation keeps its own, because answers differ in these.
     ``name`` is a model of the plan. ``generates``: its ranks also generate, if it is the actor.
     """
-    demand = demand_of(checked, name, placed_models(checked)[name])
+    placed = placed_models(checked)[name]
+    demand = demand_of(checked, name, placed)
     if demand is None:
         return []
     calls = _calls(checked, name, generates=generates)
@@ -101,6 +103,10 @@ def of_model(
         if limit is not None and needed.together > limit:
             continue
         seconds = _seconds(checked, calls, name, variant, mean)
+        if name == ROLLOUTS:
+            seconds += moves_to_rollouts(
+                checked.config, replace(placed, allocation=variant.allocation)
+            )
         if variant.model.offload:
             seconds += 2 * needed.standing / Efficiency().host_link
             needed = replace(needed, weights=0, optimizer=0)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.schema import Model
+from slurmrl.config.schema import Config, Model
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.call_costs import Checked, MeanTokens, cost, memories, placed_models
 from slurmrl.plan.estimates.hardware import Efficiency, Gpu, gpu_of
 from slurmrl.plan.estimates.memory import whole_weights
 from slurmrl.plan.estimates.pass_seconds import Seconds
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, layout_of, offloaded
+from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement, layout_of, offloaded
 from slurmrl.run.reports import TRAINERS
 
 
@@ -75,14 +75,25 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
         if call.method is Method.GENERATE and placed[name].group != TRAINERS:
             apart.add(call.name)
     moves = 0.0
-    if generates and ROLLOUTS in placed and placed[ROLLOUTS].group == TRAINERS:
-        hosts_gpus = config.cluster.workers_per_host or LARGEST_HOST
-        moves += moved_weights(config.actor, placed[ROLLOUTS].allocation, gpu, hosts_gpus)
+    if generates and ROLLOUTS in placed:
+        moves += moves_to_rollouts(config, placed[ROLLOUTS])
     sizes = memories(checked)
     for name in offloaded(config, placed) - {ROLLOUTS}:
         if name in sizes:
             moves += 2 * sizes[name].standing / Efficiency().host_link
     return StepSeconds(calls, moves, frozenset(apart))
+
+
+def moves_to_rollouts(config: Config, placed: Placement) -> float:
+    """Return the seconds of a step to move the actor's weights to the engine that generates.
+
+    They count only in the trainers' job; tasks load weights during the other calls.
+    """
+    gpu = gpu_of(config.cluster)
+    if gpu is None or placed.group != TRAINERS:
+        return 0.0
+    hosts_gpus = config.cluster.workers_per_host or LARGEST_HOST
+    return moved_weights(config.actor, placed.allocation, gpu, hosts_gpus)
 
 
 def moved_weights(actor: Model, target: Allocation, gpu: Gpu, gpus_per_host: int) -> float:

@@ -21,6 +21,7 @@ from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.estimates.call_costs import MeanTokens
+from slurmrl.plan.estimates.hardware import Efficiency
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.step_seconds import predict_step
 from slurmrl.plan.estimates.worker_memory import fullest_gpu
@@ -230,6 +231,29 @@ def test_gpu_hours_limit_all_answers_and_not_only_the_fastest(config: Path) -> N
     assert found
     assert all(one.gpu_seconds <= 1.2 * cheap for one in found)
     assert [one.step.total for one in found] == sorted(one.step.total for one in found)
+
+
+def test_seconds_of_candidates_add_up_to_the_seconds_of_a_step(config: Path) -> None:
+    """Otherwise the order of their sums is not the order of the answers."""
+    layouts = {"actor": "fsdp:d8", ROLLOUTS: "native:d8"}
+    backends = [f"{name}.backend={backend}" for name, backend in layouts.items()]
+    own: tuple[str, ...] = ("algorithm.name=grpo", "algorithm.kl.coef=0", "rollout.gpus=0-7")
+    given = load(config, *own, *backends)
+    total = 0.0
+    for name, backend in layouts.items():
+        found = candidates.of_model(given, name, 8, [backend.partition(":")[0]], MEAN)
+        best = next(one for one in found if str(one.allocation) == backend)
+        total += best.seconds
+        if name == "actor":
+            own = (
+                *own,
+                f"actor.max_tokens_per_microbatch={best.model.max_tokens_per_microbatch}",
+                f"actor.gradient_checkpointing={best.model.recompute}",
+            )
+    step = predict_step(load(config, *own, *backends), MEAN)
+    assert step is not None
+    assert step.moves > 0
+    assert step.total == pytest.approx(total * (1 + Efficiency().rest))
 
 
 def test_a_candidate_that_is_slower_and_larger_is_left_out() -> None:
