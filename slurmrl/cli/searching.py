@@ -148,11 +148,19 @@ def search(
         text = presenting.edited(path.read_text("utf-8"), found.overrides, answers[0], found.given)
         _write(write, text, found, answers[0])
     if as_json:
-        click.echo(json.dumps(presenting.values(answers, found.given, found.request)))
+        click.echo(
+            json.dumps(
+                presenting.values(answers, found.given, found.request, fits=found.given_fits)
+            )
+        )
         return 0
     from slurmrl.display import blocks
 
-    click.echo(blocks.as_text(presenting.document(answers, found.given, found.request)))
+    click.echo(
+        blocks.as_text(
+            presenting.document(answers, found.given, found.request, fits=found.given_fits)
+        )
+    )
     for line in found.assumed:
         click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
     return 0
@@ -173,6 +181,8 @@ class _SearchOptions(NamedTuple):
 class _Searched(NamedTuple):
     request: SearchRequest
     given: StepSeconds
+    given_fits: bool
+    """Whether the given configuration fits into the memory of its GPUs."""
     answers: Sequence[Answer]
     assumed: Sequence[str]
     """Settings that the configuration lacks."""
@@ -215,6 +225,7 @@ def _search(
     from slurmrl.errors import ConfigError, UsageError
     from slurmrl.plan.estimates.step_seconds import predict_step
     from slurmrl.plan.settings import load_settings
+    from slurmrl.search.best_layouts import fits_into_memory
     from slurmrl.search.best_layouts import search as best
 
     where, assumed = chosen_root(root), list[str]()
@@ -255,7 +266,8 @@ def _search(
 
     keys = (text.partition("=")[0].strip() for text in overrides)
     changed = {key: _value(settings, key) for key in keys}
-    return _Searched(request, given, answers, assumed, changed, loaded, load_file)
+    fits = fits_into_memory(settings)
+    return _Searched(request, given, fits, answers, assumed, changed, loaded, load_file)
 
 
 def _value(settings: Settings, key: str) -> Any:

@@ -108,6 +108,12 @@ def search(
     return found
 
 
+def fits_into_memory(checked: Checked) -> bool:
+    """Return whether the estimate for the fullest GPU, with a margin, fits into its memory."""
+    limit, fullest = memory_bytes(checked.config.cluster), fullest_gpu(checked)
+    return limit is None or fullest.size + fullest.margin <= limit
+
+
 def _agrees(loaded: Settings, answer: Answer, request: SearchRequest) -> bool:
     """Return whether a configuration with the overrides of an answer has its prediction."""
     step = predict_step(loaded, request.mean)

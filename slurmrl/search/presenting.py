@@ -36,16 +36,22 @@ ERROR: Final = (
 )
 
 
-def document(answers: Sequence[Answer], given: StepSeconds, request: SearchRequest) -> Document:
+def document(
+    answers: Sequence[Answer], given: StepSeconds, request: SearchRequest, *, fits: bool
+) -> Document:
+    """Return the answers as a table.
+
+    ``given`` is the prediction of the given configuration, which ``fits`` into memory or not.
+    """
     return Document(
         f"the best {len(answers)}" if len(answers) > 1 else "the best",
-        list(_blocks(answers, given)),
+        list(_blocks(answers, given, fits=fits)),
         subtitle=f"mean lengths: {request.mean.prompt:g} tokens of prompt, "
         f"{request.mean.response:g} of completion",
     )
 
 
-def _blocks(answers: Sequence[Answer], given: StepSeconds) -> Iterator[Block]:
+def _blocks(answers: Sequence[Answer], given: StepSeconds, *, fits: bool) -> Iterator[Block]:
     rows = [_row(number, one, given) for number, one in enumerate(answers, 1)]
     headings = (
         "",
@@ -59,7 +65,9 @@ def _blocks(answers: Sequence[Answer], given: StepSeconds) -> Iterator[Block]:
         "CHECKPOINTING",
         "GPU MEMORY",
     )
-    yield Table(headings, rows, note=f"the given configuration: {given.total:.3g} s")
+    note = f"the given configuration: {given.total:.3g} s"
+    note += "" if fits else ", but it does not fit into GPU memory"
+    yield Table(headings, rows, note=note)
     best = answers[0]
     lines = [f"{key}={_shown(value)}" for key, value in best.overrides.items()]
     yield Lines("settings of 1:", lines or ["as given"])
@@ -96,10 +104,13 @@ def limits(step: StepSeconds) -> str:
     return ", ".join(f"{CAUSES.get(name, name)} {seconds / total:.0%}" for name, seconds in first)
 
 
-def values(answers: Sequence[Answer], given: StepSeconds, request: SearchRequest) -> dict[str, Any]:
+def values(
+    answers: Sequence[Answer], given: StepSeconds, request: SearchRequest, *, fits: bool
+) -> dict[str, Any]:
     """The answers as JSON values."""
     return {
         "given_seconds": given.total,
+        "given_fits": fits,
         "mean_prompt_tokens": request.mean.prompt,
         "mean_response_tokens": request.mean.response,
         "answers": [

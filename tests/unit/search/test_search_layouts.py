@@ -293,6 +293,17 @@ def test_the_command_writes_the_best_answer_next_to_the_file(
     assert step.total == pytest.approx(found["answers"][0]["seconds"])
 
 
+def test_given_configuration_named_if_it_does_not_fit(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("algorithm.name=grpo", "algorithm.kl.coef=0", "actor.gradient_checkpointing=full")
+    _, out, _ = run(capsys, config, "--gpus", 8, "actor.backend=fsdp:d8", *small)
+    assert "the given configuration: " in out
+    assert "but it does not fit into GPU memory" not in out
+    _, out, _ = run(capsys, config, "--gpus", 8)
+    assert "s, but it does not fit into GPU memory" in out
+
+
 def test_written_file_keeps_overrides_and_comments(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
