@@ -110,12 +110,12 @@ class SlurmClient:
 
     def partition_names(self) -> list[str]:
         """Return the names of all partitions, including those hidden from this user."""
-        return sorted(set(self._run("sinfo", "--noheader", "--all", "--format=%R").split()))
+        return parse.partition_names(self._run("sinfo", "--noheader", "--all", "--format=%R|%a"))
 
     def time_left_s(self, job: str) -> float | None:
         """Seconds until a running job reaches its time limit; None without one."""
         text = self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}")
-        return parse.duration_s((text.split() or [""])[-1])  # a wrapper may print a banner before
+        return parse.time_left_s(text)
 
     def submit(
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None

@@ -174,6 +174,18 @@ def duration_s(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
+def time_left_s(text: str) -> float | None:
+    """Return the last duration among the lines of a command's output; None without one."""
+    found = [duration_s(line) for line in text.splitlines()]
+    return next((seconds for seconds in reversed(found) if seconds is not None), None)
+
+
+def partition_names(text: str) -> list[str]:
+    """Return the names in sinfo's output of partitions and their availability."""
+    found = rows(text, "sinfo", re.compile(r"[^|\s]+\|(up|down|drain|inact)\S*").fullmatch)
+    return sorted({line.partition("|")[0] for line in found})
+
+
 def assignments(text: str) -> dict[str, str]:
     """Parse ``Name = value`` lines, as ``scontrol show config`` prints them."""
     found = re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", text, re.MULTILINE)
@@ -256,7 +268,7 @@ def partitions(text: str) -> list[Partition]:
 def accounts(text: str) -> Accounts:
     """Return the accounts in sacctmgr's output; associations with partitions repeat them."""
     names, default = [], ""
-    for line in rows(text, "sacctmgr", lambda line: line.count("|") >= 2):
+    for line in rows(text, "sacctmgr", re.compile(r"[^|\s]+\|[^|\s]*\|[^|\s]*\|?").fullmatch):
         parts = line.split("|")
         default = said(parts[1]) or default
         names.append(said(parts[2]))

@@ -248,6 +248,12 @@ def test_rows_found_among_lines_of_a_wrapper(banner: str) -> None:
     assert states.queue(banner.format(ROW)) == states.queue(ROW)
     assert states.control(banner.format(CONTROLLED)) == states.control(CONTROLLED)
     assert states.accounting(banner.format(ACCOUNTED)) == states.accounting(ACCOUNTED)
+    assert parse.partition_names(banner.format("gpu|up\ncpu|down")) == ["cpu", "gpu"]
+    assert parse.time_left_s(banner.format("1-02:03:04")) == 93784
+    assert parse.time_left_s(banner.format("UNLIMITED")) is None
+    assert parse.accounts(banner.format("me|project|project\nme|project|other")) == parse.Accounts(
+        ("project", "other"), "project"
+    )
 
 
 @pytest.mark.parametrize("text", ["the controller is away", BANNERS[0].format("")])
