@@ -19,6 +19,7 @@ from slurmrl.data.records import MOST_PROBLEMS, listed
 from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.desk.changed_data import changed_data
+from slurmrl.desk.first_score import score_first_row
 from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.architecture import Head, ModelConfig
@@ -208,7 +209,11 @@ class InputChecks:
                         f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
                     )
                     yield Finding("reward", Weight.FAILED, message, key)
-                yield from self._judged_rows(function, judged(self.config, key))
+                sections = judged(self.config, key)
+                yield from self._judged_rows(function, sections)
+                prompts = (name for name, part in sources(sections) if part.kind == "prompt")
+                if rows := next((self.rows[name] for name in prompts if name in self.rows), None):
+                    yield from score_first_row(reward, key, function, rows)
         except UsageError as error:
             yield Finding("reward", *self._weighed(error), key)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything

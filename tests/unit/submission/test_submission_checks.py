@@ -180,6 +180,29 @@ def test_a_reward_that_the_run_could_not_make_is_reported(
     assert "Traceback" not in found.message
 
 
+@pytest.mark.parametrize(
+    ("body", "weight", "message"),
+    [
+        ("open(__file__[:-7] + 'words.txt')", Weight.FAILED, "name the file by its absolute path"),
+        ("open('words.txt')", Weight.FAILED, "No such file or directory: 'words.txt'"),
+        ("raise LookupError(rows[0]['answer'])", Weight.WARNING, "LookupError: 2 (mine.py:"),
+        ("pass", None, ""),
+    ],
+)
+def test_a_reward_is_tried_on_one_row(
+    tmp_path: Path, body: str, weight: Weight | None, message: str
+) -> None:
+    """A file next to the code is not there in a job, which would fail in its first step."""
+    (tmp_path / "words.txt").touch()
+    code = f"def judge(prompts, completions, rows):\n    {body}\n    return [1.0] * len(rows)\n"
+    (tmp_path / "mine.py").write_text(code)
+    path = write_rows(tmp_path / "rows.jsonl", {"id": "1", "prompt": "1+1=", "answer": "2"})
+    held_out = f"evaluation={{dataset: {{type: prompt, path: {path}}}}}"
+    found = look(tmp_path, settings_of(tmp_path, held_out, "reward={name: 'mine:judge'}"))
+    assert [one.weight for one in found] == ([weight] if weight else [])
+    assert all(message in one.message and "first row" in one.message for one in found)
+
+
 def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
     tmp_path: Path,
 ) -> None:
