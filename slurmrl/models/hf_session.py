@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_routers import HFRouters, RecordedReads
+from slurmrl.models.hf_rows import BY_COLUMN
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.tensors.ops.arguments import upload
 
@@ -46,6 +47,8 @@ class HFSession:
         self._model, self._inner, self._prefill_tokens = model, inner, prefill_tokens
         self._least_width, self._routers = width, routers
         self._parameters = frozenset(inspect.signature(inner.forward).parameters)
+        text = inner.config.get_text_config()
+        self._most_columns = text.floor_scale if getattr(text, BY_COLUMN, False) else None
         self._begin(len(lengths))
 
     def _begin(self, rows: int) -> None:
@@ -124,6 +127,12 @@ class HFSession:
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         self._mask = torch.cat((self._mask, mask), dim=1)
+        if self._most_columns is not None and self.width > self._most_columns:
+            raise UsageError(
+                f"{type(self._inner).__name__} scales queries by the column in the batch beyond "
+                f"{self._most_columns} columns, so completions would depend on padding: set a "
+                "lower rollout.max_new_tokens, or generate with a server (rollout.backend)"
+            )
         arguments = {
             "input_ids": ids,
             "attention_mask": self._mask,

@@ -119,6 +119,9 @@ def test_rows_not_packed_if_queries_scale_by_column() -> None:
     alone = torch.cat([logprobs(model, each, [len(each)]) for each in ids.split(LENGTHS)])
     assert (logprobs(model, ids, LENGTHS) - alone).abs().max() < 1e-5
     assert model.rows == "single"
+    session = model.session([13], 20, 64)
+    with pytest.raises(UsageError, match="in the batch beyond 12 columns"):
+        session.prompts(ids[:13])
 
 
 def test_rows_with_one_sequence_each_need_no_positions() -> None:
