@@ -12,7 +12,7 @@ import torch
 from slurmrl.config.schema.roles import Lora
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_adapters import adapter_shapes
-from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_config import HFConfig, stored
 from slurmrl.models.hf_merged import MergedFolder, file_fingerprint
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_reading import read_weights
@@ -72,8 +72,8 @@ def test_task_serves_the_bits_of_the_export(tmp_path: Path, family: str) -> None
     assert version is not None
     found = open_folder(version.folder)
     merged = MergedFolder(adapters, base, "lm", LORA.scale)
-    values, storage = file_form(small(family), "hf", "lm")
-    folder = export(merged, values, tmp_path / "merged", generation={}, storage=storage)
+    values, _ = file_form(small(family), "hf", "lm")
+    folder = export(merged, values, tmp_path / "merged", generation={}, storage=stored)
     expected = open_folder(folder)
     assert found.specs().keys() == expected.specs().keys()
     for name, spec in expected.specs().items():
