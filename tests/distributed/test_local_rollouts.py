@@ -275,4 +275,5 @@ def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
     check_served(site.metrics(trial), STEPS)
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
     assert servers(run) == []
-    assert not any(server.folder.exists() for server in (*first, *hung, *second))
+    every = (*first, *hung, *second)  # a killed server's warden removes its folder
+    wait_until("their folders to go", lambda: not any(each.folder.exists() for each in every))
