@@ -42,6 +42,9 @@ LAST = slice(LONG + SHORT, None)
 BY_COLUMN = "attn_temperature_tuning"
 """A field of configs (Llama 4): layers scale queries by the column of a token in its row, beyond
 the first thousands of columns. A short trial does not show this."""
+BY_BLOCK = "compress"
+"""A part of the names of fields of configs whose attention compresses blocks of columns. A trial
+that is shorter than a block does not show this."""
 
 
 class RowPlaces(NamedTuple):
@@ -86,6 +89,7 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
     """
     family = model.config.model_type
     by_column = bool(getattr(inner.config.get_text_config(), BY_COLUMN, False))
+    by_column = by_column or compresses_blocks(inner)
     reason = "results depend on columns" if by_column else "they would see each other in a row"
     try:
         apart = not by_column and _keeps_apart(model, inner)
@@ -106,6 +110,12 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
         )
     LOG.info("%s: sequences are padded, not packed: %s", family, reason)
     return "single"
+
+
+def compresses_blocks(inner: PreTrainedModel) -> bool:
+    """Return whether attention reads blocks of columns, which padding on the left would shift."""
+    fields = inner.config.get_text_config().to_dict()
+    return any(BY_BLOCK in name and bool(value) for name, value in fields.items())
 
 
 def tolerance(inner: PreTrainedModel) -> float:

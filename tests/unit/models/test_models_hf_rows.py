@@ -16,6 +16,7 @@ from slurmrl.models.base import RowKind
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_rows import row_places
+from tests.support.families import tiny
 from tests.support.packing_families import APART, MIXING, ONLY_TRAINING, UNEVEN, family_config
 
 LENGTHS = (5, 1, 9, 12, 3, 17, 2)
@@ -122,6 +123,19 @@ def test_rows_not_packed_if_queries_scale_by_column() -> None:
     session = model.session([13], 20, 64)
     with pytest.raises(UsageError, match="in the batch beyond 12 columns"):
         session.prompts(ids[:13])
+
+
+@torch.no_grad()
+def test_rows_not_packed_if_attention_compresses_blocks() -> None:
+    """The blocks of the trial's short sequences are not full."""
+    model = built(tiny("deepseek_v4"))
+    lengths = (5, 9, 12)
+    ids = torch.randint(model.inner.config.vocab_size, (sum(lengths),))
+    alone = torch.cat([logprobs(model, each, [len(each)]) for each in ids.split(lengths)])
+    assert (logprobs(model, ids, lengths) - alone).abs().max() < 1e-5
+    assert model.rows == "single"
+    with pytest.raises(UsageError, match="compresses blocks of columns"):
+        model.session([5], 9, 64)
 
 
 def test_rows_with_one_sequence_each_need_no_positions() -> None:
