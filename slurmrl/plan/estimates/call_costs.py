@@ -31,7 +31,13 @@ from slurmrl.plan.estimates.memory import (
     whole_weights,
 )
 from slurmrl.plan.estimates.pass_seconds import REPEATED, PassJob, Seconds, inference, training
-from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
+from slurmrl.plan.estimates.shape import (
+    Lengths,
+    ModelShape,
+    forward_flops_per_token,
+    lengths_of,
+    shape_of,
+)
 from slurmrl.plan.placement import (
     LARGEST_HOST,
     ROLLOUTS,
@@ -314,21 +320,6 @@ def _cache_tokens(
 
 BACKWARD: Final = 2
 """Cost of a backward pass in forward passes."""
-
-
-def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
-    """Operations of the matrix products with the parameters that are active for a token.
-
-    The embedding lookup is free.
-    """
-    attention = 2 * shape.hidden * (shape.queries + shape.keys)
-    dense = shape.mlp_matrices * shape.hidden * shape.inner
-    routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
-    sparse = shape.mlp_matrices * shape.hidden * routed + shape.hidden * shape.experts
-    plain = shape.layers - shape.expert_layers
-    outputs = shape.vocabulary if head == "lm" else 1
-    layers = shape.layers * attention + plain * dense + shape.expert_layers * sparse
-    return 2 * (layers + shape.hidden * outputs)
 
 
 def attention_flops(shape: ModelShape, length: int) -> int:

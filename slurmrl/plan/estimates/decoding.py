@@ -18,6 +18,7 @@ from slurmrl.plan.estimates.pass_seconds import Seconds
 from slurmrl.plan.estimates.shape import (
     ModelShape,
     expert_tp,
+    forward_flops_per_token,
     layer_parameters,
     parameters,
 )
@@ -107,7 +108,7 @@ def generation(job: DecodeJob, machine: Machine) -> Seconds:
     rows = min(job.sequences, max(job.cache_tokens / (job.prompt + mean), 1.0))
     waiting = max(job.sequences - rows, 0.0)
     full = waiting / rows * mean * _step(job, machine, rows, job.prompt + mean / 2)
-    flops = job.sequences / job.group * job.prompt * _flops_per_token(job.shape)
+    flops = job.sequences / job.group * job.prompt * forward_flops_per_token(job.shape, "lm")
     tp = job.allocation.sizes["tp"]
     share = machine.efficiency.of_product(job.shape.queries / tp)
     prefill = flops / tp / machine.flops(share, job.width)
@@ -132,7 +133,7 @@ def _step(job: DecodeJob, machine: Machine, rows: float, context: float) -> floa
     streamed = machine.gpu.bytes_per_s * machine.efficiency.decoding
     weights = _read_elements(job, rows) * job.width / streamed
     share = machine.efficiency.products
-    products = rows * _flops_per_token(shape) / tp / machine.flops(share, job.width)
+    products = rows * forward_flops_per_token(shape, "lm") / tp / machine.flops(share, job.width)
     keys = 2 * shape.layers * shape.kv_heads_of_rank(tp) * shape.head_dim * job.width
     costs = ENGINES.get(job.allocation.backend, BUILT_IN)
     seconds = max(weights, products) + rows * context * keys / streamed
@@ -147,7 +148,7 @@ def _step(job: DecodeJob, machine: Machine, rows: float, context: float) -> floa
 def _read_elements(job: DecodeJob, rows: float) -> float:
     """Elements of a rank's weights that a token of ``rows`` sequences reads.
 
-    Of the experts, only those that a token chose. Of the embedding, only some rows.
+    It reads only the experts that a token chose, and only some rows of the embedding.
     """
     shape, tp = job.shape, job.allocation.sizes["tp"]
     own = parameters(shape, job.allocation, "lm")
@@ -158,14 +159,3 @@ def _read_elements(job: DecodeJob, rows: float) -> float:
     of_layer = layer_parameters(shape, job.allocation, moe=True).experts
     split = tp // expert_tp(job.allocation)  # servers split each expert over the tensor ranks
     return dense + shape.expert_layers * of_layer * chosen / split
-
-
-def _flops_per_token(shape: ModelShape) -> float:
-    """Operations of the products of a token, with the output layer."""
-    attention = 2 * shape.hidden * (shape.queries + shape.keys)
-    dense = shape.mlp_matrices * shape.hidden * shape.inner
-    routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
-    sparse = shape.mlp_matrices * shape.hidden * routed
-    plain = shape.layers - shape.expert_layers
-    layers = shape.layers * attention + plain * dense + shape.expert_layers * sparse
-    return 2 * (layers + shape.hidden * shape.vocabulary)

@@ -39,7 +39,7 @@ class StepSeconds:
 
     @property
     def causes(self) -> Seconds:
-        """Seconds of all calls by cause, as ``generation: decode``, the longest first."""
+        """Seconds of all calls and moves by cause, the longest first."""
         found: Counter[str] = Counter({"moves of weights": self.moves})
         for seconds in self.calls.values():
             found.update(seconds)

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.plan.estimates.call_costs import attention_flops, forward_flops_per_token
-from slurmrl.plan.estimates.shape import ModelShape, read
+from slurmrl.plan.estimates.call_costs import attention_flops
+from slurmrl.plan.estimates.shape import ModelShape, forward_flops_per_token, read
 from tests.unit.models.conftest import small_decoder
 
 
