@@ -22,7 +22,7 @@ BEHIND = {"boost": 0.3}
 
 
 def repository_path(page: str) -> str:
-    """Of a page of the site: ``howto/python.md`` is ``docs/howto/python.md``."""
+    """The file of a page of the site: ``docs/howto/python.md`` for ``howto/python.md``."""
     return page.removeprefix("files/") if page.startswith("files/") else join("docs", page)
 
 
