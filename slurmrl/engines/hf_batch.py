@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Items
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
-from slurmrl.errors import RunFailedError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.experts import UNKNOWN
-from slurmrl.rollouts.generation.base import Decode
-from slurmrl.rollouts.generation.native.sequence import Sequence, ends_with_stop
+from slurmrl.rollouts.generation.base import Decode, GenerationRequest
+from slurmrl.rollouts.generation.native.sequence import Sequence, sequences_of
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
 
@@ -37,10 +38,27 @@ class HFBatch:
     """Rows with one cache. All rows that are alive have a sampled token that was not read."""
 
     def __init__(
-        self, model: HFModel, prefill_tokens: int, decode: Decode | None, *, support: bool
+        self,
+        model: HFModel,
+        prefill_tokens: int,
+        decode: Decode | None,
+        *,
+        support: bool,
+        most_rows: int | None,
+        joins: bool,
     ) -> None:
-        """``prefill_tokens``: see `HFModel.session`; ``support``: see `ServingOptions`."""
+        """``prefill_tokens``: see `HFModel.session`; ``support``: see `ServingOptions`.
+
+        ``most_rows``: None for no limit. Without ``joins``, rows wait until all others have ended.
+        """
         self._model, self._prefill_tokens = model, prefill_tokens
+        self._most_rows, self._joins = most_rows, joins
+        self._waiting: list[Sequence] = []
+        self._arrivals = count()
+        self._version = ""
+        """The weights that sample."""
+        self.sampled = 0
+        """Tokens sampled in all."""
         self._decode, self._support = decode, support
         self._device = next(model.inner.parameters()).device
         self._experts = False
@@ -63,12 +81,54 @@ class HFBatch:
         """Number of rows that have not ended."""
         return sum(row.finish is None for row in self._rows)
 
-    def renew(self) -> None:
-        """Have the cache computed again, with changed weights."""
-        self._session = None
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or self.living > 0
+
+    def add(self, request: GenerationRequest) -> list[Sequence]:
+        """Queue a request; its completions, one for each key.
+
+        Raises UsageError for a request that can never be served.
+        """
+        name, options = f"request {request.request_id}", request.options
+        if not request.prompt:
+            raise UsageError(f"{name}: an empty prompt cannot be continued")
+        limit = len(request.prompt) + options.max_new_tokens
+        rows = sequences_of(request, limit, self._arrivals, self._decode)
+        if options.experts and not self._model.routers.blocks:
+            raise UsageError(f"{name}: the model has no experts to record")
+        self._model.check_length(limit)
+        self._waiting += rows
+        return rows
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        """End those that have not ended; they keep their tokens."""
+        for row in sequences:
+            row.finish = row.finish or "aborted"
+        self._waiting = [row for row in self._waiting if row.finish is None]
+
+    def renew(self, version: str, *, stale_cache: bool = False) -> None:
+        """Continue with changed weights, and compute the cache again without ``stale_cache``."""
+        self._version = version
+        if not stale_cache:
+            self._session = None
+
+    def step(self) -> list[Sequence]:
+        """Let rows join, and sample some tokens of each row. Return the rows that have ended.
+
+        Raises RunFailedError if logits were not finite.
+        """
+        living = self.living
+        if self._waiting and (self._joins or not living):
+            self._waiting.sort(key=lambda row: (row.rank[0], row.request.request_id))
+            free = len(self._waiting) if self._most_rows is None else self._most_rows - living
+            if free > 0:
+                rows, self._waiting = self._waiting[:free], self._waiting[free:]
+                self._join(rows)
+        return self._advance()
 
     @torch.no_grad()
-    def add(self, rows: Items[Sequence]) -> None:
+    def _join(self, rows: Items[Sequence]) -> None:
         """Read the prompts of rows, and sample their first tokens."""
         self._remove_ended(fraction=1.0)
         if not self._experts and any(row.request.options.experts for row in rows):
@@ -88,13 +148,11 @@ class HFBatch:
         self._sample(logits, self._session, known)
 
     @torch.no_grad()
-    def step(self, version: str) -> list[Sequence]:
+    def _advance(self) -> list[Sequence]:
         """Sample a few tokens of each row. Return the rows that have ended.
 
         The sample of a token depends on (seed, step, the row's key, the token's position in its
-        sequence) and on the logits only. ``version`` names the weights.
-
-        Raises RunFailedError if logits were not finite.
+        sequence) and on the logits only.
         """
         self._remove_ended(fraction=KEEP_FRACTION)
         for _ in range(len(self._unread), CHECK_TOKENS[self._device.type]):
@@ -103,7 +161,7 @@ class HFBatch:
             if self._session is None:
                 self._session, _ = self._read(self._rows)
             self._sample(self._session.next(self._last, self._alive), self._session)
-        return self._check(version)
+        return self._check()
 
     def _remove_ended(self, *, fraction: float) -> None:
         """Bring the tensors up to date if rows have ended.
@@ -202,7 +260,7 @@ class HFBatch:
         (order,) = upload([order], self._device)
         return joined(drawn).each(lambda values: values[order])
 
-    def _check(self, version: str) -> list[Sequence]:
+    def _check(self) -> list[Sequence]:
         """Read all samples. Return the rows that have ended."""
         unread, self._unread = self._unread, []
         tensors = [each for _, drawn in unread for each in drawn if each is not None]
@@ -219,12 +277,9 @@ class HFBatch:
                 row.unread -= 1
                 if row.finish is not None:
                     continue
-                row.tokens.append(token)
-                row.logprobs.append(logprob)
-                row.versions.append(version)
-                if row.request.options.support:
-                    row.support.add([each for each in support if each != NONE])
-                self._finish(row, token)
+                mask = [each for each in support if each != NONE]
+                row.take(token, logprob, self._version, mask, self._decode)
+                self.sampled += 1
                 if row.finish is not None:
                     ended.append(row)
         self._record_experts(ended)
@@ -239,21 +294,3 @@ class HFBatch:
                 read = self._session.experts(place, len(row.tokens) - 1)
                 last = read.new_full((1, read.shape[1]), UNKNOWN)  # was not read
                 row.experts = torch.cat((read, last)).cpu().numpy()
-
-    def _finish(self, row: Sequence, token: int) -> None:
-        """End a row whose last token ends it."""
-        options = row.request.options
-        if token in options.stop_token_ids or (options.stop_strings and self._stopped(row)):
-            row.finish = "stop"
-        elif len(row.tokens) >= row.limit:
-            row.finish = "length"
-
-    def _stopped(self, row: Sequence) -> bool:
-        """Whether the last token completes a stop string."""
-        options = row.request.options
-        assert self._decode is not None, "a request with stop strings needs it"
-        if len(row.logprobs) <= options.min_new_tokens:
-            return False
-        return ends_with_stop(
-            self._decode, row.tokens[len(row.request.prompt) :], options.stop_strings
-        )

@@ -343,7 +343,7 @@ READ_WEIGHTS = rollout_module.read_weights
 @pytest.mark.parametrize(
     ("how", "messages"),
     [
-        ("rank 1 exits", ["rank 1: exited with 7", "the native engine failed"]),
+        ("rank 1 exits", ["rank 1: exited with 7", "the model failed"]),
         ("rank 0 exits", ["rank 0: exited with 7", "in receive"]),
         ("other tokens", ["rank 1 of a model that is split has sampled other tokens"]),
         ("weights", ["could not be read .* other ranks of the model", "stale file handle"]),

@@ -251,7 +251,7 @@ def test_no_token_is_sampled_while_paused() -> None:
         future = engine.submit(request(0, 5, keys=(1,)))
         await steps(3)
         await engine.pause()
-        rows = engine._jobs["0"].rows
+        rows = engine._jobs["0"].sequences
         before = len(rows[0].logprobs)
         await steps(20)
         after = len(rows[0].logprobs)

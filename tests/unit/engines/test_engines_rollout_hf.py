@@ -102,11 +102,11 @@ def test_completions_equal_alone_with_other_options_in_the_round(
         for number, each in enumerate(options)
     ]
     sizes: list[int] = []
-    add = HFBatch.add
+    join = HFBatch._join
 
     def counted(self: HFBatch, rows: Sequence[Any]) -> None:
         sizes.append(len(rows))
-        add(self, rows)
+        join(self, rows)
 
     async def run(served: RolloutEngine, *requests: GenerationRequest) -> list[list[Any]]:
         answers = await asyncio.gather(*map(served.submit, requests))
@@ -115,7 +115,7 @@ def test_completions_equal_alone_with_other_options_in_the_round(
     with model.serving("1.0", ServingOptions(rows=rows)) as served:
         assert served is not None
         alone = [asyncio.run(run(served, each))[0] for each in requests]
-        monkeypatch.setattr(HFBatch, "add", counted)
+        monkeypatch.setattr(HFBatch, "_join", counted)
         assert asyncio.run(run(served, *requests)) == alone
     assert sum(sizes) == 3 * len(requests)
     assert sizes == ([2] * 7 + [1] if rows == 2 else [15])

@@ -91,9 +91,9 @@ def test_rounds_read_what_has_ended_every_few_tokens(
     keys, held = torch.arange(len(LENGTHS)), [*model._state().values()]
     check, waited = hf_module.HFBatch._check, []
 
-    def counted(self: Any, version: str) -> Any:
+    def counted(self: Any) -> Any:
         waited.append(len(waits))
-        return check(self, version)
+        return check(self)
 
     monkeypatch.setattr(hf_module.HFBatch, "_check", counted)
     with host_waits(held) as waits:

@@ -18,7 +18,7 @@ from slurmrl.models.parallel.split import Split
 from slurmrl.rollouts.generation.base import Decode, GenerationRequest
 from slurmrl.rollouts.generation.native.batch_schedule import Limits, PagePool, Schedule
 from slurmrl.rollouts.generation.native.model_runner import ModelRunner, SampledStep
-from slurmrl.rollouts.generation.native.sequence import Sequence, ends_with_stop
+from slurmrl.rollouts.generation.native.sequence import Sequence, sequences_of
 
 SHARE = 0.8
 """Part of a GPU's free memory that the cache may use; the rest is for activations and logits."""
@@ -45,7 +45,7 @@ class ContinuousBatch:
     ) -> None:
         """``context`` is the most tokens of a sequence, prompt included, at which it ends.
 
-        None: a request that may become longer than the model's positions is refused. ``decode`` is
+        None: a request that may become longer than the model's positions is rejected. ``decode`` is
         needed for stop strings. ``support``: see ``ModelRunner``. Without ``turns``, the cache does
         not grow to keep prefixes of later prompts. With ``overlap``, the tokens of a call are read
         while the next one runs (default: on a GPU).
@@ -82,18 +82,10 @@ class ContinuousBatch:
         limit = self._limit(request)
         if request.options.experts and not self._runner.has_experts:
             raise UsageError(f"request {request.request_id}: the model has no experts to record")
-        if request.options.stop_strings and self._decode is None:
-            raise UsageError(
-                f"request {request.request_id} has stop strings, but the engine has no tokenizer"
-            )
+        sequences = sequences_of(request, limit, self._arrivals, self._decode)
         if request.options.experts and not self._runner.records_experts:
             self._empty_cache()
             self._runner.record_experts()
-        arrivals = [(request.priority, next(self._arrivals)) for _ in request.keys]
-        sequences = [
-            Sequence(rank, request, key, limit)
-            for rank, key in zip(arrivals, request.keys, strict=True)
-        ]
         if sequences:
             sequences[0].followers = sequences[1:]
             self._schedule.add(sequences[0])
@@ -188,38 +180,20 @@ class ContinuousBatch:
             sequence.unread -= 1
             if sequence.finish is not None:
                 continue  # it had ended when this token was sampled
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.versions.append(sampled.version)
-            if sequence.request.options.support:
-                sequence.support.add(support)
+            sequence.take(token, logprob, sampled.version, support, self._decode)
             self.sampled += 1
-            self._finish(sequence, token)
+            if sequence.finish is not None:
+                self._end(sequence)
 
-    def _finish(self, sequence: Sequence, token: int) -> None:
-        """End a sequence whose last token ends it."""
-        options = sequence.request.options
-        if token in options.stop_token_ids or (options.stop_strings and self._stopped(sequence)):
-            sequence.finish = "stop"
-        elif len(sequence.tokens) >= sequence.limit:
-            sequence.finish = "length"
-        else:
-            return
-        if options.experts:
+    def _end(self, sequence: Sequence) -> None:
+        """Free the rows and pages of a sequence that has ended."""
+        if sequence.request.options.experts:
             sequence.experts = self._runner.experts(sequence)
         # (a call that was to read the last token may be left out now)
         sequence.stored = min(sequence.stored, len(sequence.tokens) - 1)
         self._schedule.store(sequence)
         self._schedule.remove(sequence)
         self._ended.append(sequence)
-
-    def _stopped(self, sequence: Sequence) -> bool:
-        options, new = sequence.request.options, len(sequence.logprobs)
-        if new <= options.min_new_tokens:
-            return False
-        assert self._decode is not None
-        tokens = sequence.tokens[len(sequence.request.prompt) :]
-        return ends_with_stop(self._decode, tokens, options.stop_strings)
 
 
 def bounded(limits: Limits, decoder: Decoder) -> Limits:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slurmrl.data.meta import SampledSupport
+from slurmrl.errors import UsageError
 from slurmrl.rollouts.generation.base import Completion, Decode, Finish, GenerationRequest
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.ops.sampling import stream
@@ -85,6 +87,33 @@ class Sequence:
         options = self.request.options
         return options.stop_token_ids if self.sampled < options.min_new_tokens else ()
 
+    def take(
+        self, token: int, logprob: float, version: str, support: list[int], decode: Decode | None
+    ) -> None:
+        """Add a token that ``version`` of the weights sampled. It may end the sequence.
+
+        ``support`` is its sampling mask; ``decode`` is needed for stop strings.
+        """
+        options = self.request.options
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if options.support:
+            self.support.add(support)
+        if token in options.stop_token_ids or (options.stop_strings and self._stopped(decode)):
+            self.finish = "stop"
+        elif len(self.tokens) >= self.limit:
+            self.finish = "length"
+
+    def _stopped(self, decode: Decode | None) -> bool:
+        """Return whether the last token completes a stop string."""
+        options = self.request.options
+        assert decode is not None, "a request with stop strings needs it"
+        if len(self.logprobs) <= options.min_new_tokens:
+            return False
+        new = self.tokens[len(self.request.prompt) :]
+        return ends_with_stop(decode, new, options.stop_strings)
+
     def completion(self) -> Completion:
         assert self.finish is not None
         return Completion(
@@ -95,6 +124,22 @@ class Sequence:
             support=self.support if self.request.options.support else None,
             experts=self.experts,
         )
+
+
+def sequences_of(
+    request: GenerationRequest, limit: int, arrivals: Iterator[int], decode: Decode | None
+) -> list[Sequence]:
+    """Return a sequence of at most ``limit`` tokens for each key of a request.
+
+    Raises UsageError if the request needs a tokenizer and there is none.
+    """
+    if request.options.stop_strings and decode is None:
+        raise UsageError(
+            f"request {request.request_id} has stop strings, but the engine has no tokenizer"
+        )
+    return [
+        Sequence((request.priority, next(arrivals)), request, key, limit) for key in request.keys
+    ]
 
 
 def ends_with_stop(decode: Decode, tokens: list[int], stop_strings: tuple[str, ...]) -> bool:
