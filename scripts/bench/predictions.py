@@ -18,13 +18,14 @@ from ruamel.yaml import YAML
 
 from slurmrl.config.allocation import parse
 from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
-from slurmrl.plan.estimates.hardware import FUSED, KNOWN, Efficiency, Gpu, Machine
+from slurmrl.plan.estimates.hardware import Gpu, Machine, shipped
 from slurmrl.plan.estimates.memory import kv_bytes_per_token, whole_weights
 from slurmrl.plan.estimates.pass_seconds import REPEATED, PassJob, inference, training
 from slurmrl.plan.estimates.shape import ModelShape, read
 
 ROWS = Path(__file__).with_name("published_steps.yaml")
-H100 = KNOWN["h100"]
+HARDWARE = shipped("h100")
+H100, EAGER, FUSED = HARDWARE.gpu, HARDWARE.efficiency, HARDWARE.fused
 FLOAT8 = 1.6
 """Products in float8 against bfloat16, as the two rates of a run differ."""
 OPTIMIZER_STEP = 512
@@ -65,7 +66,7 @@ def tokens_per_second(row: Mapping[str, Any], shape: ModelShape) -> float:
     """Trained tokens per second and GPU."""
     layout = parse(row["layout"])
     gpu = replace(H100, bytes_per_s=float(row.get("memory", H100.bytes_per_s)))
-    rates = FUSED if row["software"] == "fused" else Efficiency()
+    rates = FUSED if row["software"] == "fused" else EAGER
     if row["software"] == "compiled":
         rates = replace(rates, traffic=FUSED.traffic)
     if row.get("float8"):

@@ -17,6 +17,7 @@ from slurmrl.cli import completion
 from slurmrl.cli.options import common, examples, json_option, overrides_argument
 
 if TYPE_CHECKING:
+    from slurmrl.plan.estimates.hardware import Hardware
     from slurmrl.plan.estimates.step_seconds import StepSeconds
     from slurmrl.plan.settings import Settings
     from slurmrl.search.best_layouts import Answer, SearchRequest
@@ -147,20 +148,13 @@ def search(
     if write is not None:
         text = presenting.edited(path.read_text("utf-8"), found.overrides, answers[0], found.given)
         _write(write, text, found, answers[0])
+    shown = (found.given, found.request, found.hardware)
     if as_json:
-        click.echo(
-            json.dumps(
-                presenting.values(answers, found.given, found.request, fits=found.given_fits)
-            )
-        )
+        click.echo(json.dumps(presenting.values(answers, *shown, fits=found.given_fits)))
         return 0
     from slurmrl.display import blocks
 
-    click.echo(
-        blocks.as_text(
-            presenting.document(answers, found.given, found.request, fits=found.given_fits)
-        )
-    )
+    click.echo(blocks.as_text(presenting.document(answers, *shown, fits=found.given_fits)))
     for line in found.assumed:
         click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
     return 0
@@ -180,6 +174,7 @@ class _SearchOptions(NamedTuple):
 
 class _Searched(NamedTuple):
     request: SearchRequest
+    hardware: Hardware
     given: StepSeconds
     given_fits: bool
     """Whether the given configuration fits into the memory of its GPUs."""
@@ -223,6 +218,7 @@ def _search(
 ) -> _Searched:
     from slurmrl.desk.trials import chosen_root
     from slurmrl.errors import ConfigError, UsageError
+    from slurmrl.plan.estimates.hardware import hardware_of
     from slurmrl.plan.estimates.step_seconds import predict_step
     from slurmrl.plan.settings import load_settings
     from slurmrl.search.best_layouts import fits_into_memory
@@ -235,7 +231,7 @@ def _search(
         return load_settings(path, given, root=where, scheduler="slurm", planning=True)
 
     settings = load()
-    if settings.config.cluster.slurm.gpu_type is None:
+    if hardware_of(settings.config.cluster) is None and not settings.config.cluster.slurm.gpu_type:
         assumed.append(f"cluster.slurm.gpu_type={ASSUMED_GPU}")
         settings = load()
     if settings.source.writes("allocation_mode"):
@@ -259,7 +255,9 @@ def _search(
     finally:
         progress.clear()
     given = predict_step(settings, request.mean)
+    hardware = hardware_of(settings.config.cluster)
     assert given is not None, "the search needs it, too"
+    assert hardware is not None
 
     def load_file(other: Path) -> Settings:
         return load_settings(other, assumed, root=where, scheduler="slurm", planning=True)
@@ -267,7 +265,7 @@ def _search(
     keys = (text.partition("=")[0].strip() for text in overrides)
     changed = {key: _value(settings, key) for key in keys}
     fits = fits_into_memory(settings)
-    return _Searched(request, given, fits, answers, assumed, changed, loaded, load_file)
+    return _Searched(request, hardware, given, fits, answers, assumed, changed, loaded, load_file)
 
 
 def _value(settings: Settings, key: str) -> Any:

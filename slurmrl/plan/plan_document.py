@@ -26,7 +26,7 @@ def document(report: Mapping[str, Any]) -> Document:
         Legend({name: _model(model) for name, model in report["models"].items()}),
         *(_grid(report, group) for group in report["groups"]),
         Table(memory, list(_memory(report, parts)), note=_fullest(report)),
-        Table(calls, list(_calls(report))),
+        Table(calls, list(_calls(report)), note=_seconds(report)),
         *(blocks_of(report["moves"]) if "moves" in report else ()),
         _process_groups(report),
         *([Lines("episode:", list(_episode(report["episode"])))] if report["episode"] else []),
@@ -37,6 +37,13 @@ def document(report: Mapping[str, Any]) -> Document:
     blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]
     workers = f"{report['gpus']} GPUs, {report['world_size']} workers in the fixed job"
     return Document(f"{report['experiment']}/{report['trial']}", blocks, workers)
+
+
+def _seconds(report: Mapping[str, Any]) -> str:
+    """The origin of the seconds; empty without seconds."""
+    if all(call["seconds"] is None for call in report["calls"]):
+        return ""
+    return f"seconds: formulas and {report['hardware']['source']}"
 
 
 def _profile(profile: Mapping[str, Any]) -> tuple[str, list[str]]:

@@ -23,6 +23,7 @@ from slurmrl.config.source import dotted, flat
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates import call_costs
+from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.shape import (
     ModelShape,
@@ -68,7 +69,8 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
             name: _model(settings, plan, model, memories.get(name))
             for name, model in plan.models.items()
         },
-        "calls": _calls(settings, plan, placed),
+        "calls": _calls(_on_ranks(settings, plan), plan, placed),
+        **_hardware(_on_ranks(settings, plan)),
         "episode": _episode(settings),
         "process_groups": [asdict(group) for group in groups],
         "process_group_counts": dict(Counter(use for group in groups for use in group.uses)),
@@ -86,7 +88,7 @@ def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
     """Only the estimates of a plan: for the fullest GPU, and for the calls by name."""
     sized = _sized(settings, plan)
     placed = call_costs.placed_models(settings)
-    calls = _calls(settings, plan, placed)
+    calls = _calls(_on_ranks(settings, plan), plan, placed)
     lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
     return {
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
@@ -106,6 +108,13 @@ def _sized(settings: Settings, plan: Plan) -> Settings:
     if _uses_gpus(plan):
         return settings
     return replace(settings, config=as_long_as_rows(settings.config, settings.algorithm))
+
+
+def _on_ranks(settings: Settings, plan: Plan) -> Settings:
+    """The same with the number of GPUs that the plan gives to each rank."""
+    update = {"gpus_per_worker": plan.trainers.gpus_per_worker}
+    cluster = settings.config.cluster.model_copy(update=update)
+    return replace(settings, config=settings.config.model_copy(update={"cluster": cluster}))
 
 
 def _longest(settings: Settings) -> int | None:
@@ -222,6 +231,12 @@ def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list
             }
         )
     return calls
+
+
+def _hardware(settings: Settings) -> dict[str, Any]:
+    """Return the hardware that the seconds hold for, if it is known."""
+    found = hardware_of(settings.config.cluster)
+    return {"hardware": {"name": found.name, "source": found.source}} if found else {}
 
 
 def _episode(settings: Settings) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from slurmrl.plan.estimates.call_costs import (
     memory_bytes,
     placed_models,
 )
-from slurmrl.plan.estimates.hardware import gpu_of
+from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
 from slurmrl.plan.estimates.worker_memory import Fullest, fullest_gpu
 from slurmrl.plan.placement import OWN, ROLLOUTS, in_tasks, place, uses_base
@@ -122,16 +122,16 @@ def _agrees(loaded: Settings, answer: Answer, request: SearchRequest) -> bool:
 
 def _require_numbers(checked: Checked) -> None:
     config = checked.config
-    if config.cluster.gpus_per_worker == 0:
+    on_cpus = config.cluster.gpus_per_worker == 0
+    if hardware_of(config.cluster) is None:
         raise UsageError(
-            "the search predicts seconds on GPUs: remove cluster.gpus_per_worker=0, with which "
-            "the ranks run on CPUs"
+            "the search knows no rates of these processors: measure them with slurmrl "
+            "profile-cluster, or remove cluster.gpus_per_worker=0 for predictions of GPUs"
+            if on_cpus
+            else "the search needs the type of the GPUs: set cluster.slurm.gpu_type, for example "
+            "to h100, or cluster.hardware"
         )
-    if gpu_of(config.cluster) is None:
-        raise UsageError(
-            "the search needs the type of the GPUs: set cluster.slurm.gpu_type, for example to h100"
-        )
-    if memory_bytes(config.cluster) is None:
+    if memory_bytes(config.cluster) is None and not on_cpus:
         raise UsageError(
             f"GPUs of type {config.cluster.slurm.gpu_type} differ in memory: "
             "set cluster.gpu_memory, for example to 80G"
@@ -205,7 +205,7 @@ def _best(
         elif name == "actor":
             generates = not scheme.generation and _generates(start)
         lists.append(of_model(start, name, count, engines, request.mean, generates=generates))
-    limit = memory_bytes(base.cluster) or 0
+    limit = memory_bytes(base.cluster) or math.inf
     kept: list[Answer] = []
     rejected = 0
     apart = scheme.gpus > scheme.trainers
@@ -247,7 +247,7 @@ def _layouts(chosen: Sequence[Candidate]) -> dict[str, str]:
     return {one.name: str(one.allocation) for one in chosen}
 
 
-def _possible(lists: Sequence[Sequence[Candidate]], limit: int) -> list[list[Candidate]]:
+def _possible(lists: Sequence[Sequence[Candidate]], limit: float) -> list[list[Candidate]]:
     """The candidates that fit next to the smallest ones of the other models."""
     smallest = [
         min((one.memory.standing for one in each if one.name != ROLLOUTS), default=0)

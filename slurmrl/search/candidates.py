@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -22,7 +23,7 @@ from slurmrl.plan.estimates.call_costs import (
     memory_bytes,
     placed_models,
 )
-from slurmrl.plan.estimates.hardware import Efficiency
+from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate
 from slurmrl.plan.estimates.shape import lengths_of
 from slurmrl.plan.estimates.step_seconds import moves_to_rollouts
@@ -96,7 +97,9 @@ def of_model(
     if demand is None:
         return []
     calls = _calls(checked, name, generates=generates)
-    limit = memory_bytes(checked.config.cluster)
+    cluster = checked.config.cluster
+    limit, hardware = memory_bytes(cluster), hardware_of(cluster)
+    host_link = math.inf if hardware is None else hardware.efficiency.host_link
     found = []
     for variant in _variants(checked, name, demand, gpus, engines, generates=generates):
         needed = estimate(variant)
@@ -108,7 +111,7 @@ def of_model(
                 checked.config, replace(placed, allocation=variant.allocation)
             )
         if variant.model.offload:
-            seconds += 2 * needed.standing / Efficiency().host_link
+            seconds += 2 * needed.standing / host_link
             needed = replace(needed, weights=0, optimizer=0)
         found.append(Candidate(name, variant.model, variant.allocation, seconds, needed))
     if name not in ("actor", ROLLOUTS):

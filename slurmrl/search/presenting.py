@@ -11,6 +11,7 @@ from ruamel.yaml.comments import CommentedMap
 
 from slurmrl.display.blocks import Block, Document, Lines, Table
 from slurmrl.plan.estimates.call_costs import binary_size
+from slurmrl.plan.estimates.hardware import Hardware
 from slurmrl.plan.estimates.pass_seconds import Seconds
 from slurmrl.plan.estimates.step_seconds import StepSeconds
 from slurmrl.plan.placement import ROLLOUTS
@@ -30,14 +31,15 @@ CAUSES: Final[Mapping[str, str]] = {
 }
 SHOWN: Final = 3
 """Causes that are named of an answer."""
-ERROR: Final = (
-    "predictions: formulas with efficiencies fitted to published runs on H100; "
-    "median error there 11 % of training steps, 20 % of RL steps (slurmrl docs benchmarks)"
-)
 
 
 def document(
-    answers: Sequence[Answer], given: StepSeconds, request: SearchRequest, *, fits: bool
+    answers: Sequence[Answer],
+    given: StepSeconds,
+    request: SearchRequest,
+    hardware: Hardware,
+    *,
+    fits: bool,
 ) -> Document:
     """Return the answers as a table.
 
@@ -45,13 +47,15 @@ def document(
     """
     return Document(
         f"the best {len(answers)}" if len(answers) > 1 else "the best",
-        list(_blocks(answers, given, fits=fits)),
+        list(_blocks(answers, given, hardware, fits=fits)),
         subtitle=f"mean lengths: {request.mean.prompt:g} tokens of prompt, "
         f"{request.mean.response:g} of completion",
     )
 
 
-def _blocks(answers: Sequence[Answer], given: StepSeconds, *, fits: bool) -> Iterator[Block]:
+def _blocks(
+    answers: Sequence[Answer], given: StepSeconds, hardware: Hardware, *, fits: bool
+) -> Iterator[Block]:
     rows = [_row(number, one, given) for number, one in enumerate(answers, 1)]
     headings = (
         "",
@@ -72,7 +76,8 @@ def _blocks(answers: Sequence[Answer], given: StepSeconds, *, fits: bool) -> Ite
     lines = [f"{key}={_shown(value)}" for key, value in best.overrides.items()]
     yield Lines("settings of 1:", lines or ["as given"])
     yield Lines(f"most of its time: {limits(best.step)}")
-    yield Lines(ERROR)
+    yield Lines(f"predictions: formulas and {hardware.source}")
+    yield Lines(f"their error: {hardware.error}")
 
 
 def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
@@ -105,7 +110,12 @@ def limits(step: StepSeconds) -> str:
 
 
 def values(
-    answers: Sequence[Answer], given: StepSeconds, request: SearchRequest, *, fits: bool
+    answers: Sequence[Answer],
+    given: StepSeconds,
+    request: SearchRequest,
+    hardware: Hardware,
+    *,
+    fits: bool,
 ) -> dict[str, Any]:
     """The answers as JSON values."""
     return {
@@ -125,7 +135,9 @@ def values(
             }
             for one in answers
         ],
-        "source": ERROR,
+        "source": hardware.source,
+        "error": hardware.error,
+        "hardware": {name: list(number) for name, number in hardware.numbers.items()},
     }
 
 

@@ -211,6 +211,12 @@ class Cluster(Section):
     """Memory of one GPU. slurmrl rejects a layout whose estimate exceeds it, with a margin of 3 GiB
     and 10 %. Default: the memory of a known `slurm.gpu_type`; if that is unknown, workers compare
     the estimate with the memory of their GPU when they start. Example: `80G`"""
+    hardware: PathText | None = None
+    """Hardware profile: a file with the rates from which `slurmrl plan` and `slurmrl search`
+    predict seconds. `slurmrl profile-cluster` measures one. Default:
+    `~/.config/slurmrl/hardware/NAME.yaml` if that exists, else the profile of a known
+    `slurm.gpu_type` that comes with slurmrl. NAME is the type (`h100`), or `cpu` without GPUs.
+    Example: `hardware/h100.yaml`"""
     threads_per_worker: PositiveInt = 1
     """CPU threads with which one worker computes. Results on CPUs depend on it."""
     cpus_per_worker: PositiveInt | None = None

@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 from slurmrl.errors import Problem
 from slurmrl.plan.checks import completion_checks, generators, layouts, model_sources, sections
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.checks.fit import memory
+from slurmrl.plan.checks.fit import hardware, memory
 
 Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
 
@@ -23,6 +23,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     layouts.hosts,
     layouts.rollout_instances,
     layouts.architectures,
+    hardware,
     generators.tasks,
     model_sources.implementations,
     sections.engine_options,

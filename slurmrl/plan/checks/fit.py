@@ -14,12 +14,12 @@ from slurmrl.config.allocation import Allocation, parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model, ParallelSizes, role_key
 from slurmrl.config.source import dotted
-from slurmrl.errors import Problem
+from slurmrl.errors import ConfigError, Problem, UnreadableInputError, UsageError
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import can, lacking
 from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.call_costs import Checked, Variant, memories, placed_models
-from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.hardware import GIB, hardware_of
 from slurmrl.plan.estimates.shape import Lengths, ModelShape, lengths_of, shape_of
 from slurmrl.plan.estimates.worker_memory import (
     Fullest,
@@ -281,6 +281,16 @@ def memory(draft: Draft) -> Iterator[Problem]:
         )
     if reason := task_refusal(draft, limit):
         yield draft.problem((ROLLOUTS, "backend"), reason)
+
+
+def hardware(draft: Draft) -> Iterator[Problem]:
+    """The hardware profile can be read and describes the hardware of the ranks."""
+    try:
+        hardware_of(draft.config.cluster)
+    except ConfigError as error:
+        yield from error.problems
+    except (UsageError, UnreadableInputError) as error:
+        yield draft.problem(("cluster", "hardware"), str(error))
 
 
 def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str | None:

@@ -18,7 +18,7 @@ from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.dataflow import Call, Head, Method, RoleUse
 from slurmrl.plan.engine_rules import BUILT_IN
 from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
-from slurmrl.plan.estimates.hardware import FUSED, GIB, Efficiency, Machine, gpu_of
+from slurmrl.plan.estimates.hardware import GIB, Machine, hardware_of, shipped_gpu
 from slurmrl.plan.estimates.memory import (
     BYTES,
     FLOAT32,
@@ -58,7 +58,7 @@ def memory_bytes(cluster: Cluster) -> int | None:
     if cluster.gpu_memory is not None:
         return memory_of(cluster.gpu_memory)
     size = re.search(r"(\d+)gb?(?![a-z])", (cluster.slurm.gpu_type or "").lower())
-    gpu = gpu_of(cluster)
+    gpu = shipped_gpu(cluster)
     if gpu is None:
         return None
     return int(size[1]) * GIB if size else gpu.memory_bytes
@@ -216,13 +216,14 @@ def cost_in(
     use = next((use for use in uses if use.role == call.role), RoleUse(name, False))
     frozen = model.lora is not None
     flops = call_flops(shape, use.head, call.method, lengths, algorithm.epochs, frozen=frozen)
-    gpu = gpu_of(config.cluster)
+    hardware = hardware_of(config.cluster)
     elsewhere = name == ROLLOUTS and bool(config.rollout.servers)
-    if gpu is None or config.cluster.gpus_per_worker == 0 or elsewhere:
+    if hardware is None or elsewhere:
         return CallCost(flops, None)
     fused = allocation.backend not in BUILT_IN
     per_host = config.cluster.workers_per_host or LARGEST_HOST
-    machine = Machine(gpu, per_host, FUSED if fused else Efficiency())
+    rates = hardware.fused if fused else hardware.efficiency
+    machine = Machine(hardware.gpu, per_host, rates)
     if call.method is Method.GENERATE:
         job = _decode_job(checked, shape, model, allocation, lengths, most)
         return CallCost(flops, generation(job, machine))

@@ -78,11 +78,6 @@ ENGINES: Final[Mapping[str, EngineCosts]] = {
     "sglang": EngineCosts(1e-3),
     "vllm": EngineCosts(1e-3),
 }
-BUILT_IN: Final = EngineCosts(4e-3)
-COLLECTIVE: Final = 15e-6
-"""Seconds of a sum over the GPUs of a host, without its data."""
-REMOTE: Final = 40e-6
-"""The same between hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,13 +130,13 @@ def _step(job: DecodeJob, machine: Machine, rows: float, context: float) -> floa
     share = machine.efficiency.products
     products = rows * forward_flops_per_token(shape, "lm") / tp / machine.flops(share, job.width)
     keys = 2 * shape.layers * shape.kv_heads_of_rank(tp) * shape.head_dim * job.width
-    costs = ENGINES.get(job.allocation.backend, BUILT_IN)
+    rates = machine.efficiency
+    costs = ENGINES.get(job.allocation.backend, EngineCosts(rates.token, rates.row))
     seconds = max(weights, products) + rows * context * keys / streamed
     seconds += costs.batch + costs.row * rows
     if tp > 1:
-        latency = REMOTE if tp > machine.gpus_per_host else COLLECTIVE
         sent = 2 * rows * shape.hidden * job.width * (tp - 1) / tp / machine.ring(tp, 1)
-        seconds += 2 * shape.layers * (latency + sent)
+        seconds += 2 * shape.layers * (machine.latency(tp, 1) + sent)
     return seconds
 
 

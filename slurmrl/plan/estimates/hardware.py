@@ -1,81 +1,83 @@
-"""GPUs known by the names that clusters use, their links, and the shares of peaks that runs reach.
+"""Rates of GPUs and their links, and the shares of these rates that runs reach.
 
-Peak rates are numbers of the vendors' data sheets. The shares are fitted to half of the published
-measurements in docs/benchmarks.md ("Predicted seconds") and compared with the other half. A new GPU
-is one line of `KNOWN`.
+The numbers come from hardware profiles (`hardware_files`). The shares of the shipped ones are
+fitted to half of the published measurements in docs/benchmarks.md ("Predicted seconds") and
+compared with the other half.
 """
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Final
 
 from slurmrl.config.schema import Cluster
+from slurmrl.errors import UsageError
+from slurmrl.plan.estimates import hardware_files
+from slurmrl.plan.estimates.hardware_files import CPU, FITTED_GPU, SOURCES, HardwareFile
 
 GIB: Final = 2**30
+FITTED_ERROR: Final = (
+    "median 11 % of training steps and 20 % of RL steps of published H100 runs "
+    "(slurmrl docs benchmarks)"
+)
+UNKNOWN_ERROR: Final = f"not known for this hardware; with the H100's profile {FITTED_ERROR}"
 
 
 @dataclass(frozen=True)
 class Gpu:
+    """Rates of a GPU, or of the processor cores of a rank without one."""
+
     memory_bytes: int | None
     """None if GPUs of this name differ in size."""
     flops_per_s: float
     """Dense bfloat16 operations."""
+    float32_flops_per_s: float
     bytes_per_s: float
     """Bandwidth of its memory."""
-    link: float = 32e9
+    link: float
     """Bytes per second that it sends to other GPUs of its host."""
-    network: float = 25e9
+    network: float
     """Bytes per second that it sends to other hosts: its share of the host's adapters."""
-
-
-KNOWN: Final[Mapping[str, Gpu]] = {
-    "v100": Gpu(None, 125e12, 0.9e12, link=150e9, network=12.5e9),
-    "a100": Gpu(None, 312e12, 1.555e12, link=300e9),
-    "a10": Gpu(24 * GIB, 125e12, 0.6e12),
-    "a40": Gpu(48 * GIB, 150e12, 0.696e12),
-    "l40s": Gpu(48 * GIB, 362e12, 0.864e12),
-    "h100": Gpu(80 * GIB, 989e12, 3.35e12, link=450e9, network=50e9),
-    "h200": Gpu(141 * GIB, 989e12, 4.8e12, link=450e9, network=50e9),
-    "gh200": Gpu(96 * GIB, 989e12, 4.0e12, link=450e9),
-    "b200": Gpu(180 * GIB, 2250e12, 8.0e12, link=900e9, network=50e9),
-}
-
-
-def gpu_of(cluster: Cluster) -> Gpu | None:
-    """The GPU that ``slurm.gpu_type`` names (``nvidia_h100_80gb_hbm3`` as well as ``h100``)."""
-    words = re.split(r"[^a-z0-9]+", (cluster.slurm.gpu_type or "").lower())
-    return next((KNOWN[word] for word in words if word in KNOWN), None)
 
 
 @dataclass(frozen=True)
 class Efficiency:
     """Shares of peak rates, and fixed costs."""
 
-    products: float = 0.75
+    products: float
     """Share of the peak in products of large matrices."""
-    grouped: float = 0.25
+    grouped: float
     """The same in products of experts, whose tokens are sorted first."""
-    half_side: float = 1000
+    half_side: float
     """Smallest side of a product that reaches half of these shares."""
-    attention: float = 0.22
-    traffic: float = 56
+    attention: float
+    traffic: float
     """Elements that elementwise operations of a layer move for each hidden unit of a token."""
-    stream: float = 0.65
+    stream: float
     """Share of the memory's bandwidth in elementwise operations."""
-    decoding: float = 0.4
+    decoding: float
     """The same in an engine that samples one token of each sequence at a time."""
-    links: float = 0.85
+    links: float
     """Share of the rates of links and adapters."""
-    overlap: float = 0.9
+    overlap: float
     """Share of the traffic of sharded weights that products hide."""
-    launches: float = 150e-6
+    launches: float
     """Seconds to start all kernels of a layer's forward pass."""
-    host_link: float = 20e9
+    host_link: float
     """Bytes per second between a GPU and the memory of its host."""
-    rest: float = 0.2
+    latency: float
+    """Seconds of a sum over the GPUs of a host, without its data."""
+    network_latency: float
+    """The same between hosts."""
+    token: float
+    """Seconds of the host for each token of a batch in the built-in engine; the GPU waits."""
+    row: float
+    """The same for each sequence of the batch."""
+    rest: float
     """Seconds of a step outside its calls, as a share of the seconds of its calls."""
 
     def of_product(self, *sides: float) -> float:
@@ -84,9 +86,94 @@ class Efficiency:
         return self.products * side / (side + self.half_side)
 
 
-FUSED: Final = replace(Efficiency(), attention=0.44, traffic=28)
-"""The efficiency of engines that fuse elementwise operations and run a newer attention kernel:
-megatron-core with TransformerEngine, SGLang and vLLM."""
+@dataclass(frozen=True)
+class Hardware:
+    """The numbers of a hardware profile."""
+
+    name: str
+    gpu: Gpu
+    efficiency: Efficiency
+    """Efficiency of torch's own operations."""
+    fused: Efficiency
+    """Efficiency of engines that fuse elementwise operations and run a newer attention kernel:
+    megatron-core with TransformerEngine, SGLang and vLLM."""
+    numbers: Mapping[str, tuple[float, str]]
+    """All numbers with their sources (`hardware_files.SOURCES`)."""
+    origin: str
+    """The file, or the words for a shipped one; for a measured one, also time and hosts."""
+
+    error: str
+    """Known error of predictions, in words."""
+
+    @property
+    def source(self) -> str:
+        """The origin of the numbers, in one line."""
+        counts = Counter(source for _, source in self.numbers.values())
+        parts = [
+            f"{counts[name]} numbers {words}" for name, words in SOURCES.items() if counts[name]
+        ]
+        return f"hardware profile {self.name} ({self.origin}): {', '.join(parts)}"
+
+
+def hardware_of(cluster: Cluster) -> Hardware | None:
+    """Return the hardware of a configuration's ranks; None if it is unknown.
+
+    Raises UsageError for a wrong file or one of other hardware, UnreadableInputError.
+    """
+    name = hardware_files.name_of(cluster)
+    if cluster.hardware is not None:
+        path = Path(cluster.hardware)
+        found = hardware_files.read_file(path)
+        if name is not None and CPU in (name, found.hardware) and name != found.hardware:
+            ranks = "no GPUs" if name == CPU else f"GPUs ({name})"
+            raise UsageError(f"{path} is a profile of {found.hardware}, but the ranks have {ranks}")
+        return _made(found, str(path))
+    if name is None:
+        return None
+    if (path_of := hardware_files.own_file(name)) is not None:
+        return _made(hardware_files.read_file(path_of), str(path_of))
+    return None if name == CPU else shipped(name)
+
+
+def gpu_of(cluster: Cluster) -> Gpu | None:
+    """Return the rates of the ranks' GPUs, or of their cores (`hardware_of`)."""
+    found = hardware_of(cluster)
+    return None if found is None else found.gpu
+
+
+def shipped_gpu(cluster: Cluster) -> Gpu | None:
+    """Return the GPU that ``slurm.gpu_type`` names, without a user's own files."""
+    name = hardware_files.name_of(cluster)
+    return shipped(name).gpu if name in hardware_files.shipped_names() else None
+
+
+@cache
+def shipped(name: str) -> Hardware:
+    """Return the hardware of a profile that the package has."""
+    return _made(hardware_files.shipped(name), "shipped with slurmrl")
+
+
+@lru_cache(maxsize=32)
+def _made(file: HardwareFile, origin: str) -> Hardware:
+    numbers = hardware_files.shipped(file.like).numbers()
+    if file.hardware != file.like:  # numbers of other hardware are guesses; its memory is unknown
+        numbers.pop("memory_gib", None)
+        numbers = {name: (value, "guessed") for name, (value, _) in numbers.items()}
+    numbers |= file.numbers()
+    values = {name: value for name, (value, _) in numbers.items()}
+    memory = values.get("memory_gib")
+    rates = {one.name: values[one.name] for one in fields(Gpu) if one.name in values}
+    plain = {one.name: values[one.name] for one in fields(Efficiency)}
+    fused = {name: values.get(f"fused_{name}", value) for name, value in plain.items()}
+    return Hardware(
+        file.hardware,
+        Gpu(None if memory is None else round(memory * GIB), **rates),
+        Efficiency(**plain),
+        Efficiency(**fused),
+        numbers,
+        f"{origin}, {file.made}" if file.made else origin,
+        FITTED_ERROR if file == hardware_files.shipped(FITTED_GPU) else UNKNOWN_ERROR,
+    )
 
 
 @dataclass(frozen=True)
@@ -95,11 +182,12 @@ class Machine:
 
     gpu: Gpu
     gpus_per_host: int
-    efficiency: Efficiency = field(default_factory=Efficiency)
+    efficiency: Efficiency
 
     def flops(self, share: float, width: int) -> float:
         """Operations per second at a share of the peak, of elements with ``width`` bytes."""
-        return self.gpu.flops_per_s * share * (1 if width == HALF else FLOAT32_SHARE)
+        gpu = self.gpu
+        return share * (gpu.flops_per_s if width == HALF else gpu.float32_flops_per_s)
 
     @property
     def streamed(self) -> float:
@@ -122,6 +210,11 @@ class Machine:
         network = self.gpu.network / outside if outside else self.gpu.link
         return min(self.gpu.link, network) * self.efficiency.links
 
+    def latency(self, size: int, stride: int) -> float:
+        """Return the seconds of a collective of a group, without its data."""
+        remote = self._inside(size, stride) < size
+        return self.efficiency.network_latency if remote else self.efficiency.latency
+
     def _inside(self, size: int, stride: int) -> int:
         """Members of a group on one host."""
         return max(1, min(size, self.gpus_per_host // stride))
@@ -129,5 +222,3 @@ class Machine:
 
 HALF: Final = 2
 """Bytes of a bfloat16 number."""
-FLOAT32_SHARE: Final = 1 / 15
-"""Float32 operations per bfloat16 operation (H100: 67 and 989 TFLOP/s; A100: 19.5 and 312)."""

@@ -10,7 +10,7 @@ from slurmrl.config.allocation import Allocation
 from slurmrl.config.schema import Config, Model
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.call_costs import Checked, MeanTokens, cost, memories, placed_models
-from slurmrl.plan.estimates.hardware import Efficiency, Gpu, gpu_of
+from slurmrl.plan.estimates.hardware import Hardware, hardware_of
 from slurmrl.plan.estimates.memory import whole_weights
 from slurmrl.plan.estimates.pass_seconds import Seconds
 from slurmrl.plan.estimates.shape import shape_of
@@ -29,13 +29,13 @@ class StepSeconds:
     memory."""
     asynchronous: frozenset[str] = field(default_factory=frozenset)
     """Calls that rollout tasks run at the same time as the others."""
+    rest: float = 0.0
+    """Seconds outside calls and moves, as a share of these."""
 
     @property
     def total(self) -> float:
         """Seconds from the start of a step to the start of the next."""
-        return max(self._of(apart=True), self._of(apart=False) + self.moves) * (
-            1 + Efficiency().rest
-        )
+        return max(self._of(apart=True), self._of(apart=False) + self.moves) * (1 + self.rest)
 
     @property
     def causes(self) -> Seconds:
@@ -59,9 +59,10 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
     Sequences have full length without their ``mean``. Rewards by rules count nothing.
     """
     config, placed = checked.config, placed_models(checked)
-    gpu = gpu_of(config.cluster)
-    if gpu is None:
+    hardware = hardware_of(config.cluster)
+    if hardware is None:
         return None
+    rates = hardware.efficiency
     calls, apart, generates = {}, set(), False
     for call in checked.algorithm.calls(config):
         name = layout_of(call, list(placed))
@@ -80,8 +81,8 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
     sizes = memories(checked)
     for name in offloaded(config, placed) - {ROLLOUTS}:
         if name in sizes:
-            moves += 2 * sizes[name].standing / Efficiency().host_link
-    return StepSeconds(calls, moves, frozenset(apart))
+            moves += 2 * sizes[name].standing / rates.host_link
+    return StepSeconds(calls, moves, frozenset(apart), rates.rest)
 
 
 def moves_to_rollouts(config: Config, placed: Placement) -> float:
@@ -89,17 +90,20 @@ def moves_to_rollouts(config: Config, placed: Placement) -> float:
 
     They count only in the trainers' job; tasks load weights during the other calls.
     """
-    gpu = gpu_of(config.cluster)
-    if gpu is None or placed.group != TRAINERS:
+    hardware = hardware_of(config.cluster)
+    if hardware is None or placed.group != TRAINERS:
         return 0.0
     hosts_gpus = config.cluster.workers_per_host or LARGEST_HOST
-    return moved_weights(config.actor, placed.allocation, gpu, hosts_gpus)
+    return moved_weights(config.actor, placed.allocation, hardware, hosts_gpus)
 
 
-def moved_weights(actor: Model, target: Allocation, gpu: Gpu, gpus_per_host: int) -> float:
+def moved_weights(
+    actor: Model, target: Allocation, hardware: Hardware, gpus_per_host: int
+) -> float:
     """Return the seconds in which each rank of ``target`` receives its weights of the actor."""
     shape = shape_of(actor)
     if shape is None:
         return 0.0
+    gpu, share = hardware.gpu, hardware.efficiency.links
     rate = gpu.link if target.world_size <= gpus_per_host else gpu.network
-    return whole_weights(shape, target, actor.dtype) / (rate * Efficiency().links)
+    return whole_weights(shape, target, actor.dtype) / (rate * share)

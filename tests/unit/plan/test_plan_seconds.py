@@ -11,7 +11,7 @@ import pytest
 
 from slurmrl.config.allocation import parse
 from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
-from slurmrl.plan.estimates.hardware import KNOWN, Efficiency, Machine
+from slurmrl.plan.estimates.hardware import Machine, shipped
 from slurmrl.plan.estimates.pass_seconds import PassJob, inference, training
 from slurmrl.plan.estimates.shape import read
 
@@ -37,7 +37,7 @@ MOE = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-H100 = Machine(KNOWN["h100"], 8)
+H100 = Machine(shipped("h100").gpu, 8, shipped("h100").efficiency)
 
 
 def job(layout: str = "fsdp:d8", values: Any = None, **settings: Any) -> PassJob:
@@ -138,5 +138,5 @@ def test_decoding_reads_all_weights_for_each_token_of_the_longest_completion() -
 
 
 def test_efficiency_of_a_product_grows_with_its_smallest_side() -> None:
-    rates = Efficiency()
+    rates = H100.efficiency
     assert rates.of_product(128, 8192) < rates.of_product(4096, 8192) < rates.products

@@ -21,7 +21,7 @@ from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.estimates.call_costs import MeanTokens
-from slurmrl.plan.estimates.hardware import Efficiency
+from slurmrl.plan.estimates.hardware import shipped
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.step_seconds import predict_step
 from slurmrl.plan.estimates.worker_memory import fullest_gpu
@@ -194,7 +194,7 @@ def test_gpu_hours_prefer_fewer_gpus_than_time(config: Path) -> None:
 def test_the_gpu_must_be_known(config: Path) -> None:
     with pytest.raises(UsageError, match="gpu_type"):
         answers(config, "cluster.slurm.gpu_type=unheard")
-    with pytest.raises(UsageError, match="ranks run on CPUs"):
+    with pytest.raises(UsageError, match="profile-cluster"):
         answers(config, "cluster.gpus_per_worker=0")
     with pytest.raises(UsageError, match="gpu_memory"):
         answers(config, "cluster.slurm.gpu_type=a100")
@@ -253,7 +253,7 @@ def test_seconds_of_candidates_add_up_to_the_seconds_of_a_step(config: Path) -> 
     step = predict_step(load(config, *own, *backends), MEAN)
     assert step is not None
     assert step.moves > 0
-    assert step.total == pytest.approx(total * (1 + Efficiency().rest))
+    assert step.total == pytest.approx(total * (1 + shipped("h100").efficiency.rest))
 
 
 def test_a_candidate_that_is_slower_and_larger_is_left_out() -> None:
