@@ -37,7 +37,7 @@ SYMBOLS = str.maketrans(
 COMPOSED = re.compile(r"([⁰¹²³⁴-⁹⁺⁻]+)|([¼-¾⅐-⅞])|[！-～]|(?<=[\w)}])(\s?)[·⋅]")
 """With ROOT: characters that math-verify does not know."""
 LOOKS = re.compile(
-    r"</?[a-z]\w{3,}>|\\(?:displaystyle|small|[lL]arge|[hH]uge|underline|bm|boldsymbol"
+    r"</?(?:b|em|ans|[a-z]\w{3,})>|\\(?:displaystyle|small|[lL]arge|[hH]uge|underline|bm|boldsymbol"
     r"|(?:text)?color\s*\{\w+\}|hspace\s*\{[^{}]*\}|checkmark"
     r"|(?:mathbf|mathit|bf)(?=\s*\{?\s*[-\\\d]))(?![A-Za-z])"
 )
@@ -79,7 +79,9 @@ AFTER_NUMBER = re.compile(
     rf"(?<=\d)(?:\s*{WORDS}\s*({'|'.join(POWERS)})\s*\}}|\s+({'|'.join(POWERS)})\b(?!\s*[A-Za-z]))"
 )
 OTHER_NUMBER = re.compile(
-    r"(?<![\\\w])(?:(?:not|\w+n't|cannot)(?:\s+be)?|anything\s+but|none\s+of(?:\s+the)?|(?:less|fewer|more|greater|smaller)\s+than"
+    r"(?<![\\\w])(?:(?:not|\w+n't|cannot)(?:\s+be)?|anything\s+but|none\s+of(?:\s+the)?|(?-i:no)(?=\s)"
+    r"|(?<!no )(?:less|fewer|more|greater|smaller)\s+than"
+    r"|(?<!\d )(?:over|under|above|below)(?=\s+[^\s:])"
     r"|(?:half|double|triple)(?:\s+of)?|twice|thrice)"
     r"(?:[\s~:*]|\\[,;:! ])*+\}?(?:[\s~*]|\\[,;:! ])*+\\?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)",
     re.IGNORECASE,
@@ -373,6 +375,7 @@ def boxed(text: str) -> str:
         if box[2]:
             content = box[2].rstrip(".,;:")
         elif (close := closed.get(at - 1)) is None:
+            contents = []
             continue
         else:
             content, at = text[at:close], close + 1

@@ -22,12 +22,16 @@ from slurmrl.rewards.math_answer import (
     APPROXIMATELY,
     BOX,
     BRACKETED,
+    CURRENCY,
+    FINAL,
     FORMULA,
     LONGEST_FORMULA,
     NUMBER,
     OTHER_NUMBER,
     RESIDUE,
+    SPACE,
     boxed,
+    closing_braces,
     formula_of,
     mark_formulas,
     number,
@@ -40,6 +44,15 @@ from slurmrl.rewards.math_answer import (
 from slurmrl.rewards.math_choice import LETTER, chosen
 from slurmrl.rewards.process_pool import end_with_parent, send, take_pipes
 
+AMOUNT = r"(?<![\w.,/])(\d[\d,]*(?:\.\d+)?)"
+DOZEN = re.compile(rf"{AMOUNT}({SPACE}*(?:\\(?:text\w*|mbox)\s*\{{)?){SPACE}*dozens?(?![A-Za-z])")
+LETTERS = {"k": 3, "K": 3, "M": 6, "B": 9}
+IN_SHORT = re.compile(rf"({CURRENCY}\s*)?{AMOUNT}(k|(?(1)[KMB]|(?!)))(?![\w^\\])")
+"""``5k`` or ``$5M``."""
+RELATED = re.compile(
+    r"(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|[≤≥≠])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
+)
+"""A bound, such as the 7 of ``x > 7``."""
 Reading = list[Any]
 """Expressions that math-verify has read, and their source string."""
 
@@ -102,7 +115,7 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
     box = boxed(completion)
     inside = box or (completion if request["marked"] else "")
     if not inside:
-        if not request["finished"]:
+        if not request["finished"] or is_open(completion):
             return False
         inside = "".join(BRACKETED.findall(completion))
     content = boxed(text) or ALL_TEXT.sub(r"\1", text)
@@ -110,20 +123,44 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
     if letter and (choice := chosen(inside or completion, inside=bool(inside))):
         return choice == letter[1]
     plain = bool(number(only_formula(rewritten(content)) or "", plain=False))
+    if plain:
+        inside, completion = (IN_SHORT.sub(in_full, each) for each in (inside, completion))
     if plain and (request["literal"] or not inside):
-        answers = [read_stated(inside or completion)]
+        answers = [read_stated(each) for each in counted(inside or completion)]
     elif inside and _same(inside, content):
         return True
     else:
         if not RESIDUE.search(text):
             inside, completion = (RESIDUE.sub(r"\1", each) for each in (inside, completion))
         parts = [part for part in APPROXIMATELY.split(inside) if part.strip()] or [completion]
+        parts = [each for part in parts for each in (counted(part) if plain else [part])]
         answers = [read(rf"\boxed{{{each}}}" if box else each, plain=plain) for each in parts]
-    others = {RESIDUE.sub(r"\1", text), number(content, plain=True)} - {text, ""}
+    others = {number(each, plain=True) for each in counted(content)}
+    others = {RESIDUE.sub(r"\1", text), *others} - {text, ""}
     references = [reference, *(read(other) for other in others)]
     # A set equals a relation: (2, oo) and x > 2.
     options: dict[str, Any] = {"timeout_seconds": None, "allow_set_relation_comp": True}
     return any(verify(one, other, **options) for one in references for other in answers)
+
+
+def is_open(text: str) -> bool:
+    """Whether the last box, after which no final answer follows, lacks its closing brace."""
+    boxes = [box.end() for box in BOX.finditer(text) if box[1]]
+    if not boxes or FINAL.search(text, boxes[-1]):
+        return False
+    return boxes[-1] - 1 not in closing_braces(text)
+
+
+def in_full(match: re.Match[str]) -> str:
+    """Return ``5000`` for ``5k``."""
+    value = Decimal(match[2].replace(",", "")).scaleb(LETTERS[match[3]])
+    return f"{match[1] or ''}{value:f}"
+
+
+def counted(text: str) -> list[str]:
+    """Return a text and, if it counts by the dozen, the same text with the count of pieces."""
+    pieces = DOZEN.sub(lambda match: f"{12 * Decimal(match[1].replace(',', ''))}{match[2]}", text)
+    return list(dict.fromkeys((text, pieces)))
 
 
 def _same(one: str, other: str) -> bool:
@@ -161,7 +198,8 @@ def read_stated(text: str) -> Reading:
     from math_verify import ExprExtractionConfig, parse
 
     numbers = [ExprExtractionConfig()]
-    reading: Reading = parse(stated(rewritten(text)), numbers, parsing_timeout=None)
+    text = RELATED.sub(lambda match: match[1] or "", rewritten(text))
+    reading: Reading = parse(stated(text), numbers, parsing_timeout=None)
     return reading
 
 
