@@ -37,6 +37,9 @@ FENCE: Final = re.compile(
 A fence in a docstring, after four spaces, does not end it."""
 PYTHON: Final = re.compile(r"py3?|python(3(\.\d+)*)?", re.IGNORECASE)
 """The languages of blocks that hold Python."""
+BEGIN: Final = re.compile(r"^[ \t]*\[(?:BEGIN|PYTHON)\][ \t]*\n?", re.MULTILINE)
+DONE: Final = re.compile(r"^[ \t]*\[(?:DONE|/PYTHON)\]", re.MULTILINE)
+"""Lines around a program in the prompts of MBPP and of Code Llama."""
 READS: Final = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\s*\(\s*0|\bread\s*\(\s*0|\bfileinput\b")
 WRITES: Final = re.compile(r"\bprint\b|\bstdout\b|\bwrite\s*\(")
 DEFINED: Final = re.compile(
@@ -263,7 +266,9 @@ def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
             (tagged if language else bare).append(_body(block))
     blocks = tagged or bare
     if len(blocks) < 2:
-        return blocks[0] if blocks else completion
+        return (blocks[0] if blocks else BEGIN.split(DONE.split(completion)[0])[-1]).lstrip(
+            "\ufeff"
+        )
     used = {name for case in cases for name in _used(case)}
     known = [len(used.intersection(_defined(block))) for block in blocks]
     reads = any(case.kind == "script" and case.stdin.strip() for case in cases)
@@ -275,13 +280,13 @@ def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
 
 def _completed(code: str, earlier: Sequence[str]) -> str:
     """Code after the earlier blocks that define or import the names that it lacks."""
-    lacking = _free(_tree(code)) - {*dir(builtins), *preamble()}
+    lacking = _free(_tree(code)) - {*dir(builtins)}
     for block in reversed(earlier):
         tree = _tree(block)
-        made = _defined(block) | _imported(tree)
+        made = _defined(block) | _imported(tree) - preamble().keys()
         if tree is not None and lacking & made:
             code = f"{block}\n{code}"
-            lacking = (lacking | _free(tree) - {*dir(builtins), *preamble()}) - made
+            lacking = (lacking | _free(tree) - {*dir(builtins)}) - made
     return code
 
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
+from multiprocessing import context
 from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,8 +50,9 @@ VARIABLES = {
 }
 RESULT_FD, MOST_OPEN_FILES, WATCH_S = 3, 256, 0.02
 MOST_CPUS = 4  # Programs see this number, so that their pools do not exceed the allowed processes.
-NAMED: tuple[str, ...] = ("statistics", "random", "string", "copy", "datetime", "typing")
-NAMED += ("collections", "heapq", "bisect", "itertools", "functools", "math")
+NAMED: tuple[str, ...] = ("abc", "dataclasses", "decimal", "enum", "fractions", "statistics")
+NAMED += ("random", "string", "copy", "datetime", "typing", "collections", "heapq", "bisect")
+NAMED += ("itertools", "functools", "math")
 MODULES = {*NAMED, "io", "json", "operator", "os", "re", "sys", "time"}
 """Names that programs have without an import; for `NAMED` modules, ``import *`` names too."""
 LAST_BYTES = 2000
@@ -73,8 +75,8 @@ class Sandbox:
         self._own_proc = self.process_table and self._mount("proc", "/proc", "proc")
         if not self.process_table:
             LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")
+        with suppress(OSError):
+            _write("/proc/self/oom_score_adj", "1000")
 
     def protections(self) -> dict[str, bool]:
         """The kernel does not limit root's processes; they are counted in a process table."""
@@ -229,16 +231,14 @@ class Sandbox:
         if not alone:
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
-        while True:
-            for pid in (-1,) if alone else _children():  # -1: all but this one
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            try:
+        with suppress(ChildProcessError):
+            while True:
+                for pid in (-1,) if alone else _children():  # -1: all but this one
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                 while os.waitpid(-1, 0 if alone else os.WNOHANG)[0]:
                     pass
-            except ChildProcessError:
-                return
-            time.sleep(0.001)
+                time.sleep(0.001)
 
     def _be_program(
         self,
@@ -351,9 +351,8 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
 
 def _flush(space: dict[str, Any]) -> None:
     """Flush the program's files, as the interpreter does at its end."""
-    files = [value for value in space.values() if isinstance(value, io.IOBase)]
-    for file in (sys.stdout, sys.__stdout__, *files):
-        if file is not None and not getattr(file, "closed", False):
+    for file in (sys.stdout, sys.__stdout__, *space.values()):
+        if isinstance(file, io.IOBase) and not file.closed:
             file.flush()
 
 
@@ -415,18 +414,17 @@ def _result(
 
 def _folders_of_interpreter() -> set[str]:
     """The folders that this interpreter imports from, with and without links in their paths."""
-    paths = [path for path in (sys.prefix, sys.base_prefix, *sys.path) if os.path.isdir(path)]
+    paths = filter(os.path.isdir, (sys.prefix, sys.base_prefix, *sys.path))
     return {each(path) for path in paths for each in (os.path.abspath, os.path.realpath)}
 
 
 def _below(place: str, paths: Iterable[str]) -> list[str]:
     """The paths at or below a place, without those that lie below another one."""
-    found: list[str] = []
+    found = [place]
     for path in sorted(paths):
-        inside = [parent for parent in (place, *found) if f"{path}/".startswith(f"{parent}/")]
-        if inside == [place]:
+        if [each for each in found if f"{path}/".startswith(f"{each}/")] == [place]:
             found.append(path)
-    return found
+    return found[1:]
 
 
 def _enter_own_users(others: int) -> None:
@@ -483,6 +481,9 @@ def main(settings: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     preamble()  # once for all programs
+    methods = vars(context)["_concrete_contexts"]  # a spawned process would not find the program
+    methods.update(dict.fromkeys(methods, methods["fork"]))
+    vars(vars(context)["_default_context"]).update(_default_context=methods["fork"])
     sandbox = Sandbox(settings)
     _send(replies, {"ready": True, "protections": sandbox.protections()})
     unread = b""
@@ -495,6 +496,5 @@ def main(settings: dict[str, Any]) -> None:
 
 
 def _send(replies: int, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode() + b"\n"
-    while data:
-        data = data[os.write(replies, data) :]
+    with open(replies, "wb", closefd=False) as file:
+        file.write(json.dumps(message).encode() + b"\n")

@@ -158,7 +158,7 @@ def in_full(match: re.Match[str]) -> str:
 
 
 def counted(text: str) -> list[str]:
-    """Return a text and, if it counts by the dozen, the same text with the count of pieces."""
+    """Return a string and, if it counts by the dozen, also the string with the number of pieces."""
     pieces = DOZEN.sub(lambda match: f"{12 * Decimal(match[1].replace(',', ''))}{match[2]}", text)
     return list(dict.fromkeys((text, pieces)))
 

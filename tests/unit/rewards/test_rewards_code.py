@@ -266,6 +266,12 @@ class Solution:
             "    return ascii_lowercase.index('c') + (mean(a) - mean(b)) * randint(1, 2)",
             1,
         ),
+        ({"tests": ["assert P(2).x == 2"]}, "@dataclass\nclass P:\n    x: int", 1),
+        (
+            {"tests": [{"input": "1", "output": "3/2"}]},
+            "class Half(Enum):\n    ONE = Fraction(1, 2)\nprint(Half.ONE.value + int(Decimal(1)))",
+            1,
+        ),
         ({"tests": ["assert f() == 1"]}, "def f(): return unknown", 0),
         ({"tests": ["assert gcd(4, 6) == 2"]}, "", 0),
         ({"tests": {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}}, "", 0),
@@ -377,6 +383,24 @@ def test_a_pool_of_processes_works_in_a_program(make: Make) -> None:
     assert judge(reward, {"tests": call}, [program]) == [1.0]
     output = [{"input": "", "output": "[0, 2, 0, 2]"}]
     assert judge(reward, {"tests": output}, [script]) == [1.0]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_start_method_of_a_program_is_fork(make: Make, method: str) -> None:
+    """Another process could not import the program, which is no file."""
+    program = (
+        "import multiprocessing\n"
+        "from multiprocessing import get_context, set_start_method\n"
+        "def double(x): return 2 * x\n"
+        "def f(n):\n"
+        f"  with get_context({method!r}).Pool(1) as pool:\n"
+        "    first = pool.map(double, range(n))\n"
+        f"  set_start_method({method!r})\n"
+        "  with multiprocessing.Pool(1) as pool:\n"
+        "    return first + pool.map(double, range(n))\n"
+    )
+    call = {"fn_name": "f", "inputs": [[2]], "outputs": [[0, 2, 0, 2]]}
+    assert judge(make(), {"tests": call}, [program]) == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ from slurmrl.rewards.code_cases import cases_of, program_of
         ("~~~python\na = '```'\n~~~\n```\n3\n```", "a = '```'"),
         ("```python\nif a:\n    b = '\n    ```\n    '\n```\n", "if a:\n    b = '\n    ```\n    '"),
         ("- - So:\n      ```python\n      a\n      ```\n", "a"),
+        ("\ufeffx = 1", "x = 1"),
+        ("```python\n\ufeffx = 1\n```", "x = 1"),
+        ("[BEGIN]\nx = 1\n[DONE]\n", "x = 1\n"),
+        ("Here:\n [BEGIN]\nx = 1\n[DONE]\n\n[BEGIN]\ny = 2\n[DONE]", "x = 1\n"),
+        ("    return 1\n[DONE]", "    return 1\n"),
+        ("Sure!\n[PYTHON]\nx = 1\n[/PYTHON]\nIt works.", "x = 1\n"),
+        ("[BEGIN]\n```python\nx = 1\n```\n[DONE]", "x = 1"),
     ],
 )
 def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
@@ -108,6 +115,16 @@ CALLS = "python\nprint(solve(*map(int, input().split())))"
         (CALL, ("python\nfrom math import fsum as total", "python\nprint(1)", HELPED), (0, 2)),
         (CALL, ("python\nimport numpy as np", TOTAL, HELPED), (0, 1, 2)),
         (CALL, ("python\ntotal = 1 +", HELPED), (1,)),
+        (
+            CALL,
+            ("python\ndef count(*a):\n    return 3", "python\nadd = lambda *a: count(*a)"),
+            (0, 1),
+        ),
+        (
+            CALL,
+            ("python\nfrom math import sqrt\nprint(0)", "python\nadd = lambda *a: sqrt(9)"),
+            (1,),
+        ),
         (CALL, ("python\ndef other(a): ...", HELPED), (1,)),
         (SCRIPT, ("python\ndef solve(a, b):\n    return a + b", CALLS), (0, 1)),
     ],
