@@ -137,8 +137,13 @@ class _Reader:
         scanner, parts = self._scanner, self._parts
         if self._trains and "actor" not in parts and OTHERS not in parts:
             scanner.fail("nothing in it trains the actor: add dimensions such as +d2t2")
+        if not parts:
+            scanner.fail("expected dimensions before or after eval, such as sglang.d4+eval", 0)
         if self._generates_on_actor:
-            first, second = (parts[role].allocation.world_size for role in ("rollout", "actor"))
+            joined = parts.get("rollout"), parts.get("actor") or parts.get(OTHERS)
+            first, second = (part.allocation.world_size if part else 0 for part in joined)
+            if not first or not second:
+                scanner.fail("'|' must join generation and the actor, such as sglang.d4|d2t2", 0)
             if first != second:
                 scanner.fail(f"parts joined by '|' need {first} and {second} ranks", 0)
         for part in parts.values():
@@ -176,8 +181,7 @@ class _Reader:
         if match[1] == "mock":
             self._scanner.fail("there is no engine 'mock'; allowed: sglang, vllm", start)
         self._scanner.position = match.end()
-        allocation = self._as(match[1])
-        self._add("rollout", _Part(start, allocation), start)
+        self._add("rollout", _Part(start, _unsplit(self._as(match[1]))), start)
 
     def _as(self, backend: str) -> Allocation:
         """Read the dimensions of a backend."""
@@ -282,6 +286,12 @@ def _generating(allocation: Allocation) -> Allocation:
     if allocation.sizes["pp"] == allocation.sizes["cp"] == allocation.sizes["ep"] == 1:
         return Allocation("native", sizes=allocation.sizes)
     return allocation
+
+
+def _unsplit(server: Allocation) -> Allocation:
+    """The layout of a server with as many GPUs and no pipeline, which no server here splits."""
+    tp = server.sizes["tp"] * server.sizes["pp"]
+    return replace(server, sizes={**server.sizes, "tp": tp, "pp": 1})
 
 
 def _same_layout(rollout: Placed, actor: Placed) -> bool:
