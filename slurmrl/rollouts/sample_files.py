@@ -136,7 +136,7 @@ def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) 
     read again for about a minute. Raises SampleFileError if it is (the group must be made again),
     EnvironmentFailure.
     """
-    pauses_s = HIDDEN_PAUSES_S if calls.caches(folder) else ()
+    pauses_s = HIDDEN_PAUSES_S if calls.caches(folder.parent.parent) else ()
     for last in attempts(pauses_s, lambda pause_s: calls.sleep(pause_s)):
         with suppress(*(() if last else (SampleFileError,))):
             return read_once(folder, stored, calls=calls)

@@ -283,8 +283,9 @@ class SampleChecks:
         try:
             read_once(folder, check.sample, calls=self._calls)
         except SampleFileError as error:
-            pauses_s = HIDDEN_PAUSES_S if self._calls.caches(folder) else ()
-            if check.failed == len(pauses_s):
+            cached = self._calls.caches(self._paths.rollouts)  # the folder itself may be missing
+            pauses_s = HIDDEN_PAUSES_S if cached else ()
+            if check.failed >= len(pauses_s):  # more, if the folder of all attempts was missing
                 return check.sample, str(error)
             due = now + pauses_s[check.failed]
             heapq.heappush(self._due, replace(check, due=due, failed=check.failed + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,11 @@ class Bed:
 class Caching(Faulty):
     def caches(self, directory: Path) -> bool:
         return True
+
+
+class Local(Faulty):
+    def caches(self, directory: Path) -> bool:
+        return not directory.exists()
 
 
 def test_what_a_cache_may_hide_is_damaged_after_a_minute(paths: RunPaths) -> None:
@@ -90,3 +96,20 @@ def test_what_nobody_waits_for_is_forgotten(paths: RunPaths) -> None:
     assert (bed.after(0), bed.sound()) == ([], [1])
     bed.checks.keep([])
     assert bed.sound() == []
+
+
+def test_samples_of_removed_folder_damaged_at_first_look(paths: RunPaths) -> None:
+    """On a local file system, where no cache hides a folder."""
+    bed = Bed(paths, Local())
+    shutil.rmtree(bed.files[0].parent)
+    assert (bed.after(0), bed.sound()) == ([0, 1], [])
+
+
+def test_samples_of_folder_made_again_damaged_when_it_is_seen(paths: RunPaths) -> None:
+    """While everything is missing, the kind of the file system is unknown."""
+    bed = Bed(paths, Local())
+    rollouts = bed.files[0].parents[2]
+    shutil.rmtree(rollouts)
+    assert bed.after(0) == bed.after(HIDDEN_PAUSES_S[0]) == []
+    bed.files[0].parent.mkdir(parents=True)
+    assert (bed.after(HIDDEN_PAUSES_S[1]), bed.sound()) == ([0, 1], [])
