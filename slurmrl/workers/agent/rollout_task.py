@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from slurmrl import log
@@ -43,8 +44,8 @@ ORPHAN_RETIRE_S = 60.0
 EXIT_TIMEOUT_S = 60.0
 """Longest wait for the other ranks after one has exited normally."""
 FOLDER_GONE_S = 60.0
-"""Without its directory, after which an attempt counts as lost. Workers that have said their last
-word exit sooner."""
+"""Without its directory or a log, after which an attempt counts as lost. Workers that have said
+their last word exit sooner."""
 MARGIN_S = 10.0
 """How long before the end of the job workers that have not exited are killed."""
 SHORT_S = 20.0
@@ -72,7 +73,9 @@ class RolloutTask:
         identity = host.identity
         self._folder = host.paths.rollout_task(identity.group, identity.task, identity.attempt)
         self._folder_looks = Interval(max(LOOK_S, host.intervals.check_s), clock)
-        self._folder_gone_since: float | None = None
+        self._gone_since: float | None = None
+        self._logs: set[str] = set()
+        """Logs that were seen in the directory."""
         self._symptoms = Symptoms(
             host.identity.host,
             host.children,
@@ -185,25 +188,40 @@ class RolloutTask:
             logger.warning("later tasks will wait for the trainers as well: %s", error)
 
     def _look_at_folder(self) -> None:
-        """When due, raise if the master has removed the directory of this attempt.
+        """When due, raise if the directory of this attempt, or a log in it, was removed.
 
-        Such an attempt was lost while it did not run. Requests to exit can no longer reach its
-        workers.
+        The master removes the directory of an attempt that was lost while it did not run; users
+        remove files. Requests and results can no longer pass.
         """
         if not self._folder_looks.due():
             return
         try:
-            atomic.list_names(self._folder)
-        except FileNotFoundError:
-            now = self._clock()
-            if self._folder_gone_since is None:
-                self._folder_gone_since = now
-            if now - self._folder_gone_since >= FOLDER_GONE_S:
-                raise _lost(f"{self._folder} was removed") from None
+            missing = self._missing()
         except EnvironmentFailure as error:
             logger.warning("cannot look at %s, will retry: %s", self._folder, error)
-        else:
-            self._folder_gone_since = None
+            return
+        if missing is None:
+            self._gone_since = None
+            return
+        now = self._clock()
+        if self._gone_since is None:
+            self._gone_since = now
+        if now - self._gone_since >= FOLDER_GONE_S:
+            raise _lost(f"{missing} was removed")
+
+    def _missing(self) -> Path | None:
+        """Return the directory, or a log of it that was there before. Raises EnvironmentFailure."""
+        try:
+            names = set(atomic.list_names(self._folder))
+        except FileNotFoundError:
+            return self._folder
+        identity = self.host.identity
+        place = (identity.group, identity.task, identity.attempt)
+        paths = self.host.paths
+        requests = paths.rollout_requests(*place, self.host.serving)
+        logs = {path.name: path for path in (paths.rollout_results(*place), requests)}
+        self._logs = (self._logs | names) & logs.keys()
+        return next((logs[name] for name in sorted(self._logs - names)), None)
 
     def _heed_warning(self) -> None:
         if (warned := self.host.warnings.take()) is not None:
@@ -278,8 +296,8 @@ class RolloutTask:
 
 
 def _lost(why: str) -> SlurmrlError:
-    """The master counts this attempt as lost; another one may begin on this host."""
-    reason = f"the trainers have counted this rollout task as lost: {why}"
+    """The master gets nothing more from this attempt; another one may begin on this host."""
+    reason = f"the trainers get nothing more from this rollout task: {why}"
     return ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
 

@@ -343,7 +343,7 @@ def test_in_the_job_of_the_trainers_a_task_that_must_leave_is_started_again(bed:
 
     assert bed.run(story()) == FAILED
     (failure,) = bed.told("failure")
-    assert failure["reason"].endswith("as lost: the master told it to exit")
+    assert failure["reason"].endswith("rollout task: the master told it to exit")
 
 
 def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:
@@ -369,7 +369,51 @@ def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:
     assert Agent(bed.host).run() == FAILED
     assert not process_runs(bed.worker())
     (failure,) = bed.told("failure")
-    assert failure["reason"].endswith(f"as lost: {folder} was removed")
+    assert failure["reason"].endswith(f"rollout task: {folder} was removed")
+
+
+@pytest.mark.parametrize("name", ["results", "00000001.requests"])
+def test_task_ends_if_log_of_its_attempt_was_removed(bed: Bed, name: str) -> None:
+    """Nobody misses a log that was not made yet."""
+    folder = bed.paths.rollout_task("rollout", 0, 0)
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        bed.begin("41.0.0", 0)
+        yield from bed.until_heard("serve")
+        yield from bed.passes(2 * FOLDER_GONE_S, beats=True)
+        (folder / name).touch()
+        yield from bed.passes(2 * FOLDER_GONE_S, beats=True)
+        (folder / name).unlink()
+        yield from bed.passes(FOLDER_GONE_S / 2, beats=True)
+        assert bed.told("failure") == []
+        yield from bed.until(lambda: False)
+
+    bed.story = story()
+    assert Agent(bed.host).run() == FAILED
+    assert not process_runs(bed.worker())
+    (failure,) = bed.told("failure")
+    assert failure["reason"].endswith(f"rollout task: {folder / name} was removed")
+
+
+def test_task_stays_if_log_of_an_earlier_incarnation_was_removed(bed: Bed) -> None:
+    log = bed.paths.rollout_requests("rollout", 0, 0, 1)
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        bed.begin("41.0.0", 0)
+        yield from bed.until_heard("serve")
+        log.touch()
+        yield from bed.passes(FOLDER_GONE_S, beats=True)
+        bed.begin("42.0.0", 1)
+        yield from bed.until_heard("serve", 2)
+        log.unlink()
+        yield from bed.passes(3 * FOLDER_GONE_S, beats=True)
+        end(bed.host.history, Kind.FINISHED, {})
+        yield from bed.until(lambda: False)
+
+    bed.story = story()
+    assert Agent(bed.host).run() == OK
 
 
 def test_a_newer_submission_has_tasks_of_its_own(bed: Bed) -> None:
