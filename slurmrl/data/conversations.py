@@ -258,10 +258,11 @@ class _Marks:
         function = _function(call)
         what = f"tool call '{function.get('name')}' {where}"
         changed: dict[str, Any] = {"name": self._mark(f"the {what}")}
-        if arguments := function.get("arguments"):
-            mark = self._mark(f"the arguments of the {what}")
-            as_text = isinstance(arguments, str)
-            changed["arguments"] = f'{{"{mark}": 1}}' if as_text else dict.fromkeys(arguments, mark)
+        given = function.get("arguments")
+        arguments = _object(given) if isinstance(given, str) else given
+        if arguments and isinstance(arguments, Mapping):
+            marked = {key: self._mark(f"the argument '{key}' of the {what}") for key in arguments}
+            changed["arguments"] = json.dumps(marked) if isinstance(given, str) else marked
         return _with(call, changed)
 
     def _mark(self, name: str) -> str:
@@ -275,6 +276,14 @@ def _function(value: Any) -> Mapping[str, Any]:
     inner = value.get("function") if isinstance(value, Mapping) else None
     found = inner if isinstance(inner, Mapping) else value
     return found if isinstance(found, Mapping) else {}
+
+
+def _object(text: str) -> Any:
+    """Return the JSON value in a string; an object with the string as its key if there is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {text: None}
 
 
 def _with(value: Any, changes: Mapping[str, Any]) -> dict[str, Any]:

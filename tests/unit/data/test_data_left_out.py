@@ -29,6 +29,11 @@ LAST_THOUGHT = (
     "{% for m in messages %}{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content }}"
     "{% endfor %}"
 )
+ONLY_A = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    "{{ c.function.name }}({{ c.function.arguments.a }}){% endfor %}{% endfor %}"
+)
+TWO = '{"a": 1, "b": 2}'
 USER = {"role": "user", "content": "add 1 and 2\n"}
 SAID = {"role": "assistant", "content": "3"}
 THOUGHT = {**SAID, "reasoning_content": "easy"}
@@ -36,6 +41,7 @@ CALL = {"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
 CALLS = {"role": "assistant", "tool_calls": [CALL]}
 AS_TEXT = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": '{"a": "1 and 2"}'}]}
 OLD_CALL = {"role": "assistant", "content": "", "function_call": CALL["function"]}
+GIVEN = (TWO, "{}", "not JSON", "[1]", {}, [1, 2])
 TOOL = {"type": "function", "function": {"name": "add"}}
 NAMED = {**USER, "name": "add"}
 SYSTEM = {"role": "system", "content": "add"}
@@ -73,7 +79,14 @@ def missing(template: str, messages: Sequence[Message], tools: Any = None) -> st
             WHOLE.replace("(c.function or c)", "(c.function or c).name"),
             [USER, CALLS],
             None,
-            "the arguments of the tool call 'add' of message 2",
+            "the argument 'a' of the tool call 'add' of message 2",
+        ),
+        (ONLY_A, [USER, CALLS], None, "the argument 'b' of the tool call 'add' of message 2"),
+        (
+            ONLY_A.replace(".arguments.a", ".arguments.split(',')[0]"),
+            [USER, {**CALLS, "tool_calls": [{"function": {"name": "add", "arguments": TWO}}]}],
+            None,
+            "the argument 'b' of the tool call 'add' of message 2",
         ),
         ("{{ messages[-1].content }}", [SAID, USER], None, "the content of message 1"),
     ],
@@ -89,6 +102,17 @@ def test_dropped_value_is_named_though_its_words_are_in_the_text(
     [
         (WHOLE, [SYSTEM, NAMED, CALLS, {"role": "tool", "content": "3"}, THOUGHT], [TOOL]),
         (WHOLE, [USER, AS_TEXT], [{"name": "add"}]),
+        (
+            WHOLE,
+            [
+                USER,
+                *(
+                    {**CALLS, "tool_calls": [{"name": "add", "arguments": given}]}
+                    for given in GIVEN
+                ),
+            ],
+            None,
+        ),
         (CONTENT.replace("\n", "{{ m.function_call }}"), [USER, OLD_CALL], None),
         (WHOLE, [{"role": "user", "content": '"quoted"\n\ttext '}], None),
         (CONTENT, [USER, {"role": "tool", "name": "add", "content": "3"}, SAID], None),

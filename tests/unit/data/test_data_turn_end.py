@@ -155,6 +155,8 @@ def test_next_role_s_token_is_trained_if_it_ends_the_turn(tokenizer: Any) -> Non
     first = "<|user|>Hi<|assistant|>[add<|observation|>]3<|assistant|>[Hello<|user|>]"
     assert text == f"{first}Hi<|assistant|>[Hello<|user|>]"
     assert marked(tokenizer, NEXT_ROLE, USER, CALL).endswith("[add<|observation|>]")
+    twice = "<|user|>Hi<|assistant|>[Hello]<|assistant|>[Hello<|user|>]"
+    assert marked(tokenizer, NEXT_ROLE, USER, SAID, SAID).replace("\n", "") == twice
 
 
 def test_turn_is_trained_up_to_the_token_that_generation_stops_at(tokenizer: Any) -> None:
