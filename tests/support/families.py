@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
-from transformers import CONFIG_MAPPING, AutoConfig
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY: Final = 32
@@ -218,8 +220,10 @@ def _composite(name: str) -> bool:
     return name.endswith("_assistant") or any("attn" not in k and "ffn" not in k for k in parts)
 
 
-def tiny(name: str) -> dict[str, Any]:
+def tiny(name: str, **changes: Any) -> dict[str, Any]:
     """Return the ``config.json`` object of a model with one or two layers of each kind.
+
+    ``changes`` are other values of fields.
 
     Raises KeyError if this version of transformers does not have the family.
     """
@@ -234,5 +238,25 @@ def tiny(name: str) -> dict[str, Any]:
     if kinds := list(dict.fromkeys(defaults.get("layer_types") or ())):
         kinds = kinds if len(kinds) > 1 else kinds * 2
         values |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
-    values |= OWN.get(name, {})
+    values |= OWN.get(name, {}) | changes
     return AutoConfig.for_model(name, **values).to_dict()
+
+
+def tiny_model(name: str, folder: Path | None = None, seed: int = 0, **changes: Any) -> Any:
+    """Return a model of `tiny` with random parameters, also biases and norms.
+
+    It is saved in ``folder`` if one is given.
+    """
+    config = AutoConfig.for_model(**tiny(name, **changes))
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter += 0.1 * noise
+            elif "conv" not in key:
+                parameter.copy_(0.2 * noise)
+    if folder is not None:
+        model.save_pretrained(folder)
+    return model

@@ -20,7 +20,7 @@ from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.distributed.engines.exported import train_and_export
 from tests.distributed.engines.one_process import assert_as_one_process
 from tests.pool import RankPool
-from tests.support.packing_families import family_config
+from tests.support.families import tiny
 
 HERE = "tests.distributed.engines.cases"
 SPLIT = [[1, 5], [0, 2, 3, 4, 6, 7, 8, 9]]
@@ -147,10 +147,11 @@ def test_sharded_blocks_of_transformers_have_the_gradients_of_one_rank(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
     """With recomputation, also of blocks that are nested, shared or without a name."""
+    changes = {"initializer_range": 0.1, "vocab_size": ARCHITECTURE["vocab_size"]}
     found = []
     for split, mode in ((SPLIT, "full"), ([[*range(10)]], "off")):
         settings = model(
-            architecture=family_config(name, initializer_range=0.1),
+            architecture=tiny(name, **changes),
             implementation="hf",
             gradient_checkpointing=mode,
             max_tokens_per_microbatch=16,

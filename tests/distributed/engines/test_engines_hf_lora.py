@@ -16,16 +16,21 @@ from slurmrl.models.hf_targets import TRANSPOSED
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.layout import Box
-from tests.distributed.engines.cases import Setup, model
+from tests.distributed.engines.cases import ARCHITECTURE, Setup, model
 from tests.distributed.engines.test_engines_layouts import setup_of
 from tests.pool import RankError, RankPool
-from tests.support.hf_families import small_model
+from tests.support import families
 
 CASES = "tests.distributed.engines.cases"
 LORA_CASES = "tests.distributed.engines.lora_cases"
 BOUND = 1e-5
 FAMILIES = ("gpt2", "gpt_oss", "nemotron_h")
 """Transposed weights; experts and constants; names in files that differ from the model's."""
+
+
+def tiny_model(family: str, folder: Path, seed: int = 0) -> None:
+    """Save a model with the vocabulary of the batches."""
+    families.tiny_model(family, folder, seed, vocab_size=ARCHITECTURE["vocab_size"])
 
 
 def setup(folder: Path, ranks: int, head: str = "lm", **lora: Any) -> Setup:
@@ -41,7 +46,7 @@ def test_two_ranks_train_as_one_and_a_restart_changes_nothing(
 ) -> None:
     """Checkpoints have adapters only. Every rank's merged weights have the bits of the export."""
     base = tmp_path / "base"
-    small_model(family, base)
+    tiny_model(family, base)
     (alone, _), *_ = ranks(1, f"{CASES}:train", setup(base, 1), range(3))
     (both, _), *_ = ranks(2, f"{CASES}:train", setup(base, 2), range(3))
     for one, other in zip(alone, both, strict=True):
@@ -70,7 +75,7 @@ def test_two_ranks_train_as_one_and_a_restart_changes_nothing(
             compared.add(f"{MODULE}{name.removesuffix('weight')}lora_A")
     assert family == "nemotron_h" or compared.issuperset(n for n in names if n.endswith("lora_A"))
 
-    small_model(family, base, seed=1)
+    tiny_model(family, base, seed=1)
     with pytest.raises(RankError, match=f"actor.path holds other weights.*was {saved.frozen}"):
         ranks(2, f"{CASES}:train", setup(base, 2), range(2, 3), load=folder)
 
@@ -78,7 +83,7 @@ def test_two_ranks_train_as_one_and_a_restart_changes_nothing(
 def test_matrices_begin_as_in_peft(ranks: RankPool, tmp_path: Path) -> None:
     """The matrix after the inputs is random; the other one is zero, also of transposed weights."""
     for family in ("gpt2", "llama"):
-        small_model(family, tmp_path / family)
+        tiny_model(family, tmp_path / family)
         (folder := tmp_path / f"{family}-start").mkdir()
         ranks(1, f"{CASES}:train", setup(tmp_path / family, 1), range(0), save=folder)
         saved = RoleCheckpoint(folder, "actor")
@@ -92,7 +97,7 @@ def test_matrices_begin_as_in_peft(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_dropout_does_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    small_model("gpt2", tmp_path)
+    tiny_model("gpt2", tmp_path)
     found = {}
     for number in (1, 2):
         dropping = setup(tmp_path, number, dropout=0.4)
@@ -105,7 +110,7 @@ def test_dropout_does_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -
 
 def test_a_critic_trains_its_value_head_too(ranks: RankPool, tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "checkpoint"
-    small_model("llama", base)
+    tiny_model("llama", base)
     folder.mkdir()
     critic = setup(base, 2, "value")
     (both, _), *_ = ranks(2, f"{CASES}:train", critic, range(2), save=folder)

@@ -34,8 +34,15 @@ from slurmrl.models.packed import packed_rows
 from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.export import export
 from slurmrl.tensors.layout import Array, Box, TensorSpec
-from tests.support.hf_families import SMALL, small, small_model
+from tests.support.families import VOCABULARY, tiny, tiny_model
 
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "gemma2"),
+    *("gemma3_text", "gpt_oss", "glm4", "glm4_moe", "deepseek_v3", "olmo2", "phi3", "phi"),
+    *("nemotron_h", "falcon_h1", "mamba2", "gpt2", "opt", "bloom", "gpt_neox", "mixtral"),
+    *("cohere2", "granitemoehybrid"),
+)
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}
 LENGTHS = (5, 9, 1, 7)
 LORA = Lora(rank=3, alpha=5.0, targets="all-linear")
 KERNELS = {"mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"}
@@ -44,8 +51,9 @@ KERNELS = {"mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid"}
 
 def read(folder: Path, family: str) -> HFModel:
     """In float64, which products of stacked experts do not have."""
-    config = HFConfig.from_hf(small(family))
-    dtype = torch.float32 if "num_experts" in SMALL[family] else torch.float64
+    values = tiny(family)
+    config = HFConfig.from_hf(values)
+    dtype = torch.float32 if EXPERTS & values.keys() else torch.float64
     return HFModel(config, "lm", source=folder, seed=0, dtype=dtype)
 
 
@@ -99,13 +107,13 @@ def logprobs_of(model: Any, ids: Tensor, rows: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: Path) -> None:
     """PEFT loads the exported adapters of all linear layers, and computes the same with them.
 
     So does transformers with the merged export.
     """
-    small_model(family, tmp_path / "base")
+    tiny_model(family, tmp_path / "base")
     model = read(tmp_path / "base", family)
     adapters = attach_to(model, LORA)
     require_as_stored(model, tmp_path / "base", 0, 1)
@@ -116,7 +124,7 @@ def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of PEFT's own
         folder = write_adapter(
-            trained, tmp_path / "adapter", LORA, "lm", base="base", theirs=small(family)
+            trained, tmp_path / "adapter", LORA, "lm", base="base", theirs=tiny(family)
         )
         expected = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     expected = expected.to(dtype).eval()
@@ -124,7 +132,7 @@ def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: 
     of_peft = {name: theirs(name, family, values) for name, values in own.items()}
     assert {name for name, _ in of_peft.values()} == state.keys()
 
-    ids = torch.randint(37, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     cu_seqlens = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
     rows = packed_rows(cu_seqlens, len(ids))
 
@@ -150,7 +158,7 @@ def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: 
         torch.testing.assert_close(plain, logprobs_of(expected, ids, rows), rtol=bound, atol=bound)
 
     merged = MergedFolder(trained, open_folder(tmp_path / "base"), "lm", LORA.scale)
-    values, _ = file_form(small(family), "hf", "lm")
+    values, _ = file_form(tiny(family), "hf", "lm")
     export(merged, values, tmp_path / "merged", generation={}, storage=stored)
     whole = read(tmp_path / "merged", family).inner
     with torch.no_grad():
@@ -158,11 +166,11 @@ def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: 
     torch.testing.assert_close(again, found, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_default_targets_are_those_of_peft(family: str) -> None:
     """They are all linear layers in a family that PEFT has no default for."""
-    found = adapted_shapes(small(family), "lm", Lora())
-    model = small_model(family)
+    found = adapted_shapes(tiny(family), "lm", Lora())
+    model = tiny_model(family)
     if family in PEFTS:
         settings = peft.LoraConfig(target_modules=PEFTS[family], task_type="CAUSAL_LM")
         with warnings.catch_warnings():
@@ -214,24 +222,24 @@ def test_targets_are_matched_as_in_peft(
     family: str, targets: list[str], message: str | None
 ) -> None:
     lora = Lora(targets=tuple(targets))
-    reason = refusal(small(family), "lm", lora)
+    reason = refusal(tiny(family), "lm", lora)
     if message is not None:
         assert reason is not None
         assert re.search(message, reason), reason
         return
     assert reason is None
-    names = adapted_shapes(small(family), "lm", lora)
+    names = adapted_shapes(tiny(family), "lm", lora)
     assert len(names) == (1 if "layers" in targets[0] else 4)
-    assert len(adapter_shapes(small(family), "lm", lora)) == 2 * len(names)
+    assert len(adapter_shapes(tiny(family), "lm", lora)) == 2 * len(names)
 
 
 def test_files_that_hold_other_weights_than_the_model_are_refused(tmp_path: Path) -> None:
     """An export would merge the adapters with them."""
-    small_model("llama", tmp_path)
+    tiny_model("llama", tmp_path)
     model = read(tmp_path, "llama")
     attach_to(model, Lora(targets=("v_proj",)))
     require_as_stored(model, tmp_path, 0, 1)
-    small_model("llama", tmp_path, seed=1)
+    tiny_model("llama", tmp_path, seed=1)
     with pytest.raises(UsageError, match=r"changes model.layers.\d.self_attn.v_proj.weight"):
         require_as_stored(model, tmp_path, 0, 1)
     specs = open_folder(tmp_path).specs()

@@ -16,9 +16,25 @@ from slurmrl.models.base import RowKind
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_rows import row_places
-from tests.support.families import tiny
-from tests.support.packing_families import APART, MIXING, ONLY_TRAINING, UNEVEN, family_config
+from tests.support.families import VOCABULARY, tiny
 
+APART = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gemma4_text", "qwen3_moe"),
+    *("olmo3", "glm4_moe", "deepseek_v3", "llama4_text", "cohere2", "granite", "minimax_m2"),
+    *("phi3", "gpt2", "gpt_neox"),
+)
+"""Families whose sequences can share a row."""
+MIXING = (
+    *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "nemotron_h", "falcon_h1", "bamba"),
+    *("granitemoehybrid", "jamba", "mamba", "mamba2", "lfm2", "opt", "bloom"),
+)
+"""Families whose sequences would see each other in a row, or have wrong positions in it."""
+UNEVEN = ("biogpt", "zamba2")
+"""Families without names of blocks, and with a block that several layers share."""
+ONLY_TRAINING = ("recurrent_gemma",)
+"""Families that mix sequences and cannot generate."""
+BY_COLUMN = {"llama4_text": {"attn_temperature_tuning": False}}
+"""Values without which a family's rows are not packed: its queries scale by the column."""
 LENGTHS = (5, 1, 9, 12, 3, 17, 2)
 
 
@@ -27,7 +43,7 @@ def built(values: dict[str, Any], dtype: torch.dtype = torch.float32) -> HFModel
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    ids = torch.randint(64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(VOCABULARY, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     return ids, offsets(LENGTHS)
 
 
@@ -44,7 +60,7 @@ def logprobs(model: HFModel, ids: Tensor, lengths: Any) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*APART, *MIXING, *UNEVEN, *ONLY_TRAINING])
 def test_logprobs_do_not_depend_on_the_batch(name: str) -> None:
-    model = built(family_config(name))
+    model = built(tiny(name, **BY_COLUMN.get(name, {})))
     assert model.rows == ("packed" if name in APART else "single")
     ids, _ = batch()
     alone = torch.cat([logprobs(model, each, [len(each)]) for each in ids.split(LENGTHS)])
@@ -58,14 +74,14 @@ def test_logprobs_do_not_depend_on_the_batch(name: str) -> None:
 @pytest.mark.parametrize("name", ["jamba", "lfm2", "falcon_h1", "qwen3_next", "llama", "qwen3_moe"])
 def test_new_weights_show_which_families_mix_sequences(name: str, dtype: torch.dtype) -> None:
     """Sequences of new models hardly change each other, until training makes weights larger."""
-    model = built(family_config(name, initializer_range=0.02), dtype)
+    model = built(tiny(name, initializer_range=0.02), dtype)
     assert model.rows == ("packed" if name in APART else "single")
 
 
 def test_reason_of_padded_rows_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="slurmrl.models.hf_rows"):
-        built(family_config("lfm2"))
-        built(family_config("llama"))
+        built(tiny("lfm2"))
+        built(tiny("llama"))
     assert [record.getMessage() for record in caplog.records] == [
         "lfm2: sequences are padded, not packed: they would see each other in a row"
     ]
@@ -80,14 +96,14 @@ def test_model_that_sees_padding_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(
         UsageError, match=r"not support this llama model: .* padded sequence differ"
     ):
-        built(family_config("llama"))
+        built(tiny("llama"))
 
 
 def test_gradients_do_not_depend_on_the_layout() -> None:
     ids, cu = batch()
     gradients = []
     for kind in ("packed", "single"):
-        model = built(family_config("qwen3"))
+        model = built(tiny("qwen3"))
         model.rows = kind  # type: ignore[assignment]
         logp, _ = model.logprobs(model(ids, cu, max(LENGTHS)), ids, cu, temperature=1.0)
         logp.square().sum().backward()
@@ -115,7 +131,7 @@ def test_rows_not_packed_if_queries_scale_by_column() -> None:
     """The scale begins beyond the columns of the trial."""
     scaled = {"attn_temperature_tuning": True, "floor_scale": 12, "attn_scale": 2.0}
     no_rope = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
-    model = built(family_config("llama4_text", **scaled, **no_rope))
+    model = built(tiny("llama4_text", **scaled, **no_rope))
     ids, _ = batch()
     alone = torch.cat([logprobs(model, each, [len(each)]) for each in ids.split(LENGTHS)])
     assert (logprobs(model, ids, LENGTHS) - alone).abs().max() < 1e-5
@@ -148,7 +164,7 @@ def test_rows_with_one_sequence_each_need_no_positions() -> None:
 @pytest.mark.parametrize("name", [*APART, *MIXING])
 def test_generation_has_the_logits_of_training(name: str) -> None:
     """Prompts of unequal lengths, rows that change places, and more rows that join."""
-    model = built(family_config(name))
+    model = built(tiny(name, **BY_COLUMN.get(name, {})))
     ids, _ = batch()
     rows = [row for row in ids.split(LENGTHS) if len(row) > 2]
     wanted = [model(row, row, 0, {"input_ids": row[None], "use_cache": False}) for row in rows]
@@ -166,7 +182,7 @@ def test_generation_has_the_logits_of_training(name: str) -> None:
 
 
 def test_family_with_states_outside_the_cache_cannot_generate() -> None:
-    model = built(family_config("recurrent_gemma"))
+    model = built(tiny("recurrent_gemma"))
     with pytest.raises(UsageError, match=r"recurrent_gemma models cannot generate .* differ by"):
         model.session([3, 2], prefill_tokens=20)
 
@@ -174,7 +190,7 @@ def test_family_with_states_outside_the_cache_cannot_generate() -> None:
 def test_models_that_recompute_generate_with_their_cache() -> None:
     """In training mode, layers that recompute ignore the cache."""
     ids, cu = batch()
-    model = built(family_config("qwen3"))
+    model = built(tiny("qwen3"))
     plain = model(ids, cu, max(LENGTHS))
     model.use("full")
     model.session([3, 2], prefill_tokens=20)  # (raises if outputs differ)

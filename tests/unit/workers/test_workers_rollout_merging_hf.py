@@ -23,7 +23,7 @@ from slurmrl.tensors.layout import Array, Box, TensorSpec
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.tensors.weights.writer import PartWriter, publish
 from slurmrl.workers.rollout.task_weights import MergingHost, TaskWeights
-from tests.support.hf_families import small, small_model
+from tests.support.families import tiny, tiny_model
 
 LORA = Lora(rank=3, alpha=5.0, targets="all-linear")
 FIRST = VersionId(1, 1)
@@ -34,7 +34,7 @@ class RandomAdapters:
 
     def __init__(self, family: str) -> None:
         chance = np.random.default_rng(0)
-        shapes = adapter_shapes(small(family), "lm", LORA)
+        shapes = adapter_shapes(tiny(family), "lm", LORA)
         self.tensors: dict[str, Array] = {
             name: chance.normal(size=shape).astype("<f4") for name, shape in shapes.items()
         }
@@ -55,7 +55,7 @@ class RandomAdapters:
 
 
 def task(folder: Path, family: str) -> TaskWeights:
-    config = HFConfig.from_hf(small(family))
+    config = HFConfig.from_hf(tiny(family))
     host = MergingHost(
         folder / "base", folder / "frozen", config, "float32", LORA, torch.device("cpu")
     )
@@ -65,14 +65,14 @@ def task(folder: Path, family: str) -> TaskWeights:
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "nemotron_h", "gpt_oss"])
 def test_task_serves_the_bits_of_the_export(tmp_path: Path, family: str) -> None:
     """Also if files have one tensor for each expert, or other names than the model."""
-    small_model(family, tmp_path / "base")
+    tiny_model(family, tmp_path / "base")
     base, adapters = open_folder(tmp_path / "base"), RandomAdapters(family)
     adapters.publish(tmp_path / "versions", file_fingerprint(base))
     version = task(tmp_path, family).newer()
     assert version is not None
     found = open_folder(version.folder)
     merged = MergedFolder(adapters, base, "lm", LORA.scale)
-    values, _ = file_form(small(family), "hf", "lm")
+    values, _ = file_form(tiny(family), "hf", "lm")
     folder = export(merged, values, tmp_path / "merged", generation={}, storage=stored)
     expected = open_folder(folder)
     assert found.specs().keys() == expected.specs().keys()
@@ -80,7 +80,7 @@ def test_task_serves_the_bits_of_the_export(tmp_path: Path, family: str) -> None
         box = Box.whole(spec.shape)
         np.testing.assert_array_equal(found.read(name, box), expected.read(name, box))
 
-    config = HFConfig.from_hf(small(family))
+    config = HFConfig.from_hf(tiny(family))
     options: dict[str, Any] = {"seed": 0, "dtype": torch.float32}
     model = HFModel(config, "lm", source=None, **options)
     read_weights(model, version.folder)
@@ -89,9 +89,9 @@ def test_task_serves_the_bits_of_the_export(tmp_path: Path, family: str) -> None
 
 
 def test_task_rejects_versions_of_other_frozen_weights(tmp_path: Path) -> None:
-    small_model("gpt2", tmp_path / "base")
+    tiny_model("gpt2", tmp_path / "base")
     frozen = file_fingerprint(open_folder(tmp_path / "base"))
-    small_model("gpt2", tmp_path / "base", seed=1)
+    tiny_model("gpt2", tmp_path / "base", seed=1)
     RandomAdapters("gpt2").publish(tmp_path / "versions", frozen)
     with pytest.raises(UsageError, match=f"here and {frozen} in weight version 1.1"):
         task(tmp_path, "gpt2").newer()
