@@ -60,11 +60,13 @@ def open_source(
 
     ``most_bytes``: only the first whole rows in about that many bytes.
 
-    :raises ConfigError: a folder without a dataset, a split that is not there, or a file that is
-        compressed or not UTF-8 text.
+    :raises ConfigError: a folder without a dataset, a split that is not there, a FIFO or device, or
+        a file that is compressed or not UTF-8 text.
     :raises MissingDependencyError: Parquet or Arrow files without pyarrow.
     :raises EnvironmentFailure: the files cannot be read.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):  # reading it might never end
+        raise ConfigError((Problem(str(path), "", "is not a regular file"),))
     if path.is_dir() or path.suffix == ".parquet":
         return ArrowFiles(path, arrow_files(path, split), most_bytes)
     if split is not None:

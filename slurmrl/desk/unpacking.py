@@ -10,6 +10,7 @@ bytes. Nothing of an archive is used before it was checked.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tarfile
 import uuid
@@ -26,7 +27,7 @@ from slurmrl.fsio import atomic, documents, objects, ownership, space
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.field_types import COUNT, SIZE
-from slurmrl.fsio.primitives import write_new_parts
+from slurmrl.fsio.primitives import opened, write_new_parts
 
 logger = log.get(__name__)
 
@@ -73,8 +74,8 @@ class BundleManifest:
 def is_bundle(path: Path) -> bool:
     """Whether a file is an archive; no configuration looks like one."""
     try:
-        with path.open("rb") as file:
-            head = file.read(HEADER_BYTES)
+        with opened(path, os.O_RDONLY, REAL) as descriptor:
+            head = REAL.read(descriptor, HEADER_BYTES)
     except OSError:
         return False  # whoever reads it reports it
     offset, magic = MAGIC

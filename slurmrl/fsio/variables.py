@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
+from slurmrl.fsio import inputs
 from slurmrl.fsio.failures import explain
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -22,11 +23,12 @@ def read(path: Path) -> dict[str, str]:
 
     Raises:
     - OwnershipError unless the file belongs to the user with mode 0600 or less;
-    - UsageError for any other line, which is not quoted because it may be secret;
+    - UsageError if it is not a regular file, and for any other line, which is not quoted because it
+      may be secret;
     - EnvironmentFailure.
     """
     try:
-        with path.open("rb") as file:
+        with inputs.opened(path) as file:
             _check(path, os.fstat(file.fileno()))
             text = file.read().decode()
     except UnicodeDecodeError as error:
@@ -48,8 +50,6 @@ def read(path: Path) -> dict[str, str]:
 
 
 def _check(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise EnvironmentFailure(f"{path} is not a regular file")
     if found.st_uid != os.geteuid():
         raise OwnershipError(f"{path} belongs to user {found.st_uid}, not to you; not read")
     mode = stat.S_IMODE(found.st_mode)

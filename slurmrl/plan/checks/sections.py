@@ -71,7 +71,7 @@ def _no_data(path: Path) -> str:
     if path.is_file():
         return ""
     if not path.is_dir():
-        return "there is no such file or folder"
+        return "it is not a regular file" if path.exists() else "there is no such file or folder"
     return str(resolve(NO_DATASET)(path))
 
 

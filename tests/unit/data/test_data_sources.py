@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -129,6 +130,16 @@ def test_a_damaged_array_is_named_with_its_line(tmp_path: Path, text: str, messa
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=message):
         read_records(path, "id")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_fifo_and_device_refused_without_waiting(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        path.unlink(missing_ok=True)
+        make(path)
+        with pytest.raises(ConfigError, match=f"{name}: is not a regular file"):
+            open_source(path)
 
 
 TEXT = '{"prompt": "é", "answer": "e"}\n' * 3

@@ -50,6 +50,13 @@ def test_what_is_no_assignment_is_refused_and_not_shown(tmp_path: Path, line: st
     assert "secret" not in str(refused.value)
 
 
+def test_fifo_and_device_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(UsageError, match=f"{path} is not a regular file"):
+            variables.read(path)
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="tokens"):
         variables.read(tmp_path / "tokens")

@@ -323,6 +323,8 @@ def test_a_configuration_is_no_bundle(tmp_path: Path) -> None:
     assert not is_bundle(write_config(tmp_path))
     assert not is_bundle(tmp_path / "missing.tar")
     assert not is_bundle(tmp_path)
+    os.mkfifo(tmp_path / "fifo.tar")
+    assert not is_bundle(tmp_path / "fifo.tar"), "and nobody waits for a writer"
 
 
 # -- the command line ------------------------------------------------------------------------
