@@ -40,8 +40,8 @@ def _served(case: Case, *arguments: str) -> Run:
     """A server that has the weights. It ends with this process."""
     from kept_server import BenchServer
 
-    from slurmrl.models.hf import to_hf
     from slurmrl.rollouts.generation.base import WeightVersion
+    from tests.support.decoder_folders import to_hf
 
     runner = asyncio.Runner()
     decoder, made = own_decoder(case), []

@@ -45,7 +45,6 @@ Served = RolloutEngine | None
 """Interface of a rank to an engine that serves requests; None: the rank submits none."""
 
 TOKENS = "input_ids"
-PROMPTS = "prompt_ids"
 
 
 def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:

@@ -1,11 +1,10 @@
-"""Hugging Face model folders: weights are read box by box and written tensor by tensor.
+"""Hugging Face model folders, whose weights are read box by box.
 
 Files are memory-mapped, and only the bytes of a box are read.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ from torch import Tensor
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.folder_checks import LARGEST, not_finite, other_projection
 from slurmrl.models.model_tensors import FolderParameters
-from slurmrl.models.shapes import VALUE_HEAD, storage_of
-from slurmrl.tensors.checkpoint.export import SHARD_BYTES, write_weights
-from slurmrl.tensors.checkpoint.tensors import file_entries
-from slurmrl.tensors.layout import Array, Box, TensorSpec
+from slurmrl.models.shapes import VALUE_HEAD
+from slurmrl.tensors.layout import Array, Box
 
 CONFIG_FILE = "config.json"
 
@@ -74,41 +70,6 @@ class Weights:
             problem = not_finite(folder, self._parameters.stored(name))
             raise UsageError(problem or f"{folder} has changed while it was read")
         return values
-
-
-def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder of a model folder, on the CPU. One tensor at a time is copied."""
-    config = read_config(folder)
-    with torch.device("meta"):
-        decoder = build(config, head).to(dtype)
-    decoder.to_empty(device="cpu")
-    weights = Weights(folder, config, head)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(weights.read(name, Box.whole(tuple(parameter.shape))))
-    return decoder
-
-
-def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a decoder's config and weights into an existing folder.
-
-    The weight files equal the output of transformers' ``save_pretrained`` byte for byte. One tensor
-    at a time is copied.
-    """
-    parameters = dict(decoder.named_parameters())
-    specs = [
-        (name, TensorSpec(tuple(p.shape), str(p.dtype).removeprefix("torch.")))
-        for name, p in parameters.items()
-    ]
-
-    def read(name: str, box: Box) -> Array:
-        return as_array(parameters[name].detach()[box.slices])
-
-    entries = file_entries(specs, read, storage_of(decoder.config))
-    write_weights(folder, entries, shard_bytes=shard_bytes)
-    values = decoder.config.to_hf(head=decoder.head, dtype=specs[0][1].dtype)
-    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
-    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def is_finite(values: Tensor) -> bool:

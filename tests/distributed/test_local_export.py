@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from slurmrl.models.hf import from_hf
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.rollouts.generation.base import GenerationOptions
+from tests.support.decoder_folders import from_hf
 from tests.support.generated import generate
 from tests.support.trials import ARCHITECTURE, Site, ppo_config, sft_config
 

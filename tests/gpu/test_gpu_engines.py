@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from slurmrl.config.schema.roles import Model
 from slurmrl.engines import ENGINES
-from slurmrl.models.hf import to_hf
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import Placed, batch, denominator, loss, model, prompts
@@ -21,6 +20,7 @@ from tests.distributed.engines.test_engines_contract import plain_decoder
 from tests.distributed.engines.test_engines_families import MOE
 from tests.distributed.engines.test_engines_families import plain_decoder as with_experts
 from tests.distributed.engines.test_engines_megatron import outputs_of
+from tests.support.decoder_folders import to_hf
 from tests.support.generated import generate, generated
 
 pytestmark = [

@@ -21,13 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.megatron.parts import MegatronModel
 from slurmrl.errors import SlurmrlError
-from slurmrl.models.hf import from_hf
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import Setup, make, model
 from tests.pool import RankPool
+from tests.support.decoder_folders import from_hf
 from tests.support.families import VOCABULARY, tiny
 from tests.support.generated import generate
 from tests.support.held import NO_LIMIT, Hold

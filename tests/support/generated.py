@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import PROMPTS, GenerateEngine, ServingOptions
+from slurmrl.engines.base import GenerateEngine, ServingOptions
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.base import (
@@ -60,7 +60,7 @@ def generated(
     decode: Decode | None = None,
 ) -> GenerationOutput:
     """Completions of the prompts of ``sample``, on all ranks that have it. Collective."""
-    ids, ends = sample.tensor(PROMPTS), sample.cu_seqlens(PROMPTS)
+    ids, ends = sample.tensor("prompt_ids"), sample.cu_seqlens("prompt_ids")
     asked = requests(ids, ends, options, seed=seed, step=step, keys=keys)
     how = ServingOptions(decode=decode, turns=False, support=options.support)
     found: list[Any] = [None]

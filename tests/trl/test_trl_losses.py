@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from slurmrl.models.hf import from_hf
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.pool import RankPool
+from tests.support.decoder_folders import from_hf
 from tests.trl.cases import CASES, Case
 from tests.trl.conftest import Reference
 from tests.trl.runs import total_loss, train

@@ -47,22 +47,17 @@ class Sampled(NamedTuple):
         return Sampled(change(self.tokens), change(self.logprobs), support)
 
 
-def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
-    """Uniform numbers in [0, 1) [S] float64, each a pure function of (seed, step, key, position).
-
-    keys [S] int64; position: one number or [S]. A row's number does not depend on the other rows of
-    the batch, on their order, or on the device.
-    """
-    return stream_uniform(keys.to(torch.int64) ^ start(seed, step), position)
-
-
 def stream(seed: int, step: int, key: int) -> int:
     """The stream of numbers of (seed, step, key), for `stream_uniform`."""
     return key ^ start(seed, step)
 
 
 def stream_uniform(streams: Tensor, position: Tensor | int) -> Tensor:
-    """The numbers of `keyed_uniform` [S] for streams [S] int64."""
+    """Uniform numbers in [0, 1) [S] float64, each a pure function of its stream and position.
+
+    streams [S] int64, see `stream`; position: one number or [S]. A row's number does not depend on
+    the other rows of the batch, on their order, or on the device.
+    """
     bits = shift(mix(mix(streams) ^ position), 11)
     return bits.to(torch.float64) * 2.0**-53
 

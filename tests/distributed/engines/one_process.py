@@ -15,12 +15,12 @@ from torch import Tensor
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.hf import to_hf
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import LENGTHS, Setup, batch
 from tests.distributed.engines.test_engines_megatron import MARGIN, margins, outputs_of
 from tests.pool import RankPool
+from tests.support.decoder_folders import to_hf
 
 
 def random_model(

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.hf import to_hf
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.pool import RankPool
+from tests.support.decoder_folders import to_hf
 from tests.support.generated import generate
 
 HERE = "tests.distributed.engines.cases"

@@ -13,13 +13,13 @@ import torch
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.distributed.engines.exported import train_and_export
 from tests.distributed.engines.one_process import assert_as_one_process
 from tests.pool import RankPool
+from tests.support.decoder_folders import from_hf, to_hf
 from tests.support.families import tiny
 
 HERE = "tests.distributed.engines.cases"

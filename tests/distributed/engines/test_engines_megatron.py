@@ -15,13 +15,13 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.experts import SparseMLP
-from slurmrl.models.hf import to_hf
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, batch, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.test_engines_contract import plain_decoder, value_model
 from tests.pool import RankPool
+from tests.support.decoder_folders import to_hf
 
 HERE = "tests.distributed.engines.megatron_cases"
 EVEN = {

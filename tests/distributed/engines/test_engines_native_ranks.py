@@ -19,7 +19,6 @@ import torch.distributed as dist
 from slurmrl.engines.base import ServingOptions
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.hf import to_hf
 from slurmrl.models.paged import PagedDecoder
 from slurmrl.rollouts.generation.base import (
     Completion,
@@ -45,6 +44,7 @@ from tests.distributed.engines.cases import (
     prompts,
 )
 from tests.pool import RankError, RankPool
+from tests.support.decoder_folders import to_hf
 from tests.support.generated import generated
 from tests.unit.models.conftest import random_decoder
 

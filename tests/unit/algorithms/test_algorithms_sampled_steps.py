@@ -23,8 +23,8 @@ from slurmrl.algorithms.rollout_calls import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.models.hf import from_hf
 from slurmrl.plan.settings import Settings
+from tests.support.decoder_folders import from_hf
 from tests.unit.algorithms.conftest import ARCHITECTURE, END, VOCABULARY, alone, take
 
 PROMPTS, GROUP, LONGEST = 6, 4, 6

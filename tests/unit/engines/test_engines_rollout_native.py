@@ -17,7 +17,6 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.paged import PagedCache, PagedCall, PagedDecoder, cell_bytes
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.rollouts.generation.base import (
@@ -32,6 +31,7 @@ from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.generation.native.sequence import ends_with_stop
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
+from tests.support.decoder_folders import from_hf, to_hf
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
 STOP = 3
@@ -227,7 +227,7 @@ def test_logprobs_are_those_of_the_training_forward(name: str) -> None:
 )
 def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     """For every family: the same tokens where the margin allows, log-probabilities within 1e-4."""
-    from slurmrl.models.hf import from_hf
+    from tests.support.decoder_folders import from_hf
 
     model = hf_model(ODD[name], 0)
     model.save_pretrained(tmp_path)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
-from slurmrl.models.hf import from_hf
+from tests.support.decoder_folders import from_hf
 
 BASE = {
     "vocab_size": 37,

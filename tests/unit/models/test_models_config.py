@@ -20,8 +20,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
-from slurmrl.models.hf import to_hf
 from slurmrl.models.layer_parts import frequencies
+from tests.support.decoder_folders import to_hf
 from tests.unit.models.conftest import random_decoder, small_decoder
 
 PAGE = Path(__file__).parents[3] / "docs/models.md"

@@ -16,9 +16,9 @@ from slurmrl.models import model_tensors
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.decoder import build
-from slurmrl.models.hf import to_hf
 from slurmrl.models.model_tensors import MergedCheckpoint
 from slurmrl.tensors.layout import Box, TensorSpec
+from tests.support.decoder_folders import to_hf
 from tests.unit.models.conftest import BASE, ODD
 
 LORA = Lora(rank=2, targets=("q_proj",))

@@ -16,9 +16,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from slurmrl.errors import CorruptFileError, UnreadableInputError, UsageError
 from slurmrl.models.decoder import build
 from slurmrl.models.families import FAMILIES
-from slurmrl.models.hf import Weights, as_tensor, from_hf, read_config, to_hf
+from slurmrl.models.hf import Weights, as_tensor, read_config
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.layout import Box
+from tests.support.decoder_folders import from_hf, to_hf
+from tests.support.trials import REPOSITORY
 from tests.unit.models.conftest import hf_model, small_decoder
 
 
@@ -169,7 +171,7 @@ MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from slurmrl.models import hf
+from tests.support import decoder_folders as hf
 
 torch.set_num_threads(1)
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
@@ -215,6 +217,7 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        cwd=REPOSITORY,
         # What malloc gets back goes back to the system, however large.
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
     )

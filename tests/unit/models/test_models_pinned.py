@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from slurmrl.config.schema import Lora
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.hf import from_hf
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.model_tensors import mismatches, open_folder, read_headers
@@ -21,6 +20,7 @@ from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.layout import Box
 from slurmrl.workers.master.exporting import export_step, pin_actor
 from tests.support.committed import CommittedTrial, Weights
+from tests.support.decoder_folders import from_hf
 from tests.unit.models.conftest import BASE, ODD
 
 LLAMA_ONLY = ("num_key_value_heads", "head_dim")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.tensors.ops.sampling import joined, keyed_uniform, sample
+from slurmrl.tensors.ops.sampling import joined, sample, stream, stream_uniform
 
 
 def splitmix(x: int) -> int:
@@ -14,6 +14,12 @@ def splitmix(x: int) -> int:
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
     return x ^ x >> 31
+
+
+def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
+    """Return a number for each of the keys."""
+    streams = torch.tensor([stream(seed, step, key) for key in keys.tolist()])
+    return stream_uniform(streams, position)
 
 
 def uniforms(count: int, position: int = 0) -> Tensor:

@@ -28,7 +28,6 @@ from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import build
-from slurmrl.models.hf import to_hf
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.own_algorithm import importable
 from slurmrl.plan.settings import Settings, load_settings
@@ -36,6 +35,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.workers.master.exporting import pin_actor
 from tests.fake_runs import write_config
 from tests.support.committed import CommittedTrial, Weights
+from tests.support.decoder_folders import to_hf
 from tests.support.trials import ARCHITECTURE, alive, wait_until
 
 REWARD = """

@@ -20,7 +20,6 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.model_tensors import MergedCheckpoint, SafetensorsFolder
 from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.native.native_rollout import read_weights
@@ -32,6 +31,7 @@ from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout.task_weights import ADAPTED, SHARED, MergingHost, TaskWeights
 from tests.distributed.engines.one_process import random_model
 from tests.distributed.engines.test_engines_layouts import MODELS
+from tests.support.decoder_folders import from_hf, to_hf
 
 LORA = Lora(rank=3, alpha=5.0, targets=("q_proj", "o_proj"))
 QWEN3_8B = {

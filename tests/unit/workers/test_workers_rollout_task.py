@@ -24,7 +24,6 @@ from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.fsdp.engine import FSDPEngine
-from slurmrl.models.hf import to_hf
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
@@ -55,6 +54,7 @@ from slurmrl.workers.rollout_messages import (
     RequestedItem,
     RolloutResult,
 )
+from tests.support.decoder_folders import to_hf
 from tests.unit.algorithms.conftest import ARCHITECTURE, alone
 
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
