@@ -31,8 +31,11 @@ from slurmrl.tensors.ops.products import (
 )
 
 Apply = Callable[[Tensor], Tensor]
-PACKED_BYTES = 256 * 2**20
-"""Models of up to this size are copied for faster products, where there are any."""
+PACKED_BYTES = 2**30
+"""Models of up to this size are copied for faster products, where there are any.
+
+The limit bounds the memory of the copy, which a plan does not count.
+"""
 
 
 class HeadsCore(Protocol):
