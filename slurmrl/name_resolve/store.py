@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import json
 import posixpath
+import threading
+import time
 import uuid
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from math import inf
 from pathlib import Path
 from urllib.parse import quote, unquote
 
+from slurmrl.backoff import Backoff, retry
 from slurmrl.errors import InvalidNameError, NameExistsError, NameNotFoundError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -92,6 +98,42 @@ class NameStore:
         values = map(self._read, self.find_subtree(root))
         return [value for value in values if value is not None]
 
+    def add_subentry(self, name: str, value: object, *, delete_on_exit: bool = True) -> str:
+        """Add a value under a new key below ``name``; return the key, such as ``name/1f00c2d4``."""
+        key = f"{normalize(name)}/{uuid.uuid4().hex[:8]}"
+        self.add(key, value, delete_on_exit=delete_on_exit)
+        return key
+
+    def wait(self, name: str, *, timeout_s: float = inf) -> str:
+        """Return the value of a key as soon as it exists. Raises NameNotFoundError."""
+        key, pauses, began = normalize(name), Backoff(0.02, 1.0), time.monotonic()
+        while (value := retry("read names", partial(self._look, key))) is None:
+            left_s = began + timeout_s - time.monotonic()
+            if left_s <= 0:
+                raise NameNotFoundError(f"no key {key!r} within {timeout_s:g} s")
+            time.sleep(min(pauses.next_s(), left_s))
+        return value
+
+    def watch_names(
+        self, names: Sequence[str], callback: Callable[[], object], *, timeout_s: float = 300.0
+    ) -> threading.Thread:
+        """Call ``callback`` once in the returned thread, after all ``names`` are deleted.
+
+        A name that does not appear within ``timeout_s`` counts as deleted.
+        """
+        keys = {*map(normalize, [names] if isinstance(names, str) else names)}
+        seen = {key for key in keys if self._look(key) is not None}
+        given = (keys, seen, callback, time.monotonic() + timeout_s)
+        watch = threading.Thread(target=self._watch, args=given, daemon=True)
+        watch.start()
+        return watch
+
+    def clear_subtree(self, root: str) -> None:
+        """Delete the keys of `find_subtree`."""
+        for key in self.find_subtree(root):
+            with suppress(NameNotFoundError):  # another process has deleted it
+                self.delete(key)
+
     def delete(self, name: str) -> None:
         """Delete a key. Raises NameNotFoundError."""
         key = normalize(name)
@@ -115,6 +157,22 @@ class NameStore:
             atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError as error:
             raise explain(error, "list", self._directory) from error
+
+    def _look(self, key: str) -> str | None:
+        self.refresh()
+        return self._read(key)
+
+    def _watch(
+        self, keys: set[str], seen: set[str], callback: Callable[[], object], deadline: float
+    ) -> None:
+        pauses = Backoff(0.02, 1.0)
+        while keys:
+            values = {key: retry("read names", partial(self._look, key)) for key in keys}
+            there = {key for key, value in values.items() if value is not None}
+            seen |= there
+            keys = there if time.monotonic() >= deadline else keys - (seen - there)
+            time.sleep(pauses.next_s() if keys else 0)
+        callback()
 
     def _path(self, key: str) -> Path:
         path = self._paths.get(key)

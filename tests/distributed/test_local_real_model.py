@@ -165,15 +165,15 @@ def is_right(completion: str, answer: str) -> bool:
     return re.findall(r"\d+", completion)[-1:] == [answer]
 
 
-def test_math_reward_is_not_earned_by_restating_the_question(site: Site) -> None:
-    """An early `math` scored "To solve 21 + 33, we can" 1 for 54."""
+def learn_sums(site: Site, steps: int, reward: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train on sums with GRPO; return greedy completions of 64 held-out ones."""
     train = sums(site.folder / "train.jsonl", 1, 512)
     held_out = sums(site.folder / "held_out.jsonl", 2, 64)
-    config = trial("grpo", {"name": "grpo", "batch_size": 8}, total_steps=12)
+    config = trial("grpo", {"name": "grpo", "batch_size": 8}, total_steps=steps)
     config["actor"] |= {"lora": {"rank": 16}, "optimizer": {"lr": 3e-4}}
     config |= {
         "rollout": {"n": 8, "max_new_tokens": 12},
-        "reward": {"name": "math"},
+        "reward": reward,
         "dataset": {"type": "prompt", "path": train, "chat_template": True},
     }
     run(site, config)
@@ -184,7 +184,24 @@ def test_math_reward_is_not_earned_by_restating_the_question(site: Site) -> None
         "dataset": {"type": "prompt", "path": held_out, "chat_template": True},
     }
     run(site, config)
-    lines = results(site, "held_out")
+    return results(site, "held_out")
+
+
+def test_math_reward_is_not_earned_by_restating_the_question(site: Site) -> None:
+    """An early `math` scored "To solve 21 + 33, we can" 1 for 54."""
+    lines = learn_sums(site, 12, {"name": "math"})
     rewards = [each["reward"] for line in lines for each in line["completions"]]
     right = [is_right(c["text"], line["answer"]) for line in lines for c in line["completions"]]
     assert sum(rewards) / len(rewards) <= sum(right) / len(right) + 0.05
+
+
+def test_sums_are_learned_with_a_strict_reward(site: Site) -> None:
+    (site.folder / "strict.py").write_text(
+        "import re\n"
+        "def last_number(prompts, completions, rows):\n"
+        "    pairs = zip(completions, rows)\n"
+        "    return [re.findall(r'\\d+', each)[-1:] == [row['answer']] for each, row in pairs]\n"
+    )
+    lines = learn_sums(site, 20, {"name": "strict.py:last_number"})
+    right = [is_right(c["text"], line["answer"]) for line in lines for c in line["completions"]]
+    assert sum(right) / len(right) >= 0.6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,46 @@ def test_subtrees(store: NameStore) -> None:
     assert store.get_subtree("run") == [f"value of {key}" for key in keys]
     assert store.find_subtree("nothing") == store.get_subtree("nothing") == []
     assert store.find_subtree("") == store.find_subtree("/") == sorted([*keys, "runner", "other"])
+
+
+def test_subentries_have_names_of_their_own(store: NameStore) -> None:
+    keys = {store.add_subentry("root/", number) for number in range(50)}
+    assert len(keys) == 50
+    assert sorted(map(int, store.get_subtree("root"))) == list(range(50))
+    store.add("rooted", "1")
+    store.clear_subtree("root")
+    store.clear_subtree("root")
+    assert store.find_subtree("") == ["rooted"]
+    store.add_subentry("root", "1")
+    store.reset()
+    assert store.find_subtree("") == ["rooted"]
+
+
+def test_wait_returns_value_that_another_process_adds(store: NameStore, tmp_path: Path) -> None:
+    store.add("a", "1")
+    assert store.wait("a/", timeout_s=0) == "1"
+    adds = threading.Timer(0.1, lambda: NameStore(tmp_path).add("b", "2"))
+    adds.start()
+    assert store.wait("b", timeout_s=60) == "2"
+    adds.join()
+    for timeout_s in (-1.0, 0.0, 0.05):
+        with pytest.raises(NameNotFoundError, match="no key 'c' within"):
+            store.wait("c", timeout_s=timeout_s)
+
+
+def test_callback_called_once_after_the_last_name_is_deleted(store: NameStore) -> None:
+    calls: list[int] = []
+    for key in ("a", "b", "c"):
+        store.add(key, "")
+    watch = store.watch_names(["a/", "b"], lambda: calls.append(1))
+    store.delete("a")
+    watch.join(0.2)
+    assert watch.is_alive()
+    assert calls == []
+    store.delete("b")
+    watch.join(60)
+    store.watch_names("never", lambda: calls.append(2), timeout_s=0.05).join(60)
+    assert calls == [1, 2]
 
 
 def test_deleted_name_can_be_added_again(store: NameStore) -> None:
