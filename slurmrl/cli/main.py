@@ -47,6 +47,9 @@ COMMANDS = {
     "search": Command(
         "slurmrl.cli.searching:search", "Search for the layouts with which a step is fastest."
     ),
+    "profile-cluster": Command(
+        "slurmrl.cli.profiling:profile_cluster", "Measure the hardware for plan and search."
+    ),
     "try-reward": Command(
         "slurmrl.cli.datasets:try_reward", "Score some completions with a configuration's reward."
     ),

@@ -65,7 +65,117 @@ def scratch(root: Path) -> Iterator[RunPaths]:
                 path.rmdir()
 
 
-class ProbeJob:
+class ShortJob:
+    """A job that runs a program on each of its hosts, which leaves a result there."""
+
+    program = "slurmrl.desk.doctor.probe"
+    minutes = MINUTES
+    runs_s = RUNS_S
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        kind: str,
+        cluster: Cluster,
+        group: GroupRequest,
+        timeout_s: float,
+        say: Say,
+    ) -> None:
+        """Set the scheduler (``kind``), and the ``group`` with the resources to request."""
+        self.paths = paths
+        self.kind = kind
+        self.cluster = cluster
+        self.group = group
+        self.timeout_s = timeout_s
+        self.say = say
+        self.folder = paths.run / "probe"
+
+    def ended(self) -> tuple[Jobs, str]:
+        """Submit the job and wait for its end, which is returned in words.
+
+        An error cancels it.
+        """
+        scheduler = make(self.kind)
+        self.write()
+        ids = scheduler.submit(self.request())
+        jobs = Jobs(1, scheduler, ids)
+        try:
+            return jobs, self._wait(jobs)
+        except BaseException:
+            clear_away(jobs)
+            raise
+
+    def write(self) -> None:
+        """Write the files that the job reads."""
+        for folder in (*self.paths.directories(), self.folder):
+            atomic.make_private_directory(folder)
+        copying.copy_package(self.paths.code / "slurmrl")
+
+    def request(self) -> SubmissionRequest:
+        """Return the submission."""
+        once = {"time": self.minutes, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
+        slurm = {**self.cluster.slurm.model_dump(mode="json", by_alias=True), **once}
+        run = (sys.executable, "-P", "-m", self.program, str(self.folder))
+        command = run if self.kind == "local" else (*SRUN, *run)
+        return SubmissionRequest(
+            number=1,
+            uuid=uuid.uuid4().hex,
+            trial=self.group.name,
+            run=self.paths,
+            python=sys.executable,
+            groups=(replace(self.group, links=1, command=command),),
+            options={**self.cluster.model_dump(mode="json"), "slurm": slurm},
+        )
+
+    def answers(self) -> dict[int, dict[str, Any]]:
+        """Return the results that are visible, by the number of the host."""
+        found = {}
+        for task in range(self.group.hosts):
+            with suppress(FileNotFoundError):
+                found[task] = documents.read(self.folder / probe.result_name(task))
+        return found
+
+    def _wait(self, jobs: Jobs) -> str:
+        """Wait until the job has ended; returns how it stands then, in words."""
+        began = time.monotonic()
+        started: float | None = None
+        said = began
+        while True:
+            now = time.monotonic()
+            active = jobs.active()
+            if not active:
+                return self._last_words(jobs)
+            state = _shown(active[0])
+            if started is None and active[0].state is JobState.RUNNING:
+                started = now
+            if started is not None and now - started > self.runs_s:
+                return f"{state}, after {self.runs_s:.0f} s"
+            if started is None and now - began > self.timeout_s:
+                return f"{state} after {self.timeout_s:.0f} s; it was cancelled"
+            if now - said >= SAY_EVERY_S:
+                said = now
+                self.say(f"{state}, for {now - began:.0f} s of at most {self.timeout_s:.0f} s")
+            time.sleep(0.2 if self.kind == "local" else 1.0)
+
+    def _last_words(self, jobs: Jobs) -> str:
+        """Return how the job ended, after its results are visible or LATE_S is over."""
+        deadline = time.monotonic() + LATE_S
+        while len(self.answers()) < self.group.hosts and time.monotonic() < deadline:
+            time.sleep(0.2)
+        ended = jobs.scheduler.query(jobs.ids)
+        return _shown(ended[0]) if ended else "the scheduler no longer knows the job"
+
+    def log(self) -> str:
+        """Return the last lines of the job's output."""
+        folder = self.paths.logs / self.group.name
+        logs = [
+            path for kind in ("slurm", "local") for path in sorted(folder.glob(f"{kind}-*.out"))
+        ]
+        text = logs[-1].read_text(errors="replace") if logs else ""
+        return " | ".join(text.strip().splitlines()[-3:])
+
+
+class ProbeJob(ShortJob):
     """One short job and the checks of its hosts."""
 
     def __init__(
@@ -85,15 +195,9 @@ class ProbeJob:
         `servers.running_settings`; the job's first host must reach them. ``narrow`` are models that
         compute in bfloat16 on processors.
         """
-        self.paths = paths
-        self.kind = kind
-        self.cluster = cluster
-        self.group = group
-        self.timeout_s = timeout_s
-        self.say = say
+        super().__init__(paths, kind, cluster, group, timeout_s, say)
         self.servers = servers
         self.narrow = list(narrow)
-        self.folder = paths.run / "probe"
 
     def run(self) -> list[Check]:
         """Submit, wait, collect; an error on the way becomes a failed check."""
@@ -101,17 +205,9 @@ class ProbeJob:
         return guarded("job", advice, self._run)
 
     def _run(self) -> list[Check]:
-        scheduler = make(self.kind)
         hosts = self.group.hosts
         self.say(f"a job of {hosts} host{'s' * (hosts > 1)} on {self.kind} runs the checks")
-        self._write()
-        ids = scheduler.submit(self.request())
-        jobs = Jobs(1, scheduler, ids)
-        try:
-            ended = self._wait(jobs)
-        except BaseException:
-            clear_away(jobs)
-            raise
+        jobs, ended = self.ended()
         results = self._results()
         checks = [check for task in sorted(results) for check in results[task]]
         checks += guarded("job", "end it with scancel", lambda: _clear(jobs))
@@ -122,26 +218,9 @@ class ProbeJob:
             checks.append(ok("other hosts", "not compared, because the job had one host"))
         return checks
 
-    def request(self) -> SubmissionRequest:
-        once = {"time": MINUTES, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
-        slurm = {**self.cluster.slurm.model_dump(mode="json", by_alias=True), **once}
-        run = (sys.executable, "-P", "-m", "slurmrl.desk.doctor.probe", str(self.folder))
-        command = run if self.kind == "local" else (*SRUN, *run)
-        return SubmissionRequest(
-            number=1,
-            uuid=uuid.uuid4().hex,
-            trial=GROUP,
-            run=self.paths,
-            python=sys.executable,
-            groups=(replace(self.group, name=GROUP, links=1, command=command),),
-            options={**self.cluster.model_dump(mode="json"), "slurm": slurm},
-        )
-
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write the files that the job reads: this package, the request, and content to compare."""
-        for folder in (*self.paths.directories(), self.folder):
-            atomic.make_private_directory(folder)
-        copying.copy_package(self.paths.code / "slurmrl")
+        super().write()
         content = os.urandom(CONTENT_BYTES)
         atomic.replace(self.folder / directory.CONTENT, content)
         script = self.paths.submission_script(1, GROUP) if self.kind != "local" else None
@@ -158,52 +237,17 @@ class ProbeJob:
         }
         atomic.replace(self.folder / directory.ASK, json.dumps(request).encode())
 
-    def _wait(self, jobs: Jobs) -> str:
-        """Wait until the job has ended; returns how it stands then, in words."""
-        began = time.monotonic()
-        started: float | None = None
-        said = began
-        while True:
-            now = time.monotonic()
-            active = jobs.active()
-            if not active:
-                return self._last_words(jobs)
-            state = _shown(active[0])
-            if started is None and active[0].state is JobState.RUNNING:
-                started = now
-            if started is not None and now - started > RUNS_S:
-                return f"{state}, after {RUNS_S:.0f} s"
-            if started is None and now - began > self.timeout_s:
-                return f"{state} after {self.timeout_s:.0f} s; it was cancelled"
-            if now - said >= SAY_EVERY_S:
-                said = now
-                self.say(f"{state}, for {now - began:.0f} s of at most {self.timeout_s:.0f} s")
-            time.sleep(0.2 if self.kind == "local" else 1.0)
-
-    def _last_words(self, jobs: Jobs) -> str:
-        """Return how the job ended, after its results are visible or LATE_S is over."""
-        deadline = time.monotonic() + LATE_S
-        while len(self._results()) < self.group.hosts and time.monotonic() < deadline:
-            time.sleep(0.2)
-        ended = jobs.scheduler.query(jobs.ids)
-        return _shown(ended[0]) if ended else "the scheduler no longer knows the job"
-
     def _results(self) -> dict[int, list[Check]]:
         results = {}
-        for task in range(self.group.hosts):
-            path = self.folder / probe.result_name(task)
-            try:
-                values = documents.read(path)
-            except FileNotFoundError:
-                continue
-            with documents.expecting(path):
+        for task, values in self.answers().items():
+            with documents.expecting(self.folder / probe.result_name(task)):
                 results[task] = [Check.from_json(check) for check in values["checks"]]
         return results
 
     def _lost(self, missing: list[int], ended: str) -> Check:
         hosts = ", ".join(map(str, missing))
         measured = f"no result from host {hosts} of {self.group.hosts}: {ended}"
-        last = self._log()
+        last = self.log()
         if last:
             measured += f"; its output ends with: {last}"
         advice = (
@@ -211,12 +255,6 @@ class ProbeJob:
             "the first error of its output"
         )
         return failed("job", measured, advice)
-
-    def _log(self) -> str:
-        logs = sorted((self.paths.logs / GROUP).glob("slurm-*.out"))
-        logs += sorted((self.paths.logs / GROUP).glob("local-*.out"))
-        text = logs[-1].read_text(errors="replace") if logs else ""
-        return " | ".join(text.strip().splitlines()[-3:])
 
 
 def _clear(jobs: Jobs) -> list[Check]:

@@ -127,11 +127,11 @@ def hardware_of(cluster: Cluster) -> Hardware | None:
         if name is not None and CPU in (name, found.hardware) and name != found.hardware:
             ranks = "no GPUs" if name == CPU else f"GPUs ({name})"
             raise UsageError(f"{path} is a profile of {found.hardware}, but the ranks have {ranks}")
-        return _made(found, str(path))
+        return made(found, str(path))
     if name is None:
         return None
     if (path_of := hardware_files.own_file(name)) is not None:
-        return _made(hardware_files.read_file(path_of), str(path_of))
+        return made(hardware_files.read_file(path_of), str(path_of))
     return None if name == CPU else shipped(name)
 
 
@@ -150,11 +150,12 @@ def shipped_gpu(cluster: Cluster) -> Gpu | None:
 @cache
 def shipped(name: str) -> Hardware:
     """Return the hardware of a profile that the package has."""
-    return _made(hardware_files.shipped(name), "shipped with slurmrl")
+    return made(hardware_files.shipped(name), "shipped with slurmrl")
 
 
 @lru_cache(maxsize=32)
-def _made(file: HardwareFile, origin: str) -> Hardware:
+def made(file: HardwareFile, origin: str) -> Hardware:
+    """Return the hardware of a profile; ``origin`` names its file."""
     numbers = hardware_files.shipped(file.like).numbers()
     if file.hardware != file.like:  # numbers of other hardware are guesses; its memory is unknown
         numbers.pop("memory_gib", None)

@@ -1,0 +1,277 @@
+"""The numbers of a hardware profile from the points of a measurement.
+
+The points come from `workers.hardware_measures`. The numbers are those with which the formulas of
+the plan give the measured seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, Final
+
+from slurmrl.config.allocation import parse
+from slurmrl.config.source import Source
+from slurmrl.plan.estimates import hardware_files
+from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
+from slurmrl.plan.estimates.hardware import GIB, Machine, made
+from slurmrl.plan.estimates.hardware_files import CPU, FITTED_GPU, HardwareFile
+from slurmrl.plan.estimates.pass_seconds import PassJob, inference
+from slurmrl.plan.estimates.shape import ModelShape, read
+
+SENT: Final[Mapping[str, float]] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""Times that a collective sends the part of the tensor that a rank does not have."""
+LARGEST_SHARE: Final = 1.5
+LEAST_S: Final = 1e-7
+
+
+def profile_text(
+    name: str, made_by: str, ranks: Sequence[Sequence[Mapping[str, Any]]], model: Mapping[str, Any]
+) -> str:
+    """Return the file of a profile.
+
+    Args:
+        name: of the hardware.
+        made_by: time, program and hosts, in one line.
+        ranks: the points of each rank.
+        model: the architecture whose layers were measured.
+
+    Raises ConfigError for points that give no valid profile.
+    """
+    points = _together(ranks)
+    like = name if name in hardware_files.shipped_names() else FITTED_GPU
+    numbers = {
+        key: float(f"{value:.4g}") for key, value in _numbers(name, like, points, model).items()
+    }
+    values = {"hardware": name, "like": like, "made": made_by, "measured": numbers}
+    hardware_files.checked(Source(Path(f"{name}.yaml"), values))
+    lines = [f"hardware: {name}", f"like: {like}", f"made: {json.dumps(made_by)}", "measured:"]
+    lines += [f"  {key}: {value:.4g}" for key, value in numbers.items()]
+    lines += ["# Points, the mean of all ranks:", *(f"#   {_shown(point)}" for point in points)]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(point: Mapping[str, Any]) -> str:
+    parts = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in point.items()
+        if name != "what"
+    ]
+    return f"{point['what']}: {', '.join(parts)}"
+
+
+def _together(ranks: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The points of all ranks, each once with the mean of its seconds."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for points in ranks:
+        for point in points:
+            key = tuple(
+                (name, value) for name, value in point.items() if not isinstance(value, float)
+            )
+            found.setdefault(key, []).append(point)
+    return [
+        {
+            name: mean(one[name] for one in same) if isinstance(value, float) else value
+            for name, value in same[0].items()
+        }
+        for same in found.values()
+    ]
+
+
+def _numbers(
+    name: str, like: str, points: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
+) -> dict[str, float]:
+    width = 4 if name == CPU else 2
+    numbers = {
+        **_products(name, like, points, width),
+        **_memory(points),
+        **_collectives(points),
+        **_files(points),
+    }
+    shape = read(model)
+    assert shape is not None, "the measured model is one of the built-in decoder"
+    numbers |= _layers(name, like, numbers, points, shape, width)
+    numbers |= _tokens(name, like, numbers, points, shape, width)
+    return numbers
+
+
+def _of(points: Iterable[Mapping[str, Any]], what: str, **like: Any) -> Iterator[Mapping[str, Any]]:
+    for point in points:
+        if point["what"] == what and all(point[key] == value for key, value in like.items()):
+            yield point
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the line a + b x with the least squares of relative errors; neither is negative."""
+    weights = [(1 / y, x / y) for x, y in points]
+    aa, ab, bb = (
+        sum(u * v for u, v in pairs)
+        for pairs in (
+            [(one, one) for one, _ in weights],
+            weights,
+            [(other, other) for _, other in weights],
+        )
+    )
+    a1, b1 = sum(one for one, _ in weights), sum(other for _, other in weights)
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        a, b = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+        if a > 0 and b > 0:
+            return a, b
+        if a <= 0:
+            return 0.0, b1 / bb
+    return a1 / aa, 0.0
+
+
+def _products(
+    name: str, like: str, points: Sequence[Mapping[str, Any]], width: int
+) -> dict[str, float]:
+    """The rates of products, and the side that reaches half of them.
+
+    Seconds of an operation of a square product are 1 / rate + half / (rate side).
+    """
+    lines = {}
+    for one in (2, 4):
+        found = list(_of(points, "product", width=one))
+        seconds = [(1 / each["side"], each["seconds"] / (2 * each["side"] ** 3)) for each in found]
+        lines[one] = _line(seconds)
+    rates = {one: 1 / max(line[0], 1e-18) for one, line in lines.items()}
+    peak = hardware_files.shipped(name).vendor.flops_per_s if name == like else None
+    products = 1.0 if peak is None else min(rates[2] / peak, LARGEST_SHARE)
+    at_once, per_side = lines[width]
+    return {
+        "flops_per_s": rates[2] / products,
+        "float32_flops_per_s": rates[4] / products,
+        "products": products,
+        "half_side": max(per_side / max(at_once, 1e-18), 1.0),
+    }
+
+
+def _memory(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    rates = {what: _rate(next(_of(points, what))) for what in ("copy", "add", "row")}
+    found = {
+        "bytes_per_s": rates["copy"],
+        "stream": min(rates["add"] / rates["copy"], LARGEST_SHARE),
+        "decoding": min(rates["row"] / rates["copy"], LARGEST_SHARE),
+    }
+    for point in _of(points, "host_copy"):
+        found["host_link"] = _rate(point)
+    for point in _of(points, "device"):
+        found["memory_gib"] = point["bytes"] / GIB
+    return found
+
+
+def _rate(point: Mapping[str, Any]) -> float:
+    return float(point["bytes"] / point["seconds"])
+
+
+def _collectives(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The rates of links and the seconds of collectives without data; a share is part of them."""
+    found: dict[str, float] = {}
+    names = {"host": ("link", "latency"), "hosts": ("network", "network_latency")}
+    for place, (rate, latency) in names.items():
+        sent = [
+            (times * one["bytes"] * (one["ranks"] - 1) / one["ranks"], one["seconds"])
+            for what, times in SENT.items()
+            for one in _of(points, what, place=place)
+        ]
+        if sent:
+            first, each = _line(sent)
+            found |= {rate: 1 / max(each, 1e-15), latency: max(first, LEAST_S), "links": 1.0}
+    for point in _of(points, "overlap"):
+        both, shorter = point["seconds"], min(point["gather"], point["product"])
+        hidden = (point["gather"] + point["product"] - both) / shorter
+        found["overlap"] = min(max(hidden, 0.0), 1.0)
+    return found
+
+
+def _files(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {
+        "file_create_s": next(_of(points, "file_create"))["seconds"],
+        "file_read_s": next(_of(points, "file_read"))["seconds"],
+        "file_bytes_per_s": _rate(next(_of(points, "file_write"))),
+    }
+
+
+def _machine(name: str, like: str, numbers: Mapping[str, float], **others: float) -> Machine:
+    values = {"hardware": name, "like": like, "measured": {**numbers, **others}}
+    hardware = made(HardwareFile.model_validate(values), "measured")
+    return Machine(hardware.gpu, 1, hardware.efficiency)
+
+
+def _layers(
+    name: str,
+    like: str,
+    numbers: Mapping[str, float],
+    points: Sequence[Mapping[str, Any]],
+    shape: ModelShape,
+    width: int,
+) -> dict[str, float]:
+    """The share of attention, the traffic of a layer, and the seconds to start its operations.
+
+    Long sequences take longer than short ones because of attention only. What products and
+    attention leave of the short ones is traffic.
+    """
+    forward = sorted(_of(points, "forward"), key=lambda one: (one["tokens"], one["length"]))
+    one, short, long = forward
+    tiny = {"launches": LEAST_S, "traffic": 1.0}
+    machine = _machine(name, like, numbers, attention=1.0, **tiny)
+    jobs = [_pass(shape, point, width) for point in (short, long)]
+    least = [inference(job, machine) for job in jobs]
+    more = max(long["seconds"] - short["seconds"], 1e-9)
+    share = (least[1]["attention"] - least[0]["attention"]) / more
+    attention = min(max(share, 1e-3), LARGEST_SHARE)
+    known = least[0]["products"] + least[0]["attention"] / attention
+    moved = max(short["seconds"] - known, 0.0) * machine.streamed
+    elements = moved / (short["tokens"] * width * shape.layers)
+    return {
+        "attention": attention,
+        "traffic": max((elements - 4 * shape.inner) / shape.hidden, 1.0),
+        "launches": max(one["seconds"] / shape.layers, LEAST_S),
+    }
+
+
+def _pass(shape: ModelShape, point: Mapping[str, Any], width: int) -> PassJob:
+    """The job of the layers: a value head has nearly no cost."""
+    tokens = point["tokens"]
+    return PassJob(
+        shape=shape,
+        allocation=parse("fsdp:d1"),
+        head="value",
+        tokens=tokens,
+        length=point["length"],
+        microbatch=tokens,
+        width=width,
+        sharded=False,
+    )
+
+
+def _tokens(
+    name: str,
+    like: str,
+    numbers: Mapping[str, float],
+    points: Sequence[Mapping[str, Any]],
+    shape: ModelShape,
+    width: int,
+) -> dict[str, float]:
+    """The seconds of each token of a batch and of each sequence that the formulas leave."""
+    machine = _machine(name, like, numbers, token=LEAST_S, row=LEAST_S)
+    left = []
+    for point in sorted(_of(points, "generate"), key=lambda one: one["rows"]):
+        rows, count = point["rows"], point["tokens"]
+        job = DecodeJob(
+            shape=shape,
+            allocation=parse("native:d1"),
+            sequences=rows,
+            prompt=1,
+            group=rows,
+            lengths=LengthDistribution(count, count),
+            cache_tokens=1e12,
+            width=width,
+        )
+        left.append((rows, point["seconds"] - generation(job, machine)["decode"] / count))
+    (few, first), (many, last) = left
+    row = max((last - first) / max(many - few, 1), LEAST_S)
+    return {"token": max(first - few * row, LEAST_S), "row": row}

@@ -1,0 +1,145 @@
+"""The program of the job that measures hardware.
+
+``python -P -m slurmrl.workers.hardware_job FOLDER`` runs on each host of the job. It reads
+``ask.json``, starts a process for each rank of the host, and leaves ``result.<task>.json`` with the
+points of all its ranks, or with the error of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl import child, env
+from slurmrl.config.schema.cluster import Slurm
+from slurmrl.fsio import atomic, documents, umask
+from slurmrl.run.channel.bell import fabric_address, interface_of
+from slurmrl.workers.agent.fork_environment import interpreter
+
+ASK: Final = "ask.json"
+LIMIT_S: Final = 900.0
+"""Longest time of a rank."""
+TIMEOUT: Final = timedelta(minutes=5)
+"""Longest wait of one collective."""
+
+
+def result_name(task: int) -> str:
+    """Return the file of a host's result."""
+    return f"result.{task}.json"
+
+
+def points_name(rank: int) -> str:
+    """Return the file of a rank's points."""
+    return f"points.{rank}.json"
+
+
+def measure_host(folder: Path, task: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Run the ranks of a host; return their points, or the error of one of them."""
+    local = int(request["ranks_per_host"])
+    ranks = range(task * local, (task + 1) * local)
+    with ThreadPoolExecutor(local) as pool:
+        ends = list(pool.map(lambda rank: _run(folder, request, rank), ranks))
+    found = {"host": env.NODE_NAME.get() or socket.gethostname()}
+    for rank, end in zip(ranks, ends, strict=True):
+        if end.code != 0:
+            reason = end.last_line or "no error message"
+            late = f"rank {rank} did not end within {LIMIT_S:.0f} s"
+            words = late if end.code is None else f"rank {rank} ended with {end.code}: {reason}"
+            return {**found, "error": words, "log": end.errors}
+    points = [documents.read(folder / points_name(rank)) for rank in ranks]
+    return {**found, "ranks": points}
+
+
+def _run(folder: Path, request: dict[str, Any], rank: int) -> child.ChildEnd:
+    local = int(request["ranks_per_host"])
+    values = dict(os.environ)
+    if request["gpus"]:
+        seen = env.VISIBLE_DEVICES.get()
+        devices = seen.split(",") if seen else [str(number) for number in range(local)]
+        values[env.VISIBLE_DEVICES.name] = devices[rank % local]
+    values["OMP_NUM_THREADS"] = str(request["threads"])
+    python = interpreter(Slurm.model_validate(request["slurm"]), values)
+    command = [*python, "-P", "-m", "slurmrl.workers.hardware_job", str(folder), str(rank)]
+    return child.run(command, LIMIT_S, env=values)
+
+
+def measure_rank(folder: Path, rank: int, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the points of one rank. All ranks call it at the same time."""
+    import torch.distributed as dist
+
+    from slurmrl.tensors.parallel import device
+    from slurmrl.workers import distributed, hardware_measures
+    from slurmrl.workers.messages import Start
+
+    local, hosts = int(request["ranks_per_host"]), int(request["hosts"])
+    world = local * hosts
+    accelerator = device.choose(int(request["gpus"]))
+    sizes = hardware_measures.MeasureSizes(**request["sizes"])
+    interface = request["interface"]
+    if interface is None:
+        interface = interface_of(fabric_address(None, hosts))
+    start = Start(world_size=world, interface=interface)
+    store = distributed.join(start, rank, folder / "store", accelerator, TIMEOUT)
+    try:
+        measures = hardware_measures.Measures(sizes, accelerator, threads=int(request["threads"]))
+        found: list[dict[str, Any]] = []
+        for part in (measures.device, measures.products, measures.memory, measures.model):
+            distributed.wait_for_all(store, rank, world, part.__name__)
+            found += part()
+        for ranks in _groups(rank, local, hosts):
+            found += measures.collectives(ranks)
+            if ranks.place == "host" or local == 1:
+                found += measures.overlap(ranks)
+        if rank == 0:
+            found += hardware_measures.directory(folder, sizes)
+        distributed.wait_for_all(store, rank, world, "end")
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def _groups(rank: int, local: int, hosts: int) -> Iterator[Any]:
+    """Yield the group of this host's ranks, and the group of one rank of each host."""
+    import torch.distributed as dist
+
+    from slurmrl.workers.hardware_measures import Ranks
+
+    host, number = divmod(rank, local)
+    for place, members in (
+        ("host", [[one * local + each for each in range(local)] for one in range(hosts)]),
+        ("hosts", [[one * local + each for one in range(hosts)] for each in range(local)]),
+    ):
+        size = len(members[0])
+        if size == 1:
+            continue
+        groups = [dist.new_group(ranks) for ranks in members]
+        mine, own = (host, number) if place == "host" else (number, host)
+        peer = members[mine][(own + 1) % size]
+        yield Ranks(own, size, groups[mine], place, peer)
+
+
+def main(arguments: list[str]) -> int:
+    """Run as a host's program, or as a rank if the arguments name one."""
+    folder = Path(arguments[0])
+    umask.make_private()
+    request = documents.read(folder / ASK)
+    if len(arguments) == 1:
+        task = env.NODE_ID.get()
+        found = measure_host(folder, task, request)
+        atomic.replace(folder / result_name(task), json.dumps(found).encode())
+        return 1 if "error" in found else 0
+    rank = int(arguments[1])
+    points = measure_rank(folder, rank, request)
+    atomic.replace(folder / points_name(rank), json.dumps({"points": points}).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
