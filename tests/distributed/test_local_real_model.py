@@ -16,7 +16,7 @@ from slurmrl.run import events
 from tests.support.real_model import smollm2
 from tests.support.trials import Site
 
-pytestmark = [pytest.mark.soak, pytest.mark.long]
+pytestmark = [pytest.mark.soak, pytest.mark.long, pytest.mark.timeout(3600)]
 
 QUESTIONS = ("the sea", "a lamp", "rain", "bread", "a bridge", "snow", "a clock", "the moon", "tea")
 PROMPTS = [f"{verb} {thing}." for verb in ("Describe", "Define") for thing in QUESTIONS]
@@ -151,6 +151,19 @@ def test_default_export_keeps_the_gain_of_small_updates(site: Site) -> None:
     start, exported = loss(smollm2()), loss(site.paths("sft/1").export(6))
     assert exported < start - 0.01
     assert start - loss(narrow) < 0.2 * (start - exported)
+
+
+def test_row_refused_whose_tool_call_the_template_drops(site: Site) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    asked = {"role": "user", "content": "What is 1 + 2?"}
+    said = {"role": "assistant", "content": "3"}
+    lines = [{"messages": [asked, said]}, {"messages": [asked, {**said, "tool_calls": [call]}]}]
+    path = rows(site.folder / "rows.jsonl", lines)
+    config = trial("sft", {"name": "sft", "batch_size": 2}, total_steps=1)
+    config["dataset"] = {"type": "messages", "path": path}
+    checked = site.slurmrl("data", "check", str(site.write("sft.yaml", config)), code=2)
+    assert "rows.jsonl:2: " in checked.stderr
+    assert "the tool call 'add' of message 2" in checked.stderr
 
 
 def sums(path: Path, seed: int, count: int) -> str:
