@@ -37,7 +37,7 @@ SYMBOLS = str.maketrans(
 COMPOSED = re.compile(r"([⁰¹²³⁴-⁹⁺⁻]+)|([¼-¾⅐-⅞])|[！-～]|(?<=[\w)}])(\s?)[·⋅]")
 """With ROOT: characters that math-verify does not know."""
 LOOKS = re.compile(
-    r"</?(?:b|em|[a-z]\w{3,})>|\\(?:displaystyle|small|[lL]arge|[hH]uge|underline|bm|boldsymbol"
+    r"</?(?:b|em|p|br|[a-z]\w{3,})>|\\(?:displaystyle|small|[lL]arge|[hH]uge|underline|bm|boldsymbol"
     r"|(?:text)?color\s*\{\w+\}|hspace\s*\{[^{}]*\}|checkmark"
     r"|(?:mathbf|mathit|bf)(?=\s*\{?\s*[-\\\d]))(?![A-Za-z])"
 )
