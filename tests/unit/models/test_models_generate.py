@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.architecture import ModelConfig
+from slurmrl.models.decoder import Decoder, build
+from slurmrl.models.inference import packs
 from slurmrl.rollouts.generation.base import GenerationOptions
+from slurmrl.tensors.ops.native.loading import for_floats
 from tests.support.generated import GenerationOutput, generate
 from tests.unit.models.conftest import small_decoder
 
@@ -92,3 +95,15 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
 def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         GenerationOptions(**{"max_new_tokens": 8, **changes})
+
+
+@pytest.mark.skipif(for_floats(torch.zeros(1)) is None, reason="products are not compiled here")
+@pytest.mark.parametrize(("layers", "copied"), [(30, True), (90, False)])
+def test_weights_of_pretrained_models_are_copied_up_to_a_limit(layers: int, copied: bool) -> None:
+    """The sizes are those of SmolLM2-135M. The memory is never touched."""
+    sizes = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": layers}
+    config = {"model_type": "llama", "tie_word_embeddings": True, **sizes, **heads}
+    with torch.device("meta"):
+        decoder = build(ModelConfig.from_hf(config))
+    assert packs(decoder.to_empty(device="cpu")) is copied
