@@ -70,7 +70,23 @@ def _refused(
     if one.waits or (one.unclear and _out_of_service(one, settings, client, partitions)):
         message = f"Slurm would accept {job}{what}, but not start it now: {one.words}"
         return Finding(SUBJECT, Weight.WARNING, message, key)
-    return Finding(SUBJECT, Weight.FAILED, f"Slurm would reject {job}{what}: {one.words}", key)
+    message = f"Slurm would reject {job}{what}: {one.words}"
+    value = getattr(slurm_of(settings.config, one.group), name, None)
+    if value is not None:
+        message = f"'{value}': {message}{_known_names(name, str(value), client)}"
+    return Finding(SUBJECT, Weight.FAILED, message, key)
+
+
+def _known_names(name: str, value: str, client: SlurmClient) -> str:
+    """Return a hint for a refused value that is none of Slurm's names."""
+    try:
+        known = client.names(name, user_name())
+    except SchedulerError:
+        return ""
+    if known is None or value in known:
+        return ""
+    lacking = f"this cluster has no {'features' if name == 'constraint' else name}"
+    return f"; {near(value, known) if known else lacking}"
 
 
 def _key(settings: Settings, group: str, name: str) -> str:

@@ -31,6 +31,13 @@ NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
 
 NO_TEST = "--test-only"
 """In the message of an sbatch without that option."""
+NAMED = {
+    "constraint": (("sinfo", "--noheader", "--format=Features=%f"), "Features"),
+    "nodelist": (("sinfo", "--noheader", "--format=Hosts=%N"), "Hosts"),
+    "reservation": (("scontrol", "--oneliner", "show", "reservation"), "ReservationName"),
+    "licenses": (("scontrol", "--oneliner", "show", "licenses"), "LicenseName"),
+}
+"""Options whose names a command lists, with that command and the field of the names."""
 _WORDS = re.compile(r" failed \(-?\d+\): (.*)", re.DOTALL)
 
 DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
@@ -62,7 +69,7 @@ class SlurmClient:
 
     def version(self) -> str:
         """Slurm's version: ``22.05.8``, where some packagers say ``slurm-wlm 22.05.8``."""
-        return self._run("sbatch", "--version").strip().rpartition(" ")[2]
+        return parse.version(self._run("sbatch", "--version"))
 
     def try_out(self, script: Path, *options: str) -> None:
         """Raise unless sbatch would accept the script; submit nothing."""
@@ -105,8 +112,23 @@ class SlurmClient:
     def qos_limits(self) -> dict[str, str]:
         """Return the time limit of each QOS; empty for none."""
         command = ("sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=Name,MaxWall")
-        lines = (line.partition("|") for line in self._run(*command).splitlines())
-        return {name: limit for name, _, limit in lines if name}
+        return parse.qos_limits(self._run(*command))
+
+    def names(self, option: str, user: str) -> list[str] | None:
+        """Return the names that the cluster has for an option of sbatch, such as ``constraint``.
+
+        Return None for an option whose names no command lists. ``user``: for accounts.
+        """
+        if option == "account":
+            return list(self.accounts(user).names)
+        if option == "qos":
+            return sorted(self.qos_limits())
+        if option == "partition":
+            return [one.name for one in self.partitions()]
+        if option not in NAMED:
+            return None
+        command, field = NAMED[option]
+        return parse.names(self._run(*command), field)
 
     def partition_names(self) -> list[str]:
         """Return the names of all partitions, including those hidden from this user."""

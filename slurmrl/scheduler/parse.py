@@ -275,5 +275,25 @@ def accounts(text: str) -> Accounts:
     return Accounts(tuple(_once(name for name in [default, *names] if name)), default)
 
 
+def version(text: str) -> str:
+    """Return ``22.05.8`` from sbatch's ``slurm 22.05.8`` or ``slurm-wlm 22.05.8``."""
+    found = rows(text, "sbatch", re.compile(r"slurm\S* \S+").fullmatch)
+    return found[-1].rpartition(" ")[2] if found else ""
+
+
+def qos_limits(text: str) -> dict[str, str]:
+    """Return the time limit of each QOS in sacctmgr's output; empty for none."""
+    found = rows(text, "sacctmgr", re.compile(r"[^|\s]+\|[\d:-]*").fullmatch)
+    return {name: limit for name, _, limit in (line.partition("|") for line in found)}
+
+
+def names(text: str, field: str) -> list[str]:
+    """Return the values of ``field=NAME,NAME`` at the beginning of lines, sorted."""
+    found = re.findall(rf"^{field}=(\S+)", text, re.MULTILINE)
+    # A comma between brackets, as in n[0-3,7], separates no names.
+    parts = (part for line in found for part in re.split(r",(?![^\[]*\])", line))
+    return sorted({part for part in parts if said(part)})
+
+
 def _once(names: Iterable[str]) -> Iterable[str]:
     return dict.fromkeys(names)

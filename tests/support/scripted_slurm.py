@@ -122,3 +122,7 @@ class PickySlurm(SlurmClient):
 
     def qos_limits(self) -> dict[str, str]:
         return {"normal": "", "quick": "00:30:00"}
+
+    def names(self, option: str, user: str) -> list[str] | None:
+        scripted = {"constraint": ["fast_nvme", "ib"], "nodelist": ["n[0-1]"], "reservation": []}
+        return scripted[option] if option in scripted else super().names(option, user)

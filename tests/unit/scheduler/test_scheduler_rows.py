@@ -254,6 +254,14 @@ def test_rows_found_among_lines_of_a_wrapper(banner: str) -> None:
     assert parse.accounts(banner.format("me|project|project\nme|project|other")) == parse.Accounts(
         ("project", "other"), "project"
     )
+    limits = {"normal": "", "quick": "1-00:30:00"}
+    assert parse.qos_limits(banner.format("normal|\nquick|1-00:30:00")) == limits
+    assert parse.version(banner.format("slurm-wlm 22.05.8")) == "22.05.8"
+    assert parse.names(banner.format("Hosts=n[0-3,7],gpu-1"), "Hosts") == ["gpu-1", "n[0-3,7]"]
+    assert parse.names(banner.format("Features=a100,ib\nFeatures=(null)"), "Features") == [
+        "a100",
+        "ib",
+    ]
 
 
 @pytest.mark.parametrize("text", ["the controller is away", BANNERS[0].format("")])

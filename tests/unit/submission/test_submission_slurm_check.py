@@ -35,23 +35,30 @@ def asked(folder: Path, client: PickySlurm, *overrides: str) -> list[Finding]:
 
 
 @pytest.mark.parametrize(
-    ("override", "part", "key"),
+    ("override", "part", "key", "allowed"),
     [
-        ("cluster.slurm.account=nobody", "--account=nobody", "cluster.slurm.account"),
-        ("cluster.slurm.nodelist=n9", "--nodelist", "cluster.slurm.nodelist"),
-        ("cluster.slurm.reservation=x", "--reservation", "cluster.slurm.reservation"),
-        ("cluster.slurm.constraint=fast", "--constraint", "cluster.slurm.constraint"),
-        ("cluster.slurm.extra_lines=[--frob]", "--frob", "cluster.slurm.extra_lines"),
-        ("cluster.mem_per_worker=9T", "--mem", "cluster.mem_per_worker"),
-        ("cluster.slurm.gpu_type=a100", "--gres", "cluster.slurm.gpu_type"),
+        ("cluster.slurm.account=labb", "--account=labb", "", "did you mean 'lab'? allowed: lab, p"),
+        ("cluster.slurm.qos=none", "--qos", "", "; allowed: normal, quick"),
+        ("cluster.slurm.partition=shrt", "--partition", "", "mean 'short'? allowed: main, short"),
+        ("cluster.slurm.nodelist=n9", "--nodelist", "", "; allowed: n[0-1]"),
+        ("cluster.slurm.reservation=x", "--reservation", "", "; this cluster has no reservation"),
+        ("cluster.slurm.constraint=fast_nvm", "--constraint", "", "did you mean 'fast_nvme'?"),
+        ("cluster.slurm.account=poor", "--account=poor", "", ": Invalid"),
+        ("cluster.slurm.extra_lines=[--frob]", "--frob", "cluster.slurm.extra_lines", ": Invalid"),
+        ("cluster.mem_per_worker=9T", "--mem", "cluster.mem_per_worker", ": Invalid"),
+        ("cluster.slurm.gpu_type=a100", "--gres", "cluster.slurm.gpu_type", ": Invalid"),
     ],
 )
-def test_refused_job_names_the_setting_in_slurms_words(
-    tmp_path: Path, override: str, part: str, key: str
+def test_refused_job_names_the_setting_its_value_and_known_names(
+    tmp_path: Path, override: str, part: str, key: str, allowed: str
 ) -> None:
     [found] = asked(tmp_path, PickySlurm({part: "allocation failure: Invalid"}), override)
-    assert (found.weight, found.key) == (Weight.FAILED, key)
+    setting, _, value = override.partition("=")
+    assert (found.weight, found.key) == (Weight.FAILED, key or setting)
     assert "allocation failure: Invalid" in found.message
+    assert found.message.startswith("Slurm would reject" if key else f"'{value}': Slurm would")
+    assert allowed in found.message
+    assert found.message.endswith(": Invalid") or allowed != ": Invalid"
 
 
 @pytest.mark.parametrize(
