@@ -284,7 +284,7 @@ def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
 def _made(settings: Settings, code: Code) -> dict[str, Any]:
     """Ask a child, because transformers imports torch to make schemas."""
     with tempfile.TemporaryDirectory(prefix="slurmrl-tools-") as name:
-        variables = job_variables(settings)
+        variables = job_variables(settings.config.cluster)
         request = ask_inspector("tools", settings, code, Path(name), variables, CHECK_TIMEOUT_S)
         made = request.last()
     if request.ended.code == 0:

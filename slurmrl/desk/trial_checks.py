@@ -20,7 +20,7 @@ import slurmrl
 from slurmrl import child
 from slurmrl.child import ChildEnd, ChildRequest
 from slurmrl.config.load import dump
-from slurmrl.config.schema import Config, role_key
+from slurmrl.config.schema import Cluster, Config, role_key
 from slurmrl.config.source import dotted
 from slurmrl.desk import copying
 from slurmrl.desk.provenance import torch_build
@@ -150,7 +150,7 @@ def places(settings: Settings) -> list[Finding]:
     except SlurmrlError as error:
         findings.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
     name = config.notify.webhook
-    if name is not None and name not in job_variables(settings):
+    if name is not None and name not in job_variables(config.cluster):
         message = f"no notice will be sent: cluster.variables_file does not set {name}"
         findings.append(Finding("notify", Weight.WARNING, message, "notify.webhook"))
     return findings
@@ -192,7 +192,7 @@ def _of_inputs(
             settings,
             code,
             Path(name),
-            job_variables(settings),
+            job_variables(settings.config.cluster),
             timeout_s,
             compared=sorted(compared),
         )
@@ -260,12 +260,11 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
     }
 
 
-def job_variables(settings: Settings) -> dict[str, str]:
+def job_variables(cluster: Cluster) -> dict[str, str]:
     """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read.
 
     (If not, another check reports it.)
     """
-    cluster = settings.config.cluster
     file = cluster.variables_file
     with contextlib.suppress(SlurmrlError):
         return {**cluster.env, **(variables.read(Path(file)) if file else {})}

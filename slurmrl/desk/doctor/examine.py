@@ -18,7 +18,7 @@ from slurmrl.desk.doctor.job import GROUP, ProbeJob, Say, gpus_of, scratch
 from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import Proposal, begun_configuration, run_paths
 from slurmrl.desk.provenance import ProvenanceWriter
-from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial
+from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, job_variables
 from slurmrl.errors import ConfigError, SchedulerError, UnreadableInputError
 from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
@@ -87,7 +87,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
         machine.python(),
         *machine.packages(gpus=False),
         machine.optional_packages(),
-        machine.operators(),
+        machine.operators(job_variables(cluster)),
     ]
     narrow = bfloat16_models(config, plan, plan.groups) if config and plan else []
     checks += machine.processor(narrow)
@@ -151,7 +151,7 @@ def check_configuration(
     except UnreadableInputError as error:
         return None, [failed("configuration", str(error), "")]
     problems = [failed("configuration", str(one), "") for one in settings.missing]
-    fine = problems or [ok("configuration", f"{path} can be submitted")]
+    fine = problems or [ok("configuration", f"the settings of {path} are valid")]
     if (used := settings.profile) is None:
         return settings, fine
     keys = ", ".join(used.settings) or "no setting, because the configuration sets them all"

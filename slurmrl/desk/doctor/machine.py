@@ -9,9 +9,10 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from slurmrl import env
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
 from slurmrl.desk.provenance import interpreter, torch_build, version_of
 from slurmrl.errors import OwnershipError, SchedulerError
@@ -98,17 +99,23 @@ def optional_packages() -> Check:
     return ok("optional packages", ", ".join(shown))
 
 
-def operators() -> Check:
-    """Whether the compiled operators for CPUs are in the cache, so that no job compiles them."""
-    folder = libraries.cache_folder()
+def operators(variables: Mapping[str, str]) -> Check:
+    """Whether the compiled operators for CPUs are in the cache, so that no job compiles them.
+
+    ``variables`` come from the configuration. Jobs do not inherit the cache's folder from a shell.
+    """
+    home = variables.get(env.XDG_CACHE_HOME.name) or Path("~/.cache").expanduser()
+    folder = Path(variables.get(env.OPS_CACHE.name) or f"{home}/slurmrl/ops")
     try:
         built = libraries.ready_made(Half.CPU, folder)
     except OwnershipError as error:
-        return failed("compiled operators", str(error), "set SLURMRL_OPS_CACHE to your own folder")
+        advice = "set SLURMRL_OPS_CACHE in cluster.env to your own folder"
+        return failed("compiled operators", str(error), advice)
     if built:
         return ok("compiled operators", f"in {folder}")
     measured = f"none in {folder}: the first job compiles them, which takes 20 to 90 s"
-    return ok("compiled operators", f"{measured}; to do so before: {libraries.COMMAND}")
+    command = f"{env.OPS_CACHE.name}={folder} {libraries.COMMAND}"
+    return ok("compiled operators", f"{measured}; to do so before: {command}")
 
 
 def processor(models: Sequence[str]) -> list[Check]:

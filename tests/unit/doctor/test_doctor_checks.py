@@ -266,7 +266,11 @@ def test_compiled_operators_are_announced_before_a_job_compiles_them(
 ) -> None:
     folder = tmp_path / "ops"
     atomic.make_private_directory(folder)
-    monkeypatch.setenv("SLURMRL_OPS_CACHE", str(folder))
-    assert "python -m slurmrl.tensors.ops.native" in machine.operators().measured
+    variables = {"SLURMRL_OPS_CACHE": str(folder)}
+    command = f"SLURMRL_OPS_CACHE={folder} python -m slurmrl.tensors.ops.native"
+    assert command in machine.operators(variables).measured
     (folder / f"{stem(Half.CPU)}-0123456789abcdef.so").touch()
-    assert machine.operators().measured == f"in {folder}"
+    assert machine.operators(variables).measured == f"in {folder}"
+    monkeypatch.setenv("SLURMRL_OPS_CACHE", str(folder))  # of a shell, which no job inherits
+    other = machine.operators({"XDG_CACHE_HOME": str(tmp_path)})
+    assert f"none in {tmp_path}/slurmrl/ops:" in other.measured
