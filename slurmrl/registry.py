@@ -13,6 +13,7 @@ from slurmrl.errors import SlurmrlError, UnknownNameError, UnreadableInputError,
 
 FAULTS = (NameError, AttributeError, TypeError, LookupError, ValueError, ArithmeticError)
 """Errors of a module that it raises again at each import."""
+SHOWN = 60  # names in a message
 
 
 def resolve(reference: str) -> Any:
@@ -49,8 +50,9 @@ def import_own(what: str, reference: str) -> Any:
     except FAULTS as error:
         raise UsageError(f"{what} '{reference}': {describe(error)}") from error
     if not hasattr(module, name):
-        public = sorted(attribute for attribute in vars(module) if not attribute.startswith("_"))
-        hint = near(name, public)
+        found = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        own = [key for key, one in found.items() if getattr(one, "__module__", 0) == module_name]
+        hint = near(name, sorted(own or found))
         raise UsageError(f"{what} '{reference}': {module_name} has no '{name}'; {hint}")
     return getattr(module, name)
 
@@ -94,7 +96,7 @@ def _is_of_others(file: str) -> bool:
 
 
 def near(name: str, known: list[str], likeness: float = 0.6) -> str:
-    """Return a hint for a misspelled name: the closest match, if any, and the whole list.
+    """Return a hint for a misspelled name: the closest match, if any, and at most SHOWN names.
 
     The match has at least this ``likeness`` (0 to 1).
     """
@@ -102,7 +104,8 @@ def near(name: str, known: list[str], likeness: float = 0.6) -> str:
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     hint = f"did you mean '{close[0]}'? " if close else ""
-    return f"{hint}allowed: {', '.join(known)}"
+    more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+    return f"{hint}allowed: {', '.join(known[:SHOWN])}{more}"
 
 
 class Registry:

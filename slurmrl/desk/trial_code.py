@@ -255,6 +255,11 @@ def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> Non
                     f"'{module}' is not allowed: Python's standard library has a module of that "
                     "name; rename the file"
                 )
+            if module == "slurmrl":
+                raise UsageError(
+                    "'slurmrl' is not allowed: the package slurmrl itself has this name; rename "
+                    "the file slurmrl.py"
+                )
             if top != "slurmrl":
                 own_module(top, folders)
         except UsageError as error:

@@ -272,6 +272,7 @@ BESIDE = "Path(__file__).{}parent.joinpath('words.txt').read_text().split()"
         ),
         ("queue.py", {"words": "['0']"}, "'queue' is not allowed: Python's standard library has"),
         ("json/own.py", {"words": "['0']"}, "'json.own' is not allowed: Python's standard library"),
+        ("slurmrl.py", {"words": "['0']"}, "the package slurmrl itself has this name; rename the"),
         ("numpy.py", {"words": "['0']"}, "it would hide the module numpy that is already there"),
     ],
 )
