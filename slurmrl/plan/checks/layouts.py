@@ -78,6 +78,8 @@ def generation(draft: Draft) -> Iterator[Problem]:
                 "the trainers generate for `evaluation`, because rollout.tasks serve training only"
             )
             remedy = "evaluate in separate trials with evaluation.tasks={backend: fsdp:d1}"
+            if draft.writes("evaluation", "every_steps"):
+                remedy += " in place of evaluation.every_steps"
         text = f": {cause}, and {reason}; or {remedy}"
         yield draft.refuse(("actor", "backend"), text, str(allocation))
 

@@ -163,6 +163,7 @@ def test_evaluation_is_named_as_the_cause_where_only_it_generates_on_the_trainer
     tasks = (f"{MEGATRON}d1", "rollout.backend=vllm:d1", "rollout.tasks={}")
     [problem] = [one for one in plan_ppo(*tasks).missing if one.key == BACKEND]
     assert "the trainers generate for `evaluation`" in problem.message
-    remedy = "evaluation={tasks: {backend: fsdp:d1}, dataset: {type: prompt, path: held_out.jsonl}}"
-    assert "evaluation.tasks={backend: fsdp:d1}" in problem.message
-    assert BACKEND not in {one.key for one in plan_ppo(*tasks, remedy).missing}
+    remedy = "evaluation.tasks={backend: fsdp:d1}"
+    assert f"with {remedy} in place of evaluation.every_steps" in problem.message
+    changed = plan_ppo(*tasks, remedy, "evaluation.every_steps=null")
+    assert BACKEND not in {one.key for one in changed.missing}
