@@ -121,11 +121,19 @@ def rollouts(**changes: Any) -> dict[str, Any]:
         "host": "n7",
         "state": "works",
         "version": "12.2",
+        "problem": "",
         "leased": 4,
         "tokens_per_s": 812.4,
         "silent_s": 0.3,
     }
-    starts = {"task": "rollout/3", "attempt": 0, "host": "", "state": "starting", "version": ""}
+    starts = {
+        "task": "rollout/3",
+        "attempt": 0,
+        "host": "",
+        "state": "starting",
+        "version": "",
+        "problem": "",
+    }
     base = {
         "wanted": 4,
         "waits_for": "for groups of rollout tasks: 3 of 8",

@@ -202,6 +202,11 @@ def _rollouts(status: Status) -> Iterator[tuple[str, str]]:
     if found is None:
         return
     yield "rollouts", rollouts(status)
+    stuck = [task for task in found["tasks"] if task["problem"]]
+    if stuck:
+        more = f" (and {len(stuck) - 1} more)" if stuck[1:] else ""
+        where = f"{plain(stuck[0]['task'])} on {plain(stuck[0]['host'])}{more}"
+        yield "no weights", f"{where}: {plain(stuck[0]['problem'])}"
     ages = [(name, _counted(found[name])) for name in ("trained", "finished")]
     if shown := "; ".join(f"{name} {counts}" for name, counts in ages if counts):
         yield "groups by age", shown

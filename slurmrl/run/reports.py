@@ -200,6 +200,8 @@ class RolloutTaskView:
     """Since its last message."""
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
     """Sums since the attempt began."""
+    problem: str = ""
+    """Reason why it cannot take newer weights; empty if it can."""
     leaving: bool = False
 
     @property

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from slurmrl.display.terminal import first_line
 from slurmrl.run import endings, hang, metrics
 from slurmrl.run.events import Event
 from slurmrl.run.reports import RolloutTaskView
@@ -89,6 +90,7 @@ def _at(task: RolloutTaskView) -> dict[str, Any]:
         "host": task.host,
         "state": task.state,
         "version": task.version,
+        "problem": first_line(task.problem),
         "leased": task.leased,
         "tokens_per_s": task.counts.get("tokens", 0.0) / seconds if seconds else None,
         "silent_s": task.silent_s,

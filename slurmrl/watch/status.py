@@ -46,9 +46,10 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "waits_for": "for groups of rollout tasks: 3 of 8",   the trainers; empty: they do not wait
         "wanted": 4,                          tasks that may run at a time
         "tasks": [{"task": "rollout/3", "attempt": 0, "host": "n7", "state": "works",
-                   "version": "12.1", "leased": 4, "tokens_per_s": 812.0, "silent_s": 0.3}, …],
-                                              those that live; "state": "starting" | "no weights" |
-                                              "idle" | "works" | "leaving"; tokens since it started
+                   "version": "12.1", "leased": 4, "tokens_per_s": 812.0, "silent_s": 0.3,
+                   "problem": ""}, …],        those that live; "state": "starting" | "no weights" |
+                                              "idle" | "works" | "leaving"; tokens since it started;
+                                              "problem": why it cannot take newer weights
         "trained": {"0": 80, "1": 16},        groups that steps took, by staleness in steps
         "finished": {"0": 3},                 groups that wait for a step, by staleness
         "dropped": {"stale": 2},              groups that are never trained, by reason

@@ -132,9 +132,11 @@ COUNTS_S: Final = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCounts:
-    """Sums since the attempt began, such as ``tokens``."""
+    """Sums since the attempt began, such as ``tokens``, and the current problem."""
 
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
+    problem: str = ""
+    """Reason why the task cannot take newer weights; empty if it can."""
 
 
 RolloutResult: TypeAlias = (

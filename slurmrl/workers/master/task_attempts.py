@@ -117,6 +117,8 @@ class RolloutAttempt:
     silent_s: float = 0.0
     """How long it has said nothing while its log could be read."""
     counts: Mapping[str, float] = field(default_factory=dict)
+    problem: str = ""
+    """Reason why it cannot take newer weights."""
     lag_s: float = 0.0
     """How much later than the first one it took the newest weights."""
     is_read: bool = False
@@ -165,6 +167,7 @@ class RolloutAttempt:
             leased=leased,
             silent_s=now - self.heard_at,
             counts=self.counts,
+            problem=self.problem,
             leaving=self.leaving,
         )
 
@@ -216,7 +219,7 @@ class RolloutAttempt:
             case Hears():
                 self.bell = result.bell
             case RolloutCounts():
-                self.counts = result.counts
+                self.counts, self.problem = result.counts, result.problem
             case GroupsFinished() if result.groups:
                 self.record = replace(self.record, last_file=result.groups[-1].file)
 

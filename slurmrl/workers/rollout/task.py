@@ -90,6 +90,8 @@ class TaskAtWork:
         self._generation, self._judging = generation, judging
         self._options, self._calls = options, calls
         self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
+        self._problem = ""
+        """Reason why weights could not be read at the last look."""
         self._bell = TaskBell(bell, options.spread_s)
         self._results = ResultWriter(paths, agent, calls=calls)
         self._session = Session(
@@ -180,13 +182,18 @@ class TaskAtWork:
             self._messages.append(Hears(bell=self._bell.address))
 
     async def _follow_weights(self) -> None:
+        outage = Backoff(*OUTAGE_S)
         while True:
             version: WeightVersion | None = None
             heard = self._bell.heard
             try:
                 version = await in_thread(self._weights.newer)
+                self._problem = ""
+                outage.reset()
             except EnvironmentFailure as error:
                 logger.warning("weight versions cannot be read now: %s", error)
+                self._problem = str(error)
+                await asyncio.sleep(outage.next_s())
             await self._tell_unreadable()
             if version is None:
                 await self._bell.rest(heard, self._polls.next_s())
@@ -307,7 +314,8 @@ class TaskAtWork:
 
     def _counts(self) -> RolloutCounts:
         seconds = time.monotonic() - self._began_s
-        return RolloutCounts(counts={**self._generation.counts, "seconds": seconds})
+        counts = {**self._generation.counts, "seconds": seconds}
+        return RolloutCounts(counts=counts, problem=self._problem)
 
     # -- parts -------------------------------------------------------------------------------
 

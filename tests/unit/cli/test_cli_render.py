@@ -65,6 +65,9 @@ def test_rollout_tasks() -> None:
         "rollout/3  0        -     starting  -        0        -         9 s ago",
     ]
     task = rollouts()["tasks"][0]
+    stuck = {**task, "problem": "cannot write x: No space left on device"}
+    text = status_text.one(status(rollouts=rollouts(tasks=[task, stuck, stuck])))
+    assert "  no weights     rollout/0 on n7 (and 1 more): cannot write x: No space left" in text
     many = status(rollouts=rollouts(tasks=[task] * 20))
     assert sum(line.startswith("rollout/0") for line in status_text.one(many).splitlines()) == 8
     assert "and 12 more" in status_text.one(many)

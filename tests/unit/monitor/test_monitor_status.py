@@ -66,6 +66,7 @@ def test_rollout_tasks_while_the_trial_runs(run: FakeRun) -> None:
         version="12.2",
         leased=4,
         counts={"tokens": 900.0, "seconds": 3.0},
+        problem="cannot write x: No space left",
     )
     view = RolloutsView(wanted=4, tasks=(works, RolloutTaskView(task="rollout/3", attempt=0)))
     run.say(incarnation, step=12, rollouts=objects.to_json(view))
@@ -73,6 +74,7 @@ def test_rollout_tasks_while_the_trial_runs(run: FakeRun) -> None:
     assert (found["wanted"], found["waits_for"], found["dropped"]) == (4, "", {})
     told = [(one["task"], one["state"], one["tokens_per_s"]) for one in found["tasks"]]
     assert told == [("rollout/0", "works", 300.0), ("rollout/3", "starting", None)]
+    assert [one["problem"] for one in found["tasks"]] == ["cannot write x: No space left", ""]
     run.end(Kind.CANCELLED)
     assert look(run, task(1, FAILED))["rollouts"] is None
 

@@ -99,7 +99,7 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
     (RESULT_LOG, Leaving(reason="preemption")),
     (RESULT_LOG, Holds(version="5.1")),
     (RESULT_LOG, Hears(bell=BELL)),
-    (RESULT_LOG, RolloutCounts(counts={"tokens": 17.0})),
+    (RESULT_LOG, RolloutCounts(counts={"tokens": 17.0}, problem="no space")),
 ]
 
 

@@ -24,6 +24,7 @@ from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
@@ -52,6 +53,7 @@ from slurmrl.workers.rollout_messages import (
     Leave,
     Leaving,
     RequestedItem,
+    RolloutCounts,
     RolloutResult,
 )
 from tests.support.decoder_folders import to_hf
@@ -310,6 +312,42 @@ def test_a_task_is_as_fast_as_its_doorbell(trial: Trial) -> None:
         asyncio.run(run())
     assert own.fileno() < 0, "it is closed"
     masters.close()
+
+
+def test_task_tells_why_it_cannot_take_weights_until_it_can(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newer, full = TaskWeights.newer, [EnvironmentFailure("cannot write x: No space left on device")]
+
+    def limited(self: TaskWeights) -> Any:
+        if full:
+            raise full[0]
+        return newer(self)
+
+    monkeypatch.setattr(TaskWeights, "newer", limited)
+
+    def problems() -> list[str]:
+        return [one.problem for one in trial.results if isinstance(one, RolloutCounts)]
+
+    async def run() -> None:
+        engine = trial.engine()
+        task = trial.task(engine, counts_s=0.01)
+        running = asyncio.create_task(task.run())
+        log = LogWriter(trial.requests(3))
+        trial.publish(OLD)
+        await task.serve(3)
+        await trial.until(RolloutCounts, 3)
+        assert set(problems()) == {"cannot write x: No space left on device"}
+        full.clear()
+        await trial.until(Holds, 1)
+        await trial.until(RolloutCounts, len(problems()) + 2)
+        assert problems()[-1] == ""
+        log.append(REQUEST_LOG.to_json(Leave(within_s=60.0)))
+        await asyncio.wait_for(running, 60)
+        await engine.close()
+
+    with torch.no_grad():
+        asyncio.run(run())
 
 
 def test_a_version_that_was_refused_is_taken_when_it_is_published_anew(trial: Trial) -> None:
