@@ -74,7 +74,9 @@ def listening(run: Path) -> set[int]:
             sockets |= {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
         except OSError:
             continue  # it has ended
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]  # torch's TCPStore prefers IPv6
+    lines = [line for table in tables if table.exists() for line in table.read_text().splitlines()]
+    rows = [line.split() for line in lines]
     return {
         int(row[1].partition(":")[2], 16)
         for row in rows
