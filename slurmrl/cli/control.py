@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 STACKS_S = 60.0
 """Longest wait for stacks, unless the user gives another."""
 OTHER = """\
-import runpy, sys, traceback, zlib
+import runpy, sys, traceback, zipfile, zlib
 sys.argv[0] = "slurmrl"
 try:
     runpy.run_module("slurmrl", run_name="__main__")
 except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, EOFError,
-        zlib.error) as error:
+        zipfile.BadZipFile, zlib.error) as error:
     if "--debug" in sys.argv:
         raise
     where = traceback.extract_tb(error.__traceback__)[-1]

@@ -24,6 +24,7 @@ from tests.fake_runs import write_config
         ("import nowhere_at_all\n", "ModuleNotFoundError"),
         ("nonsense\n", "NameError"),
         ("a\0b\n", "null bytes"),
+        ("import zipfile\nzipfile.ZipFile(__file__)\n", "BadZipFile"),
     ],
 )
 def test_resume_names_damaged_file_of_trials_code(tmp_path: Path, text: str, words: str) -> None:
