@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
+from slurmrl.models import hf_form
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.hf_config import FileForm, HFConfig
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.registry import resolve
 from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice
 from slurmrl.tensors.layout import Box, Index
@@ -86,7 +87,7 @@ def _norm(shapes: Shapes, name: str, config: ModelConfig) -> None:
 def storage_of(config: ModelConfig | HFConfig) -> Storage:
     """Return where each parameter of a config's model is stored."""
     if isinstance(config, HFConfig):
-        return _hf_form(config, "lm").storage
+        return hf_form.file_form(config, "lm").storage
     return partial(resolve(config.family.files), config)
 
 
@@ -107,19 +108,13 @@ def file_form(
     model of transformers that cannot be built or written.
     """
     if implementation == "hf":
-        form = _hf_form(HFConfig.from_hf(values), head)
+        form = hf_form.file_form(HFConfig.from_hf(values), head)
         return {
             **HFConfig.from_hf(form.values).to_hf(head=head),
             "architectures": [form.architecture],
         }, form.storage
     config = ModelConfig.from_hf(values)
     return config.to_hf(head=head), storage_of(config)
-
-
-def _hf_form(config: HFConfig, head: Head) -> FileForm:
-    # by its name: this module is torch-free, and transformers takes seconds to import
-    form: FileForm = resolve("slurmrl.models.hf_files:file_form")(config, head)
-    return form
 
 
 def by_name(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:

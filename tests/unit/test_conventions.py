@@ -56,6 +56,7 @@ TORCH_FREE = (
     "tensors.weights*",
     "tensors.transfer.plan",
     "tensors.transfer.costs",
+    "models.hf_form",
     "engines",
     "engines.planned",
     "engines.fsdp.placing",

@@ -1,0 +1,77 @@
+"""The form of the files of transformers' models. Torch-free.
+
+Only transformers knows the form. Processes that have not imported torch, such as the master, keep
+it that way: a child process answers for them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from functools import lru_cache
+from typing import Any, Final
+
+from slurmrl.child import ChildRequest, answer
+from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.models.architecture import Head
+from slurmrl.models.hf_config import FileForm, HFConfig
+from slurmrl.registry import resolve
+from slurmrl.tensors.checkpoint.tensors import TensorSlice
+from slurmrl.tensors.layout import Box
+
+FORM: Final = "slurmrl.models.hf_files:file_form"
+"""By its name: transformers takes seconds to import."""
+MODULE: Final = "slurmrl.models.hf_form"
+LIMIT_S: Final = 600.0
+"""For a child, which imports transformers."""
+
+
+def file_form(config: HFConfig, head: Head) -> FileForm:
+    """Return the form of the files of a config's model.
+
+    Raises UsageError if transformers does not know the family, or computes tensors of its files,
+    EnvironmentFailure if no child process could answer.
+    """
+    if "torch" in sys.modules:
+        form: FileForm = resolve(FORM)(config, head)
+        return form
+    return _asked(json.dumps(dict(config.values), sort_keys=True), head)
+
+
+@lru_cache(maxsize=8)
+def _asked(text: str, head: Head) -> FileForm:
+    request = ChildRequest(MODULE, {"values": json.loads(text), "head": head}, limit_s=LIMIT_S)
+    reply = request.last()
+    if "refused" in reply:
+        raise UsageError(reply["refused"])
+    if "form" not in reply:
+        why = request.ended.last_line or f"exit code {request.ended.code}"
+        raise EnvironmentFailure(f"no process could say how the model's files are made: {why}")
+    form: dict[str, Any] = reply["form"]
+    parts = {name: tuple(map(_slice, slices)) for name, slices in form["slices"].items()}
+    return FileForm(**{**form, "slices": parts})
+
+
+def _slice(values: Mapping[str, Any]) -> TensorSlice:
+    part, dims, start = values["part"], values["dims"], values["start"]
+    return TensorSlice(
+        values["tensor"],
+        part=None if part is None else Box(tuple(part["start"]), tuple(part["size"])),
+        dims=None if dims is None else tuple(dims),
+        start=None if start is None else tuple(start),
+    )
+
+
+def _replies(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    try:
+        form = resolve(FORM)(HFConfig.from_hf(request["values"]), request["head"])
+    except UsageError as error:
+        yield {"refused": str(error)}
+    else:
+        yield {"form": asdict(form)}
+
+
+if __name__ == "__main__":
+    answer(_replies)

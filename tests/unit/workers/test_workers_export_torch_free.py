@@ -1,0 +1,91 @@
+"""Exports of models of transformers by a process without torch, as the master is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slurmrl.config.schema import Lora
+from slurmrl.errors import UsageError
+from slurmrl.models import hf_form
+from slurmrl.models.hf_adapters import adapter_shapes
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_files import file_form
+from slurmrl.models.hf_loading import tensor_specs
+from slurmrl.workers.master.exporting import export_step
+from tests.support.committed import CommittedTrial
+from tests.support.families import tiny
+
+EXPORT = """
+import sys
+from pathlib import Path
+from slurmrl.run.paths import RunPaths
+from slurmrl.workers.master.exporting import export_step
+run, target, form = sys.argv[1:]
+paths = RunPaths(Path(run))
+print(export_step(paths, "actor", 4, Path(target), form=form or None).folder)
+loaded = {"torch", "transformers"} & set(sys.modules)
+sys.exit(f"{loaded} is imported" if loaded else 0)
+"""
+"""The program of the process."""
+FAMILIES = ("qwen3_moe", "gpt2")
+"""Files with parts of stacked parameters, and with transposed matrices."""
+
+
+def exported(trial: CommittedTrial, target: Path, form: str) -> None:
+    """Export step 4 in another process."""
+    command = [sys.executable, "-c", EXPORT, str(trial.paths.run), str(target), form]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_imports_no_torch_into_a_process_without_it(tmp_path: Path, family: str) -> None:
+    """The files are the files of a process with torch."""
+    values = tiny(family)
+    trial = CommittedTrial(tmp_path, architecture=values, implementation="hf")
+    generator = np.random.default_rng(1)
+    shapes, _ = tensor_specs(HFConfig.from_hf(values), "lm")
+    trial.commit(4, {n: generator.normal(size=s).astype("<f4") for n, s in shapes.items()})
+    exported(trial, tmp_path / "other", "")
+    own = export_step(trial.paths, "actor", 4, tmp_path / "own").folder
+    assert files(own) == files(tmp_path / "other")
+    AutoModelForCausalLM.from_pretrained(own)
+
+
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_export_of_adapters_imports_no_torch(tmp_path: Path, form: str) -> None:
+    values, lora = tiny("qwen3"), {"rank": 2, "targets": ["q_proj", "down_proj"]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
+    model.save_pretrained(tmp_path / "base")
+    actor = {"path": str(tmp_path / "base"), "implementation": "hf", "lora": lora}
+    trial = CommittedTrial(tmp_path / "runs", **actor)
+    shapes = adapter_shapes(values, "lm", Lora.model_validate(lora))
+    generator = np.random.default_rng(1)
+    trial.commit(4, {n: generator.normal(size=s).astype("<f4") for n, s in shapes.items()})
+    exported(trial, tmp_path / "other", form)
+    own = export_step(trial.paths, "actor", 4, tmp_path / "own", form=form).folder
+    assert files(own) == files(tmp_path / "other")
+
+
+def test_form_of_another_process_is_the_own_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that cannot be written is an error with the same message."""
+    known = HFConfig.from_hf(tiny("qwen3_moe"))
+    unknown = HFConfig.from_hf({"model_type": "no_such_family"})
+    wanted = file_form(known, "lm")
+    with pytest.raises(UsageError) as refused:
+        file_form(unknown, "lm")
+    monkeypatch.delitem(sys.modules, "torch")
+    assert hf_form.file_form(known, "lm") == wanted
+    with pytest.raises(UsageError) as found:
+        hf_form.file_form(unknown, "lm")
+    assert str(found.value) == str(refused.value)
