@@ -182,6 +182,8 @@ EXPERTS_FLAG: Final = "--enable-return-routed-experts"
 """Flag with which SGLang reports the experts of each token."""
 VLLM_FLAGS: Final = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server rejects requests, or reports log-probabilities before temperature."""
+LEAST_HEAD: Final = 32
+"""Least dimensions of an attention head for which vLLM has kernels on CPUs."""
 RETRACTING_SGLANG: Final = (0, 5, 22)
 """0.5.20 cannot empty its cache while requests wait; 0.5.21 may queue one twice (DP attention)."""
 RETRACTING_NEEDS: Final[Mapping[str, object]] = {

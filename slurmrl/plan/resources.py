@@ -9,6 +9,7 @@ from slurmrl.config.schema import Cluster, Config, Slurm, role_key
 from slurmrl.errors import Problem, SchedulerError
 from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.shape import shape_of, vllm_on_cpus
 from slurmrl.plan.estimates.worker_memory import slot_bytes
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
@@ -176,19 +177,26 @@ def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
 
 
 def lacking_gpus(settings: Settings, plan: Plan) -> list[Problem]:
-    """Return a problem for each layout of an engine that needs GPUs where workers have none."""
+    """Return a problem for each layout whose engine cannot compute on workers without GPUs."""
     gpus = {group.name: group.gpus_per_worker for group in plan.groups}
     cause = "cluster.gpus_per_worker is 0"
     if settings.config.cluster.gpus_per_worker is None:
         cause = "this machine, where the trial would run, has none"
     found: dict[str, Problem] = {}
     for model in plan.models.values():
-        if not ENGINES[model.engine].needs_gpu or gpus[model.group] or model.backend in found:
+        if gpus[model.group] or model.backend in found:
             continue
-        message = (
-            f"'{model.backend}' is not allowed: the {model.engine} engine needs a GPU for each "
-            f"worker, and {cause}; on CPUs use fsdp"
-        )
+        reason, remedy = "", "on CPUs use native or sglang"
+        if ENGINES[model.engine].needs_gpu:
+            reason = f"the {model.engine} engine needs a GPU for each worker, and {cause}"
+            remedy = "on CPUs use fsdp"
+        elif model.engine == "vllm" and not settings.config.rollout.servers:
+            shape = shape_of(settings.config.actor)
+            if shape is not None and (lack := vllm_on_cpus(shape)):
+                reason = f"{lack}, and {cause}"
+        if not reason:
+            continue
+        message = f"'{model.backend}' is not allowed: {reason}; {remedy}"
         section = (ROLLOUTS,) if model.role == ROLLOUTS else role_key(model.role)
         found[model.backend] = settings.source.problem((*section, "backend"), message)
     return list(found.values())

@@ -16,7 +16,7 @@ from slurmrl.config.source import KeyPath
 from slurmrl.errors import UsageError
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.dataflow import Head
-from slurmrl.plan.engine_rules import HF
+from slurmrl.plan.engine_rules import HF, LEAST_HEAD
 from slurmrl.plan.model_files import config_values
 from slurmrl.registry import resolve
 
@@ -110,6 +110,18 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
         shared_inner=_shared(full),
         dense_layers=_dense_layers(full, layers),
     )
+
+
+def vllm_on_cpus(shape: ModelShape) -> str:
+    """Return why vLLM on CPUs cannot serve a model to which a run gives weights; or ""."""
+    if shape.experts:
+        return "vLLM on CPUs takes no new weights from files for models with experts"
+    if shape.head_dim < LEAST_HEAD:
+        return (
+            f"vLLM on CPUs needs attention heads of at least {LEAST_HEAD} dimensions, and the "
+            f"actor's have {shape.head_dim} (head_dim)"
+        )
+    return ""
 
 
 def _number(values: Mapping[str, Any], *names: str) -> int | None:

@@ -18,7 +18,7 @@ from slurmrl.plan.engine_rules import (
     VLLM_FLAGS,
     numbers_of,
 )
-from slurmrl.plan.estimates.shape import ModelShape
+from slurmrl.plan.estimates.shape import ModelShape, vllm_on_cpus
 from slurmrl.plan.estimates.shape import read as read_shape
 
 
@@ -183,11 +183,8 @@ def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     on_cpu = isinstance(device, dict) and device.get("device") == "cpu"
     if not on_cpu or needs.shape is None:
         return
-    if needs.shape.experts:
-        raise UsageError(
-            f"{where}: vLLM on CPUs takes no new weights from files for models with experts: use "
-            "native or sglang"
-        )
+    if reason := vllm_on_cpus(needs.shape):
+        raise UsageError(f"{where}: {reason}: use native or sglang")
     if needs.shape.tied:
         raise UsageError(
             f"{where}: vLLM on CPUs takes no new weights from files for models with "

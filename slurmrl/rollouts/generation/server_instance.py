@@ -34,6 +34,8 @@ SERVER_ENDED: Final = "server_ended"
 """The event of a server that has ended by itself or was ended because it hung."""
 PAUSE_S = (0.5, 30.0)
 """First and longest pause before another start or connection."""
+FAREWELL_S = 3.0
+"""Time for a server that has failed to end by itself, so that its log has the reason."""
 PROBE_S = 0.25
 """Between two probes of a server that does not answer."""
 
@@ -298,6 +300,9 @@ class Instance:
                 await self._serve(engine)
                 await asyncio.sleep(PAUSE_S[0])
         except SlurmrlError as error:
+            if process is not None and isinstance(error, RunFailedError):
+                # A server whose engine has failed may answer with errors before it ends.
+                await asyncio.wait([self._ended], timeout=FAREWELL_S)
             by_itself = process is not None and process.ended
             if isinstance(error, UsageError) and not by_itself:
                 raise

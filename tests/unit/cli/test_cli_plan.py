@@ -290,3 +290,39 @@ def test_plan_refuses_megatron_on_cpus(
     code, _, err = run(capsys, "submit", config, *more, "--dry-run", "--no-check")
     assert code == 2
     assert "needs a GPU for each worker" in err
+
+
+HEADS = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ({"head_dim": 16}, "needs attention heads of at least 32 dimensions, and the actor's have"),
+        ({"head_dim": 32}, ""),
+        ({"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4}, "have 16 ("),
+        (
+            {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 4},
+            "takes no new weights from files for models with experts",
+        ),
+    ],
+)
+def test_plan_refuses_models_that_vllm_cannot_serve_on_cpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: dict[str, Any], reason: str
+) -> None:
+    config = str(write_config(tmp_path))
+    served = ("rollout.backend=vllm:d1", "rollout.gpus=0", "rollout.python=/bin/sh")
+    full = {"model_type": "qwen3", "num_key_value_heads": 2, **architecture}
+    model = ("actor.implementation=hf", f"actor.architecture={json.dumps(HEADS | full)}")
+    on_cpus = (*served, *model, "cluster.gpus_per_worker=0", "--scheduler", "local")
+    _, out, _ = run(capsys, "plan", config, *on_cpus)
+    assert ("'vllm:d1' is not allowed: vLLM on CPUs" in out) == bool(reason)
+    assert reason in out
+    gpus = (*served, *model, "cluster.gpus_per_worker=1", "--scheduler", "local")
+    assert "vLLM on CPUs" not in run(capsys, "plan", config, *gpus)[1]

@@ -36,6 +36,7 @@ SERVER = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()} ');
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_instance, "PAUSE_S", (0.05, 0.05))
     monkeypatch.setattr(server_instance, "PROBE_S", 0.02)
+    monkeypatch.setattr(server_instance, "FAREWELL_S", 0.05)
 
 
 async def started(folder: Path, count: int) -> list[int]:
@@ -111,11 +112,12 @@ def within(
     context: int = 0,
     code: str = SERVER,
     events: EventWriter | None = None,
+    made: Callable[[], PickyDialect] = PickyDialect,
 ) -> None:
     """``test`` gets the engine of a server with version 1.1, and how that server is spoken to."""
 
     async def main() -> None:
-        dialect = PickyDialect()
+        dialect = made()
         program = ServerProgram(
             name="server 0",
             command=[sys.executable, "-c", code, str(folder / "starts")],
@@ -316,6 +318,25 @@ def test_the_same_error_of_all_starts_is_final_unless_the_host_may_be_to_blame(
 
     with pytest.raises(lost, match=words):
         within(tmp_path, test, code=code)
+    assert (tmp_path / "server.log").read_text().count("Traceback") == 3
+
+
+def test_same_error_is_final_if_servers_answer_with_it_before_they_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM answers requests with status 500 while its engine has failed already."""
+    monkeypatch.setattr(server_instance, "FAREWELL_S", DEADLINE_S)
+    code = "import time\ntime.sleep(0.4)\nraise RuntimeError('no kernel for heads of 16')"
+
+    class Failing(PickyDialect):
+        async def connect(self) -> int:
+            raise RunFailedError("HTTP status 500")
+
+    async def test(engine: Instances, dialect: PickyDialect) -> None:
+        await engine.submit(request())
+
+    with pytest.raises(UsageError, match=r"with the same error.*no kernel for heads of 16"):
+        within(tmp_path, test, code=code, made=Failing)
     assert (tmp_path / "server.log").read_text().count("Traceback") == 3
 
 
