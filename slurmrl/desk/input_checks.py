@@ -143,8 +143,7 @@ class InputChecks:
     def _replayable(self) -> Iterator[Finding]:
         """Yield the reason why experts of the actor, a model of transformers, are not replayed."""
         if self.config.rollout.replay_experts and self.config.actor.implementation != "builtin":
-            from slurmrl.models.hf_routers import refusal  # transformers takes seconds to import
-
+            refusal = resolve("slurmrl.models.hf_routers:refusal")  # imports transformers
             if reason := refusal(HFConfig.from_hf(config_values(self.config.actor))):
                 yield Finding("weights", Weight.FAILED, reason, "rollout.replay_experts")
 
@@ -155,7 +154,9 @@ class InputChecks:
             if model.implementation == "builtin" or not (use.trained or use.role == "actor"):
                 continue
             try:
-                file_form(config_values(model), "hf", use.head)
+                file_form(values := config_values(model), "hf", use.head)
+                if use.trained:
+                    resolve("slurmrl.models.hf_loading:require_trainable")(values, use.head)
             except UsageError as error:
                 key = dotted((*role_key(use.role), "implementation"))
                 yield Finding("weights", Weight.FAILED, str(error), key)

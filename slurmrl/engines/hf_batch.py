@@ -158,6 +158,10 @@ class HFBatch:
         for _ in range(len(self._unread), CHECK_TOKENS[self._device.type]):
             if not any(row.finish is None and row.length < row.limit for row in self._rows):
                 break
+            if self._session is not None and self._session.full:
+                if self._unread:
+                    break  # the host does not know these tokens yet
+                self._session = None
             if self._session is None:
                 self._session, _ = self._read(self._rows)
             self._sample(self._session.next(self._last, self._alive), self._session)

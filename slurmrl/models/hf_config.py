@@ -14,13 +14,26 @@ from typing import Any, Final, NamedTuple
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.tensors.checkpoint.tensors import TensorSlice
-from slurmrl.tensors.layout import Index
+from slurmrl.tensors.layout import Index, TensorSpec
 
 MODULE = "inner."
 """The prefix of parameter names; the rest is transformers' name."""
 TABLE: Final = "table"
 """The kind of limit of a position table."""
 TABLE_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+BY_COLUMN: Final = "attn_temperature_tuning"
+"""A field of configs (Llama 4): layers scale queries by the column of a token in its row, from
+column ``floor_scale`` on. A short trial does not show this."""
+SCALED_FROM: Final = "floor_scale"
+BY_BLOCK: Final = "compress"
+"""A part of the names of fields of configs whose attention compresses blocks of columns. A trial
+that is shorter than a block does not show this."""
+DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "deepseek_v4": {"compress_rates": True},
+    "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},
+    "qwen4_exp_text": {"indexer_compress_ratio": True},
+}
+"""Transformers' values, or only whether they are set, if a config omits these fields."""
 WITH_TABLE: Final = frozenset(
     (
         "biogpt",
@@ -115,6 +128,28 @@ def stored(name: str, shape: Index) -> tuple[TensorSlice, ...]:
     return (TensorSlice(name.removeprefix(MODULE)),)
 
 
+def compressing_field(values: Mapping[str, Any]) -> str | None:
+    """Return a field that makes attention read blocks of columns; None if there is none.
+
+    Padding on the left would shift the blocks. ``values`` is a ``config.json`` object.
+    """
+    fields = [item for part in _parts(values) for item in part.items()]
+    return next((name for name, value in fields if BY_BLOCK in name and value), None)
+
+
+def cache_refusal(values: Mapping[str, Any]) -> str:
+    """Return why a model cannot generate with transformers' cache, as its config shows; or ""."""
+    field = compressing_field(values)
+    if field is None:
+        return ""
+    kind = values["model_type"]
+    return (
+        f"{kind} models cannot generate with implementation hf: their attention compresses blocks "
+        f"of columns ({field}), so completions would depend on padding; allowed: generation by a "
+        "server (rollout.backend sglang:dN or vllm:dN)"
+    )
+
+
 @dataclass(frozen=True)
 class FileForm:
     """The form of a model's files."""
@@ -144,7 +179,7 @@ class LengthLimit(NamedTuple):
 
     tokens: int
     kind: str
-    """`TABLE`, or the ``rope_type`` that sets the limit."""
+    """`TABLE`, `BY_COLUMN`, or the ``rope_type`` that sets the limit."""
 
     @property
     def silent(self) -> bool:
@@ -156,6 +191,13 @@ class LengthLimit(NamedTuple):
         """The reason, as the end of a message."""
         if self.kind == TABLE:
             return f"the model has positions for {self.tokens} tokens only"
+        if self.kind == BY_COLUMN:
+            return (
+                f"with {BY_COLUMN} the model scales queries by the column in the batch beyond "
+                f"{self.tokens} columns (below {SCALED_FROM}), so completions would depend on "
+                "padding; set lower limits of prompts and of rollout.max_new_tokens, or generate "
+                "with a server (rollout.backend sglang:dN or vllm:dN)"
+            )
         return (
             f"with rope_type '{self.kind}' log-probabilities depend on what else is in the batch "
             f"once a sequence, prompt and completion, has more than {self.tokens} tokens"
@@ -175,6 +217,34 @@ def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
         for limit in (*_ropes(part), *_tables(part))
     ]
     return min(limits, default=None)
+
+
+def generation_limit(values: Mapping[str, Any]) -> LengthLimit | None:
+    """Return the most columns with which completions of transformers' cache ignore padding.
+
+    Return None if there is no limit.
+    """
+    limits = [
+        LengthLimit(int(part[SCALED_FROM]) - 1, BY_COLUMN)
+        for part in _parts(values)
+        if part.get(BY_COLUMN) and part.get(SCALED_FROM)
+    ]
+    return min(limits, default=None)
+
+
+def constants_refusal(family: str, constants: Mapping[str, TensorSpec]) -> str:
+    """Return why a checkpoint of a trained model cannot store its constants; or ""."""
+    odd = sorted(name for name, spec in constants.items() if spec.dtype != "float32")
+    if not odd:
+        return ""
+    dtype = constants[odd[0]].dtype
+    return f"{family} models cannot be trained here: {odd[0]} is {dtype}, not float32"
+
+
+def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The config and the configs of text models within it, with known defaults."""
+    parts = (values, *_text_configs(values))
+    return [{**DEFAULTS.get(str(part.get("model_type")), {}), **part} for part in parts]
 
 
 def _text_configs(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from slurmrl.fsio import inputs
 from slurmrl.models.architecture import Head
 from slurmrl.models.folder_checks import not_finite
 from slurmrl.models.hf import as_tensor, is_finite
-from slurmrl.models.hf_config import MODULE, HFConfig
+from slurmrl.models.hf_config import MODULE, HFConfig, constants_refusal
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import Box, Index, TensorSpec
@@ -54,6 +55,13 @@ def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[s
         if name in stored
     }
     return shapes, constants
+
+
+def require_trainable(values: Mapping[str, Any], head: Head) -> None:
+    """Raise UsageError if the model of a ``config.json`` object cannot be trained."""
+    config = HFConfig.from_hf(values)
+    if reason := constants_refusal(config.model_type, tensor_specs(config, head)[1]):
+        raise UsageError(reason)
 
 
 def make_model(

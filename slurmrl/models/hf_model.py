@@ -21,10 +21,10 @@ from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel, RowKind
 from slurmrl.models.experts import Replayed
 from slurmrl.models.hf_blocks import blocks
-from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_config import HFConfig, cache_refusal
 from slurmrl.models.hf_loading import count_positions, make_model, only_multiplies, refuse_dropout
 from slurmrl.models.hf_routers import HFRouters
-from slurmrl.models.hf_rows import choose_rows, compresses_blocks, row_places
+from slurmrl.models.hf_rows import choose_rows, row_places
 from slurmrl.models.hf_session import HFSession
 from slurmrl.models.hf_trial import check_generation
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
@@ -185,12 +185,8 @@ class HFModel(PackedModel):
         Raises UsageError if the family's cache does not give the outputs of the training pass.
         """
         if not self._generates:
-            if compresses_blocks(self.inner):
-                raise UsageError(
-                    f"{self.config.model_type} models cannot generate with implementation hf: "
-                    "their attention compresses blocks of columns, so completions would depend on "
-                    "padding. Generate with a server (rollout.backend)"
-                )
+            if reason := cache_refusal(self._made.values):
+                raise UsageError(reason)
             check_generation(self, self.inner)
             self._generates = True
         routers = self.routers if experts else None

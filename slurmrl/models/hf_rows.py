@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from slurmrl import log
 from slurmrl.errors import UsageError
 from slurmrl.models.base import PackedModel, RowKind
+from slurmrl.models.hf_config import BY_COLUMN, compressing_field
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.tensors.bins import best_fit
 
@@ -39,12 +40,6 @@ LONG, SHORT = 8, 3
 """Tokens of the sequences of a trial: one long and two short ones."""
 OFFSETS = torch.tensor([0, LONG, LONG + SHORT, LONG + 2 * SHORT], dtype=torch.int32)
 LAST = slice(LONG + SHORT, None)
-BY_COLUMN = "attn_temperature_tuning"
-"""A field of configs (Llama 4): layers scale queries by the column of a token in its row, beyond
-the first thousands of columns. A short trial does not show this."""
-BY_BLOCK = "compress"
-"""A part of the names of fields of configs whose attention compresses blocks of columns. A trial
-that is shorter than a block does not show this."""
 
 
 class RowPlaces(NamedTuple):
@@ -88,8 +83,8 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
     ``model`` runs ``inner``. Raises UsageError if even padding changes outputs.
     """
     family = model.config.model_type
-    by_column = bool(getattr(inner.config.get_text_config(), BY_COLUMN, False))
-    by_column = by_column or compresses_blocks(inner)
+    fields = inner.config.get_text_config().to_dict()
+    by_column = bool(fields.get(BY_COLUMN)) or compressing_field(fields) is not None
     reason = "results depend on columns" if by_column else "they would see each other in a row"
     try:
         apart = not by_column and _keeps_apart(model, inner)
@@ -110,12 +105,6 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
         )
     LOG.info("%s: sequences are padded, not packed: %s", family, reason)
     return "single"
-
-
-def compresses_blocks(inner: PreTrainedModel) -> bool:
-    """Return whether attention reads blocks of columns, which padding on the left would shift."""
-    fields = inner.config.get_text_config().to_dict()
-    return any(BY_BLOCK in name and bool(value) for name, value in fields.items())
 
 
 def tolerance(inner: PreTrainedModel) -> float:

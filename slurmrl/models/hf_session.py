@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from slurmrl.errors import UsageError
+from slurmrl.models.hf_config import generation_limit
 from slurmrl.models.hf_routers import HFRouters, RecordedReads
-from slurmrl.models.hf_rows import BY_COLUMN
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.tensors.ops.arguments import upload
 
@@ -47,8 +47,7 @@ class HFSession:
         self._model, self._inner, self._prefill_tokens = model, inner, prefill_tokens
         self._least_width, self._routers = width, routers
         self._parameters = frozenset(inspect.signature(inner.forward).parameters)
-        text = inner.config.get_text_config()
-        self._most_columns = text.floor_scale if getattr(text, BY_COLUMN, False) else None
+        self._limit = generation_limit(inner.config.to_dict())
         self._begin(len(lengths))
 
     def _begin(self, rows: int) -> None:
@@ -61,6 +60,11 @@ class HFSession:
     def width(self) -> int:
         """Columns of the cache: tokens that each row has read, and its padding."""
         return self._mask.shape[1]
+
+    @property
+    def full(self) -> bool:
+        """Whether no column may be added: the cache must be read again, with less padding."""
+        return self._limit is not None and self.width >= self._limit.tokens
 
     def prompts(self, input_ids: Tensor) -> Tensor:
         """Read the packed prompts [T]. Return the logits [S, V] after each prompt."""
@@ -127,12 +131,8 @@ class HFSession:
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         self._mask = torch.cat((self._mask, mask), dim=1)
-        if self._most_columns is not None and self.width > self._most_columns:
-            raise UsageError(
-                f"{type(self._inner).__name__} scales queries by the column in the batch beyond "
-                f"{self._most_columns} columns, so completions would depend on padding: set a "
-                "lower rollout.max_new_tokens, or generate with a server (rollout.backend)"
-            )
+        if self._limit is not None and self.width > self._limit.tokens:
+            raise UsageError(f"{type(self._inner).__name__}: {self._limit.reason}")
         arguments = {
             "input_ids": ids,
             "attention_mask": self._mask,

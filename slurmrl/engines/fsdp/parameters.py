@@ -42,7 +42,7 @@ from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import as_array, as_tensor
-from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_config import HFConfig, constants_refusal
 from slurmrl.models.hf_targets import TRANSPOSED
 from slurmrl.models.lora import Adapters, attach
 from slurmrl.models.model_tensors import open_folder
@@ -103,12 +103,8 @@ def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec
         name: TensorSpec(tuple(values.shape), str(values.dtype).removeprefix("torch."))
         for name, values in model.constants().items()
     }
-    odd = sorted(name for name, spec in specs.items() if spec.dtype != "float32")
-    if trained and odd:
-        raise UsageError(
-            f"{model.config.model_type} models cannot be trained here: {odd[0]} is "
-            f"{specs[odd[0]].dtype}, not float32"
-        )
+    if trained and (reason := constants_refusal(model.config.model_type, specs)):
+        raise UsageError(reason)
     return specs
 
 

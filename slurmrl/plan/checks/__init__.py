@@ -58,6 +58,7 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     sections.folder_of_runs,
     model_sources.weights,
     model_sources.lengths,
+    completion_checks.transformers_generation,
     model_sources.tokenizer,
     model_sources.stop_tokens,
     sections.dataset_files,

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Final
 
 from slurmrl.config.allocation.allocation import BACKENDS
-from slurmrl.config.schema import Config, EpisodeSettings, evaluation_key
+from slurmrl.config.schema import Config, Dataset, EpisodeSettings, evaluation_key
 from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath, dotted
-from slurmrl.errors import Problem
+from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import CAPABILITIES, HF
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import PAGE_TOKENS, kv_bytes_per_token
-from slurmrl.plan.estimates.shape import lengths_of, shape_of
+from slurmrl.plan.estimates.shape import TRAINING, bounded_parts, lengths_of, longest, shape_of
 from slurmrl.plan.metric_names import generates, makes_rewards
 from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import ROLLOUTS, model_of
@@ -26,6 +26,8 @@ MOST_SUPPORT: Final = 1024
 TABLES: Final = "slurmrl.rollouts"
 """Tables in a layer above the plan, so they are resolved by name."""
 EPISODE: Final = ("rollout", "episode")
+CACHE_REFUSAL: Final = "slurmrl.models.hf_config:cache_refusal"
+GENERATION_LIMIT: Final = "slurmrl.models.hf_config:generation_limit"
 TOOL_CALLS: Final = "tools"
 """The environment that needs tools."""
 
@@ -121,6 +123,40 @@ def served(draft: Draft) -> bool:
     """Return whether servers generate."""
     allocation = draft.allocations().get(ROLLOUTS)
     return allocation is not None and BACKENDS[allocation.backend].serves
+
+
+def transformers_generation(draft: Draft) -> Iterator[Problem]:
+    """Completions of transformers' cache do not depend on the padding of their batch."""
+    actor = draft.config.actor
+    if actor.implementation != HF:
+        return
+    parts = list(_generated_by_cache(draft))
+    try:
+        values = config_values(actor)
+    except UsageError:
+        return  # reported by the check of weights
+    reason = resolve(CACHE_REFUSAL)(values) if parts else ""
+    if reason:
+        yield draft.refuse(("actor", "implementation"), f": {reason}", HF)
+        return
+    limit = resolve(GENERATION_LIMIT)(values)
+    for where, dataset, new_tokens in parts if limit else ():
+        key, tokens = (*where, "max_prompt_tokens"), longest(dataset, new_tokens)
+        if tokens is None:
+            yield draft.problem(key, f"is required: {limit.reason}")
+        elif tokens > limit.tokens:
+            message = f"sequences of up to {tokens} tokens are not allowed: {limit.reason}"
+            yield draft.problem(key, message)
+
+
+def _generated_by_cache(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, int]]:
+    """Yield the parts of `bounded_parts` whose completions the actor's own engine generates."""
+    config, server = draft.config, served(draft)
+    trains = generates(draft.algorithm.calls(config)) and not server
+    evaluates = not (server and (config.rollout_evaluates or config.evaluation_trials_roll_out))
+    for where, dataset, new_tokens in bounded_parts(config):
+        if dataset.kind == "prompt" and (trains if where == TRAINING else evaluates):
+            yield where, dataset, new_tokens
 
 
 def episodes(draft: Draft) -> Iterator[Problem]:

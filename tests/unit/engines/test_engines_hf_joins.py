@@ -139,6 +139,32 @@ def test_requests_that_join_have_the_completions_that_they_have_alone(
             assert_alike(one, wanted)
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_cache_is_read_again_before_padding_exceeds_its_columns(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Llama 4 scales queries by the column 40 on; no sequence here has so many tokens."""
+    monkeypatch.setitem(CHECK_TOKENS, "cpu", every)
+    scaled = {"attn_temperature_tuning": True, "floor_scale": 40, "attn_scale": 2.0}
+    no_rope = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
+    config = HFConfig.from_hf({**COMMON, "model_type": "llama4_text", **scaled, **no_rope})
+    model = HFModel(config, "lm", source=None, seed=0, dtype=torch.float32)
+    short, long = GenerationOptions(max_new_tokens=6), GenerationOptions(max_new_tokens=34)
+    asked = [request(0, 20, short), request(1, 4, long), request(2, 5, long)]
+
+    async def run() -> list[tuple[Completion, ...]]:
+        engine = HFRollout(model, "0.1", 64, joins=True)
+        futures = []
+        for each in asked:
+            futures.append(engine.submit(each))
+            await steps(3)
+        return await asyncio.gather(*futures)
+
+    for each, found in zip(asked, asyncio.run(run()), strict=True):
+        for one, wanted in zip(found, alone(model, each), strict=True):
+            assert_alike(one, wanted)
+
+
 def test_requests_wait_for_the_end_of_a_round_without_joins() -> None:
     model = model_of("a window")
 

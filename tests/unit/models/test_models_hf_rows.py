@@ -136,9 +136,9 @@ def test_rows_not_packed_if_queries_scale_by_column() -> None:
     alone = torch.cat([logprobs(model, each, [len(each)]) for each in ids.split(LENGTHS)])
     assert (logprobs(model, ids, LENGTHS) - alone).abs().max() < 1e-5
     assert model.rows == "single"
-    session = model.session([13], 20, 64)
-    with pytest.raises(UsageError, match="in the batch beyond 12 columns"):
-        session.prompts(ids[:13])
+    session = model.session([12], 20, 12)
+    with pytest.raises(UsageError, match="in the batch beyond 11 columns"):
+        session.prompts(ids[:12])
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from slurmrl.workers.master.exporting import pin_actor
 from tests.fake_runs import write_config
 from tests.support.committed import CommittedTrial, Weights
 from tests.support.decoder_folders import to_hf
+from tests.support.families import tiny
 from tests.support.trials import ARCHITECTURE, alive, wait_until
 
 REWARD = """
@@ -600,3 +601,20 @@ def test_weights_with_nan_are_refused_by_file_and_tensor(tmp_path: Path) -> None
     (found,) = (each for each in inputs(settings) if each.subject == "weights")
     assert (found.weight, found.key) == (Weight.FAILED, "actor.path")
     assert "model.safetensors: tensor 'model.norm.weight' has 1 NaN and" in found.message
+
+
+def test_a_model_of_transformers_with_integer_constants_is_not_trained(tmp_path: Path) -> None:
+    """Experts of DeepSeek-V4's first layers come from a table of token ids."""
+
+    def found(config: dict[str, Any]) -> list[str]:
+        architecture = f"actor.architecture={json.dumps(config)}"
+        settings = settings_of(tmp_path, "actor.implementation=hf", architecture)
+        checks = [one for one in inputs(settings) if one.subject == "weights"]
+        assert {one.key for one in checks} <= {"actor.implementation"}
+        return [one.message for one in checks]
+
+    hashed = tiny("deepseek_v4")
+    [message] = found(hashed)
+    assert message.startswith("deepseek_v4 models cannot be trained here: ")
+    assert message.endswith("mlp.gate.tid2eid is int64, not float32")
+    assert found({**hashed, "mlp_layer_types": ["moe"] * 2}) == []
