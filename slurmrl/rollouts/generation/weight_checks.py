@@ -39,6 +39,12 @@ JOINED: Mapping[str, Sequence[str]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 """Parameters of servers that the files have in parts."""
+EXPERTS: Mapping[str, Sequence[Sequence[str]]] = {
+    "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "w2_weight": (("down_proj",), ("w2",)),
+}
+"""Parameters of servers with all experts of a block, whose matrices the files have one by one, with
+the names of a family."""
 VOCABULARY = ("embed_tokens.weight", LM_HEAD, "wte.weight")
 FULL_ROWS = 64
 """Servers fill up the vocabulary to a multiple, with rows of zeros."""
@@ -92,6 +98,8 @@ def parameter(
     path, _, module = module.rpartition(".")
     sources = [f"{path}.{each}.{kind}" for each in JOINED.get(module, ())] or [name]
     specs = files.specs()
+    if kind in EXPERTS:
+        return _experts(files, name, part)
     if any(source not in specs for source in sources):
         return None
     if name.endswith(NORM) and config["model_type"] in ADDS_ONE:
@@ -110,6 +118,28 @@ def parameter(
             return None
         tensors = parts
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _experts(files: FolderTensors, name: str, part: TensorPart) -> Tensor | None:
+    """A tensor rank's part of the matrices of all experts of a block: [experts, rows, columns]."""
+    block, _, kind = name.rpartition(".")
+    specs = files.specs()
+    own = [each for each in EXPERTS[kind] if f"{block}.0.{each[0]}.weight" in specs]
+    if not own:
+        return None
+    found: list[Tensor] = []
+    while f"{block}.{len(found)}.{own[0][0]}.weight" in specs:
+        sources = [f"{block}.{len(found)}.{each}.weight" for each in own[0]]
+        matrices: list[Tensor] = []
+        for source in sources:
+            spec = specs[source]
+            axis = 1 if kind == "w2_weight" else 0
+            if spec.shape[axis] % part.of:
+                return None
+            whole = as_tensor(files.read(source, Box.whole(spec.shape)), spec.dtype)
+            matrices.append(whole.chunk(part.of, axis)[part.rank])
+        found.append(torch.cat(matrices))
+    return torch.stack(found)
 
 
 def _parts(

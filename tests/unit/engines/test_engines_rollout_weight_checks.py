@@ -122,6 +122,42 @@ def test_checksums_of_parameters_on_gpus_are_sglangs(
     assert on_gpu((torch.arange(count) % 1000 - 300).to(dtype), CPU) == expected
 
 
+@pytest.mark.parametrize("of", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("block", "names"),
+    [("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))],
+)
+def test_experts_are_stacked_and_split_as_servers_do(
+    tmp_path: Path, block: str, names: tuple[str, ...], of: int
+) -> None:
+    """Each tensor rank has a part of the inner units of every expert. Five ranks cannot."""
+    prefix = f"{LAYER}.{block}.experts"
+    shapes = dict(zip(names, ((12, 8), (12, 8), (8, 12)), strict=True))
+    made = {
+        f"{prefix}.{expert}.{name}.weight": torch.randn(shape)
+        for expert in range(11)
+        for name, shape in shapes.items()
+    }
+    save_file(made, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    files = open_folder(tmp_path)
+    for rank in range(of):
+        part = TensorPart(rank, of)
+        both = parameter(files, CONFIG, f"{prefix}.w13_weight", part)
+        down = parameter(files, CONFIG, f"{prefix}.w2_weight", part)
+        assert both is not None
+        assert down is not None
+        assert both.shape == (11, 24 // of, 8)
+        assert down.shape == (11, 8, 12 // of)
+        for expert in range(11):
+            gate, up = (made[f"{prefix}.{expert}.{name}.weight"] for name in names[:2])
+            rows = torch.cat([gate.chunk(of)[rank], up.chunk(of)[rank]])
+            assert torch.equal(both[expert], rows)
+            columns = made[f"{prefix}.{expert}.{names[2]}.weight"].chunk(of, dim=1)[rank]
+            assert torch.equal(down[expert], columns)
+    assert parameter(files, CONFIG, f"{prefix}.w2_weight", TensorPart(0, 5)) is None
+
+
 def report(made: dict[str, Tensor]) -> list[Held]:
     """What a server reports that holds these weights as they are in the files."""
     names = ("self_attn.o_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight")
