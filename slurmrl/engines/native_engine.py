@@ -134,7 +134,7 @@ class NativeEngine(GatheredGeneration):
             model.dtype,
             context.topology,
             context.rank,
-            tensor_split(self.config, split),
+            tensor_split(decoder, split),
             constant_specs(decoder, trained=False),
             sharded=False,
         )

@@ -28,6 +28,26 @@ SCALED_FROM: Final = "floor_scale"
 BY_BLOCK: Final = "compress"
 """A part of the names of fields of configs whose attention compresses blocks of columns. A trial
 that is shorter than a block does not show this."""
+TENSOR_FAMILIES: Final = frozenset(
+    (
+        "arcee",
+        "cohere2",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    )
+)
+"""Families that tensor ranks can share: transformers' ``tp_plan`` splits heads and inner units of
+dense layers, and nothing else."""
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "deepseek_v4": {"compress_rates": True},
     "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},
@@ -230,6 +250,27 @@ def generation_limit(values: Mapping[str, Any]) -> LengthLimit | None:
         if part.get(BY_COLUMN) and part.get(SCALED_FROM)
     ]
     return min(limits, default=None)
+
+
+def tensor_refusal(values: Mapping[str, Any], ranks: int) -> str:
+    """Return why tensor ranks cannot share a model, as far as its config shows; or ""."""
+    family = values.get("model_type")
+    if family not in TENSOR_FAMILIES:
+        known = ", ".join(sorted(TENSOR_FAMILIES))
+        return (
+            f"'t' is not possible for {family} models with implementation hf, because transformers "
+            f"has no plan for them that splits only dense layers; allowed families: {known}"
+        )
+    heads = values.get("num_attention_heads")
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": values.get("num_key_value_heads") or heads,
+        "intermediate_size": values.get("intermediate_size"),
+    }
+    for name, size in sizes.items():
+        if isinstance(size, int) and size % ranks:
+            return f"t{ranks} does not divide {name} {size}"
+    return ""
 
 
 def constants_refusal(family: str, constants: Mapping[str, TensorSpec]) -> str:

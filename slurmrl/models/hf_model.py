@@ -26,7 +26,9 @@ from slurmrl.models.hf_loading import count_positions, make_model, only_multipli
 from slurmrl.models.hf_routers import HFRouters
 from slurmrl.models.hf_rows import choose_rows, row_places
 from slurmrl.models.hf_session import HFSession
+from slurmrl.models.hf_tensor import HFTensorSplit, split_over
 from slurmrl.models.hf_trial import check_generation
+from slurmrl.models.parallel.split import Axis
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.tensors.ops.arguments import OnHost, upload
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
@@ -47,6 +49,8 @@ class HFModel(PackedModel):
 
     adapters: PaddedBatches | None = None
     rows: RowKind
+    tensor: HFTensorSplit | None = None
+    """How tensor ranks share the parameters, if there are several."""
 
     def __init__(
         self,
@@ -78,6 +82,10 @@ class HFModel(PackedModel):
             )
         self._recomputes = self._generates = False
         self.rows = choose_rows(self, self.inner)
+
+    def split(self, axis: Axis) -> None:
+        """Keep a tensor rank's part. Raises UsageError for a family that cannot be split."""
+        self.tensor = split_over(self.inner, axis)
 
     @property
     def layers(self) -> Iterable[nn.Module]:

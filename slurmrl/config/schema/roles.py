@@ -249,8 +249,8 @@ class Model(Section):
     num_hidden_layers: 2}`"""
     implementation: Literal["builtin", "hf"] = "builtin"
     """Code of the model. `builtin` is the built-in decoder for the supported families. `hf` is any
-    causal language model of transformers; it is slower and needs fsdp with data parallelism only.
-    """
+    causal language model of transformers; it is slower and needs fsdp with data parallelism. Some
+    families allow tensor parallelism."""
     tokenizer: HubPathText | None = None
     """Folder of the tokenizer, or a repository of the hub. Default: the value of `path`. Example:
     `/models/Qwen2.5-0.5B-Instruct`"""

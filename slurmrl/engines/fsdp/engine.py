@@ -126,7 +126,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             self._dtype,
             context.topology,
             context.rank,
-            tensor_split(self.config, self._split),
+            tensor_split(decoder, self._split),
             constant_specs(decoder, trained=trained and lora is None),
         )
         self._trained_placing = self._placing

@@ -47,7 +47,7 @@ from slurmrl.models.hf_targets import TRANSPOSED
 from slurmrl.models.lora import Adapters, attach
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.models.parallel.boxes import TensorSplit, refusals
+from slurmrl.models.parallel.boxes import SharedParameters, TensorSplit, refusals
 from slurmrl.models.parallel.split import Axis, Split
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
@@ -83,13 +83,19 @@ def new_model(
             return build(config, head, split).to(getattr(torch, dtype))
     from slurmrl.models.hf_model import HFModel  # transformers takes seconds to import
 
-    return HFModel(config, head, source=source, seed=seed, dtype=getattr(torch, dtype))
+    model = HFModel(config, head, source=source, seed=seed, dtype=getattr(torch, dtype))
+    if split.tensor.size > 1:
+        model.split(split.tensor)
+    return model
 
 
 def whole_shapes(model: PackedModel) -> dict[str, Index]:
     """The whole shape, by name, of every parameter of which this rank has a part."""
     if isinstance(model.config, ModelConfig):
         return parameter_shapes(model.config, model.head)
+    split = cast("HFModel", model).tensor
+    if split is not None:
+        return dict(split.whole)
     parameters = model.named_parameters()
     return {name: tuple(p.shape) for name, p in parameters if adapted_weight(name) is None}
 
@@ -180,8 +186,8 @@ def split_of(
             raise UsageError(f"{role}: the fsdp engine does not split along {axis}")
     tensor, across = _axis(context, "tp"), _axis(context, "cp")
     if isinstance(config, HFConfig):
-        only_data = ["a model of transformers supports data parallelism only (d)"]
-        problems = only_data if tensor.size * across.size > 1 else []
+        only = ["a model of transformers supports d and t only"]
+        problems = only if across.size > 1 or sequence else []
     else:
         problems = list(refusals(config, tensor.size, across.size))
     if problems:
@@ -189,10 +195,12 @@ def split_of(
     return Split(tensor, across, sequence)
 
 
-def tensor_split(config: ModelConfig | HFConfig, split: Split) -> TensorSplit | None:
-    if isinstance(config, HFConfig) or split.tensor.size == 1:
+def tensor_split(model: PackedModel, split: Split) -> SharedParameters | None:
+    if split.tensor.size == 1:
         return None
-    return TensorSplit(config, split.tensor.size, split.sequence)
+    if isinstance(model.config, HFConfig):
+        return cast("HFModel", model).tensor
+    return TensorSplit(model.config, split.tensor.size, split.sequence)
 
 
 def _axis(context: ParallelContext, name: str) -> Axis:

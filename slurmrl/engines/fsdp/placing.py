@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.models.parallel.boxes import SharedParameters
 from slurmrl.tensors.layout import Box, HeldBox, Holders, Index, Layout, TensorSpec, chunk
 from slurmrl.tensors.parallel.topology import JOINT, ProcessTopology
 
@@ -27,7 +27,7 @@ class Placing:
     topology: ProcessTopology
     rank: int
     """This rank, for its own boxes."""
-    tensor: TensorSplit | None
+    tensor: SharedParameters | None
     constants: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Tensors of the model that are not parameters; whole on every rank."""
     sharded: bool = True

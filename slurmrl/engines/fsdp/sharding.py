@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from slurmrl.errors import RunFailedError
 from slurmrl.models.base import PackedModel
-from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.models.parallel.boxes import SharedParameters
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.parallel.groups import ParallelContext
 
@@ -213,7 +213,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sum_copies(
-    gradients: Mapping[str, Tensor], split: TensorSplit, tensor: Axis, device: torch.device
+    gradients: Mapping[str, Tensor], split: SharedParameters, tensor: Axis, device: torch.device
 ) -> None:
     """Sum, in place, the partial gradients of parameters that are on several tensor ranks.
 

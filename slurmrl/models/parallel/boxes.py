@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from slurmrl.models.adapters import LORA_B, adapted_weight
 from slurmrl.models.architecture import ModelConfig
@@ -35,6 +36,19 @@ adapter, ``lora_B`` is split with the rows of the weight, and ``lora_A`` with it
 KEYS_AND_VALUES = ("self_attn.k_proj.", "self_attn.v_proj.")
 OF_PARTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate.weight")
 """Replicated parameters whose gradients come only from the rank's own heads or inner units."""
+
+
+class SharedParameters(Protocol):
+    """How tensor ranks share a model's parameters."""
+
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def head_copies(self) -> int: ...
+    def box(self, name: str, shape: Index, rank: int) -> Box: ...
+    def copies(self, name: str) -> int: ...
+    def sums(self, name: str) -> bool: ...
+    def head_of(self, rank: int) -> int: ...
 
 
 @dataclass(frozen=True)

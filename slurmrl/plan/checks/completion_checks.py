@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
+from slurmrl.config.allocation import Allocation, parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Dataset, EpisodeSettings, evaluation_key
 from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath, dotted
-from slurmrl.errors import Problem, UsageError
+from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import CAPABILITIES, HF
@@ -136,6 +138,11 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
     except UsageError:
         return  # reported by the check of weights
     reason = resolve(CACHE_REFUSAL)(values) if parts else ""
+    if not reason and (split := _split_generation(draft, [where for where, *_ in parts])):
+        reason = (
+            f"the actor generates, which models of transformers cannot do with t ('{split}'); "
+            "leave out t, or set rollout.backend to sglang:dN or vllm:dN"
+        )
     if reason:
         yield draft.refuse(("actor", "implementation"), f": {reason}", HF)
         return
@@ -147,6 +154,23 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
         elif tokens > limit.tokens:
             message = f"sequences of up to {tokens} tokens are not allowed: {limit.reason}"
             yield draft.problem(key, message)
+
+
+def _split_generation(draft: Draft, parts: list[KeyPath]) -> Allocation | None:
+    """Return the actor's layout with tensor ranks that has to generate for one of the datasets."""
+    config, own = draft.config, draft.allocations().get("actor")
+    tasks = config.evaluation.tasks if config.evaluation is not None else None
+    apart = ROLLOUTS in draft.allocations()
+    for where in parts:
+        engine = None if apart else own
+        if where != TRAINING and tasks is None and not config.rollout_evaluates:
+            engine = own
+        elif where != TRAINING and tasks is not None and not config.evaluation_trials_roll_out:
+            with suppress(AllocationError):  # reported by the check of evaluations
+                engine = parse(tasks.backend) if tasks.backend else own
+        if engine is not None and engine.sizes["tp"] > 1:
+            return engine
+    return None
 
 
 def _generated_by_cache(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, int]]:

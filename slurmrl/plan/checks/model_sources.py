@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ HF_ARCHITECTURES: Final = "slurmrl.models.hf_config:HFConfig"
 LENGTH_LIMIT: Final = "slurmrl.models.hf_config:length_limit"
 REFUSAL: Final = "slurmrl.models.adapters:refusal"
 HF_REFUSAL: Final = "slurmrl.models.hf_adapters:refusal"
+TENSOR_REFUSAL: Final = "slurmrl.models.hf_config:tensor_refusal"
 MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
 """Their layer is above the plan's, so they are resolved by name, as schemas are."""
 
@@ -85,7 +87,7 @@ def _refusal(
 
 
 def implementations(draft: Draft) -> Iterator[Problem]:
-    """Models of transformers are not split: each rank runs a whole one."""
+    """Only tensor ranks share a model of transformers, and only of some families."""
     for role, model in draft.models():
         allocation = draft.allocations().get(role)
         if model.implementation != "hf" or allocation is None:
@@ -93,7 +95,8 @@ def implementations(draft: Draft) -> Iterator[Problem]:
         where = role if draft.writes(role, "implementation") else "actor"
         if where == "actor" and role != "actor" and not draft.writes(role, "backend"):
             continue  # the actor's own problem
-        for reason in _hf_problems(model, allocation):
+        trains = "t" if model.lora is None else ""
+        for reason in _hf_problems(model, allocation, "d" + trains):
             yield draft.refuse((where, "implementation"), f": {reason}", "hf")
     rollout = draft.allocations().get(ROLLOUTS)
     if rollout is not None and draft.config.actor.implementation == "hf":
@@ -102,12 +105,24 @@ def implementations(draft: Draft) -> Iterator[Problem]:
             yield draft.refuse((ROLLOUTS, "backend"), text, str(rollout))
 
 
-def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
+def _hf_problems(model: Model, allocation: Allocation, allowed: str = "d") -> Iterator[str]:
     if reason := lacking(allocation.backend, "transformers"):
         yield reason
-    split = [n for n, axis in AXIS_OF.items() if n != "d" and allocation.sizes[axis] > 1]
+        return
+    split = [n for n, axis in AXIS_OF.items() if n not in allowed and allocation.sizes[axis] > 1]
     if split:
-        yield f"'{allocation}' uses {', '.join(split)}; models of transformers can only use d"
+        names = " and ".join(allowed)
+        with_lora = " with lora" if model.lora is not None and "t" in split else ""
+        yield (
+            f"'{allocation}' uses {', '.join(split)}; models of transformers can only use "
+            f"{names}{with_lora}"
+        )
+    elif (ranks := allocation.sizes["tp"]) > 1:
+        with suppress(UsageError):  # of a folder, reported by the check of weights
+            if reason := resolve(TENSOR_REFUSAL)(model_files.config_values(model), ranks):
+                yield reason
+        if model.model is not None and model.model.sequence_parallel:
+            yield "models of transformers cannot use sequence_parallel"
     if model.recompute == "selective":
         yield "with it, gradient_checkpointing must be off or full"
 

@@ -381,7 +381,7 @@ def _embedding_backward(job: MemoryDemand) -> float:
     """Bytes at the end of the backward pass: the embedding's gradient that is being reduced."""
     if job.allocation.backend not in SHARDED or adapts(job):
         return 0
-    embedding = job.shape.vocabulary / job.allocation.sizes["tp"] * job.shape.hidden
+    embedding = job.shape.vocabulary_of_rank(job.allocation.sizes["tp"]) * job.shape.hidden
     width = BYTES[job.model.dtype]
     return embedding * (width + REDUCED) + _tied_projection(job) * width
 
@@ -395,7 +395,7 @@ def _logits(job: MemoryDemand, tokens: int) -> float:
 
 def _vocabulary(job: MemoryDemand) -> float:
     """Outputs of the head on one rank."""
-    return job.shape.vocabulary / job.allocation.sizes["tp"] if job.head == "lm" else 1
+    return job.shape.vocabulary_of_rank(job.allocation.sizes["tp"]) if job.head == "lm" else 1
 
 
 def _projection(job: MemoryDemand) -> float:

@@ -104,7 +104,7 @@ def _passes(job: PassJob, machine: Machine, *, trained: bool) -> dict[str, float
 def _head(job: PassJob, machine: Machine, tokens: float, *, trained: bool) -> dict[str, float]:
     """Seconds of the output layer and its log-probabilities, which are float32."""
     shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
-    outputs = (shape.vocabulary if job.head == "lm" else 1) / sizes["tp"]
+    outputs = shape.vocabulary_of_rank(sizes["tp"]) if job.head == "lm" else 1 / sizes["tp"]
     own = tokens / sizes["cp"]
     flops = 2 * own * shape.hidden * outputs * (3 if trained else 1)
     moved = 10 * own * outputs * (2 if trained else 1)

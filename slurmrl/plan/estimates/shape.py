@@ -7,7 +7,7 @@ run it.)
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from slurmrl.config.allocation import Allocation
@@ -53,6 +53,8 @@ class ModelShape:
     """Inner size of the shared experts, which process every token."""
     dense_layers: int = 0
     """Number of layers without experts in a model with experts."""
+    whole_vocabulary: bool = False
+    """Whether each tensor rank has the whole embedding and projection (models of transformers)."""
 
     @property
     def queries(self) -> int:
@@ -66,6 +68,10 @@ class ModelShape:
     def expert_layers(self) -> int:
         return self.layers - self.dense_layers if self.experts else 0
 
+    def vocabulary_of_rank(self, tp: int) -> float:
+        """Rows of the embedding on one tensor rank."""
+        return self.vocabulary / (1 if self.whole_vocabulary else tp)
+
     def kv_heads_of_rank(self, tp: int) -> int:
         """Key-value heads of one tensor rank; with fewer heads than ranks, heads are replicated."""
         return max(1, -(-self.kv_heads // tp))
@@ -77,7 +83,8 @@ def shape_of(model: Model) -> ModelShape | None:
         values = config_values(model)
     except UsageError:
         return None
-    return read(values) if values else None
+    shape = read(values) if values else None
+    return shape and replace(shape, whole_vocabulary=model.implementation == HF)
 
 
 def read(values: Mapping[str, Any]) -> ModelShape | None:
@@ -198,7 +205,7 @@ def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Paramet
     moe = layer_parameters(shape, allocation, moe=True)
     count, sparse = shape.layers / pp, shape.expert_layers / pp
     dense = (count - sparse) * plain.dense + sparse * moe.dense
-    embedding = shape.vocabulary * shape.hidden / tp
+    embedding = shape.vocabulary_of_rank(tp) * shape.hidden
     outputs = embedding if head == "lm" else shape.hidden
     last = 0.0 if shape.tied and head == "lm" and pp == 1 else outputs
     ends = embedding + last if pp == 1 else max(embedding, last)

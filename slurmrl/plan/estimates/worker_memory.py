@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Final, NamedTuple
 
@@ -450,4 +450,5 @@ def _loading_bytes(config: Config, use: RoleUse, placed: Placement) -> int:
     if model.implementation != "hf" or shape is None:
         return 0
     width = FLOAT32 if use.trained else BYTES[model.dtype]
-    return round(parameters(shape, placed.allocation, use.head).total * width)
+    whole = replace(placed.allocation, sizes={**placed.allocation.sizes, "tp": 1})
+    return round(parameters(shape, whole, use.head).total * width)

@@ -322,7 +322,7 @@ def test_layouts_that_do_not_fit_are_refused(
         ranks(setup.ranks, f"{HERE}:forward", setup)
 
 
-def test_a_model_of_transformers_is_not_split(ranks: RankPool) -> None:
-    setup = setup_of(T2, MODELS["qwen3"], implementation="hf")
-    with pytest.raises(RankError, match="supports data parallelism only"):
+def test_tokens_of_a_model_of_transformers_are_not_split(ranks: RankPool) -> None:
+    setup = setup_of({"cp": 2}, MODELS["qwen3"], implementation="hf")
+    with pytest.raises(RankError, match="supports d and t only"):
         ranks(2, f"{HERE}:forward", setup)

@@ -1,0 +1,58 @@
+"""What ranks do in the tests of transformers' models on tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.parallel.split import Axis
+from tests.support.families import tiny
+
+LENGTHS = (5, 9, 2)
+
+
+def made(family: str) -> HFModel:
+    config = HFConfig.from_hf({**tiny(family), "initializer_range": 0.1})
+    return HFModel(config, "lm", source=None, seed=3, dtype=torch.float32)
+
+
+def computed(model: HFModel) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of a batch, and the gradients of a sum of them."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(32, (sum(LENGTHS),), generator=generator)
+    cu_seqlens = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    logp, entropy = model.logprobs(model(ids, cu_seqlens, max(LENGTHS)), ids, cu_seqlens, 0.8)
+    weights = torch.randn(len(ids), generator=generator)
+    torch.autograd.backward((weights * logp).sum() + entropy.sum())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return logp.detach(), gradients
+
+
+def differences(families: Sequence[str]) -> list[tuple[str, float, float]]:
+    """The largest difference to the whole model of log-probabilities and, relatively, gradients."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    axis = Axis(rank, size, dist.new_group(list(range(size))))
+    found = []
+    for family in families:
+        wanted, whole = computed(made(family))
+        model = made(family)
+        model.split(axis)
+        split = model.tensor
+        assert split is not None
+        logp, own = computed(model)
+        assert own.keys() == whole.keys()
+        worst = 0.0
+        for name, gradient in own.items():
+            if split.sums(name):
+                dist.all_reduce(gradient)
+            part = whole[name][split.box(name, split.whole[name], rank).slices]
+            worst = max(worst, float((gradient - part).abs().max() / whole[name].abs().max()))
+        both = torch.tensor([float((logp - wanted).abs().max()), worst])
+        dist.all_reduce(both, dist.ReduceOp.MAX)
+        found.append((family, float(both[0]), float(both[1])))
+    return found

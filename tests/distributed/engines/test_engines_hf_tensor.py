@@ -1,0 +1,122 @@
+"""Models of transformers that tensor ranks share by the families' own plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slurmrl.errors import UsageError
+from slurmrl.models.hf_config import TENSOR_FAMILIES, HFConfig
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.parallel.split import Axis
+from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
+from slurmrl.tensors.layout import Box
+from tests.distributed.engines.cases import Setup, model
+from tests.distributed.engines.test_engines_layouts import setup_of
+from tests.pool import RankPool
+from tests.support.families import tiny
+
+CASES = "tests.distributed.engines.cases"
+CASES_OF_TENSOR = "tests.distributed.engines.hf_tensor_cases"
+LAYOUT_CASES = "tests.distributed.engines.layout_cases"
+BOUND = 1e-5
+STEPS = range(3)
+ALONE = {"dp": 1}
+
+
+def setup(
+    family: str, sizes: dict[str, int], *, layers: bool = False, head: str = "lm", **changes: Any
+) -> Setup:
+    architecture = {**tiny(family), "vocab_size": 33, "initializer_range": 0.1}
+    one = setup_of(sizes, {}, layers=layers, head=head)
+    settings = {"max_tokens_per_microbatch": 16, "implementation": "hf", **changes}
+    return replace(one, model=model(architecture=architecture, **settings))
+
+
+def tensors(folder: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint; the first moments are the last gradients."""
+    saved = RoleCheckpoint(folder, "actor")
+    shapes = {name: spec.shape for name, spec in saved.layout.tensors.items()}
+    return {name: saved.read(name, Box.whole(shape)) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("llama", {"tp": 2}, {}),
+        ("qwen3", {"dp": 2, "tp": 2}, {"layers": True}),
+        ("gemma3_text", {"tp": 2}, {"layers": True, "gradient_checkpointing": "full"}),
+        ("starcoder2", {"dp": 2, "tp": 2}, {}),
+        ("qwen3", {"tp": 2}, {"head": "value"}),
+    ],
+)
+def test_tensor_ranks_train_as_one_rank(
+    ranks: RankPool, tmp_path: Path, family: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    """Gradients, weights and statistics are equal, and checkpoints move between the layouts."""
+    count = 2 * sizes.get("dp", 1)
+    alone = setup(family, ALONE, head=options.get("head", "lm"))
+    split = setup(family, sizes, **options)
+    folders = tmp_path / "alone", tmp_path / "split"
+    for folder in folders:
+        folder.mkdir()
+    (wanted, _), *_ = ranks(1, f"{CASES}:train", alone, range(2), save=folders[0])
+    (found, _), *_ = ranks(count, f"{CASES}:train", split, range(2), save=folders[1])
+    for one, other in zip(wanted, found, strict=True):
+        assert other == pytest.approx(one, rel=BOUND)
+    assert wanted[0]["loss"] != wanted[1]["loss"]
+    whole, parts = map(tensors, folders)
+    assert whole.keys() == parts.keys()
+    for name, values in whole.items():
+        assert values.shape == parts[name].shape
+        scale = np.abs(values).max()
+        assert np.abs(parts[name] - values).max() <= BOUND * scale, name
+    (rest, _), *_ = ranks(1, f"{CASES}:train", alone, range(2, 3), load=folders[1])
+    (other, _), *_ = ranks(count, f"{CASES}:train", split, range(2, 3), load=folders[0])
+    assert other[0] == pytest.approx(rest[0], rel=BOUND)
+
+
+def test_every_listed_family_computes_the_same_on_two_tensor_ranks(ranks: RankPool) -> None:
+    """Log-probabilities, and gradients of whole and of split parameters."""
+    found = ranks(2, f"{CASES_OF_TENSOR}:differences", sorted(TENSOR_FAMILIES))
+    for family, logits, gradients in found[0]:
+        assert logits < BOUND, family
+        assert gradients < BOUND, family
+    assert {family for family, *_ in found[0]} == TENSOR_FAMILIES
+
+
+def test_layout_of_tensor_ranks_has_the_whole_weights(ranks: RankPool) -> None:
+    """Moves to rollouts and exports read this layout."""
+    parts = ranks(4, f"{LAYOUT_CASES}:held", setup("gemma3_text", {"dp": 2, "tp": 2}))
+    (whole,) = ranks(1, f"{LAYOUT_CASES}:held", setup("gemma3_text", ALONE))
+    for name, _, values in whole:
+        covered = torch.zeros(values.shape)
+        for rank in parts:
+            for start, part in ((s, p) for n, s, p in rank if n == name):
+                box = tuple(slice(a, a + b) for a, b in zip(start, part.shape, strict=True))
+                assert torch.equal(values[box], part), name
+                covered[box] = 1
+        assert covered.all(), name
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("olmo2", {}, "'t' is not possible for olmo2 models"),
+        ("qwen3_moe", {}, "'t' is not possible for qwen3_moe models"),
+        ("llama", {"num_key_value_heads": 1}, "t2 does not divide num_key_value_heads 1"),
+        ("llama", {"intermediate_size": 33}, "t2 does not divide intermediate_size 33"),
+    ],
+)
+def test_models_that_tensor_ranks_cannot_share_are_refused(
+    family: str, changes: dict[str, int], message: str
+) -> None:
+    config = HFConfig.from_hf({**tiny(family), **changes})
+    made = HFModel(config, "lm", source=None, seed=0, dtype=torch.float32)
+    with pytest.raises(UsageError, match=message):
+        made.split(Axis(0, 2))
