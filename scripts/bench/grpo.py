@@ -1,4 +1,5 @@
-"""Whole GRPO steps on one CPU thread: a slurmrl trial against TRL's GRPOTrainer (train.py --grpo).
+"""Whole GRPO steps on one CPU thread: a slurmrl trial against TRL's GRPOTrainer, or against itself
+with the model of transformers (train.py --grpo).
 
 Both sample 8 completions of each of 8 prompts from the same model, score them with the same Python
 function and make one update, in float32, without a reference model and without checkpoints.
@@ -83,7 +84,7 @@ def prepare(folder: Path, words: int, steps: int) -> None:
     from slurmrl.engines.role_weights import init_tensor
     from slurmrl.models.architecture import ModelConfig
     from slurmrl.models.decoder import build
-    from tests.support.decoder_folders import to_hf
+    from slurmrl.models.hf import to_hf
 
     config = ModelConfig.from_hf({**ARCHITECTURE, "vocab_size": words})
     model = build(config)
@@ -115,13 +116,14 @@ def prepare(folder: Path, words: int, steps: int) -> None:
 class SlurmrlRun:
     """A trial of the local scheduler."""
 
-    def __init__(self, task: Task, number: int) -> None:
+    def __init__(self, task: Task, number: int, implementation: str = "builtin") -> None:
         root = task.folder / "runs"
-        self.marker = root / getuser() / "bench" / str(number)
+        trial = f"{implementation}-{number}"
+        self.marker = root / getuser() / "bench" / trial
         """In the command line of all processes of the run."""
         config = {
             "experiment": "bench",
-            "trial": str(number),
+            "trial": trial,
             "total_steps": task.all_steps,
             "algorithm": {
                 "name": "grpo",
@@ -133,6 +135,7 @@ class SlurmrlRun:
                 "path": str(task.folder / "model"),
                 "tokenizer": str(task.folder / "tokenizer"),
                 "dtype": "float32",
+                "implementation": implementation,
                 "optimizer": {"lr": LEARNING_RATE, "betas": BETAS, "gradient_clip": CLIP},
             },
             "rollout": {"n": GROUP, "max_new_tokens": task.limit},
@@ -313,14 +316,18 @@ def measure(run: SlurmrlRun | TrlRun, task: Task) -> tuple[float, float]:
     return (spent[1] - spent[0]) / tokens * 1000, tokens / (task.steps * PROMPTS * GROUP)
 
 
-def compare(trl_python: str, rounds: int, steps: int, words: int, limit: int) -> None:
-    found: dict[str, list[tuple[float, float]]] = {"slurmrl": [], "trl": []}
+def compare(trl_python: str | None, rounds: int, steps: int, words: int, limit: int) -> None:
+    """Compare slurmrl with TRL; without its Python, with slurmrl and a model of transformers."""
+    found: dict[str, list[tuple[float, float]]] = {"slurmrl": [], "trl" if trl_python else "hf": []}
     with tempfile.TemporaryDirectory(prefix="slurmrl-bench-") as made:
         task = Task(Path(made), steps, limit)
         prepare(task.folder, words, steps)
         for number in range(1, rounds + 1):
             found["slurmrl"].append(measure(SlurmrlRun(task, number), task))
-            found["trl"].append(measure(TrlRun(task, number, trl_python), task))
+            if trl_python:
+                found["trl"].append(measure(TrlRun(task, number, trl_python), task))
+            else:
+                found["hf"].append(measure(SlurmrlRun(task, number, "hf"), task))
     print(
         f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, one thread; GRPO, {PROMPTS} prompts"
         f" of {PROMPT_TOKENS} tokens x {GROUP} completions of up to {limit}, {words} words; "
@@ -330,7 +337,7 @@ def compare(trl_python: str, rounds: int, steps: int, words: int, limit: int) ->
     for name, values in found.items():
         costs = Spread.of(cost for cost, _ in values)
         lengths = Spread.of(length for _, length in values)
-        ratio = f"  {Spread.of(ratios).text()} x" if name == "trl" else ""
+        ratio = f"  {Spread.of(ratios).text()} x" if name != "slurmrl" else ""
         print(
             f"{name:8s} CPU s per 1,000 completion tokens {costs.text('.3f')}{ratio}  "
             f"tokens a completion {lengths.text('.1f')}"

@@ -14,11 +14,12 @@ ones, padding does not count) per second of process CPU time and of wall time in
 first two, each as median (least to most); how many times slurmrl's time all these steps took; and
 how far the losses of the steps are from slurmrl's, relatively.
 
-With --grpo, a slurmrl trial and TRL's GRPOTrainer make whole GRPO steps (see grpo.py). Printed are
+With --grpo, a slurmrl trial and TRL's GRPOTrainer make whole GRPO steps (see grpo.py); without
+--trl-python the second side is a trial of the same model with ``implementation: hf``. Printed are
 CPU seconds (user and system) of all processes of a run per 1,000 completion tokens, in the steps
-after the first two, as median (least to most) over the rounds, and TRL's over slurmrl's of the same
-round. A token ends a completion with a probability of about 1 / ``--words``: lengths vary with 64
-words, while with 4096 almost all completions have ``--limit`` tokens.
+after the first two, as median (least to most) over the rounds, and the second side's over slurmrl's
+of the same round. A token ends a completion with a probability of about 1 / ``--words``: lengths
+vary with 64 words, while with 4096 almost all completions have ``--limit`` tokens.
 
 With --gpu, slurmrl and transformers train a larger model on a GPU in bfloat16 instead; wall time is
 what counts then.
@@ -100,7 +101,7 @@ def prepare(folder: Path, spread: float, count: int, gpu: bool) -> Sequences:
     from slurmrl.engines.role_weights import init_tensor
     from slurmrl.models.architecture import ModelConfig
     from slurmrl.models.decoder import build
-    from tests.support.decoder_folders import to_hf
+    from slurmrl.models.hf import to_hf
 
     config = ModelConfig.from_hf(architecture(gpu))
     model = build(config)
@@ -409,7 +410,7 @@ def main() -> None:
         "--shares", action="store_true", help="profile slurmrl alone: CPU time by kind of operator"
     )
     parser.add_argument("--gpu", action="store_true", help="on a GPU, in bfloat16")
-    parser.add_argument("--grpo", action="store_true", help="whole GRPO steps against TRL's")
+    parser.add_argument("--grpo", action="store_true", help="whole GRPO steps")
     parser.add_argument("--rounds", type=int, default=5, help="with --grpo: runs of each side")
     parser.add_argument("--words", type=int, default=64, help="with --grpo: size of the vocabulary")
     parser.add_argument("--limit", type=int, default=128, help="with --grpo: longest completion")
@@ -419,8 +420,8 @@ def main() -> None:
     if options.gpu and (options.trl_python or options.shares):
         parser.error("--gpu compares slurmrl with transformers; it takes no --trl-python, --shares")
     if options.grpo:
-        if not options.trl_python or options.gpu or options.shares:
-            parser.error("--grpo needs --trl-python and takes neither --gpu nor --shares")
+        if options.gpu or options.shares:
+            parser.error("--grpo takes neither --gpu nor --shares")
         steps, words, limit = options.steps, options.words, options.limit
         grpo.compare(options.trl_python, options.rounds, steps, words, limit)
         return
