@@ -41,6 +41,7 @@ from slurmrl.workers.messages import (
     Saved,
     Stacked,
 )
+from slurmrl.workers.polling import GONE_S
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -107,7 +108,8 @@ class WorkerChannel:
         """``wakers``: descriptors that are readable when ``while_waiting`` has something to do."""
         self.plan = plan
         self.mailbox = Mailbox()
-        self._log = LogWriter(paths.master_log(incarnation))
+        self._path = paths.master_log(incarnation)
+        self._log = LogWriter(self._path)
         self._agents = Follower(
             [
                 LogReader(paths.agent_log(incarnation, TRAINERS, task))
@@ -140,14 +142,30 @@ class WorkerChannel:
     def post(self, *batch: Order) -> list[int]:
         """Append orders in execution order; return their numbers.
 
-        Retries while the directory does not answer.
+        Retries while the directory does not answer. Raises ReportedError if the log was removed.
         """
         numbered = [replace(order, seq=next(self._numbers)) for order in batch]
         self._append(*numbered)
         return [order.seq for order in numbered]
 
     def _append(self, *batch: Order) -> None:
-        retry("post to the ranks", self._queue(*batch))
+        queue, gone_since = self._queue(*batch), math.inf
+
+        def post() -> None:
+            nonlocal gone_since
+            try:
+                queue()
+            except EnvironmentFailure as error:
+                now = time.monotonic()
+                removed = isinstance(error.__cause__, FileNotFoundError)
+                gone_since = min(gone_since, now) if removed else math.inf
+                if now - gone_since < GONE_S:
+                    raise
+                reason = f"{self._path} was removed while the trial ran"
+                failure = Failure(cause=Cause.ENVIRONMENT, reason=reason, host="")
+                raise ReportedError(failure) from error
+
+        retry("post to the ranks", post)
         self._ring()
 
     def _queue(self, *batch: Order) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl import backoff
 from slurmrl.errors import EnvironmentFailure, ReportedError, WaitTimeoutError
 from slurmrl.plan.model import Plan
 from slurmrl.run.channel.bell import Bell
@@ -34,6 +35,7 @@ from slurmrl.workers.messages import (
     RingAt,
     RunCall,
 )
+from slurmrl.workers.polling import GONE_S
 
 INCARNATION = 3
 EARLY = 10**6
@@ -96,6 +98,36 @@ def test_posted_messages_are_numbered_in_order(site: Site) -> None:
     assert site.channel.post(load, call) == [0, 1]
     assert site.channel.post(Exit()) == [2]
     assert site.posted() == [load, replace(call, seq=1), Exit(seq=2)]
+
+
+def test_incarnation_fails_if_its_control_log_was_removed(
+    site: Site, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log that is moved for a moment is waited for."""
+    now, acts = 0.0, []
+    log, aside = paths.master_log(INCARNATION), paths.run / "aside"
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        assert now < 600, "it waits forever"
+        if acts and now > GONE_S / 2:
+            acts.pop()()
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(worker_channel, "time", clock)
+    monkeypatch.setattr(
+        worker_channel, "retry", lambda what, action: backoff.retry(what, action, sleep)
+    )
+    acts.append(lambda: aside.rename(log))
+    log.rename(aside)
+    site.channel.post(Exit())
+    assert site.posted() == [Exit(seq=0)]
+    log.unlink()
+    with pytest.raises(ReportedError, match=f"{log} was removed") as caught:
+        site.channel.post(Exit())
+    assert caught.value.failure.cause == "environment"
+    assert caught.value.failure.host == "", "no host is to blame"
 
 
 def test_collect_gives_the_answers_of_all_ranks(site: Site) -> None:
