@@ -143,6 +143,7 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     `slurmrl resume` continues them. `slurmrl cancel` ends them at once, without a commit.
     """
     from slurmrl.desk import trial_jobs, trials
+    from slurmrl.scheduler.base import JobState
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is stopped
@@ -153,7 +154,9 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
             click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
         else:
             look = f"slurmrl status {name}{again(folder)}"
-            click.echo(f"{name} stops at the next step and commits; to watch it: {look}")
+            runs = any(task.state is JobState.RUNNING for task in jobs[name].active())
+            how = "stops at the next step and commits" if runs else "is stopped: no job was running"
+            click.echo(f"{name} {how}; to watch it: {look}")
     return 0
 
 

@@ -52,6 +52,25 @@ def test_stop_cancels_jobs_when_no_trainer_runs(run: FakeRun, scheduler: FakeSch
     assert scheduler.done == ["interrupt", "cancel"]
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (JobState.RUNNING, "stops at the next step and commits"),
+        (JobState.PENDING, "is stopped: no job was running"),
+    ],
+)
+def test_stop_promises_commit_only_if_job_runs(
+    run: FakeRun,
+    scheduler: FakeScheduler,
+    capsys: pytest.CaptureFixture[str],
+    state: JobState,
+    said: str,
+) -> None:
+    scheduler.tasks = [task(0, state), task(1, JobState.PENDING)]
+    assert main(["stop", "add/1", "--root", str(run.paths.run.parents[2])]) == 0
+    assert capsys.readouterr().out.startswith(f"add/1 {said}; to watch it: slurmrl status add/1")
+
+
 def test_status_names_user_who_stopped_the_trial(run: FakeRun, scheduler: FakeScheduler) -> None:
     trial_jobs.stop(run.paths)
     findings = status_of(run, scheduler)["findings"]
