@@ -91,6 +91,12 @@ def _size_range(
     help="Mean length of a completion. Default: half of the limit.",
 )
 @click.option(
+    "--calibrate",
+    metavar="EXPERIMENT/TRIAL",
+    shell_complete=completion.trials,
+    help="Take the mean lengths from this trial, and compare its seconds with predicted ones.",
+)
+@click.option(
     "--gpu-hours",
     type=click.FloatRange(min=0, min_open=True),
     metavar="HOURS",
@@ -113,6 +119,7 @@ def search(
     engines: str,
     prompt_tokens: float | None,
     response_tokens: float | None,
+    calibrate: str | None,
     gpu_hours: float | None,
     write: Path | None,
     as_json: bool,
@@ -135,6 +142,11 @@ def search(
         raise click.UsageError(
             f"--write {write}: must be in the folder of {path}, whose relative paths it keeps"
         )
+    compared = None
+    if calibrate is not None:
+        if prompt_tokens or response_tokens:
+            raise click.UsageError("--calibrate excludes --prompt-tokens and --response-tokens")
+        prompt_tokens, response_tokens, compared = _calibration(calibrate, root)
     wanted = _SearchOptions(
         gpus, nodes, objective, engines, prompt_tokens, response_tokens, gpu_hours
     )
@@ -155,9 +167,35 @@ def search(
     from slurmrl.display import blocks
 
     click.echo(blocks.as_text(presenting.document(answers, *shown, fits=found.given_fits)))
+    if compared:
+        click.echo(f"\n{compared}")
     for line in found.assumed:
         click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
     return 0
+
+
+def _calibration(name: str, root: str | None) -> tuple[float, float, str]:
+    """The mean lengths of a trial, and its measured and predicted seconds in words."""
+    from slurmrl.desk import trials
+    from slurmrl.desk.report.collecting import measured_calls
+    from slurmrl.errors import UsageError
+
+    paths = trials.find(trials.root_folder(root), name)
+    found = measured_calls(paths)
+    if found.mean is None:
+        raise UsageError(f"--calibrate {name}: no step of the trial has lengths of sequences")
+    known = [call for call in found.calls if call.predicted_s is not None]
+    if not known:
+        return *found.mean, f"{paths.full_name}: no seconds were predicted: {found.predictions}"
+    measured, predicted = (
+        sum(seconds or 0.0 for seconds in values)
+        for values in zip(*((call.seconds, call.predicted_s) for call in known), strict=True)
+    )
+    words = ", ".join(f"{one.name} {one.seconds / (one.predicted_s or 1):.2f}" for one in known)
+    return *found.mean, (
+        f"{paths.full_name}: {measured:.3g} s of calls were measured, {predicted:.3g} s predicted; "
+        f"measured / predicted: {words}"
+    )
 
 
 class _SearchOptions(NamedTuple):

@@ -23,6 +23,7 @@ from slurmrl.config.source import dotted, flat
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates import call_costs
+from slurmrl.plan.estimates.call_costs import MeanTokens
 from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.shape import (
@@ -92,12 +93,34 @@ def figures(settings: Settings, plan: Plan) -> dict[str, Any]:
     lengths = lengths_of(settings.config, settings.algorithm, shape_of(settings.config.actor))
     return {
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
+        **_hardware(_on_ranks(settings, plan)),
         "memory": _fullest(sized, plan, placed.get(ROLLOUTS)),
         "tokens": None if lengths is None else lengths.sequences * lengths.longest,
         "calls": {
             call["name"]: {name: call[name] for name in ("flops", "seconds")} for call in calls
         },
     }
+
+
+def predicted_seconds(
+    settings: Settings, plan: Plan, tokens: MeanTokens
+) -> tuple[dict[str, float], str]:
+    """Return the predicted seconds of the calls of a step by name, and the origin of the numbers.
+
+    Sequences have mean lengths. Both are empty for unknown hardware. Raises UsageError,
+    UnreadableInputError for its profile.
+    """
+    sized = _on_ranks(settings, plan)
+    hardware = hardware_of(sized.config.cluster)
+    if hardware is None:
+        return {}, ""
+    placed = call_costs.placed_models(sized)
+    found = {}
+    for call in sized.algorithm.calls(sized.config):
+        cost = call_costs.cost(sized, call, placed, tokens)
+        if cost is not None and cost.seconds is not None:
+            found[call.name] = round(cost.seconds, 6)
+    return found, hardware.source
 
 
 def _sized(settings: Settings, plan: Plan) -> Settings:

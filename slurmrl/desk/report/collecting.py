@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from pydantic import BaseModel
 
@@ -32,6 +32,7 @@ from slurmrl.errors import (
     ConfigError,
     CorruptFileError,
     EnvironmentFailure,
+    SlurmrlError,
     UnreadableInputError,
 )
 from slurmrl.fsio import atomic, documents
@@ -50,6 +51,11 @@ from slurmrl.fsio.field_types import (
 )
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.algorithms import ALGORITHMS
+from slurmrl.plan.estimates.call_costs import MeanTokens
+from slurmrl.plan.estimates.shape import lengths_of, shape_of
+from slurmrl.plan.model import Plan
+from slurmrl.plan.plan_values import predicted_seconds
+from slurmrl.plan.settings import load_run_settings
 from slurmrl.run import evaluated, metrics
 from slurmrl.run import events as event_files
 from slurmrl.run.events import Event
@@ -66,6 +72,7 @@ RECORD: Fields = {"command": list_of(TEXT), "environment": table({}), "git": tab
 PLANNED: Fields = {
     "gpus": COUNT,
     "tokens": COUNT,
+    "hardware": table({"name": TEXT, "source": TEXT}),
     "memory": table({"bytes": SIZE, "margin_bytes": SIZE, "gpu_bytes": SIZE, "fullest_gpu": COUNT}),
     "calls": each(table({"flops": NUMBER, "seconds": SECONDS})),
 }
@@ -109,12 +116,14 @@ def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     planned = _document(paths.estimates, PLANNED)
     timeline = _document(paths.timeline, TIMELINE)
     code = trial_code.current_code(paths)
+    measured = measured_calls(paths)
     return TrialReport(
         name=paths.full_name,
         status=status,
         lines=len(lines),
         curves={name: thinned(curve) for name, curve in curves(shown).items()},
-        calls=call_times(lines, _document(paths.plan, PLAN).get("calls", []), planned),
+        calls=measured.calls,
+        predictions=measured.predictions,
         step_s=mean(lines[-RECENT:], STEP_S),
         tokens_per_s=mean(lines[-RECENT:], TOKENS_PER_S),
         timeline=timeline.get("steps", []),
@@ -212,12 +221,13 @@ def call_times(
     lines: Sequence[Mapping[str, Any]],
     calls: Iterable[Mapping[str, Any]],
     planned: Mapping[str, Any],
+    predicted: Mapping[str, float],
 ) -> list[CallTime]:
     """Return the mean time and operations of each call, in the plan's order.
 
-    ``planned`` has the estimates of the calls by name, and the tokens of a step that they assume.
-    The operations of a step are nearly proportional to its tokens, so they are scaled to the tokens
-    of the steps.
+    ``planned`` has the estimates of the calls by name, and the tokens of a step that they assume;
+    ``predicted``, the seconds for the lengths of these steps. The operations of a step are nearly
+    proportional to its tokens, so they are scaled to the tokens of the steps.
     """
     newest = lines[-RECENT:]
     tokens, assumed = mean(newest, TOKENS), planned.get("tokens")
@@ -235,11 +245,57 @@ def call_times(
                 name=call["name"],
                 ranks=call.get("ranks") or (),
                 seconds=seconds,
-                planned_s=estimate.get("seconds"),
+                predicted_s=predicted.get(call["name"]),
                 flops=None if flops is None or scale is None else flops * scale,
             )
         )
     return found
+
+
+class MeasuredCalls(NamedTuple):
+    """Measured and predicted seconds of the newest steps of a trial."""
+
+    calls: Sequence[CallTime]
+    mean: MeanTokens | None
+    """Mean lengths; None if they are unknown."""
+    predictions: str
+    """Origin of the predicted seconds, or the reason why there are none."""
+
+
+def measured_calls(paths: RunPaths) -> MeasuredCalls:
+    """Return the seconds of a trial's calls. Raises EnvironmentFailure."""
+    lines = metrics.read(paths.metrics)
+    planned = _document(paths.estimates, PLANNED)
+    tokens, predicted, predictions = predicted_calls(paths, lines)
+    calls = _document(paths.plan, PLAN).get("calls", [])
+    return MeasuredCalls(call_times(lines, calls, planned, predicted), tokens, predictions)
+
+
+def predicted_calls(
+    paths: RunPaths, lines: Sequence[Mapping[str, Any]]
+) -> tuple[MeanTokens | None, dict[str, float], str]:
+    """Return the mean lengths of the newest steps, and the predicted seconds of each call.
+
+    The text is the origin of the numbers, or the reason why there are none. The hardware profile
+    is the one that is in force now.
+    """
+    newest, found = lines[-RECENT:], None
+    try:
+        settings, plan = load_run_settings(paths), Plan.read(paths.plan)
+        shape = shape_of(settings.config.actor)
+        assumed = lengths_of(settings.config, settings.algorithm, shape)
+        prompt, response = mean(newest, "prompt_length"), mean(newest, "response_length")
+        tokens = mean(newest, TOKENS)
+        if assumed is None or tokens is None:
+            return None, {}, "the lengths of sequences are unknown"
+        if prompt is None or response is None:  # the dataset has whole sequences
+            prompt, response = tokens / assumed.sequences, 0.0
+        found = MeanTokens(prompt, response)
+        seconds, source = predicted_seconds(settings, plan, found)
+    except SlurmrlError as error:
+        return found, {}, str(error)
+    unknown = "the hardware is unknown (slurmrl profile-cluster measures it)"
+    return found, seconds, source or unknown
 
 
 def mean(lines: Iterable[Mapping[str, Any]], name: str) -> float | None:

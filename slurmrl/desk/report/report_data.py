@@ -76,8 +76,8 @@ class CallTime:
     """That run it; empty if the plan does not say."""
     seconds: float
     """Mean of the newest steps."""
-    planned_s: float | None = None
-    """The plan's estimate; None for an unknown GPU."""
+    predicted_s: float | None = None
+    """Predicted seconds for the lengths of these steps; None for unknown hardware."""
     flops: float | None = None
     """Floating-point operations of all ranks: the plan's, scaled to the tokens of the steps."""
 
@@ -135,6 +135,8 @@ class TrialReport:
     """Number of lines of metrics."""
     curves: Mapping[str, Curve]
     calls: Sequence[CallTime]
+    predictions: str
+    """Origin of the predicted seconds, or the reason why there are none."""
     step_s: float | None
     """Mean time of these steps."""
     tokens_per_s: float | None

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
+from slurmrl.desk.report import collecting
 from slurmrl.desk.report.page import embedded
 from slurmrl.run.history.slots import Kind
 from tests.fake_runs import FakeRun
@@ -171,7 +172,9 @@ def test_embedded_data_has_no_character_that_ends_it() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_large_report_is_usable_in_a_browser(tmp_path: Path, scheme: str) -> None:
+def test_a_large_report_is_usable_in_a_browser(
+    tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """50,000 steps and 10,000 samples."""
     fake_trial(tmp_path, "1", steps=50_000, rows=10_000)
     second = fake_trial(tmp_path, "2", steps=500, rows=8)
@@ -180,6 +183,8 @@ def test_a_large_report_is_usable_in_a_browser(tmp_path: Path, scheme: str) -> N
     kept.write_text(json.dumps(judged) + "\n")
     file = tmp_path / "report.html"
     root = ["--root", str(tmp_path)]
+    found = (None, {"gen": 0.5}, "hardware profile h100")
+    monkeypatch.setattr(collecting, "predicted_calls", lambda paths, lines: found)
     assert main(["report", "add/1", "add/2", *root, "--output", str(file)]) == 0
     shots = Path(os.environ.get(SCREENSHOTS, tmp_path))
     shots.mkdir(parents=True, exist_ok=True)
@@ -266,7 +271,12 @@ async def _look(file: Path, scheme: str, shots: Path) -> None:
             " pick.value = ''; pick.dispatchEvent(new Event('input')); })()"
         )
         assert await page.evaluate(f"{bars}.length") == 9
-        for said in ("gen1 s150500 ms50 %", "rank 071.0 GB", "plan, rank 060.0 GB"):
+        for said in (
+            "gen1 s150500 ms50 %",
+            "rank 071.0 GB",
+            "plan, rank 060.0 GB",
+            "steps, with hardware profile h100.",
+        ):
             assert said in await page.evaluate("document.querySelector('#time').textContent")
         await _look_at_samples(page)
         incarnations = await page.evaluate("document.querySelector('#incarnations').textContent")

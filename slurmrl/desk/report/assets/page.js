@@ -348,11 +348,11 @@
 
   function throughputOf(trial) {
     const tera = (call) => call.flops === null ? "–" : number(call.flops / call.seconds / Math.max(call.ranks.length, 1) / 1e12);
-    const known = trial.calls.some((call) => call.planned_s !== null);
+    const known = trial.calls.some((call) => call.predicted_s !== null);
     if (!trial.calls.some((call) => call.flops !== null)) return [];
-    return [table(["call", "measured", "TFLOP/s of a rank", ...(known ? ["plan", "of the plan"] : [])], trial.calls.map((call) => [call.name, span(call.seconds), tera(call),
-      ...(known ? [span(call.planned_s), call.planned_s ? `${number(100 * call.planned_s / call.seconds)} %` : "–"] : [])])),
-    el("p", { className: "dim", textContent: `${trial.tokens_per_s === null ? "" : `${number(trial.tokens_per_s)} tokens/s. `}TFLOP/s counts the operations of the plan, scaled to the tokens of these steps. ${known ? "The plan's seconds are those of its estimated lengths on this GPU" : "The plan knows no seconds for this GPU"}.` })];
+    return [table(["call", "measured", "TFLOP/s of a rank", ...(known ? ["predicted", "predicted of measured"] : [])], trial.calls.map((call) => [call.name, span(call.seconds), tera(call),
+      ...(known ? [span(call.predicted_s), call.predicted_s ? `${number(100 * call.predicted_s / call.seconds)} %` : "–"] : [])])),
+    el("p", { className: "dim", textContent: `${trial.tokens_per_s === null ? "" : `${number(trial.tokens_per_s)} tokens/s. `}TFLOP/s counts the operations of the plan, scaled to the tokens of these steps. ${known ? "Predictions are for the mean lengths of these steps, with" : "No seconds were predicted:"} ${trial.predictions}.` })];
   }
 
   function timelineOf(trial) {
