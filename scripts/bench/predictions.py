@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from ruamel.yaml import YAML
 
@@ -130,7 +130,16 @@ def median_error(rows: Sequence[Compared], first: int) -> float:
     return median(abs(row.ratio - 1) for row in rows[first::2])
 
 
-def ordered_pairs(rows: Sequence[Compared], apart: float = 1.2) -> tuple[int, int]:
+class Predicted(Protocol):
+    """A measured and a predicted value."""
+
+    @property
+    def measured(self) -> float: ...
+    @property
+    def predicted(self) -> float: ...
+
+
+def ordered_pairs(rows: Sequence[Predicted], apart: float = 1.2) -> tuple[int, int]:
     """Pairs of rows that differ by more than a factor, and how many are in the right order."""
     pairs = [
         (one, other)

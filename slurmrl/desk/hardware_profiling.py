@@ -13,6 +13,7 @@ from typing import Any, Final
 from slurmrl.config import profiles
 from slurmrl.config.load import load_profile
 from slurmrl.config.schema import Cluster
+from slurmrl.desk.doctor.examine import SINFO_TIMEOUT_S, USABLE
 from slurmrl.desk.doctor.job import Say, ShortJob, scratch
 from slurmrl.desk.measured_profile import profile_text
 from slurmrl.desk.trial_jobs import clear_away
@@ -30,7 +31,6 @@ from slurmrl.workers import hardware_job
 GROUP: Final = "profile"
 RANKS: Final = 2
 """Ranks of a host of which nothing is known."""
-SINFO_TIMEOUT_S: Final = 20.0
 MIB: Final = 2**20
 ON_CPUS: Final[Mapping[str, Any]] = {
     "point_s": 0.3,
@@ -195,13 +195,15 @@ def _group(what: Profiling, cluster: Cluster, kind: str) -> GroupRequest:
     rows = []
     if kind != "local":
         try:
-            rows = SlurmClient(timeout_s=SINFO_TIMEOUT_S).hosts(cluster.slurm.partition)
+            found = SlurmClient(timeout_s=SINFO_TIMEOUT_S).hosts(cluster.slurm.partition)
+            rows = [row for row in found if row.state.strip("*~#$@+-") in USABLE]
         except SchedulerError:
             rows = []
     on_gpus = gpus_per_worker(cluster, kind)
     most = max((row.gpus for row in rows), default=0) if on_gpus else 0
     ranks = what.ranks or cluster.workers_per_host or most or RANKS
-    hosts = what.hosts or min(2, max(len(rows), 1))
+    fit = [row for row in rows if row.gpus >= ranks * on_gpus]
+    hosts = what.hosts or min(2, max(len(fit), 1))
     if kind == "local" and hosts > 1:
         raise UsageError("--hosts: the local scheduler has one host")
     if ranks * hosts == 1:
