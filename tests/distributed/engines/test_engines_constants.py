@@ -17,40 +17,18 @@ from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch, model
 from tests.distributed.engines.exported import train, train_and_export
 from tests.pool import RankPool
+from tests.support.families import tiny
 
 HERE = "tests.distributed.engines.test_engines_constants"
 SPLIT = [[1, 5], [0, 2, 3, 4, 6, 7, 8, 9]]
-ARCHITECTURE = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 33,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+ARCHITECTURE = tiny("deepseek_v3", vocab_size=33, n_routed_experts=8)
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    values = {k: v for k, v in ARCHITECTURE.items() if k != "model_type"}
     torch.manual_seed(3)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **values))
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.normal_(std=0.2)

@@ -19,27 +19,15 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_routers import HFRouters, refusal
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
-from tests.unit.engines.test_engines_hf_joins import COMMON, FAMILIES, LINEAR, request, steps
+from tests.support.families import tiny
+from tests.unit.engines.test_engines_hf_joins import CHANGES, request, steps
 from tests.unit.engines.test_engines_waits import engine
 
-FOUR = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-GROUPED = {**FOUR, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 ROUTED: dict[str, dict[str, Any]] = {
-    "softmax": {"model_type": "mixtral", "num_local_experts": 4, **FOUR},
-    "softmax of the chosen": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "sliding_window": 6,
-        **FOUR,
-    },
-    "groups of experts": {**FAMILIES["latent keys"], **GROUPED, "n_routed_experts": 8},
-    "states": {
-        "model_type": "qwen3_5_moe_text",
-        "num_experts": 4,
-        "shared_expert_intermediate_size": 16,
-        **FOUR,
-        **LINEAR,
-    },
+    "softmax": tiny("mixtral", **CHANGES),
+    "softmax of the chosen": tiny("gpt_oss", **CHANGES),
+    "groups of experts": tiny("deepseek_v3", **CHANGES, n_routed_experts=8, n_group=2),
+    "states": tiny("qwen3_5_moe_text", **CHANGES),
 }
 RECORDING = GenerationOptions(max_new_tokens=9, stop_token_ids=(3, 4, 5), experts=True)
 
@@ -69,7 +57,7 @@ def in_one_call(model: HFModel, tokens: tuple[int, ...]) -> Tensor:
 
 
 def model_of(name: str, seed: int = 0) -> HFModel:
-    config = HFConfig.from_hf({**COMMON, **ROUTED[name]})
+    config = HFConfig.from_hf(ROUTED[name])
     return HFModel(config, "lm", source=None, seed=seed, dtype=torch.float32)
 
 
@@ -110,8 +98,7 @@ def test_training_computes_with_recorded_experts(family: str, recompute: str) ->
     """Other weights chose them: the routers of the trained model would choose others. Sequences
     without a record, and the last token of each, have the experts that the router chooses.
     """
-    architecture = {**COMMON, **ROUTED[family]}
-    options: dict[str, Any] = {"architecture": architecture, "implementation": "hf"}
+    options: dict[str, Any] = {"architecture": ROUTED[family], "implementation": "hf"}
     trained = engine(**options, gradient_checkpointing=recompute, max_tokens_per_microbatch=64)
     model: Any = trained._shards.decoder
     lengths = [6, 9, 4]
@@ -150,7 +137,7 @@ def test_training_computes_with_recorded_experts(family: str, recompute: str) ->
 def test_own_experts_replayed_change_nothing() -> None:
     """Bit by bit, for families that choose from scores, from logits and in groups."""
     for family in ROUTED:
-        options: dict[str, Any] = {"architecture": {**COMMON, **ROUTED[family]}}
+        options: dict[str, Any] = {"architecture": ROUTED[family]}
         trained = engine(**options, implementation="hf")
         ids = torch.randint(4, 40, (30,), generator=torch.Generator().manual_seed(3))
         batch = SequenceSample.from_default([30], ["a"], {"input_ids": ids})
@@ -162,11 +149,10 @@ def test_own_experts_replayed_change_nothing() -> None:
 
 
 def test_replay_is_rejected_for_models_without_known_routers() -> None:
-    assert "no experts to replay" in refusal(HFConfig.from_hf({**COMMON, "model_type": "olmo2"}))
+    assert "no experts to replay" in refusal(HFConfig.from_hf(tiny("olmo2")))
     assert "cannot build a dbrx model" in refusal(HFConfig.from_hf({"model_type": "dbrx"}))
-    assert refusal(HFConfig.from_hf({**COMMON, **ROUTED["softmax"]})) == ""
-    llama4 = {"model_type": "llama4_text", "num_local_experts": 4, "intermediate_size_mlp": 32}
-    assert "Llama4Router chooses cannot" in refusal(HFConfig.from_hf({**COMMON, **llama4}))
+    assert refusal(HFConfig.from_hf(ROUTED["softmax"])) == ""
+    assert "Llama4Router chooses cannot" in refusal(HFConfig.from_hf(tiny("llama4_text")))
     unknown = nn.ModuleDict({"block": nn.ModuleDict({"experts": nn.Linear(2, 2)})})
     with pytest.raises(UsageError, match="block has no router with top_k"):
         HFRouters(unknown)

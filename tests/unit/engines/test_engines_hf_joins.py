@@ -20,56 +20,20 @@ from slurmrl.rollouts.generation.base import (
     GenerationRequest,
     WeightVersion,
 )
+from tests.support.families import tiny
 
-COMMON = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-LINEAR = {
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "keys and values of all tokens": {"model_type": "olmo2"},
-    "a window": {
-        "model_type": "gemma3_text",
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "states": {"model_type": "qwen3_5_text", **LINEAR},
-    "latent keys": {
-        "model_type": "deepseek_v3",
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 2,
-        "moe_intermediate_size": 16,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+CHANGES = {"vocab_size": 40, "max_position_embeddings": 128}
+FAMILIES = {
+    "keys and values of all tokens": "olmo2",
+    "a window": "gemma3_text",
+    "states": "qwen3_5_text",
+    "latent keys": "deepseek_v3",
 }
 ENDS = GenerationOptions(max_new_tokens=14, min_new_tokens=2, stop_token_ids=(3, 4, 5, 6))
 
 
 def model_of(name: str, seed: int = 0) -> HFModel:
-    config = HFConfig.from_hf({**COMMON, **FAMILIES[name]})
+    config = HFConfig.from_hf(tiny(FAMILIES[name], **CHANGES))
     return HFModel(config, "lm", source=None, seed=seed, dtype=torch.float32)
 
 
@@ -147,7 +111,7 @@ def test_cache_is_read_again_before_padding_exceeds_its_columns(
     monkeypatch.setitem(CHECK_TOKENS, "cpu", every)
     scaled = {"attn_temperature_tuning": True, "floor_scale": 40, "attn_scale": 2.0}
     no_rope = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
-    config = HFConfig.from_hf({**COMMON, "model_type": "llama4_text", **scaled, **no_rope})
+    config = HFConfig.from_hf(tiny("llama4_text", **CHANGES, **scaled, **no_rope))
     model = HFModel(config, "lm", source=None, seed=0, dtype=torch.float32)
     short, long = GenerationOptions(max_new_tokens=6), GenerationOptions(max_new_tokens=34)
     asked = [request(0, 20, short), request(1, 4, long), request(2, 5, long)]
@@ -325,7 +289,7 @@ def test_damaged_weights_end_the_engine(tmp_path: Path) -> None:
 
 def test_too_long_request_fails_alone() -> None:
     model = model_of("keys and values of all tokens")
-    model._made = HFConfig.from_hf({**COMMON, "model_type": "gpt2", "n_positions": 64})
+    model._made = HFConfig.from_hf(tiny("gpt2"))
 
     async def run() -> None:
         engine = HFRollout(model, "0.1", 64, joins=True)

@@ -24,66 +24,23 @@ from slurmrl.models.hf_reading import read_weights
 from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, file_entries
 from slurmrl.tensors.layout import Array, Box, TensorSpec
+from tests.support.families import tiny
 
-DENSE = {
-    "vocab_size": 37,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
-EXPERTS = {
-    **DENSE,
-    "num_experts": 3,
-    "num_local_experts": 3,
-    "n_routed_experts": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 8,
-}
-LATENT = {
-    **EXPERTS,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-}
-LINEAR = {
-    **EXPERTS,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-    "shared_expert_intermediate_size": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "image_size": 28}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "gemma2": DENSE,
+    **{name: tiny(name) for name in ("gemma2", "minimax_m2", "gpt_oss", "glm4_moe", "hrm_text")},
+    **{name: tiny(name) for name in ("deepseek_v3", "qwen3_next", "qwen3_5_moe_text")},
+    "longcat_flash": tiny("longcat_flash"),
+    "mixtral": tiny("mixtral", num_local_experts=3),
+    "qwen3_moe": tiny("qwen3_moe", num_experts=3),
     "gemma3": {
-        "text_config": {"model_type": "gemma3_text", **DENSE},
+        "model_type": "gemma3",
+        "text_config": tiny("gemma3_text"),
         "vision_config": {**VISION, "num_attention_heads": 2, "patch_size": 14},
         "mm_tokens_per_image": 4,
     },
-    "mixtral": EXPERTS,
-    "qwen3_moe": EXPERTS,
-    "minimax_m2": EXPERTS,
-    "gpt_oss": EXPERTS,
-    "glm4_moe": LATENT,
-    "deepseek_v3": LATENT,
-    "qwen3_next": LINEAR,
-    "qwen3_5_moe_text": LINEAR,
-    "qwen3_5": {"text_config": {"model_type": "qwen3_5_text", **LINEAR}},
-    "hrm_text": {**DENSE, "num_layers_per_stack": 1},
-    "longcat_flash": {**LATENT, "num_layers": 1, "ffn_hidden_size": 24, "moe_topk": 2},
-    "xlm-roberta": {**DENSE, "pad_token_id": 1, "is_decoder": True},
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": tiny("qwen3_5_text")},
+    "xlm-roberta": tiny("xlm-roberta", pad_token_id=1, is_decoder=True),
 }
 
 
@@ -122,7 +79,7 @@ def assert_equal(found: list[TensorEntry], wanted: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_of_files_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
-    values = {"model_type": family, **FAMILIES[family]}
+    values = FAMILIES[family]
     model = made(values)
     config, tensors = saved(model, tmp_path)
     assert_equal(entries(model, values), tensors)
@@ -132,7 +89,7 @@ def test_tensors_of_files_equal_those_of_transformers(tmp_path: Path, family: st
 
 
 def test_critic_of_a_mixture_is_written_like_by_transformers(tmp_path: Path) -> None:
-    values = {"model_type": "mixtral", **FAMILIES["mixtral"]}
+    values = FAMILIES["mixtral"]
     model = made(values, "value")
     config, tensors = saved(model, tmp_path)
     assert_equal(entries(model, values, "value"), tensors)
@@ -149,12 +106,12 @@ def flattened(tensors: dict[str, Tensor]) -> None:
 
 def interleaved(tensors: dict[str, Tensor]) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = tensors[name].view(2, 12, 16).transpose(0, 1).reshape(24, 16)
+    tensors[name] = tensors[name].view(2, 24, 32).transpose(0, 1).reshape(48, 32)
 
 
 def changed_after_joining(tensors: dict[str, Tensor]) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name] = torch.cat([tensors[name], tensors[name]])[:24]
+    tensors[name] = torch.cat([tensors[name], tensors[name]])[:48]
 
 
 def left_out(tensors: dict[str, Tensor]) -> None:
@@ -174,7 +131,7 @@ def left_out(tensors: dict[str, Tensor]) -> None:
 def test_family_refused_if_its_files_need_more_than_slices(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Tensor]], None], reason: str
 ) -> None:
-    model = made({"model_type": "llama", **DENSE}).inner
+    model = made(tiny("llama")).inner
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
 
     def convert(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -189,7 +146,7 @@ def test_family_refused_if_its_files_need_more_than_slices(
 
 @pytest.mark.parametrize("family", ["mixtral", "hrm_text", "qwen3_next"])
 def test_weights_read_from_files_are_those_written(tmp_path: Path, family: str) -> None:
-    values = {"model_type": family, **FAMILIES[family]}
+    values = FAMILIES[family]
     model, other = made(values), made(values, seed=4)
     saved(model, tmp_path)
     read_weights(other, tmp_path)
@@ -200,7 +157,7 @@ def test_weights_read_from_files_are_those_written(tmp_path: Path, family: str) 
 
 def test_config_of_files_states_the_defaults_of_transformers(tmp_path: Path) -> None:
     """A server's version of transformers may have other defaults."""
-    values = {"model_type": "qwen3_moe", **EXPERTS, "rope_theta": 5000.0}
+    values = tiny("qwen3_moe", rope_theta=5000.0)
     config, _ = saved(made(values), tmp_path)
     written, _ = file_form(values, "hf", "lm")
     apart = ("dtype", "transformers_version", *(name for name in config if "_token_id" in name))
