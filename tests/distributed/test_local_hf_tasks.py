@@ -10,26 +10,11 @@ from typing import Any
 import pytest
 
 from slurmrl.desk.report.report_data import read_samples
+from tests.support.families import tiny
 from tests.support.rollout_trials import config_of, hurry, of_group, site_in
 from tests.support.trials import Site, wait_until
 
-HYBRID = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 16,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-    "max_position_embeddings": 64,
-}
+HYBRID = tiny("qwen3_5_text", vocab_size=16)
 """A family that the built-in decoder does not run: layers of linear attention have no keys."""
 
 
