@@ -1,4 +1,4 @@
-"""The files of this package.
+"""The files of this package, and the commit that it was made from.
 
 A trial's copy has its modules and data in an archive, with the bytecode of the modules
 (`desk.copying` makes it); only `PROGRAMS` are plain files there.
@@ -13,6 +13,8 @@ import slurmrl
 
 FOLDER: Final = Path(slurmrl.__file__).parent
 ARCHIVE: Final = "modules.zip"
+COMMIT_FILE: Final = "commit.txt"
+"""File that the build of a wheel leaves in the package (see setup.py)."""
 PROGRAMS: Final = ("rollouts/generation/launch_sglang.py", "rollouts/generation/warden.py")
 """Programs that Python runs by their path, without this package."""
 
@@ -42,3 +44,15 @@ def program(name: str) -> Path:
     """Return the path of one of `PROGRAMS`."""
     assert name in PROGRAMS, f"{name} is not a plain file in a trial"
     return FOLDER / name
+
+
+def built_commit() -> str:
+    """Return the commit that an installed package was built from.
+
+    ``+changes`` follows if the checkout had changes. The result is empty if the commit is unknown,
+    and in a checkout, which may change.
+    """
+    try:
+        return read(COMMIT_FILE).decode("ascii", errors="replace").strip()
+    except OSError:
+        return ""

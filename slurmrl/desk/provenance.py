@@ -27,7 +27,7 @@ from runpy import run_path
 from typing import Any, Final, NamedTuple
 
 import slurmrl
-from slurmrl import package, version
+from slurmrl import package
 from slurmrl.config.schema import Config
 from slurmrl.desk import copying
 from slurmrl.desk.trial_code import OwnCode
@@ -79,7 +79,7 @@ class ProvenanceWriter:
             "directory": os.getcwd(),
             "command": sys.argv,
             "slurmrl": slurmrl.__version__,
-            "slurmrl_commit": version.built_commit(),
+            "slurmrl_commit": package.built_commit(),
             **interpreter(),
             "slurm": _slurm_version() if self.scheduler == "slurm" else None,
             "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
@@ -213,7 +213,7 @@ def commit_of_package() -> str:
 
     A repository that only has the environment below it, where slurmrl is installed, says nothing.
     """
-    if commit := version.built_commit():
+    if commit := package.built_commit():
         return commit
     repository = repository_of(package.FOLDER)
     if isinstance(repository, str) or repository.root != package.FOLDER.parent.resolve():

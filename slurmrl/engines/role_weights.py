@@ -54,7 +54,7 @@ def served_config(role: str, model: Model, source: Path | None) -> ModelConfig |
     config = model_config(role, model, source)
     if not isinstance(config, HFConfig):
         return config
-    from slurmrl.models.hf_served import complete  # transformers takes seconds to import
+    from slurmrl.models.hf_files import complete  # transformers takes seconds to import
 
     return complete(config)
 

@@ -84,7 +84,7 @@ class HFConfig:
     positions: int | None = None
     """Size of the loaded model's position table, if it has one."""
     embedding: str = ""
-    """Name of the token embedding in files, if known (`hf_served.complete`)."""
+    """Name of the token embedding in files, if known (`hf_files.complete`)."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
@@ -117,7 +117,7 @@ class HFConfig:
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding, of a config with this field (`hf_served.complete`)."""
+        """Rows of the embedding, of a config with this field (`hf_files.complete`)."""
         size: int = self.values["vocab_size"]
         return size
 

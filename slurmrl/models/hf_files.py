@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -37,6 +38,21 @@ def file_form(config: HFConfig, head: Head) -> FileForm:
     Raises UsageError if transformers does not know the family, or computes tensors of its files.
     """
     return _file_form(json.dumps(dict(config.values), sort_keys=True), head)
+
+
+def complete(config: HFConfig) -> HFConfig:
+    """Return a config for servers, which need the class and the size of the vocabulary.
+
+    If transformers runs only the language model of a family, it is the config of the language
+    model.
+
+    Raises UsageError if transformers does not know the family, or computes tensors of its files.
+    """
+    form = file_form(config, "lm")
+    more = {"vocab_size": form.vocab_size, "tie_word_embeddings": form.tied}
+    values = {**form.values, **more}
+    model_type = str(values["model_type"])
+    return replace(config, model_type=model_type, values=values, embedding=form.embedding)
 
 
 @lru_cache(maxsize=8)

@@ -134,7 +134,7 @@ def _require_finite(model: PreTrainedModel, source: Path) -> None:
         )
 
 
-def refuse_dropout(model: nn.Module) -> None:
+def reject_dropout(model: nn.Module) -> None:
     """Recomputation does not restore random states.
 
     Raises UsageError for dropout that the config does not control.

@@ -7,6 +7,7 @@ T packed tokens, S sequences, L the longest of them, V vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,14 +16,15 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel, RowKind
 from slurmrl.models.experts import Replayed
-from slurmrl.models.hf_blocks import blocks
 from slurmrl.models.hf_config import HFConfig, cache_refusal
-from slurmrl.models.hf_loading import count_positions, make_model, only_multiplies, refuse_dropout
+from slurmrl.models.hf_loading import count_positions, make_model, only_multiplies, reject_dropout
 from slurmrl.models.hf_routers import HFRouters
 from slurmrl.models.hf_rows import choose_rows, row_places
 from slurmrl.models.hf_session import HFSession
@@ -73,7 +75,7 @@ class HFModel(PackedModel):
             positions=count_positions(self.inner),
         )
         """The config with transformers' defaults."""
-        refuse_dropout(self.inner)
+        reject_dropout(self.inner)
         self._replayed: Replayed | None = None
         self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
@@ -89,7 +91,7 @@ class HFModel(PackedModel):
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        return blocks(self.inner)
+        return _blocks(self.inner)
 
     def constants(self) -> dict[str, Tensor]:
         persistent = self.state_dict().keys()
@@ -199,3 +201,19 @@ class HFModel(PackedModel):
             self._generates = True
         routers = self.routers if experts else None
         return HFSession(self, self.inner, lengths, prefill_tokens, width, routers)
+
+
+def _blocks(inner: PreTrainedModel) -> list[nn.Module]:
+    """Return the outermost modules that transformers does not split over devices.
+
+    A family that names none has the modules that recompute. A block that shares a parameter with
+    another one is left out, because a parameter belongs to one shard.
+    """
+    names = inner._no_split_modules or ()
+    found = [module for module in inner.modules() if type(module).__name__ in names] or [
+        module for module in inner.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    nested = {id(below) for module in found for below in module.modules() if below is not module}
+    outer = [module for module in found if id(module) not in nested]
+    uses = Counter(id(parameter) for module in outer for parameter in module.parameters())
+    return [module for module in outer if all(uses[id(p)] == 1 for p in module.parameters())]

@@ -132,7 +132,7 @@ def _served(config: Config) -> ModelConfig | HFConfig:
     values = config_values(config.actor)
     if config.actor.implementation == "builtin":
         return ModelConfig.from_hf(values)
-    from slurmrl.models.hf_served import complete  # transformers takes seconds to import
+    from slurmrl.models.hf_files import complete  # transformers takes seconds to import
 
     return complete(HFConfig.from_hf(values))
 

@@ -10,9 +10,9 @@ import torch
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.hf_loading import only_multiplies, refuse_dropout
+from slurmrl.models.hf_files import complete
+from slurmrl.models.hf_loading import only_multiplies, reject_dropout
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.hf_served import complete
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.ops import logprobs
 from tests.support.families import VOCABULARY, tiny
@@ -183,7 +183,7 @@ def test_dropout_that_the_config_does_not_control_is_refused() -> None:
     model = made(GEMMA2)
     model.inner.add_module("noise", torch.nn.Dropout(0.1))
     with pytest.raises(UsageError, match=r"has dropout that no field .* \(noise\)"):
-        refuse_dropout(model.inner)
+        reject_dropout(model.inner)
 
 
 @pytest.mark.parametrize(

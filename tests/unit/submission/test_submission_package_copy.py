@@ -17,9 +17,9 @@ IMPORTS = """\
 import sys
 compiled = []
 sys.addaudithook(lambda event, arguments: event == "compile" and compiled.append(arguments[1]))
-import slurmrl.workers.supervisor.__main__, slurmrl.version
+import slurmrl.workers.supervisor.__main__, slurmrl.registry
 from slurmrl.package import read
-print(slurmrl.version.__file__, "modules.zip" in str(compiled), len(read("scheduler/leave.sh")))
+print(slurmrl.registry.__file__, "modules.zip" in str(compiled), len(read("scheduler/leave.sh")))
 """
 
 
@@ -64,7 +64,7 @@ def test_copy_has_few_private_files_and_is_imported_without_compiling(copied: Pa
     assert {path.stat().st_mode & 0o077 for path in copied.rglob("*")} == {0}
     done = run(copied, IMPORTS)
     script = (FOLDER / "scheduler/leave.sh").stat().st_size
-    assert done.stdout.split() == [f"{copied}/{ARCHIVE}/version.pyc", "False", str(script)], done
+    assert done.stdout.split() == [f"{copied}/{ARCHIVE}/registry.pyc", "False", str(script)], done
 
 
 def test_copy_compiles_its_sources_under_another_python(copied: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl import package, version
+from slurmrl import package
 from slurmrl.desk import provenance
 
 
@@ -46,7 +46,7 @@ def test_the_commit_of_a_checkout(checkout: Path) -> None:
 
 def test_the_commit_of_a_build_comes_first(checkout: Path) -> None:
     (checkout / "commit.txt").write_text("abc\n")
-    assert version.built_commit() == provenance.commit_of_package() == "abc"
+    assert package.built_commit() == provenance.commit_of_package() == "abc"
 
 
 def test_a_repository_around_the_environment_says_nothing(
