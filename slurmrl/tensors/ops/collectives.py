@@ -7,6 +7,7 @@ tensor is a rank's equal share of dim 0. The loss is whole: every rank computes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Group = dist.ProcessGroup
+Collective = Callable[[Tensor, Group], Tensor]
 
 # torch 2.13 has new names for these and deprecates the old ones, which are all that 2.11 has.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -86,69 +88,32 @@ def _exchanged(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-class _WholeToPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+def _function(forward: Collective, backward: Collective) -> type[torch.autograd.Function]:
+    """Return the function ``forward``, whose gradients ``backward`` computes."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _summed(grad, ctx.group), None
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+            ctx.group = group
+            return forward(x, group)
 
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return backward(grad, ctx.group), None
 
-class _PartialToWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    return Function
 
 
-class _OwnToWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+def _own(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size())[group.rank()].contiguous()
 
 
-class _OwnToPartial(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.group), None
-
-
-class _PartialToOwn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _scattered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _exchanged(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grad, ctx.group), None
+_WholeToPartial = _function(lambda x, _: x.view_as(x), _summed)
+_PartialToWhole = _function(_summed, lambda grad, _: grad)
+_OwnToWhole = _function(gathered, _own)
+_OwnToPartial = _function(gathered, _scattered)
+_PartialToOwn = _function(_scattered, gathered)
+_Exchange = _function(_exchanged, _exchanged)
 
 
 def broadcast_bytes(
