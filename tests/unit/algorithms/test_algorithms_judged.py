@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.dpo import DPOInterface, dpo_loss
 from slurmrl.algorithms.kto import (
     KTOInterface,
@@ -31,6 +31,7 @@ from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import ProcessTopology
+from tests.unit.algorithms.conftest import means
 
 ARCHITECTURE = {
     "model_type": "qwen2",
@@ -298,10 +299,6 @@ def context(algorithm: Any) -> CallContext:
     config = Config.model_construct(total_steps=1)
     settings = Settings(config, algorithm, cast(Any, None))
     return CallContext(1, 1, {}, cast(Any, None), settings, (), ())
-
-
-def means(result: CallResult) -> dict[str, float]:
-    return {name: total / count for name, (total, count) in result.stats.items()}
 
 
 CASES: tuple[tuple[Any, Any, list[list[int]], Any], ...] = (

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.baselines import CriticInterface
 from slurmrl.algorithms.policy.presets import PRESETS
@@ -26,6 +26,7 @@ from tests.support.policy_batches import VOCABULARY, Batch
 from tests.support.policy_reference import Prompt, Reference
 from tests.support.policy_updates import ActorStep, CriticStep
 from tests.support.tabular_engine import RankThreads, TabularEngine
+from tests.unit.algorithms.conftest import means
 
 LIMIT, LR = 6, 0.7
 TOLERANCE = 1e-6
@@ -202,10 +203,6 @@ class Case:
         updates = zip(*(result.trained_on[role] for result in results), strict=True)
         names = [{name.partition("#")[0] for ids in update for name in ids} for update in updates]
         return [[p for p in self.batch.prompts if p.name in chosen] for chosen in names]
-
-
-def means(result: CallResult) -> dict[str, float]:
-    return {name: total / count for name, (total, count) in result.stats.items()}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -209,13 +209,16 @@ def test_a_warned_host_whose_incarnation_ends_well(host: Host) -> None:
     assert live(host, both(warned, begins())) == OK
 
 
-def test_a_lost_host_ends_the_round(host: Host) -> None:
-    def lost(incarnation: Incarnation) -> None:
-        said = {"cause": "lost_host", "reason": "n7 is lost", "host": "n7"}
+@pytest.mark.parametrize(
+    ("cause", "reason"), [("lost_host", "n7 is lost"), ("gpu_fault", "ECC on n7")]
+)
+def test_round_ends_if_another_host_is_lost(host: Host, cause: str, reason: str) -> None:
+    def ended(incarnation: Incarnation) -> None:
+        said = {"cause": cause, "reason": reason, "host": "n7"}
         incarnation.host.names.add(keys.failure(1), json.dumps(said))
         raise StaleIncarnationError("the master ended incarnation 1")
 
-    assert live(host, both(begins(), lost)) == AGAIN
+    assert live(host, both(begins(), ended)) == AGAIN
 
 
 def test_a_gpu_that_fails_takes_its_host_out_of_the_job(host: Host) -> None:
@@ -224,15 +227,6 @@ def test_a_gpu_that_fails_takes_its_host_out_of_the_job(host: Host) -> None:
     assert live(host, both(begins(), fails(fault))) == AGAIN
     said = json.loads(Host(host.paths, 1, "trainer").names.get(keys.lost(host.identity.host)))
     assert said == {"incarnation": 1, "job": host.identity.job}
-
-
-def test_a_gpu_that_failed_on_another_host_ends_the_round(host: Host) -> None:
-    def failed(incarnation: Incarnation) -> None:
-        said = {"cause": "gpu_fault", "reason": "ECC on n7", "host": "n7"}
-        incarnation.host.names.add(keys.failure(1), json.dumps(said))
-        raise StaleIncarnationError("the master ended incarnation 1")
-
-    assert live(host, both(begins(), failed)) == AGAIN
 
 
 def test_an_environment_that_does_not_do(host: Host) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from slurmrl.models.shapes import parameter_shapes, storage_of
 from slurmrl.rollouts.generation.native.native_rollout import read_weights
 from slurmrl.tensors.checkpoint.export import Precision
 from slurmrl.tensors.checkpoint.tensors import TensorFile, file_entries
-from slurmrl.tensors.layout import Array, Box, TensorSpec
+from slurmrl.tensors.layout import Array, Box, Index, TensorSpec
 from slurmrl.tensors.weights.format import VersionId, VersionManifest, part_file, read_manifest
 from slurmrl.tensors.weights.writer import PartWriter, VersionBits, publish
 from slurmrl.workers.rollout.task_weights import ADAPTED, SHARED, MergingHost, TaskWeights
@@ -51,14 +52,13 @@ FIRST, SECOND, THIRD = VersionId(1, 1), VersionId(2, 1), VersionId(3, 1)
 Bits = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
-class Adapters:
+class RandomAdapters:
     """Random adapters, as `TrainedTensors`."""
 
-    def __init__(self, config: ModelConfig, seed: int, lora: Lora = LORA) -> None:
+    def __init__(self, shapes: Mapping[str, Index], seed: int) -> None:
         chance = np.random.default_rng(seed)
         self.tensors: dict[str, Array] = {
-            name: chance.normal(size=shape).astype("<f4")
-            for name, shape in trained_shapes(config, "lm", lora).items()
+            name: chance.normal(size=shape).astype("<f4") for name, shape in shapes.items()
         }
 
     def weights(self) -> list[tuple[str, TensorSpec]]:
@@ -66,6 +66,28 @@ class Adapters:
 
     def read(self, name: str, box: Box) -> Array:
         return self.tensors[name][box.slices]
+
+
+def publish_adapters(
+    folder: Path,
+    adapters: RandomAdapters,
+    frozen: str,
+    version: VersionId,
+    *,
+    base: VersionId | None = None,
+    against: VersionBits | None = None,
+) -> tuple[VersionManifest, VersionBits]:
+    """Publish a version of adapters, whole or as the difference to ``against``."""
+    bits = {n: v.reshape(-1).view(np.uint8) for n, v in adapters.tensors.items()}
+    with PartWriter(folder / version.name, 0, against, frozen=frozen) as writer:
+        for name, values in adapters.tensors.items():
+            writer.add(name, "float32", values.shape, bits[name])
+        parts = [writer.finish()]
+    return publish(folder / version.name, parts, version, base), VersionBits(version, bits)
+
+
+def adapters_of(config: ModelConfig, seed: int, lora: Lora = LORA) -> RandomAdapters:
+    return RandomAdapters(trained_shapes(config, "lm", lora), seed)
 
 
 class Trial:
@@ -91,17 +113,13 @@ class Trial:
         return str(found)
 
     def publish(
-        self, version: VersionId, adapters: Adapters, base: VersionId | None = None
+        self, version: VersionId, adapters: RandomAdapters, base: VersionId | None = None
     ) -> VersionManifest:
-        bits = {n: v.reshape(-1).view(np.uint8) for n, v in adapters.tensors.items()}
-        folder = self.versions / version.name
         against = None if base is None else self._last
-        with PartWriter(folder, 0, against, frozen=self.frozen) as writer:
-            for name, values in adapters.tensors.items():
-                writer.add(name, "float32", values.shape, bits[name])
-            parts = [writer.finish()]
-        self._last = VersionBits(version, bits)
-        return publish(folder, parts, version, base)
+        manifest, self._last = publish_adapters(
+            self.versions, adapters, self.frozen, version, base=base, against=against
+        )
+        return manifest
 
     def task(self, name: str = "host", **options: Any) -> TaskWeights:
         folder = self.folder / name
@@ -110,7 +128,7 @@ class Trial:
         )
         return TaskWeights(self.versions, folder, MODELS[self.family], host)
 
-    def expected(self, adapters: Adapters) -> Bits:
+    def expected(self, adapters: RandomAdapters) -> Bits:
         """What an export has whose files are of the type of the frozen weights."""
         folder = self.folder / "rounded"
         folder.mkdir(exist_ok=True)
@@ -145,7 +163,7 @@ def test_a_task_has_the_weights_of_an_export(tmp_path: Path, family: str, dtype:
     An engine reads the folder in place.
     """
     trial = Trial(tmp_path, family, dtype)
-    first, second = Adapters(trial.config, 1), Adapters(trial.config, 2)
+    first, second = adapters_of(trial.config, 1), adapters_of(trial.config, 2)
     trial.publish(FIRST, first)
     task = trial.task()
     taken = task.newer()
@@ -173,7 +191,7 @@ def test_a_task_has_the_weights_of_an_export(tmp_path: Path, family: str, dtype:
 
 def test_servers_load_the_folder(trial: Trial) -> None:
     """Its two files and index are those of a model folder for transformers, too."""
-    trial.publish(FIRST, Adapters(trial.config, 1))
+    trial.publish(FIRST, adapters_of(trial.config, 1))
     taken = trial.task().newer()
     assert taken is not None
     assert taken.folder is not None
@@ -185,7 +203,7 @@ def test_servers_load_the_folder(trial: Trial) -> None:
 
 def test_versions_hold_adapters_alone(trial: Trial) -> None:
     """4 bytes for each of their elements: a 94th of Qwen3-8B with rank 16 (docs/lora.md)."""
-    adapters = Adapters(trial.config, 1)
+    adapters = adapters_of(trial.config, 1)
     manifest = trial.publish(FIRST, adapters)
     assert manifest.bytes == 4 * sum(values.size for values in adapters.tensors.values())
     assert read_manifest(trial.versions / FIRST.name).frozen == trial.frozen
@@ -200,7 +218,7 @@ def test_other_frozen_weights_are_refused_and_nothing_is_served(trial: Trial) ->
 
     The task fails, and says what it found; with the right folder a later one serves.
     """
-    adapters = Adapters(trial.config, 1)
+    adapters = adapters_of(trial.config, 1)
     trial.publish(FIRST, adapters)
     path = trial.source / "model.safetensors"
     whole = path.read_bytes()
@@ -218,7 +236,7 @@ def test_other_frozen_weights_are_refused_and_nothing_is_served(trial: Trial) ->
 
 
 def test_a_folder_that_is_gone_is_refused(trial: Trial) -> None:
-    trial.publish(FIRST, Adapters(trial.config, 1))
+    trial.publish(FIRST, adapters_of(trial.config, 1))
     shutil.rmtree(trial.source)
     with pytest.raises(UnreadableInputError, match="model"):
         trial.task().newer()
@@ -226,7 +244,7 @@ def test_a_folder_that_is_gone_is_refused(trial: Trial) -> None:
 
 def test_a_damaged_version_is_never_merged(trial: Trial) -> None:
     """Nor is what builds on it; the next whole one is."""
-    first, second, third = (Adapters(trial.config, seed) for seed in (1, 1, 3))
+    first, second, third = (adapters_of(trial.config, seed) for seed in (1, 1, 3))
     second.tensors[NAME][0, 0] += 1.0
     trial.publish(FIRST, first)
     part = trial.versions / FIRST.name / part_file(0)
@@ -244,7 +262,7 @@ def test_a_damaged_version_is_never_merged(trial: Trial) -> None:
 
 
 def test_adapters_of_other_settings_are_refused(trial: Trial) -> None:
-    trial.publish(FIRST, Adapters(trial.config, 1, Lora(rank=4, alpha=5.0)))
+    trial.publish(FIRST, adapters_of(trial.config, 1, Lora(rank=4, alpha=5.0)))
     task = trial.task()
     assert task.newer() is None
     ((version, why),) = task.unreadable
@@ -267,7 +285,7 @@ def test_whole_versions_of_an_earlier_incarnation_are_served_as_they_are(trial: 
     taken = task.newer()
     assert taken is not None
     assert tensors(taken.folder) == tensors(trial.source)
-    adapters, next_one = Adapters(trial.config, 1), VersionId(1, 2)
+    adapters, next_one = adapters_of(trial.config, 1), VersionId(1, 2)
     trial.publish(next_one, adapters)
     later = task.newer()
     assert later is not None
@@ -275,10 +293,10 @@ def test_whole_versions_of_an_earlier_incarnation_are_served_as_they_are(trial: 
 
 
 def test_a_difference_belongs_to_the_frozen_weights_of_its_base(trial: Trial) -> None:
-    trial.publish(FIRST, Adapters(trial.config, 1))
+    trial.publish(FIRST, adapters_of(trial.config, 1))
     trial.frozen = "0" * 16
     with pytest.raises(WeightVersionError, match="different frozen weights"):
-        trial.publish(SECOND, Adapters(trial.config, 2), FIRST)
+        trial.publish(SECOND, adapters_of(trial.config, 2), FIRST)
 
 
 def test_a_full_host_keeps_what_it_has(trial: Trial) -> None:
@@ -293,7 +311,7 @@ def test_a_full_host_keeps_what_it_has(trial: Trial) -> None:
                 raise OSError(28, os.strerror(28))
             return super().write(descriptor, data)
 
-    adapters = Adapters(trial.config, 1)
+    adapters = adapters_of(trial.config, 1)
     trial.publish(FIRST, adapters)
     calls, failed = Full(), 0
     task = trial.task(calls=calls)

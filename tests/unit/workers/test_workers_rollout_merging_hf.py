@@ -19,39 +19,16 @@ from slurmrl.models.hf_reading import read_weights
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.export import export
-from slurmrl.tensors.layout import Array, Box, TensorSpec
-from slurmrl.tensors.weights.format import VersionId
-from slurmrl.tensors.weights.writer import PartWriter, publish
+from slurmrl.tensors.layout import Box
 from slurmrl.workers.rollout.task_weights import MergingHost, TaskWeights
 from tests.support.families import tiny, tiny_model
+from tests.unit.workers.test_workers_rollout_merging import FIRST, RandomAdapters, publish_adapters
 
 LORA = Lora(rank=3, alpha=5.0, targets="all-linear")
-FIRST = VersionId(1, 1)
 
 
-class RandomAdapters:
-    """Random adapters of a family, as `TrainedTensors`."""
-
-    def __init__(self, family: str) -> None:
-        chance = np.random.default_rng(0)
-        shapes = adapter_shapes(tiny(family), "lm", LORA)
-        self.tensors: dict[str, Array] = {
-            name: chance.normal(size=shape).astype("<f4") for name, shape in shapes.items()
-        }
-
-    def weights(self) -> list[tuple[str, TensorSpec]]:
-        return [(n, TensorSpec(values.shape, "float32")) for n, values in self.tensors.items()]
-
-    def read(self, name: str, box: Box) -> Array:
-        return self.tensors[name][box.slices]
-
-    def publish(self, folder: Path, frozen: str) -> None:
-        with PartWriter(folder / FIRST.name, 0, None, frozen=frozen) as writer:
-            for name, values in self.tensors.items():
-                bits = values.reshape(-1).view(np.uint8)
-                writer.add(name, "float32", values.shape, bits)
-            parts = [writer.finish()]
-        publish(folder / FIRST.name, parts, FIRST, None)
+def adapters_of(family: str) -> RandomAdapters:
+    return RandomAdapters(adapter_shapes(tiny(family), "lm", LORA), 0)
 
 
 def task(folder: Path, family: str) -> TaskWeights:
@@ -66,8 +43,8 @@ def task(folder: Path, family: str) -> TaskWeights:
 def test_task_serves_the_bits_of_the_export(tmp_path: Path, family: str) -> None:
     """Also if files have one tensor for each expert, or other names than the model."""
     tiny_model(family, tmp_path / "base")
-    base, adapters = open_folder(tmp_path / "base"), RandomAdapters(family)
-    adapters.publish(tmp_path / "versions", file_fingerprint(base))
+    base, adapters = open_folder(tmp_path / "base"), adapters_of(family)
+    publish_adapters(tmp_path / "versions", adapters, file_fingerprint(base), FIRST)
     version = task(tmp_path, family).newer()
     assert version is not None
     found = open_folder(version.folder)
@@ -92,6 +69,6 @@ def test_task_rejects_versions_of_other_frozen_weights(tmp_path: Path) -> None:
     tiny_model("gpt2", tmp_path / "base")
     frozen = file_fingerprint(open_folder(tmp_path / "base"))
     tiny_model("gpt2", tmp_path / "base", seed=1)
-    RandomAdapters("gpt2").publish(tmp_path / "versions", frozen)
+    publish_adapters(tmp_path / "versions", adapters_of("gpt2"), frozen, FIRST)
     with pytest.raises(UsageError, match=f"here and {frozen} in weight version 1.1"):
         task(tmp_path, "gpt2").newer()
