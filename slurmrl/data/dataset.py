@@ -18,7 +18,7 @@ from slurmrl.data.meta import SampleMeta
 from slurmrl.data.prepared import PreparedRow, PreparedRows
 from slurmrl.data.rows import reference
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.types import row_type
+from slurmrl.data.types import type_of_rows
 from slurmrl.data.types.prompt import Prompts
 from slurmrl.data.types.row_type import RowType
 from slurmrl.registry import resolve
@@ -37,7 +37,7 @@ def make(config: DatasetConfig, prepared: Sequence[PreparedRows]) -> SampleRows:
 
 
 def _make_part(config: DatasetConfig, name: str, prepared: PreparedRows) -> TokenizedDataset:
-    kind = row_type(config)
+    kind = type_of_rows(config)
     dataset: TokenizedDataset = resolve(kind.dataset)(kind, prepared, name)
     return dataset
 

@@ -26,7 +26,7 @@ from slurmrl.data.records import MOST_PROBLEMS, NumberedRow, RecordReader, RowCh
 from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
 from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.data.sources import open_source
-from slurmrl.data.types import own_convert, own_source, row_type
+from slurmrl.data.types import own_convert, own_source, type_of_rows
 from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -224,7 +224,7 @@ class TokenReader:
     def __init__(
         self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress
     ) -> None:
-        self.kind = row_type(config)
+        self.kind = type_of_rows(config)
         self.records = RecordReader(
             Path(config.path), config.id_key, config.split, convert=own_convert(self.kind)
         )

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.conversations import wrong_text
 from slurmrl.data.sources import open_source
-from slurmrl.data.types import row_type
+from slurmrl.data.types import type_of_rows
 from slurmrl.data.types.row_type import (
     ABSENT,
     Requirement,
@@ -452,4 +452,4 @@ def has_messages(config: DatasetConfig) -> bool | None:
             first = next((row for row in read if row is not None), None)
     except SlurmrlError:
         return None
-    return None if first is None else row_type(config).holds_messages(first)
+    return None if first is None else type_of_rows(config).holds_messages(first)

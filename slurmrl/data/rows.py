@@ -13,7 +13,7 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Continuations, Encoder, RowTokens
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
 from slurmrl.data.tokenizer import text_ids
-from slurmrl.data.types import own_convert, row_type
+from slurmrl.data.types import own_convert, type_of_rows
 from slurmrl.data.types.prompt import Prompts, conversation, tools
 from slurmrl.data.types.row_type import ABSENT, Row, RowType, value_at
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
@@ -84,7 +84,7 @@ class DatasetRows:
     def __init__(self, config: DatasetConfig, *, most_bytes: int | None = None) -> None:
         """Read only the complete rows in the first ``most_bytes`` of the file, if given."""
         self._config = config
-        self._kind = row_type(config)
+        self._kind = type_of_rows(config)
         self.records = read_records(
             Path(config.path),
             config.id_key,
@@ -125,7 +125,7 @@ class DatasetRows:
 
         ``limited`` tokenizes all rows. Raises ConfigError, see `RowTokenizer`.
         """
-        made = RowTokenizer(row_type(self._config), tokenizer, self.records.where)
+        made = RowTokenizer(type_of_rows(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
         if not limited and most is not None:
             numbered = [(number, row) for number, row in numbered if _may_be_longer(row, most)]
@@ -187,7 +187,7 @@ class Remarks:
     ) -> None:
         """``tokenizer`` loads the tokenizer, which takes seconds."""
         self._config, self._rows = config, rows[:ROWS]
-        self._kind = row_type(config)
+        self._kind = type_of_rows(config)
         self._load = tokenizer
 
     def all(

@@ -18,7 +18,7 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import reference
-from slurmrl.data.types import own_convert, row_type
+from slurmrl.data.types import own_convert, type_of_rows
 from slurmrl.data.types.prompt import Prompts
 from slurmrl.data.types.row_type import has
 from slurmrl.desk import trial_code
@@ -324,7 +324,7 @@ class FoundRows:
     """
 
     def __init__(self, config: Dataset) -> None:
-        kind = row_type(config)
+        kind = type_of_rows(config)
         assert isinstance(kind, Prompts), "the caller chose a dataset of prompts"
         self.config = config
         self._kind = kind

@@ -239,6 +239,17 @@ def test_modules_have_no_circles() -> None:
     )
 
 
+def test_packages_define_nothing_with_the_name_of_a_module() -> None:
+    """Importing the module would replace it."""
+    defined = [
+        f"{module}.{node.name}"
+        for module in modules()
+        for node in tree(module).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    ]
+    assert not set(defined) & set(modules())
+
+
 def test_wheels_have_every_file_of_the_package() -> None:
     lines = (PACKAGE.parent / "setup.cfg").read_text().partition("[options.package_data]")[2]
     patterns = lines.partition("\n\n")[0].split()[2:]

@@ -1,6 +1,6 @@
 """The types of dataset: which keys a row has, and the sequences of tokens that it becomes.
 
-A new type is a class in a new file (`base.RowType`), a line below, one in
+A new type is a class in a new file (`row_type.RowType`), a line below, one in
 ``plan/dataflow.py`` (the keys of its samples) and one in the schema. Torch-free.
 """
 
@@ -28,7 +28,7 @@ ROW_TYPES = Registry(
 )
 
 
-def row_type(config: DatasetConfig) -> RowType:
+def type_of_rows(config: DatasetConfig) -> RowType:
     """The type that a configuration names.
 
     :raises UsageError: a user's class that cannot be used.
@@ -54,7 +54,7 @@ def own_convert(kind: RowType) -> Callable[[Row], Row] | None:
 def own_source(config: DatasetConfig) -> bytes:
     """The file with the class of a user's own type; b"" for a built-in type.
 
-    Raises as `row_type`.
+    Raises as `type_of_rows`.
     """
     if config.like is None:
         return b""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from slurmrl.config.schema import Dataset
 from slurmrl.data.encoder import Continuations, Encoder
 from slurmrl.data.tokenizer import load_tokenizer
-from slurmrl.data.types import row_type
+from slurmrl.data.types import type_of_rows
 from slurmrl.desk.inspector import token_ids
 from slurmrl.rollouts.policy import Dialogue
 
@@ -60,7 +60,7 @@ def plain(tokenizer: Any, text: str) -> list[int]:
 def answer_ids(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], list[int]]:
     config = Dataset(type="prompt_answer", path="rows.jsonl")
     row = {"prompt": prompt, "answer": answer}
-    ((sequence,),) = row_type(config).tokens([row], Encoder(config, tokenizer))
+    ((sequence,),) = type_of_rows(config).tokens([row], Encoder(config, tokenizer))
     size = sequence.runs[0]
     return list(sequence.tokens[:size]), list(sequence.tokens[size:-1])
 

@@ -13,7 +13,7 @@ from slurmrl.config.schema import Config, Dataset, Evaluation
 from slurmrl.data.chat import ChatTemplate, stop_ids
 from slurmrl.data.encoder import Encoder
 from slurmrl.data.tokenizer import load_tokenizer, train_bpe
-from slurmrl.data.types import row_type
+from slurmrl.data.types import type_of_rows
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|end|>"]
 HEADER = "{% for m in messages %}"
@@ -231,7 +231,7 @@ def test_generation_block_is_found_in_every_spelling(
 def test_answer_ends_once_if_its_text_has_the_end_already(tokenizer: Any, answer: str) -> None:
     config = Dataset(type="prompt_answer", path="rows.jsonl")
     row = {"prompt": "Hi", "answer": answer}
-    (found,) = row_type(config).tokens([row], Encoder(config, tokenizer))
+    (found,) = type_of_rows(config).tokens([row], Encoder(config, tokenizer))
     assert not isinstance(found, str)
     assert tokenizer.decode(found[0].tokens) == "HiHello<|endoftext|>"
     assert found[0].runs[1] == len(tokenizer("Hello").input_ids) + 1
