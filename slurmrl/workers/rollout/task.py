@@ -21,7 +21,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.rollout.session import Key, ResultWriter, Session, TaskBell, Work
-from slurmrl.workers.rollout.task_generation import Generation, Judging
+from slurmrl.workers.rollout.task_generation import Generation, Scoring
 from slurmrl.workers.rollout.task_weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
     COUNTS_S,
@@ -76,18 +76,18 @@ class TaskAtWork:
         generation: Generation,
         options: TaskOptions,
         *,
-        judging: Judging | None = None,
+        scoring: Scoring | None = None,
         bell: Bell | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``judging``: None leaves scoring to the trainers.
+        """``scoring``: None leaves scoring to the trainers.
 
         ``bell``: closed at the end of `run`. Raises EnvironmentFailure if the attempt's files
         cannot be made.
         """
         self._paths, self._agent = paths, agent
         self._engine, self._weights = engine, weights
-        self._generation, self._judging = generation, judging
+        self._generation, self._scoring = generation, scoring
         self._options, self._calls = options, calls
         self._polls = Backoff(*options.poll_s, growth=POLL_GROWTH)
         self._problem = ""
@@ -250,9 +250,9 @@ class TaskAtWork:
         assert held is not None, "items begin once there are weights"
         group = await self._generation.group(work.lease, work.row, held.name)
         self._session.drew(work.key, group)
-        if self._judging is not None:
+        if self._scoring is not None:
             await self._tell()  # another item may begin
-            group = await self._judging.judged(work.row, group)
+            group = await self._scoring.scored(work.row, group)
         self._making.pop(work.key)
         self._session.finish(work.key, group)
         await self._tell()

@@ -1,6 +1,6 @@
 """Makes the samples of an item, the same as the trainers' generate call would.
 
-`TaskRows` reads the item's row, `Generation` runs its episodes, and `Judging` scores them in
+`TaskRows` reads the item's row, `Generation` runs its episodes, and `Scoring` scores them in
 processes while others are generated.
 """
 
@@ -137,7 +137,7 @@ MOST_LATE: Final = 2
 """How often nobody may wait for the score of an item. (Once may be a restart of the trainers.)"""
 
 
-class Judging:
+class Scoring:
     """Scores groups in separate processes, each with the whole reward and one group at a time.
 
     Groups that it cannot score are left to the trainers. They meet the same error if it is the
@@ -169,7 +169,7 @@ class Judging:
         self._late: Counter[int] = Counter()
         """How often nobody waited for the score of an item."""
 
-    async def judged(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
+    async def scored(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
         """The group with its scores, or unchanged.
 
         When it is cancelled, the reward is stopped. An item that comes back again and again so is
@@ -229,7 +229,7 @@ class Judging:
     def _ask(
         self, questions: Questions, pool: ProcessPool, gone: Callable[[], bool]
     ) -> JudgedCompletions:
-        """``gone``: whether nobody waits for the judgement any more.
+        """``gone``: whether nobody waits for the scores any more.
 
         Raises SlurmrlError: there is none.
         """
@@ -255,7 +255,7 @@ class Judging:
         return objects.from_json(JudgedCompletions, verdict["judged"], "the reply of the reward")
 
 
-def judging_of(call: CallContext, rows: TaskRows, submission: int) -> Judging | None:
+def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | None:
     """Return the scorer of a task's groups, or None if the task does not score them.
 
     That is so if there is no reward function, if one needs the trainers' reward model, or if only
@@ -270,4 +270,4 @@ def judging_of(call: CallContext, rows: TaskRows, submission: int) -> Judging | 
     if not any("rewards" in each.outputs for each in call.settings.algorithm.calls(config)):
         return None
     timeout_s = config.step_timeout_s
-    return Judging(config.reward, rows, call, submission=submission, timeout_s=timeout_s)
+    return Scoring(config.reward, rows, call, submission=submission, timeout_s=timeout_s)

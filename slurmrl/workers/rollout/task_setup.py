@@ -55,7 +55,7 @@ from slurmrl.workers.distributed import collective_timeout, join
 from slurmrl.workers.messages import TO_ROLLOUT_WORKER, Ready, Retire, Serve, StartRollout
 from slurmrl.workers.polling import PollIntervals
 from slurmrl.workers.rollout.task import TaskAtWork, TaskOptions
-from slurmrl.workers.rollout.task_generation import Generation, TaskRows, judging_of
+from slurmrl.workers.rollout.task_generation import Generation, TaskRows, scoring_of
 from slurmrl.workers.rollout.task_weights import MergingHost, TaskWeights
 from slurmrl.workers.serving import own_server
 
@@ -219,12 +219,12 @@ class TaskWorker:
         rows = TaskRows(self._paths.data, config.dataset, self._tokenizer)
         call = self._call()
         generation = Generation(rows, call, engine)
-        judging = judging_of(call, rows, self._submission)
+        scoring = scoring_of(call, rows, self._submission)
         model = weights_config(self._config, config.actor.dtype)
         weights = TaskWeights(self._paths.versions, host, model, self._merging(host / "frozen"))
         task = TaskAtWork(
             *(self._paths, self._agent, engine, weights, generation, self._options),
-            judging=judging,
+            scoring=scoring,
             bell=self._bell,
         )
         listening = asyncio.create_task(_listen(agent, task))
@@ -235,8 +235,8 @@ class TaskWorker:
         finally:
             for each in (listening, running):
                 each.cancel()
-            if judging is not None:
-                judging.close()
+            if scoring is not None:
+                scoring.close()
             generation.close()
             await engine.close()
 

@@ -23,7 +23,7 @@ from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import EnvironmentFailure, RewardError
 from slurmrl.plan.settings import Settings
 from slurmrl.rollouts.sample_files import SampleGroup
-from slurmrl.workers.rollout.task_generation import Judging, TaskRows, judging_of
+from slurmrl.workers.rollout.task_generation import Scoring, TaskRows, scoring_of
 from slurmrl.workers.rollout_messages import RequestedItem
 from tests.unit.algorithms.conftest import ARCHITECTURE
 
@@ -95,9 +95,9 @@ GONE = 9
 
 @pytest.fixture
 def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "judging_of_mine.py").write_text(REWARDS)
+    (tmp_path / "scoring_of_mine.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
-    return "judging_of_mine:"
+    return "scoring_of_mine:"
 
 
 def call_with(reward: dict[str, Any], *, cores: int = 2) -> CallContext:
@@ -132,8 +132,8 @@ class Rows:
         return row_of(row.item)
 
 
-def judging(call: CallContext, **changes: Any) -> Judging:
-    made = judging_of(call, cast(TaskRows, Rows()), 2)
+def scoring(call: CallContext, **changes: Any) -> Scoring:
+    made = scoring_of(call, cast(TaskRows, Rows()), 2)
     assert made is not None
     for name, value in changes.items():
         setattr(made, name, value)
@@ -169,14 +169,14 @@ def test_a_task_judges_nothing_for_evaluations_alone() -> None:
     """Distillation learns from a teacher; its reward is that of evaluations."""
     call = call_with({"name": "exact_match"})
     settings = replace(call.settings, algorithm=Distill(batch_size=2))
-    assert judging_of(call, cast(TaskRows, Rows()), 2) is not None
-    assert judging_of(replace(call, settings=settings), cast(TaskRows, Rows()), 2) is None
+    assert scoring_of(call, cast(TaskRows, Rows()), 2) is not None
+    assert scoring_of(replace(call, settings=settings), cast(TaskRows, Rows()), 2) is None
 
 
-def all_judged(made: Judging, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+def all_scored(made: Scoring, groups: Sequence[SampleGroup]) -> list[SampleGroup]:
     async def judge() -> list[SampleGroup]:
         async with asyncio.timeout(120):
-            return await asyncio.gather(*(made.judged(asked(one.item), one) for one in groups))
+            return await asyncio.gather(*(made.scored(asked(one.item), one) for one in groups))
 
     try:
         return asyncio.run(judge())
@@ -207,7 +207,7 @@ def test_the_trainers_take_what_tasks_have_judged_as_if_they_had(rewards: str) -
     groups = [group_of(item, tokens) for item, tokens in enumerate(GROUPS)]
     expected = trained(call, groups)
     assert expected.stats.pop("rollout/judged") == (0.0, 6.0)
-    found = all_judged(judging(call), groups)
+    found = all_scored(scoring(call), groups)
     assert all(group.judged and group.judged.submission == 2 for group in found)
     for stored in (found, [found[0], groups[1]], [groups[0], found[1]]):
         result = trained(call, [SampleGroup.from_bytes(one.to_bytes()) for one in stored])
@@ -232,7 +232,7 @@ def test_what_a_task_cannot_judge_is_left_to_the_trainers(
     """
     reward = {"name": rewards + "by_row"}
     groups = [group_of(item) for item in (0, 1, 2, 3, GONE, 4)]
-    found = all_judged(judging(call_with(reward, cores=1), _timeout_s=2.0), groups)
+    found = all_scored(scoring(call_with(reward, cores=1), _timeout_s=2.0), groups)
     assert [group.judged is not None for group in found] == [False] * 5 + [True]
     for reason in ("longer than 2 s", "exited with code 3", "KeyError: 'x'", "nan", "dataset"):
         assert reason in caplog.text
@@ -240,7 +240,7 @@ def test_what_a_task_cannot_judge_is_left_to_the_trainers(
         trained(call_with(reward), [found[3]])
     groups.pop(4)
     pool = call_with({**reward, "pool": {"timeout_s": 2, "unjudged_score": -1}}, cores=3)
-    found = all_judged(judging(pool), groups)
+    found = all_scored(scoring(pool), groups)
     scores = [group.judged and group.judged.scores for group in found]
     assert scores == [(-1.0,) * 3] * 4 + [(1.0,) * 3]
     assert found[1].judged is not None
@@ -250,7 +250,7 @@ def test_what_a_task_cannot_judge_is_left_to_the_trainers(
 def test_completions_without_score_reach_the_trainers_as_nan(rewards: str) -> None:
     """The means are over those that have a score."""
     call = call_with({"name": rewards + "by_row", "pool": {"timeout_s": 10}}, cores=3)
-    groups = all_judged(judging(call), [group_of(item) for item in (2, 4)])
+    groups = all_scored(scoring(call), [group_of(item) for item in (2, 4)])
     groups = [SampleGroup.from_bytes(group.to_bytes()) for group in groups]
     assert [group.judged and group.judged.scores for group in groups] == [(None,) * 3, (1.0,) * 3]
     result = trained(call, groups)
@@ -268,11 +268,11 @@ def test_a_reward_that_needs_the_trainers_is_left_to_them(
 ) -> None:
     groups = [group_of(item) for item in range(3)]
     for name in ("late", "digits_", "Dies"):
-        made = judging(call_with({"name": rewards + name}))
-        assert all_judged(made, groups[:1]) == groups[:1]
+        made = scoring(call_with({"name": rewards + name}))
+        assert all_scored(made, groups[:1]) == groups[:1]
         assert made._left
         made._program = cast(Any, None)
-        assert all_judged(made, groups[1:]) == groups[1:], "it is not asked again"
+        assert all_scored(made, groups[1:]) == groups[1:], "it is not asked again"
     assert "asks for step" in caplog.text
     assert "has no" in caplog.text
     assert "three times in a row" in caplog.text
@@ -284,10 +284,10 @@ def test_groups_are_judged_side_by_side_and_a_call_that_waits_ends_with_the_task
     rewards: str, tmp_path: Path
 ) -> None:
     reward = {"name": rewards + "waiting", "options": {"folder": str(tmp_path)}}
-    made = judging(call_with(reward))
+    made = scoring(call_with(reward))
 
     async def judge() -> None:
-        running = [asyncio.create_task(made.judged(asked(n), group_of(n))) for n in range(3)]
+        running = [asyncio.create_task(made.scored(asked(n), group_of(n))) for n in range(3)]
         async with asyncio.timeout(60):
             while len(begun := [n for n in range(3) if (tmp_path / str(n)).exists()]) < 2:
                 await asyncio.sleep(0.01)
@@ -311,17 +311,17 @@ def test_a_reward_that_nobody_waits_for_is_stopped_and_its_item_left_to_the_trai
     hangs would keep the process from others, and nobody would be told.
     """
     reward = {"name": rewards + "hanging", "options": {"folder": str(tmp_path)}}
-    made = judging(call_with(reward, cores=1))
+    made = scoring(call_with(reward, cores=1))
 
     async def judge() -> None:
         for number in (1, 2):
-            running = asyncio.create_task(made.judged(asked(0), group_of(0)))
+            running = asyncio.create_task(made.scored(asked(0), group_of(0)))
             while len([one for one in tmp_path.iterdir() if one.name.isdigit()]) < number:
                 await asyncio.sleep(0.01)
             running.cancel()
-            assert (await made.judged(asked(1), group_of(1))).judged
+            assert (await made.scored(asked(1), group_of(1))).judged
         again = group_of(0)
-        assert await made.judged(asked(0), again) is again
+        assert await made.scored(asked(0), again) is again
 
     asyncio.run(asyncio.wait_for(judge(), 60))
     made.close()
