@@ -172,12 +172,22 @@ def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
 
 @pytest.mark.parametrize(("device", "refused"), [("cpu", True), ("cuda", False)])
 @pytest.mark.parametrize(
-    ("more", "message"), [(TIED, "tie_word_embeddings"), (EXPERTS, "models with experts")]
+    ("more", "message"),
+    [
+        (
+            {**TIED, "num_attention_heads": 1, "num_key_value_heads": 1},
+            "tie_word_embeddings",
+        ),
+        (EXPERTS, "models with experts"),
+        ({"hidden_size": 48}, "heads of at least 32 dimensions, and the actor's have 24"),
+    ],
 )
 def test_server_on_cpu_refused_for_weights_that_it_does_not_update(
     more: dict[str, Any], message: str, device: str, refused: bool
 ) -> None:
-    """It would sample with the old vocabulary projection, or read new experts as packed ones."""
+    """It would sample with the old vocabulary projection, or read new experts as packed ones, or
+    lack a kernel.
+    """
     config = ModelConfig.from_hf({**ARCHITECTURE, "vocab_size": VOCABULARY, **more})
     model = ServedModel.of(weights_config(config, "float32"), text=False, experts=False)
     settings = {**SERVER["GET /server_info"]["vllm_config"], "device_config": {"device": device}}
