@@ -48,6 +48,7 @@ OTHER_NAMES = {
     "learning_rate": "lr",
     "train_batch_size": "batch_size",
     "model_path": "path",
+    "r": "rank",
 }
 """Names of settings in other systems, and their names here, within a section."""
 REMOVED: Mapping[KeyPath, tuple[object, str]] = {
@@ -68,31 +69,49 @@ for any section at any depth."""
 LOGS: Final = frozenset({("logging", "csv")})
 """Removed keys that changed no result: a trial that has one is read without it."""
 PLACES: Mapping[str, str] = {
-    **dict.fromkeys(("lr", "learning_rate"), "actor.optimizer.lr"),
-    **dict.fromkeys(
-        ("batch_size", "train_batch_size", "per_device_train_batch_size", "rollout_batch_size"),
-        "algorithm.batch_size",
-    ),
-    **dict.fromkeys(
-        ("num_generations", "n_samples_per_prompt", "group_size", "n_samples"), "rollout.n"
-    ),
-    **dict.fromkeys(
-        ("max_completion_length", "max_response_length", "max_tokens"), "rollout.max_new_tokens"
-    ),
-    **dict.fromkeys(("max_prompt_length", "max_prompt_len"), "dataset.max_prompt_tokens"),
-    **dict.fromkeys(("max_steps", "num_train_steps", "total_training_steps"), "total_steps"),
-    **dict.fromkeys(("save_steps", "save_freq", "save_interval"), "checkpoint.every_steps"),
-    **dict.fromkeys(("eval_steps", "test_freq", "eval_interval"), "evaluation.every_steps"),
-    **dict.fromkeys(("model", "model_path", "model_name_or_path"), "actor.path"),
-    **dict.fromkeys(("output_dir", "default_local_dir", "fileroot"), "root"),
-    **dict.fromkeys(("train_files", "dataset_name", "dataset_path"), "dataset.path"),
-    **dict.fromkeys(("reward_funcs", "reward_fn", "reward_function"), "reward.name"),
-    **dict.fromkeys(("kl_coef", "kl_ctl", "beta"), "algorithm.kl.coef"),
-    **dict.fromkeys(("stop", "stop_words", "stop_sequences"), "rollout.stop_strings"),
-    "clip_ratio": "algorithm.clip_ratio",
-    "n_minibatches": "algorithm.n_minibatches",
+    name: place
+    for place, names in {
+        "actor.optimizer.lr": "lr learning_rate",
+        "actor.optimizer.gradient_clip": "max_grad_norm grad_clip clip_grad",
+        "actor.max_tokens_per_microbatch": (
+            "micro_batch_size microbatch_size gradient_accumulation_steps ppo_max_token_len_per_gpu"
+        ),
+        "actor.dtype": "bf16 fp16 precision torch_dtype",
+        "actor.path": "model model_path model_name_or_path",
+        "algorithm.batch_size": (
+            "batch_size train_batch_size per_device_train_batch_size rollout_batch_size"
+        ),
+        "algorithm.n_minibatches": "n_minibatches mini_batch_size ppo_mini_batch_size",
+        "algorithm.clip_ratio": "clip_ratio cliprange clip_range epsilon eps_clip",
+        "algorithm.discount": "gamma",
+        "algorithm.gae_lambda": "lam",
+        "algorithm.kl.coef": "kl_coef kl_ctl beta",
+        "rollout.n": "num_generations n_samples_per_prompt group_size n_samples",
+        "rollout.max_new_tokens": "max_completion_length max_response_length max_tokens",
+        "rollout.stop_strings": "stop stop_words stop_sequences",
+        "rollout.temperature": "temp",
+        "rollout.greedy": "do_sample",
+        "dataset.max_prompt_tokens": "max_prompt_length max_prompt_len",
+        "dataset.path": "train_files dataset_name dataset_path data_path dataset.file dataset.name",
+        "reward.name": (
+            "reward_funcs reward_fn reward_function reward.path reward.file reward.function"
+        ),
+        "total_steps": (
+            "max_steps num_train_steps total_training_steps epochs total_epochs num_train_epochs "
+            "num_epochs"
+        ),
+        "checkpoint.every_steps": "save_steps save_freq save_interval",
+        "evaluation.every_steps": "eval_steps test_freq eval_interval",
+        "evaluation": "eval validation",
+        "cluster.hosts": "num_nodes n_nodes nnodes nodes",
+        "cluster.workers_per_host": "gpus_per_node n_gpus_per_node gpus_per_host",
+        "seed": "random_seed",
+        "root": "output_dir default_local_dir fileroot",
+    }.items()
+    for name in names.split()
 }
-"""Settings of other sections that people look for, and names of other systems, with their place."""
+"""Settings of other sections that people look for, and names of other systems, with their place. A
+name with a section counts only there."""
 MOST_PLACES: Final = 3
 _SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 SURE: Final = 0.8
@@ -197,26 +216,34 @@ def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> 
         return "unknown key; write dtype: bfloat16 (fp16 is not supported) or float32"
     if (ours := OTHER_NAMES.get(name)) in known:
         return f"unknown key; write {ours}"
-    if difflib.get_close_matches(name, known, n=1, cutoff=SURE):
+    whole = (*prefix, *location)
+    place = PLACES.get(dotted(whole[-2:])) or PLACES.get(name, "")
+    if (last := place.rpartition(".")[2]) in known:
+        return f"unknown key; did you mean {dotted((*whole[:-1], last))}?"
+    if not place and difflib.get_close_matches(name, known, n=1, cutoff=SURE):
         return f"unknown key; {near(name, known)}"
-    if elsewhere := _elsewhere(schema, location, prefix):
+    if elsewhere := _elsewhere(schema, location, prefix, place):
         return f"unknown key; did you mean {_either(elsewhere)}?"
     if words := [key for key in known if name in key.split("_")]:
         return f"unknown key; did you mean {_either(words)}?"
     return f"unknown key; {near(name, known)}"
 
 
-def _elsewhere(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> list[str]:
-    """The places where a key of this name is known. A section below the present one comes first."""
+def _elsewhere(
+    schema: type[BaseModel], location: KeyPath, prefix: KeyPath, place: str
+) -> list[str]:
+    """Return the places where a key of this name is known.
+
+    A section below the present one comes first, then ``place``.
+    """
     name, section = str(location[-1]), location[:-1]
-    found = [path for path in paths(schema) if path[-1] == name]
-    below = [dotted((*prefix, *path)) for path in found if path[: len(section)] == section]
+    named = (name, place.rpartition(".")[2])
+    every = [path for path in paths(schema) if path[-1] in named]
+    below = [dotted((*prefix, *path)) for path in every if path[: len(section)] == section]
     if section and below:
         return below[:MOST_PLACES]
-    places = [PLACES[name]] if name in PLACES else []
-    return list(dict.fromkeys([*places, *(dotted((*prefix, *path)) for path in found)]))[
-        :MOST_PLACES
-    ]
+    found = [dotted((*prefix, *path)) for path in every if path[-1] == name]
+    return [place] if place and place not in found else found[:MOST_PLACES]
 
 
 def _either(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import RESOLVED
 from slurmrl.errors import ConfigError, Problem
 
-ALGORITHM_KEYS = ("batch_size", "n_minibatches", "clip_ratio")
+ALGORITHM_KEYS = ("batch_size", "n_minibatches", "clip_ratio", "discount", "gae_lambda")
 VALUES: dict[str, Any] = {
     "experiment": "addition",
     "total_steps": 3,
@@ -194,6 +194,7 @@ def test_recorded_path_keeps_its_dollar_sign(
         ("stop_when=eval/reward >= high", "METRIC >= NUMBER"),
         ("cluster.num_nodes=2", "unknown key; write hosts"),
         ("cluster.gpus_per_node=8", "unknown key; write workers_per_host"),
+        ("cluster.scheduler=SLURM", "'SLURM' is not allowed; did you mean 'slurm'?"),
         ("total_step=3", "unknown key; did you mean 'total_steps'?"),
         ("actor.optimzer.lr=3", "unknown key; did you mean 'optimizer'?"),
         ("rollout.optimizer.lr=3", "unknown key; did you mean actor.optimizer or"),
@@ -221,6 +222,18 @@ def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
         ("rollout.num_generations", "rollout.n"),
         ("max_prompt_length", "dataset.max_prompt_tokens"),
         ("temperature", "rollout.temperature"),
+        ("model", "actor.path"),
+        ("nodes", "cluster.hosts"),
+        ("num_train_epochs", "total_steps"),
+        ("eval", "evaluation"),
+        ("random_seed", "seed"),
+        ("rollout.temp", "rollout.temperature"),
+        ("rollout.do_sample", "rollout.greedy"),
+        ("actor.micro_batch_size", "actor.max_tokens_per_microbatch"),
+        ("critic.learning_rate", "critic.optimizer.lr"),
+        ("reward.path", "reward.name"),
+        ("dataset.file", "dataset.path"),
+        ("evaluation.dataset.file", "evaluation.dataset.path"),
     ],
 )
 def test_unknown_key_is_answered_with_its_place(tmp_path: Path, key: str, place: str) -> None:
