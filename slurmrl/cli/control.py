@@ -274,7 +274,14 @@ def rm(names: tuple[str, ...], yes: bool, root: str | None) -> int:
     trial_jobs.check_removable(chosen, others)
     if not yes:
         listed = ", ".join(str(paths.run) for paths in chosen)
-        click.confirm(f"Remove {listed} with all checkpoints and exports?", abort=True)
+        try:
+            agreed = click.confirm(f"Remove {listed} with all checkpoints and exports?")
+        except click.Abort as error:
+            if sys.stdin.isatty():
+                raise
+            raise click.UsageError("nobody can answer: --yes removes without asking") from error
+        if not agreed:
+            raise click.Abort
     for paths in chosen:
         trial_jobs.remove(paths)
         click.echo(f"{paths.full_name} is removed")

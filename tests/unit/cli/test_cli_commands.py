@@ -512,6 +512,9 @@ def test_rm_refused_while_jobs_or_other_trials_need_files(
     assert "sub/1 uses files of add/1" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert main(["rm", "add/1", "sub/1"]) == 130
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(["rm", "add/1", "sub/1"]) == 2
+    assert "nobody can answer: --yes removes without asking" in capsys.readouterr().err
     assert waiting.paths.run.is_dir()
     assert user.paths.run.is_dir()
     (root / user_name() / "add" / ".removed-7").mkdir()  # of a removal that was killed
