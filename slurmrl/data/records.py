@@ -38,6 +38,7 @@ MOST_PROBLEMS = 20
 """Maximum number of problems to report for a file."""
 FEW = 3
 """Maximum number of rows to name after the first row with a problem."""
+_COLUMN: Final = re.compile(r" in column \d+")
 
 
 class NumberedRow(NamedTuple):
@@ -250,7 +251,8 @@ def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems[:MOST_PROBLEMS]:
-        alike.setdefault((problem.key, problem.message), []).append(problem)
+        same = _COLUMN.sub("", problem.message)
+        alike.setdefault((problem.key, same), []).append(problem)
     found: list[Problem] = []
     for first, *others in alike.values():
         if len(others) < FEW:

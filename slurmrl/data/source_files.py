@@ -171,6 +171,10 @@ SUFFIXES: Final = {".csv": ",", ".tsv": "\t"}
 """Separators of tables, by the suffix of the file."""
 NAMES: Final = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 POINTER: Final = "version https://git-lfs.github.com/"
+NO_ROWS: Final = (
+    ", but a dataset has a JSON object on each line, or is a JSON array of objects or a Parquet "
+    "file"
+)
 NULS: Final = (
     "holds NUL bytes, which are not text: the file was not written to its end, or was damaged (a "
     "full disk, a crash); write it again"
@@ -197,8 +201,10 @@ def other_form(path: Path) -> str:
         return "is HTML or XML, perhaps the error page of a download; get the file again"
     if first.startswith("{"):
         return _object_on_lines(first) if len(lines) > 1 else ""
-    separator = _separator(lines) or SUFFIXES.get(path.suffix, "")
-    return _table(separator) if separator else ""
+    if separator := _separator(lines) or SUFFIXES.get(path.suffix, ""):
+        return _table(separator)
+    has_rows = any(line.startswith(("{", "[")) for line in lines)
+    return "" if has_rows else f"begins with {first[:40]!r}{NO_ROWS}"
 
 
 def _object_on_lines(first: str) -> str:

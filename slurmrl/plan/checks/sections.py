@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -71,8 +72,19 @@ def _no_data(path: Path) -> str:
     if path.is_file():
         return ""
     if not path.is_dir():
-        return "it is not a regular file" if path.exists() else "there is no such file or folder"
+        return _no_file(path)
     return str(resolve(NO_DATASET)(path))
+
+
+def _no_file(path: Path) -> str:
+    if path.exists():
+        return "it is not a regular file"
+    if path.is_symlink():
+        return f"it is a broken link to {path.readlink()}"
+    beside = os.listdir(path.parent) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+    meant = f"; did you mean {close[0]}?" if close else ""
+    return f"there is no such file or folder{meant}"
 
 
 def dataset_chats(draft: Draft) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from slurmrl.errors import ConfigError
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(3)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS)
 PRETTY = "\n".join(json.dumps(row, indent=2) for row in ROWS)
+COMMAS = "".join(f"{json.dumps({'prompt': 'x' * length})},\n" for length in range(5))
 TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
 
 
@@ -54,6 +55,10 @@ TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
         ),
         ("rows.jsonl", f"{ROWS[0]}\n", ":1: not JSON: .* Python printed this object"),
         ("rows.jsonl", LINES.replace("\n", "\r"), ":1: not JSON: .* carriage returns alone"),
+        ("rows.jsonl", COMMAS, ":1: .* a comma follows the object; .*in 5 rows, the next ones"),
+        ("rows.yaml", "- prompt: 1+1\n  answer: 2\n", ":1: begins with '- prompt: 1\\+1', but a"),
+        ("rows.py", "import json\n\nROWS = 3\n", ":1: begins with 'import json', but a dataset"),
+        ("rows.txt", "1+1\n", ":1: begins with '1\\+1', but a dataset has a JSON object on each"),
     ],
 )
 def test_file_of_another_form_is_one_problem(

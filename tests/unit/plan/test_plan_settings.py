@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,25 @@ def test_folder_of_runs_is_refused_for_a_colon(folder: Path) -> None:
     (folder / "ppo.yaml").write_text(PPO)
     with pytest.raises(ConfigError, match="separates the entries of PYTHONPATH"):
         load_settings(folder / "ppo.yaml", root=folder / "a:b" / "runs")
+
+
+def test_wrong_path_of_data_is_named_with_its_kind_or_a_near_name(
+    load_ppo: Load, folder: Path
+) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to("gone.jsonl")
+    (folder / "loop").symlink_to("loop")
+    said = {}
+    for name in ("pipe", "link", "loop", "trian.jsonl", "elsewhere/train.jsonl", "other.jsonl"):
+        with pytest.raises(ConfigError) as caught:
+            load_ppo(f"dataset.path={folder / name}")
+        (problem,) = caught.value.problems
+        said[name] = problem.message.partition("is not allowed: ")[2]
+    assert said == {
+        "pipe": "it is not a regular file",
+        "link": "it is a broken link to gone.jsonl",
+        "loop": "it is a broken link to loop",
+        "trian.jsonl": "there is no such file or folder; did you mean train.jsonl?",
+        "elsewhere/train.jsonl": "there is no such file or folder",
+        "other.jsonl": "there is no such file or folder",
+    }
