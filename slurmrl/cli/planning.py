@@ -175,6 +175,7 @@ def _plan(
     code = trial_code.find_own_code(settings)
     slurm = settings.config.cluster.slurm
     made["warnings" if slurm.container or slurm.setup else "missing"] += code.notes
+    made["missing"] += trial_code.undefined(settings)
     if reason := refusal(settings):
         made["missing"].append(reason)
     if settings.profile is not None:

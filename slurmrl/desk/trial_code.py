@@ -201,7 +201,8 @@ def find_own_code(settings: Settings, folders: Sequence[Path] | None = None) -> 
     notes, modules = [], list(own)
     importlib.invalidate_caches()
     _check_names(config, source, folders)
-    for key, module in [*_references(config), *_of_algorithm(config, settings.algorithm)]:
+    for key, reference in [*_references(config), *_of_algorithm(config, settings.algorithm)]:
+        module = reference.partition(":")[0]
         top = module.partition(".")[0]
         if top == "slurmrl":
             continue
@@ -219,6 +220,27 @@ def find_own_code(settings: Settings, folders: Sequence[Path] | None = None) -> 
     own = with_imported(own, modules)
     _check_sizes([path for path in own.values() if str(path) not in config.code], source)
     return OwnCode(tuple(folders), tuple(own.values()), tuple(notes))
+
+
+def undefined(settings: Settings) -> Iterator[str]:
+    """Yield the user's own files that are not Python, or lack the name that a setting gives.
+
+    Nothing is imported. A file that uses the name anywhere may define it.
+    """
+    for key, reference in _references(settings.config):
+        module, _, name = reference.partition(":")
+        place = _locate(module.partition(".")[0], settings.folders)
+        last = module.rpartition(".")[2]
+        for file in () if place is None or _installed(place) else _files(place, module):
+            if last not in (file.stem, file.parent.name):
+                continue  # of a package around it
+            try:
+                used = ast.dump(_parsed(file))
+            except (SyntaxError, ValueError) as error:
+                yield f"{key}: {file} is not valid Python: {error}"
+                continue
+            if not any(f"'{each}'" in used for each in (name, "*", "__getattr__", "globals")):
+                yield f"{key}: {file} does not define '{name}'"
 
 
 def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
@@ -247,7 +269,8 @@ def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> Non
     installed package.
     """
     problems = []
-    for key, module in _references(config):
+    for key, reference in _references(config):
+        module = reference.partition(":")[0]
         top = module.partition(".")[0]
         try:
             if top in sys.stdlib_module_names:
@@ -269,26 +292,26 @@ def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> Non
 
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the modules that settings name as ``package.module:Class``."""
+    """Yield the functions and classes that settings name as ``package.module:Class``."""
     for where, reward in config.rewards().items():
         for name, part in reward.functions.items():
             if ":" in part.name:
                 last = f"parts.{name}.name" if name != ALONE else "name"
-                yield f"{dotted(where)}.{last}", part.name.partition(":")[0]
+                yield f"{dotted(where)}.{last}", part.name
     for where, dataset in config.datasets().items():
         if ":" in dataset.type:
-            yield dotted((*where, "type")), dataset.type.partition(":")[0]
+            yield dotted((*where, "type")), dataset.type
     for key, name in config.rollout.episode.own.items():
-        yield f"rollout.episode.{key}", name.partition(":")[0]
+        yield f"rollout.episode.{key}", name
 
 
 def _of_algorithm(config: Config, algorithm: Algorithm) -> Iterator[tuple[str, str]]:
-    """Yield the modules of a user's own algorithm: its schema's, and those that this one names."""
+    """Yield the classes of a user's own algorithm: its schema, and the classes that it names."""
     if not is_own(algorithm.name):
         return
     interfaces = [call.interface for call in all_calls(config, algorithm)]
     for reference in dict.fromkeys([algorithm.name, *interfaces, algorithm.controller()]):
-        yield "algorithm.name", reference.partition(":")[0]
+        yield "algorithm.name", reference
 
 
 def _locate(name: str, folders: Sequence[Path]) -> Path | None:
@@ -375,9 +398,7 @@ def _package(top: Path, file: Path) -> list[str]:
 def _imported(file: Path, package: list[str]) -> Iterator[str]:
     """Yield the dotted names that a file imports. Invalid Python fails later, in the run."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(file.read_bytes())
+        tree = _parsed(file)
     except (SyntaxError, ValueError, RecursionError):
         return
     for node in ast.walk(tree):
@@ -388,6 +409,12 @@ def _imported(file: Path, package: list[str]) -> Iterator[str]:
             module = ".".join([*above, *([node.module] if node.module else [])])
             if module and (above or not node.level):
                 yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _parsed(file: Path) -> ast.AST:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(file.read_bytes())
 
 
 def _beside(folder: Path, name: str) -> Path | None:

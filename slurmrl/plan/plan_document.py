@@ -28,7 +28,7 @@ def document(report: Mapping[str, Any]) -> Document:
         Table(memory, list(_memory(report, parts)), note=_fullest(report)),
         Table(calls, list(_calls(report)), note=_seconds(report)),
         *(blocks_of(report["moves"]) if "moves" in report else ()),
-        _process_groups(report),
+        *([_process_groups(report)] if report["process_group_counts"] else []),
         *([Lines("episode:", list(_episode(report["episode"])))] if report["episode"] else []),
         Lines(f"{_title(report)}:", list(lines(report["algorithm"]))),
     ]
@@ -123,7 +123,7 @@ def _grid(report: Mapping[str, Any], group: Mapping[str, Any]) -> Grid:
             cells[rank["host"]][rank["gpu"]][name] = written(rank, model["sizes"])
     rows = [GridRow(str(host), on_host) for host, on_host in enumerate(cells)]
     title = f"{group['name']}: {_count(group['hosts'], row)} of {_count(per_host, 'worker')}"
-    return Grid(title, row, "GPU", "model", rows)
+    return Grid(title, row, "GPU" if group["gpus_per_host"] else "WORKER", "model", rows)
 
 
 def _count(number: int, noun: str) -> str:

@@ -263,6 +263,15 @@ def test_plan_is_2_if_something_must_be_fixed(
     assert (code, "to fix before submission" in out) == (2, True)
 
 
+@pytest.mark.parametrize(("gpus", "column"), [(0, "WORKER 0"), (1, "GPU 0")])
+def test_places_of_ranks_are_gpus_only_where_workers_have_some(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: int, column: str
+) -> None:
+    more = (f"cluster.gpus_per_worker={gpus}", "--scheduler", "slurm")
+    _, out, _ = run(capsys, "plan", str(write_config(tmp_path)), *more)
+    assert [line.split("  ")[-1] for line in out.splitlines() if "HOST  MODEL" in line] == [column]
+
+
 def test_plan_reports_a_module_that_is_not_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -275,6 +284,35 @@ def test_plan_reports_a_module_that_is_not_there(
     assert any(
         "module 'no_such_judge' was not found" in line for line in json.loads(out)["missing"]
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def other(): ...\n", "judges.py does not define 'score'"),
+        ("def score(:\n", "judges.py is not valid Python: "),
+        ("if True:\n    from os.path import join as score\n", ""),
+        ("def __getattr__(name): ...\n", ""),
+        ("from os.path import *\n", ""),
+        ("score: object\nscore = r'\\d'; '\\d'\n", ""),
+    ],
+)
+def test_plan_reports_a_function_that_its_file_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+) -> None:
+    config = write_config(tmp_path)
+    (tmp_path / "judges.py").write_text(text)
+    evaluation = "{dataset: {type: prompt, path: data.jsonl}}"
+    more = (
+        f"evaluation={evaluation}",
+        f"reward.name={tmp_path}/judges.py:score",
+        "--scheduler",
+        "local",
+    )
+    code, out, _ = run(capsys, "plan", str(config), *more, "--json")
+    missing = [line for line in json.loads(out)["missing"] if "judges" in line]
+    assert len(missing) == bool(problem)
+    assert all(code == 2 and problem in line for line in missing)
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
