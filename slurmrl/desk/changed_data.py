@@ -54,7 +54,7 @@ def changed_data(config: Config) -> Iterator[Finding]:
         weight = _weight(config, state)
         message = (
             f"{part.path} has changed since step {step} of the trial, whose order of rows cannot "
-            "be kept: put the old content back, or submit a new trial (--new)"
+            "be kept: put the old content back, or start another trial: slurmrl submit CONFIG --new"
         )
         if same is None:
             weight = Weight.WARNING
