@@ -193,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _invoke(invocation)
     except click.ClickException as error:
+        error = _advised(error)
         error.show()
         return _told(error.format_message(), error.exit_code, invocation)
     except (click.Abort, KeyboardInterrupt):
@@ -221,6 +222,17 @@ def _invoke(invocation: Invocation) -> int:
         code = done.exit_code
     sys.stdout.flush()
     return code if isinstance(code, int) else 0
+
+
+def _advised(error: click.ClickException) -> click.ClickException:
+    """Return the error with advice if an unknown option may be a setting: ``--rollout.n=4``."""
+    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
+        return error
+    name, takes = error.option_name, [each.name for each in error.ctx.command.params]
+    if "overrides" not in takes or (error.possibilities and "." not in name):
+        return error
+    advice = f"A setting is written without dashes: {name.lstrip('-')}=VALUE"
+    return click.UsageError(f"No such option '{name}'. {advice}", error.ctx)
 
 
 def _complete(asked: str) -> int:

@@ -73,9 +73,7 @@ PLACES: Mapping[str, str] = {
     for place, names in {
         "actor.optimizer.lr": "lr learning_rate",
         "actor.optimizer.gradient_clip": "max_grad_norm grad_clip clip_grad",
-        "actor.max_tokens_per_microbatch": (
-            "micro_batch_size microbatch_size gradient_accumulation_steps ppo_max_token_len_per_gpu"
-        ),
+        "actor.max_tokens_per_microbatch": "micro_batch_size gradient_accumulation_steps",
         "actor.dtype": "bf16 fp16 precision torch_dtype",
         "actor.path": "model model_path model_name_or_path",
         "algorithm.batch_size": (
@@ -93,13 +91,8 @@ PLACES: Mapping[str, str] = {
         "rollout.greedy": "do_sample",
         "dataset.max_prompt_tokens": "max_prompt_length max_prompt_len",
         "dataset.path": "train_files dataset_name dataset_path data_path dataset.file dataset.name",
-        "reward.name": (
-            "reward_funcs reward_fn reward_function reward.path reward.file reward.function"
-        ),
-        "total_steps": (
-            "max_steps num_train_steps total_training_steps epochs total_epochs num_train_epochs "
-            "num_epochs"
-        ),
+        "reward.name": "reward_funcs reward_fn reward_function reward.path reward.file",
+        "total_steps": "max_steps num_train_steps total_training_steps epochs num_train_epochs",
         "checkpoint.every_steps": "save_steps save_freq save_interval",
         "evaluation.every_steps": "eval_steps test_freq eval_interval",
         "evaluation": "eval validation",

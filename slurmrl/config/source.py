@@ -35,6 +35,13 @@ MOST_DIGITS = 300
 LARGEST = 10**MOST_DIGITS
 KEPT_TEXTS = 32
 """Texts whose trees are kept: a command reads the configuration of its trial up to five times."""
+ADVICE = {
+    "'\\t'": "; indent with spaces, not tabs",
+    "mapping values are not allowed": "; a value that contains ': ' needs quotes",
+    "'<document start>'": "; a configuration has lines of key: value",
+}
+"""Advice on mistakes, by a part of the YAML parser's message."""
+ENCODED = "convert it with iconv, or name a YAML file"
 ARCHIVE = ".tar"
 RESOLVED = "# The resolved configuration of this run: every setting, absolute paths."
 """First line of the file that a trial writes."""
@@ -166,7 +173,7 @@ def _text(path: Path) -> str:
         raise ConfigError((Problem(str(path), "", message),)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            (Problem(str(path), "", f"is not UTF-8 text: {error.reason}"),)
+            (Problem(str(path), "", f"is not UTF-8 text: {error.reason}; {ENCODED}"),)
         ) from error
 
 
@@ -180,11 +187,14 @@ def compose(text: str, name: str) -> Node | None:
         mark = error.problem_mark or error.context_mark
         where = name if mark is None or name == COMMAND_LINE else f"{name}:{mark.line + 1}"
         column = "" if mark is None else f" at column {mark.column + 1}"
-        parts = [part for part in (error.context, error.problem) if part]
-        message = f"not valid YAML{column}: {', '.join(parts)}"
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        advice = next((advice for part, advice in ADVICE.items() if part in said), "")
+        message = f"not valid YAML{column}: {said}{advice}"
         raise ConfigError((Problem(where, "", message),)) from error
     except YAMLError as error:
-        raise ConfigError((Problem(name, "", f"not valid YAML: {error}"),)) from error
+        raise ConfigError(
+            (Problem(name, "", f"not valid YAML: {str(error).splitlines()[0]}"),)
+        ) from error
     except RecursionError as error:
         raise ConfigError((Problem(name, "", "nested too deeply"),)) from error
 

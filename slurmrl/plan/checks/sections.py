@@ -83,6 +83,7 @@ def _no_file(path: Path) -> str:
         return f"it is a broken link to {path.readlink()}"
     beside = os.listdir(path.parent) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+    close = close if "*" not in path.name else []
     meant = f"; did you mean {close[0]}?" if close else ""
     return f"there is no such file or folder{meant}"
 

@@ -122,7 +122,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["submit"], "Missing argument 'CONFIG'"),
         (["submit", "none.yaml"], "cannot be read: No such file"),
         (["submit", "x.yaml", "--scheduler", "ray"], "'ray' is not one of"),
-        (["status", "--jsno"], "No such option"),
+        (["status", "--jsno"], "No such option '--jsno'"),
+        (
+            ["submit", "x.yaml", "--rollout.n=4"],
+            "'. A setting is written without dashes: rollout.n=",
+        ),
+        (["resume", "add/1", "--seed", "3"], "'. A setting is written without dashes: seed=VALUE"),
         (["resume", "add"], "expected EXPERIMENT/TRIAL"),
         (["cancel", "add/1"], "there are no trials"),
     ],
