@@ -100,10 +100,9 @@ def near(name: str, known: list[str], likeness: float = 0.6) -> str:
 
     The match has at least this ``likeness`` (0 to 1).
     """
-    import difflib  # only for errors: it takes a while
+    from difflib import get_close_matches as closest  # only for errors: it takes a while
 
-    close = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
-    close = close or difflib.get_close_matches(name.lower(), known, n=1, cutoff=likeness)
+    close = closest(name, known, 1, likeness) or closest(name.lower(), known, 1, likeness)
     hint = f"did you mean '{close[0]}'? " if close else ""
     more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
     return f"{hint}allowed: {', '.join(known[:SHOWN])}{more}"

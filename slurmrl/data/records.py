@@ -38,7 +38,7 @@ MOST_PROBLEMS = 20
 """Maximum number of problems to report for a file."""
 FEW = 3
 """Maximum number of rows to name after the first row with a problem."""
-_COLUMN: Final = re.compile(r" in column \d+")
+_VARIABLE: Final = re.compile(r" in column \d+| \([^()]*\): write .*")
 
 
 class NumberedRow(NamedTuple):
@@ -251,8 +251,7 @@ def listed(problems: Sequence[Problem]) -> tuple[Problem, ...]:
     """
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems[:MOST_PROBLEMS]:
-        same = _COLUMN.sub("", problem.message)
-        alike.setdefault((problem.key, same), []).append(problem)
+        alike.setdefault((problem.key, _VARIABLE.sub("", problem.message)), []).append(problem)
     found: list[Problem] = []
     for first, *others in alike.values():
         if len(others) < FEW:

@@ -171,10 +171,7 @@ SUFFIXES: Final = {".csv": ",", ".tsv": "\t"}
 """Separators of tables, by the suffix of the file."""
 NAMES: Final = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 POINTER: Final = "version https://git-lfs.github.com/"
-NO_ROWS: Final = (
-    ", but a dataset has a JSON object on each line, or is a JSON array of objects or a Parquet "
-    "file"
-)
+NO_ROWS: Final = ", but a dataset has a JSON object on each line (or is a JSON array, or Parquet)"
 NULS: Final = (
     "holds NUL bytes, which are not text: the file was not written to its end, or was damaged (a "
     "full disk, a crash); write it again"

@@ -328,7 +328,8 @@ class ArrowFiles(RowSource):
                 self.done = sum(sizes[: place + 1])
         except pyarrow.ArrowInvalid as error:
             reason = (str(error).splitlines() or ["damaged"])[0]
-            message = f"not a whole {path.suffix.removeprefix('.')} file: {reason}"
+            form = "" if wrong_beginning(path) else other_form(path)
+            message = form or f"not a whole {path.suffix.removeprefix('.')} file: {reason}"
             raise ConfigError((Problem(str(path), "", message),)) from error
         except pyarrow.ArrowNotImplementedError as error:
             message = f"pyarrow cannot read it: {error}; save the rows as JSONL"

@@ -200,7 +200,7 @@ def _whole_sequences(fit: Fit) -> Found:
 def _positions(fit: Fit) -> Found:
     if fit.shape is None or fit.lengths is None or fit.shape.positions is None:
         return
-    if not fit.lengths.assumed and fit.lengths.longest > fit.shape.positions:
+    if fit.lengths.longest > fit.shape.positions:
         yield Misfit(
             "length",
             f"sequences of up to {fit.lengths.longest} tokens exceed max_position_embeddings "

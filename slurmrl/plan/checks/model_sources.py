@@ -55,6 +55,8 @@ def _of_role(draft: Draft, role: str, model: Model) -> Iterator[Problem]:
 
 def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
     """The problem with a folder in Hugging Face form; None if there is none."""
+    if folder.is_file():
+        return "it is a file, and a model is a folder"
     if not folder.is_dir():
         return "there is no such folder"
     config = folder / model_files.CONFIG

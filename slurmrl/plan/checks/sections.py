@@ -81,11 +81,9 @@ def _no_file(path: Path) -> str:
         return "it is not a regular file"
     if path.is_symlink():
         return f"it is a broken link to {path.readlink()}"
-    beside = os.listdir(path.parent) if path.parent.is_dir() else []
+    beside = os.listdir(path.parent) if path.parent.is_dir() and "*" not in path.name else []
     close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
-    close = close if "*" not in path.name else []
-    meant = f"; did you mean {close[0]}?" if close else ""
-    return f"there is no such file or folder{meant}"
+    return f"there is no such file or folder{f'; did you mean {close[0]}?' if close else ''}"
 
 
 def dataset_chats(draft: Draft) -> Iterator[Problem]:
@@ -127,7 +125,7 @@ def _unknown_functions(draft: Draft, where: KeyPath, judge: Reward) -> Iterator[
     for name, part in judge.functions.items():
         if part.name not in known and not OWN_REWARD.fullmatch(part.name):
             key = ("name",) if name == ALONE else ("parts", name, "name")
-            reason = f"; {near(part.name, known)}, or module:name of your own"
+            reason = f"; {near(part.name, known)}, or FILE.py:name of your own"
             yield draft.refuse((*where, *key), reason, part.name)
 
 

@@ -96,3 +96,15 @@ def test_different_problems_stay_apart_in_the_order_of_rows() -> None:
     found = listed(given)
     assert [problem.where for problem in found] == ["a.parquet, row 0", "a.parquet, row 1"]
     assert "in 4 rows, the next ones a.parquet, row 2, a.parquet, row 4" in found[0].message
+
+
+def test_equal_mistakes_of_different_values_are_one_problem() -> None:
+    problems = [
+        Problem(f"rows.jsonl:{n}", "", f'answer: is a number ({n}): write "{n}"') for n in range(5)
+    ]
+    (one,) = listed(problems)
+    rows = "(in 5 rows, the next ones line 1, line 2, line 3)"
+    assert (one.where, one.message) == (
+        "rows.jsonl:0",
+        f'answer: is a number (0): write "0" {rows}',
+    )
