@@ -130,15 +130,12 @@ def hardware_of(cluster: Cluster) -> Hardware | None:
         return made(found, str(path))
     if name is None:
         return None
-    if (path_of := hardware_files.own_file(name)) is not None:
-        return made(hardware_files.read_file(path_of), str(path_of))
+    if (own := hardware_files.own_file(name)) is not None:
+        found = hardware_files.read_file(own)
+        if found.hardware != name:
+            raise UsageError(f"{own} is a profile of {found.hardware}: rename the file")
+        return made(found, str(own))
     return None if name == CPU else shipped(name)
-
-
-def gpu_of(cluster: Cluster) -> Gpu | None:
-    """Return the rates of the ranks' GPUs, or of their cores (`hardware_of`)."""
-    found = hardware_of(cluster)
-    return None if found is None else found.gpu
 
 
 def shipped_gpu(cluster: Cluster) -> Gpu | None:

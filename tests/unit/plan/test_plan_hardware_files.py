@@ -79,6 +79,12 @@ def test_own_profile_does_not_count_with_profile_none(
     assert hardware_of(cluster()) == shipped("h100")
 
 
+def test_own_profile_under_another_name_is_refused(own_folder: Path) -> None:
+    (own_folder / "a100.yaml").write_text(OWN)
+    with pytest.raises(UsageError, match="is a profile of h100: rename the file"):
+        hardware_of(cluster("a100"))
+
+
 def test_own_profile_makes_other_hardware_known(own_folder: Path) -> None:
     (own_folder / "cpu.yaml").write_text("hardware: cpu\nmeasured: {flops_per_s: 4e10}\n")
     (own_folder / "mi300.yaml").write_text("hardware: mi300\nvendor: {flops_per_s: 1.3e15}\n")
