@@ -101,7 +101,7 @@ def prepare(folder: Path, spread: float, count: int, gpu: bool) -> Sequences:
     from slurmrl.engines.role_weights import init_tensor
     from slurmrl.models.architecture import ModelConfig
     from slurmrl.models.decoder import build
-    from slurmrl.models.hf import to_hf
+    from tests.support.decoder_folders import to_hf
 
     config = ModelConfig.from_hf(architecture(gpu))
     model = build(config)
