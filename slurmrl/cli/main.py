@@ -50,6 +50,9 @@ COMMANDS = {
     "profile-cluster": Command(
         "slurmrl.cli.profiling:profile_cluster", "Measure the hardware for plan and search."
     ),
+    "simulate": Command(
+        "slurmrl.cli.simulating:simulate", "Simulate a whole trial: queue, failures and steps."
+    ),
     "try-reward": Command(
         "slurmrl.cli.datasets:try_reward", "Score some completions with a configuration's reward."
     ),

@@ -17,6 +17,7 @@ from slurmrl.cli import completion
 from slurmrl.cli.options import common, examples, json_option, overrides_argument
 
 if TYPE_CHECKING:
+    from slurmrl.plan.estimates.call_costs import MeanTokens
     from slurmrl.plan.estimates.hardware import Hardware
     from slurmrl.plan.estimates.step_seconds import StepSeconds
     from slurmrl.plan.settings import Settings
@@ -287,7 +288,7 @@ def _search(
             return None
         return None if {str(problem) for problem in found.missing} - known else found
 
-    progress = _ProgressLine()
+    progress = ProgressLine()
     try:
         answers = best(settings, request, loaded, progress.show)
     finally:
@@ -318,8 +319,6 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
     from slurmrl.errors import UsageError
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.engine_rules import ENGINES
-    from slurmrl.plan.estimates.call_costs import MeanTokens
-    from slurmrl.plan.estimates.shape import lengths_of, shape_of
     from slurmrl.plan.placement import LARGEST_HOST
     from slurmrl.registry import near
     from slurmrl.search.best_layouts import SearchRequest
@@ -337,16 +336,28 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
         planned = make_plan(settings, scheduler="slurm")
         number = sum(group.workers * group.gpus_per_worker for group in planned.groups)
         sizes = (max(number, 1),)
+    mean = mean_tokens(settings, wanted.prompt_tokens, wanted.response_tokens)
+    if mean is None:
+        raise UsageError("the length of the sequences is unknown: set dataset.max_prompt_tokens")
+    most = _most_gpu_seconds(settings, wanted.gpu_hours)
+    return SearchRequest(sizes, mean, engines, wanted.objective, gpu_seconds=most)
+
+
+def mean_tokens(
+    settings: Settings, prompt: float | None, response: float | None
+) -> MeanTokens | None:
+    """Return the mean lengths, by default half of the limits; None if these are unknown."""
+    from slurmrl.plan.estimates.call_costs import MeanTokens
+    from slurmrl.plan.estimates.shape import lengths_of, shape_of
+
+    config = settings.config
     lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
     if lengths is None:
-        raise UsageError("the length of the sequences is unknown: set dataset.max_prompt_tokens")
-    prompt, response = wanted.prompt_tokens, wanted.response_tokens
-    mean = MeanTokens(
+        return None
+    return MeanTokens(
         (lengths.longest - lengths.new_tokens) / 2 if prompt is None else prompt,
         lengths.new_tokens / 2 if response is None else response,
     )
-    most = _most_gpu_seconds(settings, wanted.gpu_hours)
-    return SearchRequest(sizes, mean, engines, wanted.objective, gpu_seconds=most)
 
 
 def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:
@@ -377,7 +388,7 @@ def _most_gpu_seconds(settings: Settings, gpu_hours: float | None) -> float:
     return gpu_hours * 3600 / steps
 
 
-class _ProgressLine:
+class ProgressLine:
     """A line on the terminal that shows the progress of a search."""
 
     def __init__(self) -> None:

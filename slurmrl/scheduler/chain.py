@@ -108,11 +108,18 @@ def why_not(
         return TopUp.NOT_LIVE
     if any(task.job_id == by and task.raw == BEING_ENDED for task in tasks):
         return TopUp.ENDING
-    if len(successors(tasks, chain.group, by)) >= FEW:
+    queued = len(successors(tasks, chain.group, by))
+    return shortage(queued, has_committed=requested or _committed(chain, records))
+
+
+def shortage(queued: int, *, has_committed: bool) -> TopUp | None:
+    """Return why a chain with ``queued`` successors gets no more links, or None if it does.
+
+    ``has_committed``: there was a commit since links were last added.
+    """
+    if queued >= FEW:
         return TopUp.ENOUGH
-    if not requested and not _committed(chain, records):
-        return TopUp.NO_COMMIT
-    return None
+    return None if has_committed else TopUp.NO_COMMIT
 
 
 def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> list[TaskState]:

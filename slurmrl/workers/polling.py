@@ -156,10 +156,9 @@ class PollIntervals:
         beat_s = max(heartbeat_s, BEAT * hosts / (0.40 * budget))
         check_s = max(heartbeat_s, CHECK * hosts / (0.12 * budget))
         status_s = max(heartbeat_s, (BEAT * hosts + PUBLISH) / (0.10 * budget))
-        used = BEAT * hosts / beat_s + CHECK * hosts / check_s
-        used += (BEAT * hosts + PUBLISH) / status_s
+        used = _periodic_operations(hosts, beat_s, check_s, status_s)
         # Every agent polls the master's log, and the master polls every agent's.
-        polls = 2 * BEAT * hosts * POLL_JITTER
+        polls = _polls(hosts)
         poll_s = max(SHORTEST_POLL_S, polls / (budget - used))
         record_s = hosts / RESULTS_PER_S
         results_s = max(SHORTEST_RESULTS_S, record_s)
@@ -169,3 +168,19 @@ class PollIntervals:
         return PollIntervals(
             *(beat_s, check_s, status_s, poll_s, results_s, task_s, record_s, spread_s)
         )
+
+    def operations_per_s(self, hosts: int) -> float:
+        """Return the file operations per second of an idle trial on ``hosts`` hosts, at most."""
+        periodic = _periodic_operations(hosts, self.beat_s, self.check_s, self.status_s)
+        return periodic + _polls(hosts) / self.poll_s
+
+
+def _periodic_operations(hosts: int, beat_s: float, check_s: float, status_s: float) -> float:
+    """File operations per second of heartbeats, checks and the status."""
+    beats = BEAT * hosts / beat_s + CHECK * hosts / check_s
+    return beats + (BEAT * hosts + PUBLISH) / status_s
+
+
+def _polls(hosts: int) -> float:
+    """File operations of one poll of all logs."""
+    return 2 * BEAT * hosts * POLL_JITTER

@@ -18,7 +18,7 @@ from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.dataflow import Call, Head, Method, RoleUse
 from slurmrl.plan.engine_rules import BUILT_IN
 from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
-from slurmrl.plan.estimates.hardware import GIB, Machine, hardware_of, shipped_gpu
+from slurmrl.plan.estimates.hardware import GIB, Hardware, Machine, hardware_of, shipped_gpu
 from slurmrl.plan.estimates.memory import (
     BYTES,
     FLOAT32,
@@ -220,10 +220,7 @@ def cost_in(
     elsewhere = name == ROLLOUTS and bool(config.rollout.servers)
     if hardware is None or elsewhere:
         return CallCost(flops, None)
-    fused = allocation.backend not in BUILT_IN
-    per_host = config.cluster.workers_per_host or LARGEST_HOST
-    rates = hardware.fused if fused else hardware.efficiency
-    machine = Machine(hardware.gpu, per_host, rates)
+    machine = _machine(config.cluster, hardware, allocation)
     if call.method is Method.GENERATE:
         job = _decode_job(checked, shape, model, allocation, lengths, most)
         return CallCost(flops, generation(job, machine))
@@ -236,6 +233,37 @@ def cost_in(
     each = training(replace(job_of_rank, tokens=rank / steps), machine)
     passes = steps * algorithm.epochs
     return CallCost(flops, {cause: passes * seconds for cause, seconds in each.items()})
+
+
+class Generating(NamedTuple):
+    """The sequences of a step that one copy of a model generates, and its GPUs."""
+
+    job: DecodeJob
+    machine: Machine
+
+
+def generating(checked: Checked, name: str, mean: MeanTokens | None = None) -> Generating | None:
+    """Return the sequences that a model of the plan generates in a step.
+
+    Return None if it is not in the plan, or if its architecture, its GPUs or the lengths are
+    unknown.
+    """
+    config, placed = checked.config, placed_models(checked).get(name)
+    hardware, shape = hardware_of(config.cluster), shape_of(model_of(config, name))
+    most = lengths_of(config, checked.algorithm, shape)
+    elsewhere = name == ROLLOUTS and bool(config.rollout.servers)
+    if placed is None or hardware is None or shape is None or most is None or elsewhere:
+        return None
+    allocation, lengths = placed.allocation, _typical(most, mean)
+    job = _decode_job(checked, shape, model_of(config, name), allocation, lengths, most)
+    return Generating(job, _machine(config.cluster, hardware, allocation))
+
+
+def _machine(cluster: Cluster, hardware: Hardware, allocation: Allocation) -> Machine:
+    fused = allocation.backend not in BUILT_IN
+    per_host = cluster.workers_per_host or LARGEST_HOST
+    rates = hardware.fused if fused else hardware.efficiency
+    return Machine(hardware.gpu, per_host, rates)
 
 
 def _typical(most: Lengths, mean: MeanTokens | None) -> Lengths:

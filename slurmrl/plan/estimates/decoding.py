@@ -50,6 +50,13 @@ class LengthDistribution:
             return 1 - place
         return math.expm1(-rate * (1 - place)) / math.expm1(-rate) * math.exp(-rate * place)
 
+    def exceeded_by(self, share: float) -> float:
+        """Return the tokens that this share of completions exceeds (the inverse of `longer`)."""
+        rate = self._rate
+        if abs(rate) < 1e-6:
+            return (1 - share) * self.most
+        return -math.log1p((1 - share) * math.expm1(-rate)) / rate * self.most
+
     @cached_property
     def _rate(self) -> float:
         """Rate of the same distribution on [0, 1]; negative if the mean is above the middle."""
@@ -102,7 +109,7 @@ def generation(job: DecodeJob, machine: Machine) -> Seconds:
     mean = job.lengths.mean
     rows = min(job.sequences, max(job.cache_tokens / (job.prompt + mean), 1.0))
     waiting = max(job.sequences - rows, 0.0)
-    full = waiting / rows * mean * _step(job, machine, rows, job.prompt + mean / 2)
+    full = waiting / rows * mean * token_seconds(job, machine, rows, job.prompt + mean / 2)
     flops = job.sequences / job.group * job.prompt * forward_flops_per_token(job.shape, "lm")
     tp = job.allocation.sizes["tp"]
     share = machine.efficiency.of_product(job.shape.queries / tp)
@@ -118,12 +125,14 @@ def _until_the_last(job: DecodeJob, machine: Machine, rows: float) -> float:
         share = job.lengths.longer(reached)
         left = rows * share
         any_left = 1.0 if left >= 1 else 1 - math.pow(1 - share, rows)
-        seconds += any_left * width * _step(job, machine, max(left, 1.0), job.prompt + reached)
+        seconds += (
+            any_left * width * token_seconds(job, machine, max(left, 1.0), job.prompt + reached)
+        )
     return seconds
 
 
-def _step(job: DecodeJob, machine: Machine, rows: float, context: float) -> float:
-    """Seconds of one token of ``rows`` sequences that have ``context`` tokens each."""
+def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float) -> float:
+    """Return the seconds of one token of ``rows`` sequences that have ``context`` tokens each."""
     shape, tp = job.shape, job.allocation.sizes["tp"]
     streamed = machine.gpu.bytes_per_s * machine.efficiency.decoding
     weights = _read_elements(job, rows) * job.width / streamed

@@ -38,6 +38,11 @@ class StepSeconds:
         return max(self._of(apart=True), self._of(apart=False) + self.moves) * (1 + self.rest)
 
     @property
+    def of_trainers(self) -> float:
+        """Seconds of a step without the calls of rollout tasks."""
+        return (self._of(apart=False) + self.moves) * (1 + self.rest)
+
+    @property
     def causes(self) -> Seconds:
         """Seconds of all calls and moves by cause, the longest first."""
         found: Counter[str] = Counter({"moves of weights": self.moves})

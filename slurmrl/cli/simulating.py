@@ -1,0 +1,334 @@
+"""``slurmrl simulate``: when a trial would be done, with its queue, time limits and failures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from slurmrl.cli import completion
+from slurmrl.cli.options import common, examples, json_option, overrides_argument
+from slurmrl.cli.searching import ASSUMED_GPU, ProgressLine, mean_tokens
+
+if TYPE_CHECKING:
+    from slurmrl.plan.settings import Settings
+    from slurmrl.simulate.outcome_text import SimulationAnswers
+    from slurmrl.simulate.queue_waits import Waits
+    from slurmrl.simulate.several_runs import Runs
+    from slurmrl.simulate.trial_costs import TrialCosts
+    from slurmrl.simulate.trial_run import Conditions
+
+T = TypeVar("T")
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers of a range, without NaN, which every comparison lets through."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a number that is allowed here", param, ctx)
+        return number
+
+
+RATE = FiniteRange(min=0, max=1e6)
+SECONDS = FiniteRange(min=0, max=1e9)
+MOST_RUNS = 1000
+MEASURED = ("given on the command line",)
+
+
+def _checked(parse: Callable[[str], T]) -> Callable[..., T | None]:
+    """Return a callback that parses an option's text."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: str | None) -> T | None:
+        from slurmrl.errors import UsageError
+
+        if value is None:
+            return None
+        try:
+            return parse(value)
+        except (UsageError, ValueError) as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+
+    return callback
+
+
+def _duration(text: str) -> float:
+    from slurmrl.simulate.queue_waits import duration_s
+
+    return duration_s(text)
+
+
+def _waits(text: str) -> Waits:
+    from slurmrl.simulate.queue_waits import given_waits
+
+    return given_waits(text)
+
+
+def _limits(text: str) -> list[str]:
+    from pydantic import TypeAdapter, ValidationError
+
+    from slurmrl.config.schema.cluster import TimeLimit
+
+    try:
+        limits = [TypeAdapter(TimeLimit).validate_python(part) for part in text.split(",")]
+    except ValidationError:
+        limits = []
+    if not limits or not all(limits):
+        raise ValueError(
+            f"'{text}' is no list of time limits as Slurm writes them: for example 04:00:00,1-00"
+        )
+    return limits
+
+
+@click.command(
+    epilog=examples(
+        "slurmrl simulate ppo.yaml --queue-wait 2h --failures 0.01",
+        "slurmrl simulate ppo.yaml --trace sacct.txt --time-limit 04:00:00,12:00:00,1-00",
+        "slurmrl simulate ppo.yaml --hosts 1000 --steps 1000 --failures 0.01 --runs 1",
+        "slurmrl simulate ppo.yaml --step-seconds 61 --groups-per-hour 900 --tasks 12",
+    )
+)
+@click.argument("config", metavar="CONFIG", shell_complete=completion.files)
+@overrides_argument
+@click.option("--steps", type=click.IntRange(1, 10**6), help="Steps. Default: total_steps.")
+@click.option(
+    "--hosts",
+    type=click.IntRange(1, 10**5),
+    help="Hosts of the trainers. Each does as much as in CONFIG, so the batch and the rollout "
+    "tasks grow with them. Default: the plan's.",
+)
+@click.option("--tasks", type=click.IntRange(1, 10**5), help="Rollout tasks. Default: the plan's.")
+@click.option(
+    "--time-limit",
+    callback=_checked(_limits),
+    metavar="TIME,...",
+    help="Time limits of one job to compare. Default: cluster.slurm.time.",
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Jobs wait as long as those in this output of "
+    "'sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit'.",
+)
+@click.option(
+    "--queue-wait",
+    callback=_checked(_waits),
+    metavar="TIME|fixed:TIME",
+    help="Mean wait of a job (30m, 2h; exponential), or the wait of every job. Default: none.",
+)
+@click.option(
+    "--task-wait",
+    callback=_checked(_waits),
+    metavar="TIME|fixed:TIME",
+    help="The same for jobs of rollout tasks. Default: as the trainers' jobs.",
+)
+@click.option(
+    "--first-wait",
+    callback=_checked(_duration),
+    metavar="TIME",
+    help="Wait of the first job, for example as 'sbatch --test-only' expects it.",
+)
+@click.option(
+    "--failures", type=RATE, default=0.0, metavar="RATE", help="Lost hosts per host and day."
+)
+@click.option(
+    "--crashes",
+    type=RATE,
+    default=0.0,
+    metavar="RATE",
+    help="Processes that end, per host and day; their host goes on.",
+)
+@click.option(
+    "--preemptions", type=RATE, default=0.0, metavar="RATE", help="Preemptions per job and day."
+)
+@click.option(
+    "--grace-seconds",
+    type=SECONDS,
+    default=30.0,
+    help="From the signal of a preemption to the kill. Default: 30.",
+)
+@click.option(
+    "--stragglers",
+    type=FiniteRange(0, 2),
+    default=0.0,
+    metavar="SIGMA",
+    help="RunSpread of the hosts' seconds (0.05: about 5 %). A step waits for the slowest.",
+)
+@click.option("--step-seconds", type=SECONDS, help="Measured seconds of a step of the trainers.")
+@click.option("--start-seconds", type=SECONDS, help="From the start of a job to its first step.")
+@click.option(
+    "--restart-seconds", type=SECONDS, help="The same after a failure that leaves the job running."
+)
+@click.option("--commit-seconds", type=SECONDS, help="Time for which a commit stops training.")
+@click.option("--evaluation-seconds", type=SECONDS, help="Time of an evaluation by the trainers.")
+@click.option(
+    "--groups-per-hour",
+    type=FiniteRange(min=0, min_open=True),
+    metavar="GROUPS",
+    help="Measured speed of a rollout task: prompts with all their completions.",
+)
+@click.option(
+    "--write-rate",
+    type=FiniteRange(min=0, min_open=True),
+    default=10.0,
+    metavar="GB/S",
+    help="Rate at which the trial reads and writes the shared directory. Default: 10.",
+)
+@click.option(
+    "--prompt-tokens", type=FiniteRange(min=1), help="Mean prompt. Default: half of the limit."
+)
+@click.option(
+    "--response-tokens",
+    type=FiniteRange(min=1),
+    help="Mean completion. Default: half of the limit.",
+)
+@click.option(
+    "--runs",
+    type=click.IntRange(1, MOST_RUNS),
+    default=10,
+    help="Runs with different seeds, for the intervals. Default: 10.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), default=1, help="Seed of the first run. Default: 1."
+)
+@json_option
+@common
+def simulate(config: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> int:
+    """Simulate a whole trial: queue, jobs, failures, steps and commits.
+
+    Prints when the trial would be done, how many GPU hours it would take and where time is lost,
+    for each time limit. The same command always prints the same.
+
+    The exit code is 1 if no run finishes.
+    """
+    from slurmrl.display import blocks
+    from slurmrl.simulate.outcome_text import document, values
+
+    answers, assumed = _simulate(Path(config), overrides, options)
+    if as_json:
+        click.echo(json.dumps(values(answers)))
+    else:
+        click.echo(blocks.as_text(document(answers)))
+    for line in assumed:
+        click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
+    return 0 if any(one.finished for one in answers.runs) else 1
+
+
+def _simulate(
+    path: Path, overrides: tuple[str, ...], options: dict[str, Any]
+) -> tuple[SimulationAnswers, list[str]]:
+    from slurmrl.desk.trial_checks import checkpoint_bytes
+    from slurmrl.desk.trials import chosen_root
+    from slurmrl.plan.build import make_plan
+    from slurmrl.plan.estimates.hardware import hardware_of
+    from slurmrl.plan.settings import load_settings
+    from slurmrl.simulate.outcome_text import SimulationAnswers
+    from slurmrl.simulate.several_runs import commit_advice, tasks_needed
+    from slurmrl.simulate.trial_costs import GivenSeconds, Scale, trial_costs
+
+    if options["trace"] is not None and options["queue_wait"] is not None:
+        raise click.UsageError("--trace and --queue-wait exclude each other")
+    where, assumed = chosen_root(options["root"]), list[str]()
+
+    def load() -> Settings:
+        given = (*overrides, *assumed)
+        return load_settings(path, given, root=where, scheduler="slurm", planning=True)
+
+    settings = load()
+    cluster = settings.config.cluster
+    measured = options["step_seconds"] is not None
+    if not (measured or hardware_of(cluster) or cluster.slurm.gpu_type):
+        assumed.append(f"cluster.slurm.gpu_type={ASSUMED_GPU}")
+        settings = load()
+    given = GivenSeconds(
+        step=options["step_seconds"],
+        start=options["start_seconds"],
+        restart=options["restart_seconds"],
+        commit=options["commit_seconds"],
+        evaluation=options["evaluation_seconds"],
+        groups_per_hour=options["groups_per_hour"],
+        write_rate=options["write_rate"] * 1e9,
+    )
+    scale = Scale(options["steps"], options["hosts"], options["tasks"])
+    mean = mean_tokens(settings, options["prompt_tokens"], options["response_tokens"])
+    plan = make_plan(settings, scheduler="slurm")
+    costs = trial_costs(settings, plan, checkpoint_bytes(settings), given, scale, mean)
+    if costs.step_s <= 0:
+        raise click.UsageError("a step must take some time: --step-seconds is 0")
+    if costs.tasks is None and (options["tasks"] or options["groups_per_hour"]):
+        raise click.UsageError(
+            "--tasks and --groups-per-hour need rollout tasks: set rollout.tasks in CONFIG"
+        )
+    results, conditions = _run(costs, options)
+    title = f"{settings.config.experiment}/{settings.config.trial}"
+    return (
+        SimulationAnswers(
+            title,
+            costs,
+            conditions,
+            results,
+            options["seed"],
+            commit_advice(costs, conditions.disturbances),
+            tasks_needed(costs),
+            MEASURED if measured else _source(settings),
+        ),
+        assumed,
+    )
+
+
+def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Conditions]:
+    """Return the runs with each time limit, and the conditions of the last ones."""
+    from slurmrl.config.schema.cluster import time_limit_s
+    from slurmrl.simulate.queue_waits import FixedWait, QueueTrace
+    from slurmrl.simulate.several_runs import run_all
+    from slurmrl.simulate.trial_costs import Disturbances
+    from slurmrl.simulate.trial_run import Conditions
+
+    disturbances = Disturbances(
+        options["failures"],
+        options["crashes"],
+        options["preemptions"],
+        options["grace_seconds"],
+        options["stragglers"],
+    )
+    trace = None if options["trace"] is None else QueueTrace.read(options["trace"])
+    limits = options["time_limit"]
+    limits_s = [costs.time_limit_s] if limits is None else [time_limit_s(text) for text in limits]
+    lead_s = costs.slurm.signal_lead_s
+    if short := [limit_s for limit_s in limits_s if limit_s <= lead_s]:
+        raise click.UsageError(
+            f"a time limit of {short[0]:g} s is not allowed: must be longer than "
+            f"cluster.slurm.signal_lead_s, {lead_s} s"
+        )
+    progress, results = ProgressLine(), []
+    try:
+        for limit_s in limits_s:
+            waits = options["queue_wait"] or FixedWait(0.0)
+            task_waits = options["task_wait"] or waits
+            if trace is not None:
+                waits = trace.waits(costs.hosts + costs.spares, limit_s)
+                of_tasks = costs.slurm if costs.tasks is None else costs.tasks.slurm
+                task_limit_s = math.inf if of_tasks.time is None else time_limit_s(of_tasks.time)
+                task_waits = options["task_wait"] or trace.waits(1, task_limit_s)
+            conditions = Conditions(disturbances, waits, task_waits, limit_s, options["first_wait"])
+            seeds = range(options["seed"], options["seed"] + options["runs"])
+            results.append(run_all(costs, conditions, seeds, progress.show))
+    finally:
+        progress.clear()
+    return results, conditions
+
+
+def _source(settings: Settings) -> tuple[str, ...]:
+    """Return the source of the predicted seconds, and their error, each as a line."""
+    from slurmrl.plan.estimates.hardware import hardware_of
+
+    hardware = hardware_of(settings.config.cluster)
+    assert hardware is not None, "the seconds are predicted"
+    return f"predicted by formulas and {hardware.source}", f"its error: {hardware.error}"

@@ -1,0 +1,208 @@
+"""How long jobs wait in the queue: a distribution, or the jobs of a site's ``sacct``."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final, Protocol
+
+from slurmrl.config.schema.cluster import time_limit_s
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
+
+FEWEST: Final = 10
+"""Similar jobs of a trace that are enough to use only these."""
+SIMILAR: Final = 2.0
+"""A similar job has at most this many times the hosts and the time limit, and at least its inverse.
+"""
+COLUMNS: Final = ("Submit", "Start")
+"""The columns that a trace must have."""
+COMMAND: Final = "sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit"
+_UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds of ``90s``, ``30m``, ``2h`` or ``1d``. Raises UsageError."""
+    unit = _UNITS.get(text[-1:].lower())
+    try:
+        number = float(text[:-1]) if unit else math.nan
+    except ValueError:
+        number = math.nan
+    if unit is None or not (math.isfinite(number) and number >= 0):
+        raise UsageError(f"'{text}' is not a duration: write a number with s, m, h or d, as 30m")
+    return number * unit
+
+
+class Waits(Protocol):
+    """Source of the seconds that jobs wait in the queue."""
+
+    def draw(self, rng: random.Random) -> float:
+        """Return the wait of one job."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """The source, for people."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedWait:
+    """Every job waits equally long."""
+
+    seconds: float
+
+    def draw(self, rng: random.Random) -> float:
+        return self.seconds
+
+    @property
+    def words(self) -> str:
+        return f"always {self.seconds:g} s" if self.seconds else "none"
+
+
+@dataclass(frozen=True)
+class ExponentialWait:
+    """Waits with an exponential distribution."""
+
+    mean: float
+
+    def draw(self, rng: random.Random) -> float:
+        return -math.log1p(-rng.random()) * self.mean
+
+    @property
+    def words(self) -> str:
+        return f"exponential with a mean of {self.mean:g} s"
+
+
+@dataclass(frozen=True)
+class TracedWait:
+    """Each job waits as long as a random job of a trace."""
+
+    seconds: tuple[float, ...]
+    words: str
+
+    def draw(self, rng: random.Random) -> float:
+        return rng.choice(self.seconds)
+
+
+def given_waits(text: str) -> Waits:
+    """Parse ``30m`` (the mean of an exponential distribution) or ``fixed:30m``.
+
+    Raises UsageError.
+    """
+    kind, colon, value = text.rpartition(":")
+    if not colon:
+        mean = duration_s(value)
+        return ExponentialWait(mean) if mean else FixedWait(0.0)
+    if kind != "fixed":
+        raise UsageError(f"'{text}' is no queue wait: write a mean (30m), or fixed:30m")
+    return FixedWait(duration_s(value))
+
+
+@dataclass(frozen=True)
+class TracedJob:
+    """One job of a trace; a column that the trace lacks is None."""
+
+    wait_s: float
+    hosts: int | None
+    limit_s: float | None
+
+
+@dataclass(frozen=True)
+class QueueTrace:
+    """The jobs in the output of ``sacct``."""
+
+    name: str
+    jobs: tuple[TracedJob, ...]
+
+    @staticmethod
+    def read(path: Path) -> QueueTrace:
+        """Read the output of `COMMAND`. Raises UsageError that names a wrong line."""
+        try:
+            lines = inputs.read(path).decode().splitlines()
+        except UnicodeDecodeError:
+            raise UsageError(f"{path}: is not a text file") from None
+        header = lines[0].split("|") if lines else []
+        if missing := [name for name in COLUMNS if name not in header]:
+            raise UsageError(
+                f"{path}:1: has no column {' and no column '.join(missing)}: "
+                f"write the file with '{COMMAND}'"
+            )
+        jobs = tuple(_jobs(path, header, lines[1:]))
+        if not jobs:
+            raise UsageError(f"{path}: no job in it has started")
+        return QueueTrace(str(path), jobs)
+
+    def waits(self, hosts: int, limit_s: float) -> TracedWait:
+        """Return the waits of jobs of similar size and time limit; of all jobs if these are few."""
+        near = [job for job in self.jobs if _similar(job, hosts, limit_s)]
+        used = near if len(near) >= FEWEST else self.jobs
+        kind = "similar" if used is near and len(near) < len(self.jobs) else "all"
+        mean = sum(job.wait_s for job in used) / len(used)
+        words = f"{self.name}: {kind} {len(used)} of {len(self.jobs)} jobs, mean {mean:.0f} s"
+        return TracedWait(tuple(job.wait_s for job in used), words)
+
+
+def _similar(job: TracedJob, hosts: int, limit_s: float) -> bool:
+    pairs = ((job.hosts, hosts), (job.limit_s, limit_s))
+    return all(
+        theirs is None
+        or theirs == ours
+        or (theirs > 0 and ours > 0 and 1 / SIMILAR <= theirs / ours <= SIMILAR)
+        for theirs, ours in pairs
+    )
+
+
+def _jobs(path: Path, header: Sequence[str], lines: Sequence[str]) -> Iterator[TracedJob]:
+    for number, line in enumerate(lines, 2):
+        if not line.strip():
+            continue
+        cells = line.split("|")
+        if len(cells) != len(header):
+            raise UsageError(f"{path}:{number}: has {len(cells)} columns, the header {len(header)}")
+        row = dict(zip(header, cells, strict=True))
+        if "." in row.get("JobID", ""):
+            continue  # a step of a job
+        where = f"{path}:{number}"
+        start = _time(row["Start"], where, "Start")
+        queued = _time(row["Submit"], where, "Submit")
+        if start is None or queued is None:
+            continue  # it has not started
+        eligible = _time(row.get("Eligible", ""), where, "Eligible")
+        since = queued if eligible is None else max(queued, eligible)
+        yield TracedJob(
+            max((start - since).total_seconds(), 0.0),
+            _hosts(row, where),
+            _limit(row.get("Timelimit", ""), where),
+        )
+
+
+def _time(text: str, where: str, column: str) -> datetime | None:
+    """Return None for a time that Slurm does not know."""
+    if text.strip() in ("", "Unknown", "None", "N/A"):
+        return None
+    try:
+        return datetime.fromisoformat(text.strip())
+    except ValueError as error:
+        raise UsageError(f"{where}: {column} '{text}' is no time: {error}") from None
+
+
+def _hosts(row: Mapping[str, str], where: str) -> int | None:
+    text = (row.get("NNodes") or row.get("AllocNodes") or "").strip()
+    if text and not text.isdecimal():
+        raise UsageError(f"{where}: NNodes '{text}' is no number of hosts")
+    return int(text) if text else None
+
+
+def _limit(text: str, where: str) -> float | None:
+    text = text.strip()
+    if text in ("", "Partition_Limit"):
+        return None
+    try:
+        return time_limit_s(text)
+    except ValueError:
+        raise UsageError(f"{where}: Timelimit '{text}' is no time limit") from None

@@ -1,0 +1,132 @@
+"""One rollout task on a simulated clock: the groups that it works on, and its weights."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from slurmrl.data.ledger import StoredGroup
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.workers.master.task_attempts import RolloutAttempt, TaskEvents
+from slurmrl.workers.rollout_messages import Abort, Confirm, GenerateItems, Leave, RolloutRequest
+
+
+class SimulatedAttempt(RolloutAttempt):
+    """An attempt whose requests stay in memory."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.requests: list[RolloutRequest] = []
+
+    def post(self, *requests: RolloutRequest) -> None:
+        self.requests += requests
+
+
+class SilentEvents(TaskEvents):
+    """Reports nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+
+@dataclass
+class SimulatedTask:
+    """A task slot and its present job."""
+
+    number: int
+    attempt: int = -1
+    serves: bool = False
+    """Whether its workers have joined."""
+    runs: bool = False
+    """Whether its job runs."""
+    leaving: bool = False
+    since: float = 0.0
+    """When its job started."""
+    versions: list[str] = field(default_factory=list)
+    """The weights that it has held, the newest last."""
+    tokens: float = 0.0
+    """Tokens that each group has got since the attempt began, at the time `at`."""
+    at: float = 0.0
+    items: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """Lease of each unfinished group, and the number of versions held when it began."""
+    ends: list[tuple[float, int, int, str]] = field(default_factory=list)
+    """Heap of (tokens at its end, order, item, lease)."""
+    plan: int = 0
+    """Number of the newest event of an end; older ones are void."""
+
+    @property
+    def name(self) -> str:
+        return f"{ROLLOUTS}.{self.number}.{self.attempt}"
+
+    def begin(self, now: float) -> None:
+        """A new job starts."""
+        self.attempt += 1
+        self.runs, self.serves, self.leaving, self.since = True, False, False, now
+        self.versions, self.items, self.ends = [], {}, []
+        self.tokens, self.at = 0.0, now
+
+    def end(self) -> None:
+        """The job ends; unfinished groups are lost."""
+        self.runs = self.serves = False
+        self.items, self.ends = {}, []
+
+    def move(self, now: float, token_s: float) -> None:
+        """Bring the tokens up to now; since the last time, a token of each took ``token_s``."""
+        if self.items:
+            self.tokens += (now - self.at) / token_s
+        self.at = now
+
+    def first_end(self) -> float | None:
+        """Return the tokens that each group gets until the first one ends; None without groups."""
+        while self.ends and self.items.get(self.ends[0][2], ("",))[0] != self.ends[0][3]:
+            heapq.heappop(self.ends)  # it was aborted
+        return max(self.ends[0][0] - self.tokens, 0.0) if self.ends else None
+
+    def finish(self, *, interruptible: bool) -> StoredGroup:
+        """Finish the first group, and return its sample."""
+        end, _, item, lease = heapq.heappop(self.ends)
+        self.tokens = max(self.tokens, end)
+        _, first = self.items.pop(item)
+        versions = self.versions[first:] if interruptible else self.versions[first : first + 1]
+        return StoredGroup(
+            item=item,
+            task=self.name,
+            lease=lease,
+            file="0",
+            offset=0,
+            length=0,
+            checksum="",
+            versions=tuple(versions),
+        )
+
+    def execute(
+        self, request: RolloutRequest, length: Callable[[], float], order: Iterator[int]
+    ) -> None:
+        """Take a request of the master; ``length`` gives the tokens of a new group."""
+        match request:
+            case Confirm():
+                held = {(one.lease, each.item) for one in request.leases for each in one.items}
+                self.items = {
+                    item: work for item, work in self.items.items() if (work[0], item) in held
+                }
+                for one in request.leases:
+                    self._add(one, length, order)
+            case GenerateItems():
+                self._add(request, length, order)
+            case Abort():
+                for item in request.items:
+                    if self.items.get(item, ("",))[0] == request.lease:
+                        del self.items[item]
+            case Leave():
+                raise AssertionError("no task is surplus")
+
+    def _add(
+        self, request: GenerateItems, length: Callable[[], float], order: Iterator[int]
+    ) -> None:
+        for one in request.items:
+            if one.item in self.items or self.leaving:
+                continue
+            self.items[one.item] = request.lease, len(self.versions) - 1
+            end = self.tokens + length()
+            heapq.heappush(self.ends, (end, next(order), one.item, request.lease))

@@ -1,0 +1,469 @@
+"""Rollout tasks on a simulated clock: their jobs, their groups, and the master's leases.
+
+The ledger and the leases are the master's own (`data.leases`, `workers.master.task_leases`). A task
+works on all of its groups at once; the more it has, the longer a token of each takes.
+
+In large trials one simulated task stands for several, and one item for several groups.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from slurmrl.backoff import Backoff
+from slurmrl.config.schema.cluster import time_limit_s
+from slurmrl.data.leases import Admission, SampleLedger
+from slurmrl.data.ledger import LedgerRecord, StoredGroup
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.run.history.slots import Record
+from slurmrl.run.history.state import Lineage
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import Identity
+from slurmrl.simulate.queue_waits import Waits
+from slurmrl.simulate.simulated_task import SilentEvents, SimulatedAttempt, SimulatedTask
+from slurmrl.simulate.trial_costs import Disturbances, TaskCosts
+from slurmrl.tensors.weights.format import VersionId
+from slurmrl.workers.master.task_attempts import AttemptRecord, RolloutAttempt
+from slurmrl.workers.master.task_leases import SampleCounts, TaskLeases
+from slurmrl.workers.polling import BEAT, LOOK
+
+DAY_S: Final = 86400.0
+LAST_S: Final = 10.0
+"""Seconds before its time limit when a task gives its unfinished groups back."""
+PREEMPTED_S: Final = 20.0
+"""Seconds for which a preempted task goes on."""
+TURN_S: Final = 0.1
+"""Seconds until the master's next turn."""
+MOST_ITEMS: Final = 1024
+"""Items of a step; with larger batches, an item stands for several groups."""
+
+
+class TaskPool:
+    """All rollout tasks of a trial, and the ledger of the newest master."""
+
+    def __init__(
+        self,
+        costs: TaskCosts,
+        batch_size: int,
+        disturbances: Disturbances,
+        waits: Waits,
+        *,
+        lease_ttl_s: float,
+        look_s: float,
+        seed: str,
+    ) -> None:
+        """``look_s``: seconds between two reads of results by the master."""
+        self.costs = costs
+        self.gpu_s = 0.0
+        """GPU seconds of the jobs that have ended."""
+        self.operations = 0
+        """File operations of the simulated tasks' requests, results and weights."""
+        self._batch_size = min(batch_size, MOST_ITEMS)
+        self._groups = batch_size / self._batch_size
+        """Groups for which an item stands."""
+        simulated = max(1, round(costs.count / self._groups))
+        self._stands_for = costs.count / simulated
+        """Tasks for which a simulated task stands."""
+        self._disturbances = disturbances
+        self._waits = waits
+        self._ttl_s, self._look_s = lease_ttl_s, look_s
+        self._rng = random.Random(f"{seed} tasks")
+        self._lengths = random.Random(f"{seed} lengths")
+        self._now = 0.0
+        self._events: list[tuple[float, int, str, int, int]] = []
+        """Heap of (time, order, kind, task, attempt or number)."""
+        self._order = itertools.count()
+        self._tasks = [SimulatedTask(number) for number in range(simulated)]
+        self._held: set[int] = set(range(simulated))
+        """Slots whose job waits for the trainers."""
+        self._master = False
+        self._enough = False
+        self._next_look = math.inf
+        self._read_at = 0.0
+        """When the master reads results next."""
+        self._incarnation = 0
+        self._living: dict[str, RolloutAttempt] = {}
+        self._results: list[tuple[str, str, StoredGroup]] = []
+        """Attempt, lease and sample of each group that no master has read yet."""
+        self._read: list[tuple[str, StoredGroup]] = []
+        """The results that were read since the last commit."""
+        self._snapshot = 0
+        """Number of these that the checkpoint being written holds."""
+        self._versions: list[tuple[str, float]] = []
+        """The newest weight versions, and when each can be read."""
+        self._orphaned_at = math.inf
+        self.ledger = SampleLedger(1, Lineage({1: None}))
+        self._leases = self._make_leases(Lineage({1: None}))
+        self.limit_s = math.inf if costs.slurm.time is None else time_limit_s(costs.slurm.time)
+
+    def _make_leases(self, lineage: Lineage) -> TaskLeases:
+        tasks = self.costs.settings
+        most = tasks.max_in_flight
+        self._admission = Admission(
+            max_staleness=tasks.max_staleness,
+            batch_size=self._batch_size,
+            max_leased=None if most is None else max(1, round(most / self._groups)),
+        )
+        leases = TaskLeases(
+            self.ledger,
+            lineage,
+            self._admission,
+            self._living,
+            SampleCounts(self.ledger),
+            SilentEvents(),
+            clock=lambda: self._now,
+        )
+        leases.rows = _rows
+        return leases
+
+    # -- the trainers ------------------------------------------------------------------------
+
+    def job_started(self, now: float) -> None:
+        """The trainers' job runs: tasks in it start, and queued ones may."""
+        self.advance(now)
+        self._orphaned_at = math.inf
+        for number in sorted(self._held):
+            wait_s = 0.0 if self.costs.inside else self._waits.draw(self._rng)
+            self._push(now + wait_s, "begin", number, 0)
+        self._held.clear()
+
+    def job_ended(self, now: float) -> None:
+        """The trainers' job has ended."""
+        self.advance(now)
+        self.master_ended()
+        if not self.costs.inside:
+            self._orphaned_at = now + self.costs.settings.orphan_s
+            self._push(self._orphaned_at, "orphans", 0, 0)
+            return
+        for task in self._tasks:
+            if task.runs:
+                self._end(task, requeue=False)
+                self._held.add(task.number)
+
+    def master_started(
+        self,
+        now: float,
+        incarnation: int,
+        step: int,
+        records: Iterable[Record],
+        record: LedgerRecord | None,
+    ) -> None:
+        """A master begins with the ledger of the last commit, and reads all results again."""
+        self.advance(now)
+        lineage = Lineage.of(records)
+        self._incarnation = incarnation
+        self.ledger = SampleLedger(incarnation, lineage, record)
+        self._living = {}
+        for task in self._tasks:
+            if task.serves:
+                self._join(task)
+        for lease, sample in self._read:
+            self.ledger.finish(lease, sample)
+        self._master = True
+        self._take_results()
+        for holder in self.ledger.holders:
+            if holder not in self._living:
+                self.ledger.lose(holder)
+        self._leases = self._make_leases(lineage)
+        self._leases.step = step
+        self._enough = False
+        self._wake()
+
+    def master_ended(self) -> None:
+        self._master = False
+        self._next_look = math.inf
+
+    def published(self, now: float, step: int) -> None:
+        """The trainers publish the weights after a step."""
+        self.advance(now)
+        version, at = VersionId(step, self._incarnation).name, now + self.costs.publish_s
+        self._versions = [*self._versions[-1:], (version, at)]
+        for task in self._tasks:
+            if task.serves:
+                self._push(at + self.costs.load_s, "holds", task.number, task.attempt)
+
+    @property
+    def publishing_until(self) -> float:
+        """When the newest weight version can be read."""
+        return self._versions[-1][1] if self._versions else 0.0
+
+    def step_done(self, now: float, step: int) -> None:
+        """A step was trained."""
+        self.advance(now)
+        self._leases.step = step
+        self._wake()
+
+    def take(self, now: float, step: int) -> Sequence[StoredGroup]:
+        """Take the groups of a step; none if there are too few."""
+        self.advance(now)
+        return self.ledger.take_finished(self._batch_size, step, self._admission.max_staleness)
+
+    def record(self) -> LedgerRecord:
+        """Return the ledger for a checkpoint."""
+        self._snapshot = len(self._read)
+        return self.ledger.record()
+
+    def committed(self) -> None:
+        """The last `record` is committed."""
+        del self._read[: self._snapshot]
+        self._snapshot = 0
+
+    @property
+    def next_event(self) -> float:
+        """When something happens next; infinite if nothing will."""
+        events = self._events[0][0] if self._events else math.inf
+        return min(events, self._next_look)
+
+    @property
+    def all_operations(self) -> float:
+        """File operations of all tasks' requests, results and weights."""
+        return self.operations * self._stands_for
+
+    @property
+    def serving(self) -> int:
+        """Number of tasks that have joined."""
+        return round(sum(task.serves for task in self._tasks) * self._stands_for)
+
+    def finish(self, now: float) -> None:
+        """The trial has ended, and its tasks with it."""
+        self.advance(now)
+        self.master_ended()
+        for task in self._tasks:
+            if task.runs:
+                self._end(task, requeue=False)
+
+    # -- the clock ---------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Let everything happen until a time."""
+        while (at := self.next_event) <= now:
+            self._now = at
+            if self._next_look <= at:
+                self._look()
+                continue
+            _, _, kind, number, key = heapq.heappop(self._events)
+            self._happen(kind, self._tasks[number], key)
+        self._now = max(now, self._now)
+
+    def _push(self, at: float, kind: str, number: int, key: int) -> None:
+        if at < math.inf:
+            heapq.heappush(self._events, (at, next(self._order), kind, number, key))
+
+    def _happen(self, kind: str, task: SimulatedTask, key: int) -> None:
+        if kind == "begin":
+            self._begin(task)
+        elif kind == "orphans":
+            self._leave_orphans()
+        elif kind == "lost":
+            self._lose(f"{ROLLOUTS}.{task.number}.{key}")
+        elif kind == "group":
+            if key == task.plan and task.serves:
+                self._finish_group(task)
+        elif key == task.attempt and task.runs:
+            self._happen_in_job(kind, task)
+
+    def _happen_in_job(self, kind: str, task: SimulatedTask) -> None:
+        if kind == "joined":
+            task.serves = True
+            if (version := self._readable()) is not None:
+                task.versions = [version]
+            if self.publishing_until > self._now:
+                at = self.publishing_until + self.costs.load_s
+                self._push(at, "holds", task.number, task.attempt)
+            self._join(task)
+            self._wake()
+        elif kind == "holds":
+            self._hold(task)
+        elif kind == "warned":
+            self._warn(task)
+        elif kind == "preempted":
+            self._warn(task)
+            self._push(self._now + PREEMPTED_S, "retired", task.number, task.attempt)
+        elif kind == "retired":
+            self._retire(task)
+        elif kind == "failed":
+            self._push(self._now + self._ttl_s, "lost", task.number, task.attempt)
+            self._end(task, lost=True)
+
+    # -- one task ----------------------------------------------------------------------------
+
+    def _begin(self, task: SimulatedTask) -> None:
+        if self._orphaned_at <= self._now or self._orphaned_at < math.inf:
+            self._held.add(task.number)  # queued tasks do not start without trainers
+            return
+        task.begin(self._now)
+        place = task.number, task.attempt
+        self._push(self._now + self.costs.start_s, "joined", *place)
+        each = self._disturbances
+        self._push(self._now + self._after(each.failures), "failed", *place)
+        if self.costs.inside:
+            return
+        self._push(self._now + self._after(each.preemptions), "preempted", *place)
+        lead_s = self.costs.slurm.signal_lead_s
+        self._push(self._now + self.limit_s - lead_s, "warned", *place)
+        self._push(self._now + max(self.limit_s - LAST_S, 0.0), "retired", *place)
+
+    def _after(self, rate: float) -> float:
+        """Seconds to the next event of a rate per day."""
+        share = -math.log1p(-self._rng.random())
+        return share / rate * DAY_S if rate else math.inf
+
+    def _join(self, task: SimulatedTask) -> None:
+        agent = Identity(
+            group=ROLLOUTS,
+            task=task.number,
+            attempt=task.attempt,
+            host=f"host{task.number}",
+            job="",
+            job_id=str(task.number),
+        )
+        version = task.versions[-1] if task.versions else None
+        record = AttemptRecord(name=task.name, agent=agent, version=version)
+        attempt = SimulatedAttempt(
+            _NOWHERE, self._incarnation, record, Backoff(1.0, 1.0), self._now, self._now
+        )
+        attempt.is_read, attempt.leaving = True, task.leaving
+        self._living[task.name] = attempt
+
+    def _hold(self, task: SimulatedTask) -> None:
+        version = self._readable()
+        if not task.serves or version is None or task.versions[-1:] == [version]:
+            return
+        task.versions.append(version)
+        self.operations += LOOK
+        if (attempt := self._living.get(task.name)) is not None:
+            attempt.record = replace(attempt.record, version=version)
+            self._leases.note(attempt, version)
+            self._wake()
+
+    def _readable(self) -> str | None:
+        """Return the newest weight version that can be read."""
+        return next((name for name, at in reversed(self._versions) if at <= self._now), None)
+
+    def _warn(self, task: SimulatedTask) -> None:
+        task.leaving = True
+        if (attempt := self._living.get(task.name)) is not None:
+            attempt.leaving = True
+        if not task.items:
+            self._retire(task)
+
+    def _retire(self, task: SimulatedTask) -> None:
+        """Give the unfinished groups back, and exit."""
+        for item, (lease, _) in list(task.items.items()):
+            self.ledger.return_items(lease, [item])
+        self._end(task)
+        self._wake()
+
+    def _end(self, task: SimulatedTask, *, requeue: bool = True, lost: bool = False) -> None:
+        """The job of a task ends; ``lost`` if the master does not know it yet."""
+        self.gpu_s += (self._now - task.since) * self.costs.gpus * self._stands_for
+        task.end()
+        if not lost:
+            self._lose(task.name)
+        if requeue:
+            wait_s = 0.0 if self.costs.inside else self._waits.draw(self._rng)
+            self._push(self._now + wait_s + (self._ttl_s if lost else 0.0), "begin", task.number, 0)
+
+    def _lose(self, name: str) -> None:
+        """The master queues the items of an attempt again that are not finished."""
+        self._take_results()
+        if self._living.pop(name, None) is not None:
+            self.ledger.lose(name)
+            self._wake()
+
+    def _leave_orphans(self) -> None:
+        if self._now < self._orphaned_at:
+            return
+        for task in self._tasks:
+            if task.runs:
+                self._end(task, requeue=False)
+                self._held.add(task.number)
+
+    # -- groups ------------------------------------------------------------------------------
+
+    def _token_s(self, task: SimulatedTask) -> float:
+        """Seconds of a token of each group of a task."""
+        return self.costs.token_s(len(task.items) * self._groups / self._stands_for)
+
+    def _plan(self, task: SimulatedTask) -> None:
+        """Plan the end of the next group."""
+        if (left := task.first_end()) is not None:
+            task.plan += 1
+            at = self._now + left * self._token_s(task)
+            self._push(at, "group", task.number, task.plan)
+
+    def _finish_group(self, task: SimulatedTask) -> None:
+        task.move(self._now, self._token_s(task))
+        sample = task.finish(interruptible=self.costs.settings.interruptible)
+        self._results.append((task.name, sample.lease, sample))
+        self._plan(task)
+        if task.leaving and not task.items:
+            self._retire(task)
+        if self._master:
+            self._next_look = min(self._next_look, max(self._read_at, self._now + TURN_S))
+
+    def _execute(self, task: SimulatedTask, attempt: SimulatedAttempt) -> None:
+        """A task reads its requests."""
+        if not attempt.requests:
+            return
+        requests, attempt.requests = attempt.requests, []
+        self.operations += BEAT + LOOK
+        task.move(self._now, self._token_s(task))
+        for request in requests:
+            task.execute(request, self._length, self._order)
+        self._plan(task)
+
+    def _length(self) -> float:
+        return self.costs.longest.draw(self._lengths)
+
+    # -- the master --------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """The master grants and takes back leases at its next turn."""
+        if self._master:
+            self._next_look = min(self._next_look, self._now + TURN_S)
+
+    def _take_results(self) -> None:
+        if not self._master:
+            return
+        self.operations += BEAT * len({name for name, _, _ in self._results})
+        for _, lease, sample in self._results:
+            self.ledger.finish(lease, sample)
+            self._read.append((lease, sample))
+        self._results = []
+
+    def _look(self) -> None:
+        self._next_look = math.inf
+        if self._now >= self._read_at:
+            self._take_results()
+            self._read_at = self._now + self._look_s
+        elif self._results:
+            self._next_look = self._read_at
+        self._leases.take_back()
+        self._leases.confirm()
+        self._enough = self._enough or self.serving >= self.costs.settings.min
+        if self._enough:
+            self._leases.grant()
+        for task in self._tasks:
+            attempt = self._living.get(task.name) if task.serves else None
+            if isinstance(attempt, SimulatedAttempt):
+                self._execute(task, attempt)
+
+
+def _rows(items: Iterable[int]) -> Sequence[tuple[int, int]]:
+    return list(_places(items))
+
+
+def _places(items: Iterable[int]) -> Iterator[tuple[int, int]]:
+    return ((0, item) for item in items)
+
+
+_NOWHERE: Final = RunPaths(Path("/nonexistent/user/experiment/trial"))
+"""Nothing is read or written there."""

@@ -1,0 +1,369 @@
+"""Seconds and sizes of a trial's parts: from the cost model, measured, or assumed."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.cluster import Slurm, time_limit_s
+from slurmrl.config.schema.config import Checkpoint
+from slurmrl.config.schema.evaluation import Evaluation
+from slurmrl.config.schema.rollout import Publish, Tasks
+from slurmrl.errors import UsageError
+from slurmrl.plan.dataflow import Method
+from slurmrl.plan.estimates.call_costs import Generating, MeanTokens, generating, memories
+from slurmrl.plan.estimates.decoding import LengthDistribution, generation, token_seconds
+from slurmrl.plan.estimates.hardware import hardware_of
+from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
+from slurmrl.plan.estimates.worker_memory import version_size
+from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.plan.placement import ROLLOUTS, slurm_of
+from slurmrl.plan.settings import Settings
+
+START_S: Final = 60.0
+"""Seconds from the start of a job to the load of the models: imports, process groups, data."""
+RESTART_S: Final = 15.0
+"""The same for an incarnation in a job that runs already."""
+WRITE_RATE: Final = 10e9
+"""Bytes per second of the shared directory."""
+POINTS: Final = 256
+"""Lengths at which the mean of the longest completion is evaluated."""
+
+
+@dataclass(frozen=True)
+class LongestCompletion:
+    """The longest completion of ``sequences`` with this distribution of lengths."""
+
+    lengths: LengthDistribution
+    sequences: float
+
+    @cached_property
+    def mean(self) -> float:
+        """Mean of its length."""
+        width = self.lengths.most / POINTS
+        shorter = (1 - self.lengths.longer((point + 0.5) * width) for point in range(POINTS))
+        return sum(1 - math.pow(share, self.sequences) for share in shorter) * width
+
+    def draw(self, rng: random.Random) -> float:
+        """Return the length of a random one."""
+        return self.lengths.exceeded_by(1 - math.pow(rng.random(), 1 / self.sequences))
+
+
+@dataclass(frozen=True)
+class TaskCosts:
+    """The rollout tasks, and the speed of one."""
+
+    count: int
+    gpus: int
+    """GPUs of a task."""
+    settings: Tasks
+    publish: Publish
+    slurm: Slurm
+    inside: bool
+    """Whether the tasks run in the trainers' job."""
+    longest: LongestCompletion
+    """The longest completion of a group."""
+    token_s: Callable[[float], float]
+    """Seconds in which each of a number of groups gets one more token."""
+    start_s: float
+    publish_s: float
+    """Seconds from the end of a step until its weights can be read."""
+    load_s: float
+    """Seconds in which a task reads them."""
+
+    def groups_per_s(self, groups: float) -> float:
+        """Return the groups per second of a task that works on a number of groups."""
+        return groups / (self.token_s(groups) * self.longest.mean)
+
+
+@dataclass(frozen=True)
+class TrialCosts:
+    """The parts of a trial."""
+
+    steps: int
+    batch_size: int
+    hosts: int
+    """Hosts that the trainers need."""
+    spares: int
+    gpus: int
+    """GPUs of the trainers' job."""
+    step_s: float
+    """Mean seconds of a step of the trainers."""
+    decoding_s: float
+    """The part of these that follows the longest completion."""
+    longest: LongestCompletion | None
+    """The longest completion of a step that the trainers generate."""
+    start_s: float
+    restart_s: float
+    stall_s: float
+    """Seconds for which training waits while the ranks copy a checkpoint."""
+    write_s: float
+    """Seconds in which a checkpoint is written."""
+    evaluation_s: float
+    checkpoint: Checkpoint
+    evaluation: Evaluation | None
+    slurm: Slurm
+    config: Config
+    tasks: TaskCosts | None = None
+    predicted: StepSeconds | None = None
+    """The cost model's seconds; None if the seconds are given."""
+    assumed: tuple[str, ...] = ()
+    """Numbers that are neither given nor predicted."""
+
+    @property
+    def time_limit_s(self) -> float:
+        """Time limit of one job; infinite without one."""
+        text = self.slurm.time
+        return math.inf if text is None else time_limit_s(text)
+
+
+@dataclass(frozen=True)
+class GivenSeconds:
+    """Seconds that the user has measured; None: predicted or assumed."""
+
+    step: float | None = None
+    start: float | None = None
+    restart: float | None = None
+    commit: float | None = None
+    evaluation: float | None = None
+    groups_per_hour: float | None = None
+    """Groups that a rollout task makes in an hour."""
+    write_rate: float = WRITE_RATE
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A trial of another size; None: as configured."""
+
+    steps: int | None = None
+    hosts: int | None = None
+    """Hosts of the trainers. Each does the work of a host of the configuration, so batch and tasks
+    grow with them."""
+    tasks: int | None = None
+
+
+def trial_costs(
+    settings: Settings,
+    plan: Plan,
+    checkpoint_bytes: int,
+    given: GivenSeconds,
+    scale: Scale,
+    mean: MeanTokens | None,
+) -> TrialCosts:
+    """Return the costs of a trial. Raises UsageError that names a number that must be given."""
+    config, trainers = settings.config, plan.trainers
+    steps = config.total_steps if scale.steps is None else scale.steps
+    if steps is None:
+        raise UsageError("the number of steps is unknown: set total_steps, or give --steps")
+    if plan.filtered and config.rollout.tasks is not None:
+        raise UsageError(
+            "a trial with a filter and rollout tasks cannot be simulated: the share of dropped "
+            "groups is unknown"
+        )
+    predicted = predict_step(settings, mean) if given.step is None else None
+    if given.step is None and predicted is None:
+        raise UsageError(
+            "the seconds of a step cannot be predicted, because the GPU, the architecture, the "
+            "servers or the lengths are unknown: give --step-seconds"
+        )
+    notes: list[str] = []
+    factor = 1.0 if scale.hosts is None else scale.hosts / trainers.hosts
+    loading_s = checkpoint_bytes / given.write_rate
+    rate = f"{given.write_rate / 1e9:g} GB/s of the shared directory"
+    tasks = _tasks(settings, plan, given, scale, mean, factor, notes)
+    step_s = given.step if given.step is not None else _of_trainers(predicted, tasks)
+    decoding_s, longest = (0.0, None) if predicted is None else _decoding(settings, mean, predicted)
+    stall_s = write_s = given.commit
+    if write_s is None:
+        write_s = loading_s
+        stall_s = _copy_s(settings) if config.checkpoint.asynchronous else write_s
+        notes.append(f"commit: {write_s:.3g} s, with {rate} (--write-rate)")
+    assert stall_s is not None
+    start_s = START_S + loading_s if given.start is None else given.start
+    restart_s = RESTART_S + loading_s if given.restart is None else given.restart
+    if given.start is None:
+        notes.append(f"start of a job: {start_s:.3g} s (--start-seconds)")
+    if given.restart is None:
+        notes.append(f"restart within a job: {restart_s:.3g} s (--restart-seconds)")
+    return TrialCosts(
+        steps=steps,
+        batch_size=round(settings.algorithm.batch_size * factor),
+        hosts=round(trainers.hosts * factor),
+        spares=trainers.spares,
+        gpus=round(_gpus(trainers) * factor) + trainers.spares * _gpus_of_host(trainers),
+        step_s=step_s,
+        decoding_s=decoding_s,
+        longest=longest,
+        start_s=start_s,
+        restart_s=restart_s,
+        stall_s=stall_s if config.checkpoint.asynchronous and given.commit is None else write_s,
+        write_s=write_s,
+        evaluation_s=_evaluation_s(settings, given, mean, notes),
+        checkpoint=config.checkpoint,
+        evaluation=config.evaluation if config.trainers_evaluate else None,
+        slurm=config.cluster.slurm,
+        config=config,
+        tasks=tasks,
+        predicted=predicted,
+        assumed=tuple(notes),
+    )
+
+
+def _of_trainers(predicted: StepSeconds | None, tasks: TaskCosts | None) -> float:
+    assert predicted is not None
+    return predicted.total if tasks is None else predicted.of_trainers
+
+
+def _gpus_of_host(group: GroupPlan) -> int:
+    return group.slots_per_host * group.gpus_per_worker
+
+
+def _gpus(group: GroupPlan) -> int:
+    return group.hosts * _gpus_of_host(group)
+
+
+def _decoding(
+    settings: Settings, mean: MeanTokens | None, predicted: StepSeconds
+) -> tuple[float, LongestCompletion | None]:
+    """Return the seconds of the trainers that follow the longest completion, and that."""
+    seconds = sum(
+        parts.get("decode", 0.0)
+        for name, parts in predicted.calls.items()
+        if name not in predicted.asynchronous
+    )
+    found = _generating(settings, mean)
+    if not seconds or found is None:
+        return 0.0, None
+    copies = found.job.allocation.sizes["dp"]
+    longest = LongestCompletion(found.job.lengths, max(found.job.sequences * copies, 1.0))
+    return seconds * (1 + predicted.rest), longest
+
+
+def _generating(settings: Settings, mean: MeanTokens | None) -> Generating | None:
+    calls = settings.algorithm.calls(settings.config)
+    if all(call.method is not Method.GENERATE for call in calls):
+        return None
+    return generating(settings, ROLLOUTS, mean) or generating(settings, "actor", mean)
+
+
+def _copy_s(settings: Settings) -> float:
+    """Seconds to copy the trained models' states to host memory."""
+    hardware = hardware_of(settings.config.cluster)
+    most = max((memory.standing for memory in memories(settings).values()), default=0)
+    return 0.0 if hardware is None else most / hardware.efficiency.host_link
+
+
+def _evaluation_s(
+    settings: Settings, given: GivenSeconds, mean: MeanTokens | None, notes: list[str]
+) -> float:
+    """Seconds of one evaluation by the trainers."""
+    config = settings.config
+    if given.evaluation is not None or not config.trainers_evaluate:
+        return given.evaluation or 0.0
+    name = ROLLOUTS if config.rollout_evaluates and config.rollout.backend else "actor"
+    found = generating(settings, name, mean)
+    parts = [one.evaluation for one in config.evaluations.values()]
+    if found is None or any(one is None or one.samples is None for one in parts):
+        raise UsageError("the seconds of an evaluation are unknown: give --evaluation-seconds")
+    total = 0.0
+    for one in parts:
+        assert one is not None
+        assert one.samples is not None
+        sequences = one.samples * one.n / found.job.allocation.sizes["dp"]
+        job = replace(found.job, sequences=sequences, group=one.n)
+        total += sum(generation(job, found.machine).values())
+    notes.append(f"evaluation: {total:.3g} s, generation only (--evaluation-seconds)")
+    return total
+
+
+def _tasks(
+    settings: Settings,
+    plan: Plan,
+    given: GivenSeconds,
+    scale: Scale,
+    mean: MeanTokens | None,
+    factor: float,
+    notes: list[str],
+) -> TaskCosts | None:
+    config = settings.config
+    if config.rollout.tasks is None:
+        return None
+    group = plan.group(ROLLOUTS)
+    found = generating(settings, ROLLOUTS, mean)
+    n = settings.algorithm.sequences_per_item(config)
+    if given.groups_per_hour is None and found is None:
+        raise UsageError(
+            "the speed of a rollout task cannot be predicted, because the GPU, the architecture or "
+            "the lengths are unknown: give --groups-per-hour"
+        )
+    lengths = LengthDistribution(1.0, 2) if found is None else found.job.lengths
+    longest = LongestCompletion(lengths, max(n, 1))
+    loading_s = version_size(config) / given.write_rate
+    inside = plan.trainers.tasks_per_host > 0
+    count = round(group.hosts * factor) if scale.tasks is None else scale.tasks
+    publish = config.rollout.publish
+    assert publish is not None, "every trial with tasks publishes"
+    notes.append(
+        f"start of a rollout task: {START_S + loading_s:.3g} s; weights: {loading_s:.3g} s to "
+        "write, as long to read"
+    )
+    return TaskCosts(
+        count=count,
+        gpus=group.workers_per_host * group.gpus_per_worker,
+        settings=config.rollout.tasks,
+        publish=publish,
+        slurm=slurm_of(config, ROLLOUTS),
+        inside=inside,
+        longest=longest,
+        token_s=_speed(given, found, longest, n),
+        start_s=START_S + loading_s,
+        publish_s=loading_s,
+        load_s=loading_s,
+    )
+
+
+def _speed(
+    given: GivenSeconds, found: Generating | None, longest: LongestCompletion, n: int
+) -> Callable[[float], float]:
+    """Return the function that gives the seconds of a token of each of a number of groups."""
+    if given.groups_per_hour is not None:
+        of_group = 3600 / given.groups_per_hour / longest.mean
+        return lambda groups: groups * of_group
+    assert found is not None, "the caller has checked"
+    job, machine = found.job, found.machine
+    active = n * job.lengths.mean / longest.mean
+    """Sequences of a group that are not finished, on average."""
+    most = max(job.cache_tokens / (job.prompt + job.lengths.mean), 1.0)
+    known: dict[int, float] = {}
+
+    def seconds(groups: float) -> float:
+        key = max(round(groups), 1)
+        if key not in known:
+            rows = max(key * active, 1.0)
+            held = min(rows, most)
+            context = job.prompt + job.lengths.mean / 2
+            known[key] = token_seconds(job, machine, held, context) * rows / held
+        return known[key]
+
+    return seconds
+
+
+@dataclass(frozen=True)
+class Disturbances:
+    """Rates of events that disturb a trial, each per day."""
+
+    failures: float = 0.0
+    """Losses of a host, per host."""
+    crashes: float = 0.0
+    """Ends of a process on a host that goes on, per host."""
+    preemptions: float = 0.0
+    """Preemptions, per job."""
+    grace_s: float = 30.0
+    """Seconds from the signal of a preemption to the kill."""
+    stragglers: float = 0.0
+    """Standard deviation of the logarithm of a host's seconds; a step waits for the slowest."""

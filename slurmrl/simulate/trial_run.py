@@ -1,0 +1,495 @@
+"""One trial on a simulated clock: its jobs, incarnations, steps, commits and failures.
+
+Real trials have the same rules: the judgment of endings (`workers.master.judgement`), the
+chain (`scheduler.chain`), the times of commits and evaluations (`config.schema.config.Frequency`),
+and the ledger of rollout tasks (`task_pool`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Final
+
+from slurmrl.config.schema.config import Frequency
+from slurmrl.data.ledger import LedgerRecord
+from slurmrl.errors import NameNotFoundError, ReportedError, UsageError
+from slurmrl.fsio import objects
+from slurmrl.name_resolve.store import NameStore
+from slurmrl.run import keys
+from slurmrl.run.history.slots import Kind, Record
+from slurmrl.run.reports import Cause, Failure, Report, Warned
+from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.chain import shortage
+from slurmrl.simulate.queue_waits import Waits
+from slurmrl.simulate.task_pool import DAY_S, TaskPool
+from slurmrl.simulate.trial_costs import Disturbances, TrialCosts
+from slurmrl.workers.master.judgement import TIME_LIMIT, judge
+from slurmrl.workers.polling import PollIntervals
+from slurmrl.workers.supervisor.rounds import LOOK_S, LOST_GRACE_S
+
+QUEUE: Final = "queue"
+START: Final = "start"
+TRAINING: Final = "training"
+WAITING: Final = "waiting for rollout tasks"
+EVALUATION: Final = "evaluation"
+COMMIT: Final = "commit"
+WEIGHTS: Final = "publication of weights"
+DETECTION: Final = "detection of failures"
+REPEATED: Final = "work lost and repeated"
+PARTS: Final = (TRAINING, EVALUATION, WAITING, WEIGHTS, COMMIT, START, DETECTION, REPEATED, QUEUE)
+"""The parts of a trial's time, in the order of the report."""
+
+
+KILLED: Final = "killed"
+"""Slurm ends the job, as no failure does."""
+
+
+class MemoryNames(NameStore):
+    """A name store without a directory."""
+
+    def __init__(self) -> None:
+        super().__init__(Path("/nonexistent"))
+        self._values: dict[str, str] = {}
+
+    def get(self, name: str) -> str:
+        if name not in self._values:
+            raise NameNotFoundError(f"no key {name!r}")
+        return self._values[name]
+
+    def find_subtree(self, root: str) -> list[str]:
+        return sorted(key for key in self._values if key.startswith(f"{root}/"))
+
+    def report(self, key: str, said: Report) -> None:
+        """Add a report, if there is none under the key."""
+        self._values.setdefault(key, json.dumps(objects.to_json(said)))
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything that a simulation assumes in addition to the costs."""
+
+    disturbances: Disturbances
+    waits: Waits
+    task_waits: Waits
+    time_limit_s: float
+    first_wait_s: float | None = None
+    """Wait of the first job, if it is known."""
+
+
+@dataclass(frozen=True)
+class TrialOutcome:
+    """How one simulated trial went."""
+
+    finished: bool
+    why: str
+    """Reason why it has ended before its last step; empty if it has finished."""
+    steps: int
+    """Committed steps."""
+    seconds: float
+    parts: Mapping[str, float]
+    """Seconds by part; they add up to all seconds."""
+    jobs: int
+    """Starts of the trainers' jobs."""
+    links: int
+    """Elements of the chain that were used."""
+    incarnations: int
+    gpu_s: float
+    operations_per_s: float
+    """File operations per second on the shared directory while jobs run, at most."""
+    events: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of lost hosts, crashes, preemptions, jobs killed at their limit, and dropped groups.
+    """
+
+    @property
+    def useful(self) -> float:
+        """Share of the time in jobs in which training made steps that count."""
+        held = self.seconds - self.parts.get(QUEUE, 0.0)
+        return self.parts.get(TRAINING, 0.0) / held if held > 0 else 0.0
+
+
+@dataclass
+class _Written:
+    """A checkpoint: the state of a step."""
+
+    step: int
+    ready_at: float
+    commits: Mapping[str, int]
+    evaluations: Mapping[str, int]
+    ledger: LedgerRecord | None
+
+
+class TrialRun:
+    """Call `run` once."""
+
+    def __init__(self, costs: TrialCosts, conditions: Conditions, seed: str) -> None:
+        self._costs, self._conditions = costs, conditions
+        self._config = costs.config
+        self._queue = random.Random(f"{seed} queue")
+        self._faults = random.Random(f"{seed} faults")
+        self._speeds = random.Random(f"{seed} speeds")
+        self._now = 0.0
+        self._parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._uncommitted: deque[tuple[int, dict[str, float]]] = deque()
+        """Seconds by part of each step after the last commit."""
+        self._of_step = dict.fromkeys(PARTS, 0.0)
+        """Seconds by part of the step that runs."""
+        self._events: Counter[str] = Counter()
+        self._records: list[Record] = []
+        self._names = MemoryNames()
+        self._committed: _Written | None = None
+        self._writing: _Written | None = None
+        self._incarnations = 0
+        self._step = 0
+        self._commits_since_extension = 0
+        hosts = costs.hosts + (costs.tasks.count if costs.tasks is not None else 0)
+        self._hosts = hosts
+        intervals = PollIntervals.of(hosts, self._config.cluster.heartbeat_s)
+        self._ttl_s = self._config.cluster.lease_ttl_s
+        self._status_s = intervals.status_s
+        self._pool = None
+        if costs.tasks is not None:
+            self._pool = TaskPool(
+                costs.tasks,
+                costs.batch_size,
+                conditions.disturbances,
+                conditions.task_waits,
+                lease_ttl_s=self._ttl_s,
+                look_s=intervals.results_s,
+                seed=seed,
+            )
+        # of the running job
+        self._kill_at = self._warn_at = self._lost_at = self._crash_at = math.inf
+        self._preempt_at = math.inf
+        self._preempted = False
+
+    # -- jobs --------------------------------------------------------------------------------
+
+    def run(self) -> TrialOutcome:
+        """Return how the trial went."""
+        costs, slurm = self._costs, self._costs.slurm
+        goes_on = Continue(slurm.continue_)
+        queued, links, jobs, restart, gpu_s = slurm.links - 1, 1, 0, 0, 0.0
+        why = ""
+        while True:
+            self._wait_in_queue(first=jobs == 0)
+            jobs += 1
+            began = self._now
+            ended = self._job(f"{links}.{restart}")
+            gpu_s += (self._now - began) * costs.gpus
+            if self._pool is not None:
+                self._pool.job_ended(self._now)
+            if ended in ("finished", "failed"):
+                break
+            if goes_on is Continue.NONE:
+                why = "nothing follows the job (continue: none)"
+                break
+            if goes_on is Continue.REQUEUE and ended == "killed":
+                why = "Slurm killed the job at its limit before it was requeued"
+                break
+            if goes_on is Continue.REQUEUE or ended in ("lost", "preempted"):
+                restart += 1
+                continue
+            if shortage(queued, has_committed=self._commits_since_extension > 0) is None:
+                queued += slurm.links
+                self._commits_since_extension = 0
+            if queued == 0:
+                why = "no link is left: slurmrl resume would continue"
+                break
+            queued, links, restart = queued - 1, links + 1, 0
+        if self._pool is not None:
+            self._pool.finish(self._now)
+            gpu_s += self._pool.gpu_s
+            self._events.update(self._pool.ledger.dropped)
+        return TrialOutcome(
+            finished=ended == "finished",
+            why=why or self._refusal,
+            steps=0 if self._committed is None else self._committed.step,
+            seconds=self._now,
+            parts=dict(self._parts),
+            jobs=jobs,
+            links=links,
+            incarnations=self._incarnations,
+            gpu_s=gpu_s,
+            operations_per_s=self._operations_per_s(),
+            events=dict(self._events),
+        )
+
+    _refusal = ""
+
+    def _operations_per_s(self) -> float:
+        hosts = self._hosts
+        intervals = PollIntervals.of(hosts, self._config.cluster.heartbeat_s)
+        held_s = self._now - self._parts[QUEUE]
+        of_tasks = 0 if self._pool is None else self._pool.all_operations
+        return intervals.operations_per_s(hosts) + (of_tasks / held_s if held_s > 0 else 0.0)
+
+    def _wait_in_queue(self, *, first: bool) -> None:
+        given = self._conditions.first_wait_s
+        drawn = self._conditions.waits.draw(self._queue)
+        wait_s = given if first and given is not None else drawn
+        self._parts[QUEUE] += wait_s
+        self._now += wait_s
+
+    def _job(self, start: str) -> str:
+        """Run one job; return how it has ended."""
+        costs, rates = self._costs, self._conditions.disturbances
+        limit_s = self._conditions.time_limit_s
+        self._kill_at = self._now + limit_s
+        self._warn_at = self._kill_at - costs.slurm.signal_lead_s
+        self._preempt_at = self._now + self._after(rates.preemptions)
+        self._preempted = False
+        spares, round_ = costs.spares, 0
+        if self._pool is not None:
+            self._pool.job_started(self._now)
+        cold = True
+        while True:
+            hosts = costs.hosts + spares
+            self._lost_at = self._now + self._after(rates.failures * hosts)
+            self._crash_at = self._now + self._after(rates.crashes * costs.hosts)
+            try:
+                return self._incarnation(f"{start}.{round_}", cold=cold)
+            except ReportedError as error:
+                cause = error.failure.cause
+            self._roll_back()
+            if cause == KILLED:
+                self._events["jobs killed before their commit"] += 1
+                return "preempted" if self._preempted else "killed"
+            cold = cause == Cause.LOST_HOST
+            try:
+                self._recover(cause)
+            except ReportedError:
+                return "preempted" if self._preempted else "killed"
+            if cold:
+                if spares == 0:
+                    return "lost"
+                spares, round_ = spares - 1, round_ + 1
+
+    def _recover(self, cause: str) -> None:
+        """The failure is found, and the agents of a lost host's round end."""
+        self._lost_at = self._crash_at = math.inf
+        if cause == Cause.LOST_HOST:
+            self._advance(self._ttl_s + self._status_s / 2, DETECTION)
+            if self._costs.hosts > 1:
+                self._advance(LOOK_S / 2 + LOST_GRACE_S, DETECTION)
+
+    def _after(self, rate: float) -> float:
+        """Seconds to the next event of a rate per day."""
+        share = -math.log1p(-self._faults.random())
+        return share / rate * DAY_S if rate else math.inf
+
+    # -- one incarnation ---------------------------------------------------------------------
+
+    def _incarnation(self, job: str, *, cold: bool) -> str:
+        config, evaluation = self._config, self._costs.evaluation
+        limit = config.max_restarts_without_commit
+        refused = judge(self._records, self._names, job, limit)
+        if refused is not None:
+            self._refusal = f"the trial would fail: {refused['reason']}"
+            return "failed"
+        base = self._committed
+        self._incarnations += 1
+        self._of_step = dict.fromkeys(PARTS, 0.0)
+        self._record(Kind.BEGIN, {"job": job, "base": base and _directory(base.step)})
+        self._step = 0 if base is None else base.step
+        self._commit_times = _frequency(config.checkpoint, self._now)
+        self._evaluation_times = None if evaluation is None else _frequency(evaluation, self._now)
+        if base is not None:
+            self._commit_times.restore(dict(base.commits))
+            if self._evaluation_times is not None:
+                self._evaluation_times.restore(dict(base.evaluations))
+        self._advance(self._costs.start_s if cold else self._costs.restart_s, START)
+        if self._pool is not None:
+            record = None if base is None else base.ledger
+            number = self._incarnations
+            self._pool.master_started(self._now, number, self._step, self._records, record)
+            self._pool.published(self._now, self._step)
+        if base is None and evaluation is not None and evaluation.at_start:
+            self._advance(self._costs.evaluation_s, EVALUATION)
+        while not self._warned and self._step < self._costs.steps:
+            self._train()
+        self._commit_last()
+        if self._step >= self._costs.steps:
+            return "finished"
+        self._warn()
+        return "preempted" if self._preempted else "warned"
+
+    @property
+    def _warned(self) -> bool:
+        return self._preempted or self._now >= self._warn_at
+
+    def _train(self) -> None:
+        step = self._step + 1
+        self._of_step = dict.fromkeys(PARTS, 0.0)
+        if self._pool is not None and not self._groups(self._pool, step):
+            return
+        self._advance(self._seconds(), TRAINING)
+        self._step = step
+        if self._pool is not None:
+            pool = self._pool
+            pool.advance(self._now)
+            pool.ledger.train(self._items, step)
+            pool.step_done(self._now, step)
+            if step % pool.costs.publish.every_steps == 0:
+                self._advance(max(pool.publishing_until - self._now, 0.0), WEIGHTS)
+                pool.published(self._now, step)
+        if self._evaluation_due(step):
+            self._advance(self._costs.evaluation_s, EVALUATION)
+        self._uncommitted.append((step, self._of_step))
+        self._of_step = dict.fromkeys(PARTS, 0.0)
+        if self._commit_times.check(step, 0, self._now):
+            self._checkpoint(asynchronous=self._costs.checkpoint.asynchronous)
+
+    _items: tuple[int, ...] = ()
+
+    def _groups(self, pool: TaskPool, step: int) -> bool:
+        """Wait for the groups of a step; return whether there are some before the warning."""
+        while True:
+            samples = pool.take(self._now, step)
+            if samples:
+                self._items = tuple(one.item for one in samples)
+                return True
+            if self._warned:
+                return False
+            until = min(pool.next_event, self._warn_at, self._preempt_at)
+            if until == math.inf:
+                raise UsageError("the rollout tasks never make enough groups for a step")
+            self._advance(until - self._now, WAITING)
+
+    def _seconds(self) -> float:
+        """Seconds of a step: with its longest completion, and its slowest host."""
+        costs, sigma = self._costs, self._conditions.disturbances.stragglers
+        seconds = costs.step_s
+        if costs.longest is not None:
+            drawn = costs.longest.draw(self._speeds)
+            seconds += costs.decoding_s * (drawn / costs.longest.mean - 1)
+        if sigma:
+            share = math.pow(self._speeds.random(), 1 / costs.hosts)
+            slowest = NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))
+            seconds *= math.exp(sigma * slowest)
+        return seconds
+
+    def _evaluation_due(self, step: int) -> bool:
+        evaluation = self._costs.evaluation
+        if evaluation is None or self._evaluation_times is None:
+            return False
+        due = self._evaluation_times.check(step, 0, self._now)
+        return due or (step >= self._costs.steps and evaluation.at_end)
+
+    # -- commits -----------------------------------------------------------------------------
+
+    def _checkpoint(self, *, asynchronous: bool) -> None:
+        self._finish_writing()
+        record = None if self._pool is None else self._pool.record()
+        costs, times = self._costs, self._evaluation_times
+        written = _Written(
+            self._step,
+            math.inf,
+            self._commit_times.state(),
+            {} if times is None else times.state(),
+            record,
+        )
+        if asynchronous:
+            self._advance(costs.stall_s, COMMIT)
+            written.ready_at = self._now + max(costs.write_s - costs.stall_s, 0.0)
+            self._writing = written
+        else:
+            written.ready_at = self._now + costs.write_s
+            self._writing = written
+            self._finish_writing()
+
+    def _finish_writing(self) -> None:
+        """Wait until the checkpoint that is being written is committed."""
+        if self._writing is not None:
+            self._advance(max(self._writing.ready_at - self._now, 0.0), COMMIT)
+            self._poll()
+
+    def _commit_last(self) -> None:
+        self._finish_writing()
+        if (0 if self._committed is None else self._committed.step) != self._step:
+            self._checkpoint(asynchronous=False)
+
+    def _poll(self) -> None:
+        """Commit if the checkpoint is written."""
+        written = self._writing
+        if written is None or written.ready_at > self._now:
+            return
+        self._writing, self._committed = None, written
+        self._commits_since_extension += 1
+        self._record(Kind.COMMIT, {"step": written.step, "directory": _directory(written.step)})
+        while self._uncommitted and self._uncommitted[0][0] <= written.step:
+            self._uncommitted.popleft()
+        if self._pool is not None:
+            self._pool.committed()
+
+    def _roll_back(self) -> None:
+        """An incarnation has failed: the work since the last commit will be repeated."""
+        self._poll()
+        self._writing = None
+        if self._pool is not None:
+            self._pool.advance(self._now)
+            self._pool.master_ended()
+        for parts in (*(parts for _, parts in self._uncommitted), self._of_step):
+            for part, seconds in parts.items():
+                self._parts[part] -= seconds
+                self._parts[REPEATED] += seconds
+        self._uncommitted.clear()
+        self._of_step = dict.fromkeys(PARTS, 0.0)
+
+    def _record(self, kind: Kind, data: dict[str, Any]) -> None:
+        number = len(self._records)
+        self._records.append(Record(number, kind, self._incarnations, self._now, data))
+
+    # -- the clock ---------------------------------------------------------------------------
+
+    def _advance(self, seconds: float, part: str) -> None:
+        """Spend time on a part. Raises ReportedError if the incarnation ends."""
+        until = self._now + seconds
+        if not self._preempted and self._preempt_at <= until:
+            self._preempted = True
+            self._events["preemptions"] += 1
+            grace_s = self._conditions.disturbances.grace_s
+            self._kill_at = min(self._kill_at, self._preempt_at + grace_s)
+        stop = min(self._lost_at, self._crash_at, self._kill_at)
+        ends = min(until, stop)
+        self._parts[part] += ends - self._now
+        if part in (TRAINING, EVALUATION, WAITING, WEIGHTS):
+            self._of_step[part] += ends - self._now
+        self._now = max(ends, self._now)
+        if stop < until:
+            self._interrupt(stop)
+        if self._writing is not None:
+            self._poll()
+
+    def _interrupt(self, stop: float) -> None:
+        host = f"h{self._incarnations}"
+        if stop == self._lost_at:
+            self._events["lost hosts"] += 1
+            failure = Failure(cause=Cause.LOST_HOST, reason="a host was lost", host=host)
+        elif stop == self._crash_at:
+            self._events["crashes"] += 1
+            failure = Failure(cause=Cause.DIED, reason="a process ended", host=host)
+        else:
+            self._warn()
+            raise ReportedError(Failure(cause=KILLED))
+        self._names.report(keys.failure(self._incarnations), failure)
+        raise ReportedError(failure)
+
+    def _warn(self) -> None:
+        cause = "preemption" if self._preempted else TIME_LIMIT
+        self._names.report(keys.warned(self._incarnations), Warned(cause=cause))
+
+
+def _directory(step: int) -> str:
+    return f"step{step}"
+
+
+def _frequency(section: Any, now_s: float) -> Frequency:
+    """The frequency of a section that has the three ``every_`` settings."""
+    return Frequency(section.every_steps, section.every_seconds, section.every_epochs, now_s=now_s)

@@ -1,0 +1,339 @@
+"""Simulated trials: exact times, the renewal formula, rollout tasks, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.config.schema.rollout import Publish, Tasks
+from slurmrl.errors import UsageError
+from slurmrl.plan.estimates.decoding import LengthDistribution
+from slurmrl.plan.settings import load_settings
+from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
+from slurmrl.simulate.several_runs import commit_advice
+from slurmrl.simulate.trial_costs import (
+    Disturbances,
+    LongestCompletion,
+    TaskCosts,
+    TrialCosts,
+)
+from slurmrl.simulate.trial_run import Conditions, TrialRun
+
+TEXT = """\
+experiment: simulated
+total_steps: 500
+algorithm: {name: ppo, batch_size: 16, n_minibatches: 2}
+actor:
+  backend: fsdp:d8
+  dtype: bfloat16
+  architecture: {model_type: llama, vocab_size: 32000, hidden_size: 2048, intermediate_size: 5632,
+    num_hidden_layers: 16, num_attention_heads: 16, num_key_value_heads: 8,
+    max_position_embeddings: 8192}
+rollout: {max_new_tokens: 512}
+reward: {name: exact_match}
+dataset: {type: prompt, path: train.jsonl, max_prompt_tokens: 256}
+cluster: {slurm: {gpu_type: h100, time: "01:00:00"}}
+checkpoint: {every_steps: 10}
+"""
+MEASURED = (
+    "--step-seconds=10",
+    "--start-seconds=100",
+    "--restart-seconds=20",
+    "--commit-seconds=5",
+)
+TRACE = """\
+Submit|Eligible|Start|NNodes|Timelimit
+2026-11-01T10:00:00|2026-11-01T10:00:00|2026-11-01T10:10:00|1|01:00:00
+2026-11-01T10:00:00|2026-11-01T12:00:00|2026-11-01T12:05:00|1|01:00:00
+2026-11-01T10:00:00|2026-11-01T10:00:00|Unknown|1|01:00:00
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "ppo.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+def simulated(
+    capsys: pytest.CaptureFixture[str], config: Path, *arguments: str, code: int = 0
+) -> dict[str, Any]:
+    assert main(["simulate", str(config), "--json", *arguments]) == code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def mean_seconds(found: dict[str, Any]) -> float:
+    runs = found["time_limits"][0]["runs"]
+    total: float = sum(one["seconds"] for one in runs)
+    return total / len(runs)
+
+
+def test_time_is_exact_without_disturbances(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    """Two jobs: the first stops at its warning, after 322 steps, and commits that step as well."""
+    found = simulated(capsys, config, *MEASURED, "--queue-wait=fixed:1000s", "--runs=1")
+    first = 1000 + 100 + 322 * 10 + 32 * 5 + 5
+    second = 1000 + 100 + 178 * 10 + 18 * 5
+    (only,) = found["time_limits"]
+    assert only["runs"][0]["seconds"] == pytest.approx(first + second)
+    assert (only["runs"][0]["jobs"], only["links"], only["runs"][0]["steps"]) == (2, 2, 500)
+    assert only["parts"]["training"] == pytest.approx(5000)
+    assert only["parts"]["queue"] == pytest.approx(2000)
+    assert only["runs"][0]["gpu_hours"] == pytest.approx((first + second - 2000) * 8 / 3600)
+
+
+def test_parts_add_up_and_seeds_reproduce(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    disturbed = (
+        *MEASURED,
+        "--failures=20",
+        "--crashes=20",
+        "--preemptions=5",
+        "--stragglers=0.05",
+        "--queue-wait=10m",
+        "--runs=5",
+        "max_restarts_without_commit=1000",
+    )
+    found = simulated(capsys, config, *disturbed)
+    assert found == simulated(capsys, config, *disturbed)
+    (limit,) = found["time_limits"]
+    assert sum(limit["parts"].values()) == pytest.approx(mean_seconds(found))
+    assert {"lost hosts", "crashes", "preemptions"} <= limit["events"].keys()
+    assert limit["parts"]["work lost and repeated"] > 0
+    other = simulated(capsys, config, *disturbed, "--seed=77")
+    assert mean_seconds(other) != mean_seconds(found)
+
+
+def test_failures_cost_as_much_as_the_renewal_formula(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    """Daly 2006: a segment of w seconds takes exp(r/M) (exp(w/M) - 1) M with restarts of r."""
+    found = simulated(
+        capsys,
+        config,
+        "cluster.slurm.time=UNLIMITED",
+        "max_restarts_without_commit=100000",
+        "--step-seconds=10",
+        "--start-seconds=20",
+        "--restart-seconds=20",
+        "--commit-seconds=5",
+        "--crashes=432",
+        "--runs=100",
+    )
+    between_s, restart_s, segment_s = 86400 / 432, 20, 105
+    each = between_s * math.exp(restart_s / between_s) * math.expm1(segment_s / between_s)
+    start_s = between_s * math.expm1(restart_s / between_s)
+    assert mean_seconds(found) == pytest.approx(50 * each + start_s, rel=0.03)
+
+
+def test_disturbances_only_delay(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+    def seconds(*arguments: str) -> float:
+        return mean_seconds(simulated(capsys, config, *MEASURED, *arguments, "--runs=20"))
+
+    calm = seconds()
+    by_failures = [seconds(f"--failures={rate}") for rate in (1, 8, 16)]
+    by_waits = [seconds(f"--queue-wait={wait}m") for wait in (1, 10, 60)]
+    assert [calm, *by_failures] == sorted([calm, *by_failures])
+    assert [calm, *by_waits] == sorted([calm, *by_waits])
+    assert calm < seconds("--stragglers=0.1", "--hosts=100")
+    assert seconds("cluster.slurm.spares=1", "--failures=8", "--queue-wait=1h") < seconds(
+        "--failures=8", "--queue-wait=1h"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--crashes=100000",), "3 starts in a row without a new commit"),
+        (("--commit-seconds=200",), "two jobs in a row reached it before their first commit"),
+        (("cluster.slurm.continue=none",), "nothing follows the job"),
+        (
+            ("cluster.slurm.links=1", "--commit-seconds=119", "checkpoint.every_steps=1000"),
+            "",
+        ),
+    ],
+)
+def test_trial_ends_by_the_rules_of_a_real_one(
+    capsys: pytest.CaptureFixture[str], config: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    given = (*MEASURED, "checkpoint.every_steps=1000", *arguments, "--runs=1")
+    found = simulated(capsys, config, *given, code=1 if reason else 0)
+    assert reason in found["time_limits"][0]["runs"][0]["why"]
+
+
+# -- rollout tasks ---------------------------------------------------------------------------
+
+
+def costs(config: Path, *, staleness: int = 1, groups_per_s: float = 1.0) -> TrialCosts:
+    """200 steps of 16 groups, 1 s each; two tasks that make ``groups_per_s`` groups each."""
+    settings = load_settings(config, (), scheduler="slurm", planning=True)
+    longest = LongestCompletion(LengthDistribution(50.0, 100), 8)
+    tasks = TaskCosts(
+        count=2,
+        gpus=1,
+        settings=Tasks(max_staleness=staleness),
+        publish=Publish(),
+        slurm=settings.config.cluster.slurm,
+        inside=False,
+        longest=longest,
+        token_s=lambda groups: groups / (groups_per_s * longest.mean),
+        start_s=0.0,
+        publish_s=0.0,
+        load_s=0.0,
+    )
+    return TrialCosts(
+        steps=200,
+        batch_size=16,
+        hosts=1,
+        spares=0,
+        gpus=8,
+        step_s=1.0,
+        decoding_s=0.0,
+        longest=None,
+        start_s=0.0,
+        restart_s=0.0,
+        stall_s=0.0,
+        write_s=0.0,
+        evaluation_s=0.0,
+        checkpoint=settings.config.checkpoint,
+        evaluation=None,
+        slurm=settings.config.cluster.slurm,
+        config=settings.config,
+        tasks=tasks,
+    )
+
+
+def conditions(**rates: float) -> Conditions:
+    none = FixedWait(0.0)
+    return Conditions(Disturbances(**rates), none, none, math.inf)
+
+
+@pytest.mark.parametrize(("staleness", "groups_per_s"), [(1, 1.0), (4, 1.0), (1, 100.0)])
+def test_steps_follow_the_slower_of_tasks_and_trainers(
+    config: Path, staleness: int, groups_per_s: float
+) -> None:
+    given = costs(config, staleness=staleness, groups_per_s=groups_per_s)
+    outcome = TrialRun(given, conditions(), "1").run()
+    generation = given.batch_size / (2 * groups_per_s)
+    slower = max(generation, given.step_s)
+    # The master reads results every 0.2 s, and the tasks do not always have equally many groups.
+    assert 0.98 * slower <= outcome.seconds / given.steps <= 1.15 * slower + 0.5
+    assert sum(outcome.parts.values()) == pytest.approx(outcome.seconds)
+
+
+def test_steps_wait_for_their_own_groups_without_staleness(config: Path) -> None:
+    given = costs(config, staleness=0)
+    outcome = TrialRun(given, conditions(), "1").run()
+    assert outcome.seconds / given.steps > given.step_s + given.batch_size / 2
+
+
+def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config: Path) -> None:
+    run = TrialRun(costs(config), conditions(failures=500.0, crashes=200.0), "1")
+    outcome = run.run()
+    assert outcome.finished, outcome.why
+    assert outcome.events["crashes"] + outcome.events["lost hosts"] > 5
+    assert run._pool is not None
+    assert run._pool.ledger.trained == 200 * 16
+
+
+# -- options ---------------------------------------------------------------------------------
+
+
+def test_commit_advice_is_youngs_interval(config: Path) -> None:
+    given = costs(config)
+    assert commit_advice(given, Disturbances()) is None
+    daily = commit_advice(given, Disturbances(failures=0.5, crashes=0.5))
+    assert daily is not None
+    assert daily.between_failures_s == 86400
+    assert daily.seconds == pytest.approx(math.sqrt(2 * 1e-3 * 86400), abs=0.5)
+
+
+def test_trace_has_the_waits_of_started_jobs(tmp_path: Path) -> None:
+    path = tmp_path / "sacct.txt"
+    path.write_text(TRACE)
+    trace = QueueTrace.read(path)
+    assert [job.wait_s for job in trace.jobs] == [600, 300]
+    large = "2026-11-01T10:00:00|2026-11-01T10:00:00|2026-11-01T20:00:00|64|01:00:00\n" * 10
+    path.write_text(TRACE + large)
+    assert set(QueueTrace.read(path).waits(64, 3600).seconds) == {36000}
+    assert "all 12 of 12 jobs" in QueueTrace.read(path).waits(1, 3600).words
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ":1: has no column Submit and no column Start"),
+        ("Submit|Elapsed\nx|y\n", ":1: has no column Start: write the file with 'sacct"),
+        (TRACE.replace("10:10:00", "noon"), ":2: Start '2026-11-01Tnoon' is no time"),
+        (TRACE.replace("|1|01", "|one|01"), ":2: NNodes 'one' is no number"),
+        (TRACE.replace("Timelimit", "Timelimit|State"), ":2: has 5 columns, the header 6"),
+        (TRACE.splitlines()[0], ": no job in it has started"),
+    ],
+)
+def test_wrong_trace_is_refused(
+    capsys: pytest.CaptureFixture[str], config: Path, text: str, message: str
+) -> None:
+    trace = config.with_name("sacct.txt")
+    trace.write_text(text)
+    assert main(["simulate", str(config), *MEASURED, f"--trace={trace}"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--failures=-1", "-1.0 is not in the range"),
+        ("--failures=nan", "nan"),
+        ("--queue-wait=30", "'30' is not a duration"),
+        ("--queue-wait=often:3m", "'often:3m' is no queue wait"),
+        ("--time-limit=00:01:00", "must be longer than cluster.slurm.signal_lead_s"),
+        ("--time-limit=soon", "'soon' is no list of time limits"),
+        ("--tasks=3", "need rollout tasks"),
+        ("--step-seconds=0", "a step must take some time"),
+    ],
+)
+def test_wrong_option_is_refused(
+    capsys: pytest.CaptureFixture[str], config: Path, argument: str, message: str
+) -> None:
+    assert main(["simulate", str(config), *MEASURED, argument]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_durations_and_waits() -> None:
+    assert [duration_s(text) for text in ("90s", "1.5m", "2h", "1d")] == [90, 90, 7200, 86400]
+    assert given_waits("fixed:1h") == FixedWait(3600)
+    assert given_waits("0m") == FixedWait(0)
+    with pytest.raises(UsageError, match="'inf' is not a duration"):
+        duration_s("inf")
+
+
+@pytest.mark.parametrize("mean", [5.0, 50.0, 95.0])
+def test_lengths_are_drawn_from_the_distribution(mean: float) -> None:
+    lengths = LengthDistribution(mean, 100)
+    for tokens in (1.0, 20.0, 50.0, 99.0):
+        assert lengths.exceeded_by(lengths.longer(tokens)) == pytest.approx(tokens, rel=1e-3)
+    longest = LongestCompletion(lengths, 1)
+    assert longest.mean == pytest.approx(mean, rel=0.01)
+
+
+def test_report_names_the_time_limits_and_the_advice(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    arguments = ["--failures=1", "--time-limit=01:00:00,02:00:00", "--runs=3"]
+    assert main(["simulate", str(config), *arguments]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "1 h 00 min",
+        "2 h 00 min",
+        "commits: every",
+        "hardware profile h100",
+        "training",
+    ):
+        assert words in text
