@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,10 +143,12 @@ def _plan(
     *,
     with_moves: bool,
 ) -> Shown:
+    from slurmrl.cli.searching import faster_layout
     from slurmrl.desk import trial_code
     from slurmrl.desk.proposal import kept_defaults
     from slurmrl.desk.submitting import refusal
     from slurmrl.desk.trials import chosen_root
+    from slurmrl.display.blocks import Lines
     from slurmrl.plan import precision, resources
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.dataflow import unread
@@ -184,7 +187,11 @@ def _plan(
         from slurmrl.engines.planned import moves
 
         made["moves"] = list(moves(settings, planned))
-    return Shown(made, document(made))
+    shown = document(made)
+    if kind == "slurm" and (faster := faster_layout(settings, load)):
+        made["faster_layout"] = faster
+        shown = replace(shown, blocks=[*shown.blocks, Lines("a faster layout:", faster)])
+    return Shown(made, shown)
 
 
 def _graph(config: str, overrides: tuple[str, ...], root: str | None, *, evaluation: bool) -> Shown:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 ASSUMED_GPU = "h100"
 """Type of the GPUs if the configuration does not name one."""
+DEFAULT_ENGINES = "fsdp,native"
+FASTER = 1.2
+"""Speedup from which `slurmrl plan` names other layouts."""
+MOST_GPUS_OF_PLAN = 64
 MOST_GPUS = 65536
 MOST_SIZES = 16
 """Numbers of GPUs that a range tries one by one; of larger ranges, doublings and the last."""
@@ -76,7 +80,7 @@ def _size_range(
 @click.option(
     "--engines",
     metavar="NAME,...",
-    default="fsdp,native",
+    default=DEFAULT_ENGINES,
     help="Engines to try, in addition to the engines of CONFIG. Default: fsdp,native.",
 )
 @click.option(
@@ -256,7 +260,7 @@ def _search(
     path: Path, overrides: Sequence[str], root: str | None, wanted: _SearchOptions
 ) -> _Searched:
     from slurmrl.desk.trials import chosen_root
-    from slurmrl.errors import ConfigError, UsageError
+    from slurmrl.errors import UsageError
     from slurmrl.plan.estimates.hardware import hardware_of
     from slurmrl.plan.estimates.step_seconds import predict_step
     from slurmrl.plan.settings import load_settings
@@ -279,15 +283,7 @@ def _search(
             "<role>.backend (slurmrl plan explains the string)"
         )
     request = _request(settings, wanted)
-    known = {str(problem) for problem in settings.missing}
-
-    def loaded(changes: Mapping[str, Any]) -> Settings | None:
-        try:
-            found = load(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
-        except ConfigError:
-            return None
-        return None if {str(problem) for problem in found.missing} - known else found
-
+    loaded = _submittable(settings, load)
     progress = ProgressLine()
     try:
         answers = best(settings, request, loaded, progress.show)
@@ -305,6 +301,74 @@ def _search(
     changed = {key: _value(settings, key) for key in keys}
     fits = fits_into_memory(settings)
     return _Searched(request, hardware, given, fits, answers, assumed, changed, loaded, load_file)
+
+
+def _submittable(
+    settings: Settings, load: Callable[..., Settings]
+) -> Callable[[Mapping[str, Any]], Settings | None]:
+    """Return the function that loads settings with other overrides.
+
+    It returns None if they lack more for a submission than ``settings``.
+    """
+    from slurmrl.errors import ConfigError
+
+    known = {str(problem) for problem in settings.missing}
+
+    def loaded(changes: Mapping[str, Any]) -> Settings | None:
+        try:
+            found = load(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
+        except ConfigError:
+            return None
+        return None if {str(problem) for problem in found.missing} - known else found
+
+    return loaded
+
+
+def faster_layout(settings: Settings, load: Callable[..., Settings]) -> list[str]:
+    """Return lines about layouts with which a step is much faster; none without such layouts.
+
+    ``load`` reads the configuration with more overrides. Only trials with at most
+    `MOST_GPUS_OF_PLAN` GPUs are searched, which takes less than a second.
+    """
+    from dataclasses import replace
+
+    from slurmrl.errors import UsageError
+    from slurmrl.plan.estimates.call_costs import placed_models
+    from slurmrl.plan.estimates.hardware import hardware_of
+    from slurmrl.plan.estimates.step_seconds import predict_step
+    from slurmrl.search.best_layouts import search as best
+
+    hardware = hardware_of(settings.config.cluster)
+    if hardware is None or settings.source.writes("allocation_mode"):
+        return []
+    wanted = _SearchOptions(None, None, "time", DEFAULT_ENGINES, None, None, None)
+    try:
+        request = replace(_request(settings, wanted), results=1)
+        if request.gpus[0] > MOST_GPUS_OF_PLAN:
+            return []
+        answers = best(settings, request, _submittable(settings, load))
+    except UsageError:
+        return []
+    given = predict_step(settings, request.mean)
+    if not answers or given is None or given.total < FASTER * answers[0].step.total:
+        return []
+    before = {name: str(one.allocation) for name, one in placed_models(settings).items()}
+    after = answers[0].backends
+    changed = [
+        f"{layout} instead of {before.get(name, before['actor'])} ({name})"
+        for name, layout in after.items()
+        if layout != before.get(name)
+    ]
+    if before.keys() - after.keys():
+        changed.append("the actor generates")
+    gain = given.total / answers[0].step.total
+    return [
+        f"{', '.join(changed) or 'other micro-batches or checkpointing'}: {gain:.1f}x",
+        f"{answers[0].step.total:.3g} s instead of {given.total:.3g} s a step, with half of the "
+        "maximum lengths; slurmrl search prints all settings",
+        f"predicted by {hardware.source}",
+        f"its error: {hardware.error}",
+    ]
 
 
 def _value(settings: Settings, key: str) -> Any:
