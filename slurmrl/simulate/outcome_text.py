@@ -73,11 +73,11 @@ def _blocks(answers: SimulationAnswers) -> Iterator[Block]:
     reasons = {one.why for runs in answers.runs for one in runs.outcomes if not one.finished}
     for reason in sorted(reasons):
         yield Lines(f"not finished: {reason}")
-    yield Lines("advice:", [f"  {line}" for line in advice(answers)])
+    yield Lines("advice:", advice(answers))
     sources = [f"a step: {costs.step_s:.3g} s", *answers.step_source]
     sources.append(f"queue: {answers.conditions.waits.words}")
     sources += [f"assumed: {line}" for line in costs.assumed]
-    yield Lines("sources:", [f"  {line}" for line in sources])
+    yield Lines("sources:", sources)
 
 
 def _row(runs: Runs) -> list[str]:
@@ -111,9 +111,9 @@ def advice(answers: SimulationAnswers) -> list[str]:
         )
     if costs.tasks is not None:
         need = answers.tasks_needed
-        enough = "no number keeps" if need is None else f"{need} keep"
+        enough = "no number is" if need is None else f"at least {need} are"
         said.append(
-            f"rollout tasks: {enough} the trainers busy; simulated: {costs.tasks.count}"
+            f"rollout tasks: {enough} as fast as the trainers; simulated: {costs.tasks.count}"
             + ("; raise max_staleness or max_in_flight" if need is None else "")
         )
     said.append(f"shared directory: at most {best.operations_per_s:.0f} file operations per second")
