@@ -246,13 +246,14 @@ def _table(separator: str) -> str:
 SPLITS, SAVED = "dataset_dict.json", "state.json"
 NAMES_OF_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 ROWS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-_SHARD = re.compile(r"(.+?)(-\d+-of-\d+)?\.parquet")
+_SHARD = re.compile(r"(.+?)(-(\d+)-of-(\d+))?\.parquet")
 
 
 def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
     """The Arrow or Parquet files of a dataset, in order.
 
-    :raises ConfigError: a folder without a dataset, or without this split.
+    :raises ConfigError: a folder without a dataset, without this split, or without some of its
+        numbered files.
     :raises UnreadableInputError: the folder cannot be read.
     """
     if not path.is_dir():
@@ -267,12 +268,15 @@ def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
         own = inputs.read_json(path / SAVED).get("_split")
         _check_split(path, split, [own] if own else [])
         return _saved(path)
-    shards = {name: _split_of(match) for name in sorted(names) if (match := _SHARD.fullmatch(name))}
+    matches = [match for name in sorted(names) if (match := _SHARD.fullmatch(name))]
+    shards = {match.string: _split_of(match) for match in matches}
     if not shards:
         raise ConfigError((Problem("", "path", f"'{path}' is not allowed: {no_dataset(path)}"),))
     splits = [name or "(others)" for name in dict.fromkeys(shards.values())]
     _check_split(path, split, splits if any(shards.values()) else [])
-    return [path / name for name, of in shards.items() if split in (None, of)]
+    chosen = [match for match in matches if split in (None, shards[match.string])]
+    _check_numbers(path, chosen)
+    return [path / match.string for match in chosen]
 
 
 def no_dataset(path: Path) -> str:
@@ -288,6 +292,27 @@ def no_dataset(path: Path) -> str:
 def _split_of(match: re.Match[str]) -> str:
     """``train`` of ``train.parquet`` and ``train-00000-of-00002.parquet``; "" for other names."""
     return match[1] if match[2] or match[1] in NAMES_OF_SPLITS else ""
+
+
+def _check_numbers(path: Path, files: Sequence[re.Match[str]]) -> None:
+    """Reject an incomplete set like ``train-00000-of-00002.parquet``, and sets of two uploads."""
+    sets: dict[str, dict[str, set[int]]] = {}
+    for file in files:
+        if file[2]:
+            sets.setdefault(file[1], {}).setdefault(file[4], set()).add(int(file[3]))
+    for name, totals in sets.items():
+        if len(totals) > 1:
+            has = " and ".join(f"-of-{total}" for total in totals)
+            message = f"{path} has files of two versions of {name} ({has}); remove one version"
+            raise ConfigError((Problem("", "path", message),))
+        ((total, present),) = totals.items()
+        first = 1 if int(total) in present else 0
+        missing = sorted(set(range(first, first + int(total))) - present)
+        if missing:
+            lacks = f"{name}-{missing[0]:0{len(total)}d}-of-{total}.parquet"
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
+            message = f"{path} lacks {lacks}{more}; copy it, or rename the files to use only these"
+            raise ConfigError((Problem("", "path", message),))
 
 
 def _saved(folder: Path) -> Sequence[Path]:

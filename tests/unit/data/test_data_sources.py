@@ -242,6 +242,32 @@ def test_of_a_folder_with_splits_one_is_read(tmp_path: Path, saved: bool) -> Non
         read_records(tmp_path / "data", "id", "tset")
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["train-00000-of-00002"], r"lacks train-00001-of-00002\.parquet; copy it"),
+        (["train-00001-of-00003"], r"lacks train-00000-of-00003\.parquet and 1 more; copy it"),
+        (
+            ["train-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"],
+            r"two versions of train \(-of-00001 and -of-00002\); remove one version",
+        ),
+        (["train-00001-of-00002", "train-00002-of-00002"], ""),
+        (["train-00000-of-00001", "part-00000-of-00001"], ""),
+    ],
+)
+def test_numbered_files_rejected_unless_they_are_one_set(
+    tmp_path: Path, names: list[str], message: str
+) -> None:
+    for name in [*names, "test-00000-of-00009"]:  # no other split matters
+        rows = [{"id": name, "prompt": "1+1="}]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            read_records(tmp_path, "id", "train")
+    else:
+        assert read_records(tmp_path, "id", "train").ids[0] == names[0]
+
+
 def test_files_of_a_folder_follow_each_other(tmp_path: Path) -> None:
     for number, row in enumerate(ROWS):
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"part-{number}.parquet")
