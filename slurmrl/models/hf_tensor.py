@@ -80,6 +80,8 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
     whole = {MODULE + name: tuple(each.shape) for name, each in inner.named_parameters()}
     dims: dict[str, int] = {}
     partial: set[str] = set()
+    linear: set[str] = set()
+    blocks: set[str] = set()
     for name, module, style in _styled(inner):
         parameters = [f"{MODULE}{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         if style == OF_PARTS:
@@ -93,7 +95,11 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
         for parameter in parameters:
             if style == COLUMNS or parameter.endswith("weight"):
                 dims[parameter] = 0 if style == COLUMNS else 1
+        linear.update(parameters)
+        blocks.add(f"{MODULE}{name.rpartition('.')[0]}.")
         _cut(name, module, style, tensor)
+    # Transformers before `OF_PARTS` leaves the norms of heads, between split layers, out of plans.
+    partial.update(each for each in whole if each not in linear and each.startswith(tuple(blocks)))
     if not dims:
         raise UsageError(f"{kind} models have no tp_plan of transformers: leave out t")
     return HFTensorSplit(tensor.size, dims, frozenset(partial), whole)

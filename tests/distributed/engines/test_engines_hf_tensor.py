@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_config import TENSOR_FAMILIES, HFConfig
 from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_tensor import OF_PARTS
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.layout import Box
@@ -24,6 +26,7 @@ from tests.support.families import tiny
 CASES = "tests.distributed.engines.cases"
 CASES_OF_TENSOR = "tests.distributed.engines.hf_tensor_cases"
 LAYOUT_CASES = "tests.distributed.engines.layout_cases"
+HEAD_NORM = re.compile(r"self_attn\.[qk]_norm\.")
 BOUND = 1e-5
 STEPS = range(3)
 ALONE = {"dp": 1}
@@ -120,3 +123,20 @@ def test_models_that_tensor_ranks_cannot_share_are_refused(
     made = HFModel(config, "lm", source=None, seed=0, dtype=torch.float32)
     with pytest.raises(UsageError, match=message):
         made.split(Axis(0, 2))
+
+
+@pytest.mark.parametrize("family", ["exaone4", "gemma3_text", "qwen3"])
+def test_gradients_of_head_norms_summed_if_plan_leaves_them_out(
+    monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Plans of transformers 5.0 leave them out."""
+    config = HFConfig.from_hf(tiny(family))
+    made = HFModel(config, "lm", source=None, seed=0, dtype=torch.float32)
+    plan = {name: style for name, style in made.inner.tp_plan.items() if style != OF_PARTS}
+    assert len(plan) == len(made.inner.tp_plan) - 2
+    monkeypatch.setattr(type(made.inner), "tp_plan", plan)
+    made.split(Axis(0, 2))
+    assert made.tensor is not None
+    summed = {name for name, _ in made.named_parameters() if made.tensor.sums(name)}
+    assert summed == {name for name, _ in made.named_parameters() if HEAD_NORM.search(name)}
+    assert len(summed) == 4
