@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from slurmrl.child import ChildRequest, answer
-from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import FileForm, HFConfig
 from slurmrl.registry import resolve
@@ -32,7 +32,8 @@ def file_form(config: HFConfig, head: Head) -> FileForm:
     """Return the form of the files of a config's model.
 
     Raises UsageError if transformers does not know the family, or computes tensors of its files,
-    EnvironmentFailure if no child process could answer.
+    RunFailedError if no child process could answer: that need not pass, so callers must not try
+    again forever.
     """
     if "torch" in sys.modules:
         form: FileForm = resolve(FORM)(config, head)
@@ -48,7 +49,9 @@ def _asked(text: str, head: Head) -> FileForm:
         raise UsageError(reply["refused"])
     if "form" not in reply:
         why = request.ended.last_line or f"exit code {request.ended.code}"
-        raise EnvironmentFailure(f"no process could say how the model's files are made: {why}")
+        raise RunFailedError(
+            f"the form of the model's files is unknown: a process with transformers failed: {why}"
+        )
     form: dict[str, Any] = reply["form"]
     parts = {name: tuple(map(_slice, slices)) for name, slices in form["slices"].items()}
     return FileForm(**{**form, "slices": parts})

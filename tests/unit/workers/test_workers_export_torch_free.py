@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slurmrl.config.schema import Lora
-from slurmrl.errors import UsageError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models import hf_form
 from slurmrl.models.hf_adapters import adapter_shapes
 from slurmrl.models.hf_config import HFConfig
@@ -89,3 +89,14 @@ def test_form_of_another_process_is_the_own_form(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError) as found:
         hf_form.file_form(unknown, "lm")
     assert str(found.value) == str(refused.value)
+
+
+def test_form_fails_for_good_if_no_process_can_import_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A master retries other errors as long as it takes, so the trial would never end."""
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(hf_form, "MODULE", "slurmrl.models.no_such_module")
+    known = HFConfig.from_hf({"model_type": "qwen3", "hidden_size": 32})
+    with pytest.raises(RunFailedError, match=r"transformers failed: .*No module named"):
+        hf_form.file_form(known, "lm")
