@@ -224,6 +224,8 @@ def attached(
         assert source is not None, "adapters without a path are refused at submission"
         from slurmrl.models import hf_adapters  # transformers takes seconds to import
 
+        if cast("HFModel", model).tensor is not None:
+            raise UsageError("models of transformers cannot have adapters on tensor ranks (t)")
         adapters = hf_adapters.attach_to(cast("HFModel", model), lora)
         part = (context.rank, len(context.ranks))
         hf_adapters.require_as_stored(cast("HFModel", model), source, *part)

@@ -95,38 +95,41 @@ def implementations(draft: Draft) -> Iterator[Problem]:
         if model.implementation != "hf" or allocation is None:
             continue
         where = role if draft.writes(role, "implementation") else "actor"
+        reasons = _hf_problems(model, allocation)
         if where == "actor" and role != "actor" and not draft.writes(role, "backend"):
-            continue  # the actor's own problem
-        trains = "t" if model.lora is None else ""
-        for reason in _hf_problems(model, allocation, "d" + trains):
+            known = _hf_problems(draft.config.actor, allocation)
+            where, reasons = role, [each for each in reasons if each not in known]
+        for reason in reasons:
             yield draft.refuse((where, "implementation"), f": {reason}", "hf")
     rollout = draft.allocations().get(ROLLOUTS)
     if rollout is not None and draft.config.actor.implementation == "hf":
-        for reason in _hf_problems(draft.config.actor, rollout):
+        for reason in _hf_problems(draft.config.actor, rollout, trains=False):
             text = f" with actor.implementation hf: {reason}"
             yield draft.refuse((ROLLOUTS, "backend"), text, str(rollout))
 
 
-def _hf_problems(model: Model, allocation: Allocation, allowed: str = "d") -> Iterator[str]:
+def _hf_problems(model: Model, allocation: Allocation, *, trains: bool = True) -> list[str]:
     if reason := lacking(allocation.backend, "transformers"):
-        yield reason
-        return
+        return [reason]
+    allowed = "dt" if trains and model.lora is None else "d"
+    found = []
     split = [n for n, axis in AXIS_OF.items() if n not in allowed and allocation.sizes[axis] > 1]
     if split:
         names = " and ".join(allowed)
         with_lora = " with lora" if model.lora is not None and "t" in split else ""
-        yield (
+        found.append(
             f"'{allocation}' uses {', '.join(split)}; models of transformers can only use "
             f"{names}{with_lora}"
         )
     elif (ranks := allocation.sizes["tp"]) > 1:
         with suppress(UsageError):  # of a folder, reported by the check of weights
             if reason := resolve(TENSOR_REFUSAL)(model_files.config_values(model), ranks):
-                yield reason
+                found.append(reason)
         if model.model is not None and model.model.sequence_parallel:
-            yield "models of transformers cannot use sequence_parallel"
+            found.append("models of transformers cannot use sequence_parallel")
     if model.recompute == "selective":
-        yield "with it, gradient_checkpointing must be off or full"
+        found.append("with it, gradient_checkpointing must be off or full")
+    return found
 
 
 def adapters(draft: Draft) -> Iterator[Problem]:
