@@ -105,11 +105,11 @@ class NameStore:
         return key
 
     def wait(self, name: str, *, timeout_s: float = inf) -> str:
-        """Return the value of a key as soon as it exists. Raises NameNotFoundError."""
-        key, pauses, began = normalize(name), Backoff(0.02, 1.0), time.monotonic()
-        while (value := retry("read names", partial(self._look, key))) is None:
-            left_s = began + timeout_s - time.monotonic()
-            if left_s <= 0:
+        """Return a key's value once it exists. Raises NameNotFoundError, EnvironmentFailure."""
+        pauses, end = Backoff(0.02, 1.0), time.monotonic() + timeout_s
+        look = partial(self._look, key := normalize(name))
+        while (value := retry("read names", look, timeout_s=end - time.monotonic())) is None:
+            if (left_s := end - time.monotonic()) <= 0:
                 raise NameNotFoundError(f"no key {key!r} within {timeout_s:g} s")
             time.sleep(min(pauses.next_s(), left_s))
         return value

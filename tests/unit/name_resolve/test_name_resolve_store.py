@@ -75,6 +75,8 @@ def test_wait_returns_value_that_another_process_adds(store: NameStore, tmp_path
     for timeout_s in (-1.0, 0.0, 0.05):
         with pytest.raises(NameNotFoundError, match="no key 'c' within"):
             store.wait("c", timeout_s=timeout_s)
+    with pytest.raises(EnvironmentFailure, match="gone"):
+        NameStore(tmp_path / "gone").wait("a", timeout_s=0.05)
 
 
 def test_callback_called_once_after_the_last_name_is_deleted(store: NameStore) -> None:
