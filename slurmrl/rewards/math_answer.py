@@ -81,9 +81,9 @@ AFTER_NUMBER = re.compile(
 OTHER_NUMBER = re.compile(
     r"(?<![\\\w])(?:(?:not|\w+n't|cannot)(?:\s+be)?|anything\s+but|none\s+of(?:\s+the)?|(?-i:no)(?=\s)"
     r"|(?<!no )(?:less|fewer|more|greater|smaller)\s+than"
-    r"|(?<!\d )(?:over|under|above|below)(?=\s+[^\s:])"
+    r"|(?<!\d )(?<!left )(?:over|under|above|below)(?=[^\S\n]+[^\s:])"
     r"|(?:half|double|triple)(?:\s+of)?|twice|thrice)"
-    r"(?:[\s~:*]|\\[,;:! ])*+\}?(?:[\s~*]|\\[,;:! ])*+\\?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)",
+    r"(?:[\s~:*]|\\[,;:! ])*+\}?(?:[\s~*]|\\[,;:! ])*+(?:\\[$([]|\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)",
     re.IGNORECASE,
 )
 """A number that is not the answer, such as ``not 7`` or ``twice 7``."""

@@ -50,9 +50,10 @@ LETTERS = {"k": 3, "K": 3, "M": 6, "B": 9}
 IN_SHORT = re.compile(rf"({CURRENCY}\s*)?{AMOUNT}(k|(?(1)[KMB]|(?!)))(?![\w^\\])")
 """``5k`` or ``$5M``."""
 RELATED = re.compile(
-    r"(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|[≤≥≠<])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
+    r"(?<![\w.,])(?<![-+*/^] )-?\$?\d[-+*/^\d,.]*\s*[<>≤≥≠]=?\s*(?=[A-Za-z](?![\w>]))"
+    r"|(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|(?<= )!=|[≤≥≠<])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
 )
-"""A bound, such as the 7 of ``x > 7``."""
+"""A bound, such as the 7 of ``x > 7`` or ``7 < x``."""
 Reading = list[Any]
 """Expressions that math-verify has read, and their source string."""
 
@@ -114,9 +115,9 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
         completion = OTHER_NUMBER.sub("?", completion)
     box = boxed(completion)
     inside = box or (completion if request["marked"] else "")
+    if (not box and is_open(completion)) or not (inside or request["finished"]):
+        return False
     if not inside:
-        if not request["finished"] or is_open(completion):
-            return False
         inside = "".join(BRACKETED.findall(completion))
     content = boxed(text) or ALL_TEXT.sub(r"\1", text)
     letter = LETTER.fullmatch(content)
