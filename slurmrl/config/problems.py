@@ -210,7 +210,10 @@ def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> 
     if (ours := OTHER_NAMES.get(name)) in known:
         return f"unknown key; write {ours}"
     whole = (*prefix, *location)
-    place = PLACES.get(dotted(whole[-2:])) or PLACES.get(name, "")
+    own, inside = [dotted((*prefix, *path)) for path in paths(schema)], f"{dotted(prefix)}."
+    written = (dotted(whole[-2:]), f"{whole[0]}.{name}", name)
+    places = (PLACES.get(each.lower(), inside) for each in written)
+    place = next((each for each in places if each in own or not each.startswith(inside)), "")
     if (last := place.rpartition(".")[2]) in known:
         return f"unknown key; did you mean {dotted((*whole[:-1], last))}?"
     if not place and difflib.get_close_matches(name, known, n=1, cutoff=SURE):
@@ -222,14 +225,12 @@ def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> 
     return f"unknown key; {near(name, known)}"
 
 
-def _elsewhere(
-    schema: type[BaseModel], location: KeyPath, prefix: KeyPath, place: str
-) -> list[str]:
+def _elsewhere(schema: type[BaseModel], key: KeyPath, prefix: KeyPath, place: str) -> list[str]:
     """Return the places where a key of this name is known.
 
     A section below the present one comes first, then ``place``.
     """
-    name, section = str(location[-1]), location[:-1]
+    name, section = str(key[-1]), key[:-1]
     named = (name, place.rpartition(".")[2])
     every = [path for path in paths(schema) if path[-1] in named]
     below = [dotted((*prefix, *path)) for path in every if path[: len(section)] == section]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurmrl.algorithms.sft_schema import SFT
 from slurmrl.config import problems as config_problems
 from slurmrl.config.load import dump, load, load_resolved, parse
 from slurmrl.config.schema import Config
@@ -234,6 +235,9 @@ def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
         ("reward.path", "reward.name"),
         ("dataset.file", "dataset.path"),
         ("evaluation.dataset.file", "evaluation.dataset.path"),
+        ("reward.parts.a.path", "reward.parts.a.name"),
+        ("LR", "actor.optimizer.lr"),
+        ("BATCH_SIZE", "algorithm.batch_size"),
     ],
 )
 def test_unknown_key_is_answered_with_its_place(tmp_path: Path, key: str, place: str) -> None:
@@ -241,6 +245,13 @@ def test_unknown_key_is_answered_with_its_place(tmp_path: Path, key: str, place:
     assert len(found) == 1
     assert found[0].message.startswith("unknown key; did you mean ")
     assert place in re.split(r"[ ?]", found[0].message)[5]
+
+
+def test_unknown_key_not_answered_with_setting_of_another_algorithm() -> None:
+    assert (
+        config_problems.unknown_key(SFT, ("gamma",), ("algorithm",))
+        == "unknown key; allowed: batch_size, name"
+    )
 
 
 def test_places_of_keys_are_settings() -> None:
