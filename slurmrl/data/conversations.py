@@ -259,7 +259,7 @@ class _Marks:
         what = f"tool call '{function.get('name')}' {where}"
         changed: dict[str, Any] = {"name": self._mark(f"the {what}")}
         given = function.get("arguments")
-        arguments = _object(given) if isinstance(given, str) else given
+        arguments = _object(given) if given and isinstance(given, str) else given
         if arguments and isinstance(arguments, Mapping):
             marked = {key: self._mark(f"the argument '{key}' of the {what}") for key in arguments}
             changed["arguments"] = json.dumps(marked) if isinstance(given, str) else marked

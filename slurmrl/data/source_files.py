@@ -189,7 +189,7 @@ def other_form(path: Path) -> str:
     except OSError as error:
         raise unreadable(path, error) from error
     lines = head.decode("utf-8-sig", errors="replace").lstrip().splitlines()
-    if not lines:  # white space only, as far as it was looked at
+    if not lines or re.search("[\0-\b\ufffd]", lines[0]):  # only white space, or not text
         return ""
     first = lines[0].rstrip()
     if first.startswith(POINTER):

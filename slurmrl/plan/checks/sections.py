@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -81,7 +82,9 @@ def _no_file(path: Path) -> str:
         return "it is not a regular file"
     if path.is_symlink():
         return f"it is a broken link to {path.readlink()}"
-    beside = os.listdir(path.parent) if path.parent.is_dir() and "*" not in path.name else []
+    beside: list[str] = []
+    with suppress(OSError):  # no such folder, or one that others cannot list
+        beside = os.listdir(path.parent) if "*" not in path.name else []
     close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
     return f"there is no such file or folder{f'; did you mean {close[0]}?' if close else ''}"
 

@@ -113,6 +113,11 @@ def test_dropped_value_is_named_though_its_words_are_in_the_text(
             ],
             None,
         ),
+        (
+            CONTENT.replace("\n", "{{ m.tool_calls[0].name if m.tool_calls }}"),
+            [USER, {**CALLS, "tool_calls": [{"name": "add", "arguments": ""}]}],
+            None,
+        ),
         (CONTENT.replace("\n", "{{ m.function_call }}"), [USER, OLD_CALL], None),
         (WHOLE, [{"role": "user", "content": '"quoted"\n\ttext '}], None),
         (CONTENT, [USER, {"role": "tool", "name": "add", "content": "3"}, SAID], None),

@@ -189,3 +189,18 @@ def test_wrong_path_of_data_is_named_with_its_kind_or_a_near_name(
         "elsewhere/train.jsonl": "there is no such file or folder",
         "other.jsonl": "there is no such file or folder",
     }
+
+
+def test_missing_data_reported_if_its_folder_cannot_be_listed(
+    load_ppo: Load, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_names = os.listdir
+
+    def refuse(path: Path) -> list[str]:
+        if path == folder:
+            raise PermissionError
+        return list_names(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    (problem,) = problems(load_ppo, f"dataset.path={folder / 'trian.jsonl'}")
+    assert problem.message.endswith("is not allowed: there is no such file or folder")
