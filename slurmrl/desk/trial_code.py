@@ -231,11 +231,14 @@ def undefined(settings: Settings) -> Iterator[str]:
         module, _, name = reference.partition(":")
         place = _locate(module.partition(".")[0], settings.folders)
         last = module.rpartition(".")[2]
-        for file in () if place is None or _installed(place) else _files(place, module):
-            if last not in (file.stem, file.parent.name):
-                continue  # of a package around it
+        files = [] if place is None or _installed(place) else [*_files(place, module)]
+        for file in files[-1:]:  # the others are of packages around it
+            if last not in (file.stem, file.parent.name) or file.suffix != ".py":
+                continue
             try:
                 used = ast.dump(_parsed(file))
+            except RecursionError:
+                continue
             except (SyntaxError, ValueError) as error:
                 yield f"{key}: {file} is not valid Python: {error}"
                 continue

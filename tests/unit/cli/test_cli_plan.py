@@ -315,6 +315,20 @@ def test_plan_reports_a_function_that_its_file_lacks(
     assert all(code == 2 and problem in line for line in missing)
 
 
+def test_plan_finds_function_in_module_named_as_its_package(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    package = tmp_path / "judges"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "judges.py").write_text("def score(): ...\n")
+    evaluation = "{dataset: {type: prompt, path: data.jsonl}}"
+    more = (f"evaluation={evaluation}", "reward.name=judges.judges:score", "--scheduler", "local")
+    _, out, _ = run(capsys, "plan", str(config), *more, "--json")
+    assert [line for line in json.loads(out)["missing"] if "judges" in line] == []
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
 def test_plan_refuses_megatron_on_cpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], scheduler: str
