@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Final
 
@@ -27,6 +28,9 @@ OF_CLUSTER: Final = {
 }
 OF_SLURM: Final = {"gres": "gpu_type", "gpus-per-node": "gpu_type"}
 """Settings behind directives of another name."""
+NAME: Final = re.compile(r"[\w.@+/-]+")
+COUNT: Final = re.compile(r"[:*=]\d+")
+"""Number of licenses or of hosts with a feature."""
 
 
 def ask_slurm(
@@ -78,15 +82,19 @@ def _refused(
 
 
 def _known_names(name: str, value: str, client: SlurmClient) -> str:
-    """Return a hint for a refused value that is none of Slurm's names."""
+    """Return a hint for a refused value with a name that Slurm does not have."""
     try:
         known = client.names(name, user_name())
     except SchedulerError:
         return ""
-    if known is None or value in known:
+    if known is None or (name == "nodelist" and "[" in value):  # n[1-3]
         return ""
-    lacking = f"this cluster has no {'features' if name == 'constraint' else name}"
-    return f"; {near(value, known) if known else lacking}"
+    parts = NAME.findall(COUNT.sub("", value))  # of matlab:2,ansys or [rack1|rack2]
+    unknown = [part for part in parts if part not in known]
+    if not unknown:
+        return ""
+    nothing = {"constraint": "features", "account": "account for you"}.get(name, name)
+    return f"; {near(unknown[0], known) if known else f'this cluster has no {nothing}'}"
 
 
 def _key(settings: Settings, group: str, name: str) -> str:

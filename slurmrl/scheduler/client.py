@@ -33,7 +33,7 @@ NO_TEST = "--test-only"
 """In the message of an sbatch without that option."""
 NAMED = {
     "constraint": (("sinfo", "--noheader", "--format=Features=%f"), "Features"),
-    "nodelist": (("sinfo", "--noheader", "--format=Hosts=%N"), "Hosts"),
+    "nodelist": (("sinfo", "--noheader", "--Node", "--format=Hosts=%N"), "Hosts"),
     "reservation": (("scontrol", "--oneliner", "show", "reservation"), "ReservationName"),
     "licenses": (("scontrol", "--oneliner", "show", "licenses"), "LicenseName"),
 }

@@ -124,5 +124,10 @@ class PickySlurm(SlurmClient):
         return {"normal": "", "quick": "00:30:00"}
 
     def names(self, option: str, user: str) -> list[str] | None:
-        scripted = {"constraint": ["fast_nvme", "ib"], "nodelist": ["n[0-1]"], "reservation": []}
+        scripted = {
+            "constraint": ["fast_nvme", "ib"],
+            "nodelist": ["n0", "n1"],
+            "reservation": [],
+            "licenses": ["ansys", "matlab"],
+        }
         return scripted[option] if option in scripted else super().names(option, user)
