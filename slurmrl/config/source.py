@@ -37,7 +37,7 @@ KEPT_TEXTS = 32
 """Texts whose trees are kept: a command reads the configuration of its trial up to five times."""
 ADVICE = {
     "'\\t'": "; indent with spaces, not tabs",
-    "mapping values are not allowed": "; a value that contains ': ' needs quotes",
+    "mapping values are not allowed": "; align the line, or quote a value that contains ': '",
     "'<document start>'": "; a configuration has lines of key: value",
 }
 """Advice on mistakes, by a part of the YAML parser's message."""

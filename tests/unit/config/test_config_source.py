@@ -68,7 +68,12 @@ def test_all_keys_that_are_there_twice_are_problems_with_both_lines(tmp_path: Pa
         ("- 1\n", ":1", "expected lines of key: value"),
         ("a: 1\n---\nb: 1\n", ":2", "not valid YAML"),
         ("a: 1\n\tb: 2\n", ":2", "token; indent with spaces, not tabs"),
-        ("a: b: c\n", ":1", "not allowed here; a value that contains ': ' needs quotes"),
+        (
+            "a: b: c\n",
+            ":1",
+            "not allowed here; align the line, or quote a value that contains ': '",
+        ),
+        ("a: b\n  c: d\n", ":2", "not allowed here; align the line, or quote a value"),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ":2", "; a configuration has lines of key: value"),
     ],
 )
