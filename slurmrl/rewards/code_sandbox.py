@@ -340,9 +340,7 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
         _run_tests(case["check"], module)
         answer = None
     else:
-        function = space.get(case["function"])
-        if function is None:
-            function = getattr(space["Solution"](), case["function"])
+        function = space.get(name := case["function"]) or getattr(space["Solution"](), name)
         answer = function(*case["arguments"])
     # Scalars and arrays of numpy have tolist().
     os.write(RESULT_FD, nonce + json.dumps(answer, default=lambda x: x.tolist()).encode())
@@ -352,8 +350,9 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
 def _flush(space: dict[str, Any]) -> None:
     """Flush the program's files, as the interpreter does at its end."""
     for file in (sys.stdout, sys.__stdout__, *space.values()):
-        if isinstance(file, io.IOBase) and not file.closed:
-            file.flush()
+        with suppress(ValueError):  # closed, or its buffer was detached
+            if isinstance(file, io.IOBase):
+                file.flush()
 
 
 def _run_tests(code: str, module: types.ModuleType) -> None:

@@ -300,6 +300,7 @@ def test_results_of_numpy_are_compared_as_numbers(make: Make) -> None:
         "import io, sys; print(1); sys.stdout = io.StringIO(); print(2)",
         "out = open(1, 'w', closefd=False); out.write('1')",
         "import sys; print(1); sys.stdout.close()",
+        "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach()); print(1)",
     ],
 )
 def test_what_a_program_has_written_is_its_output(make: Make, program: str) -> None:
