@@ -134,7 +134,8 @@ SCRATCH: Variable[str] = Variable(
     str,
     "",
     SITE,
-    "Your directory for large files. `slurmrl init site` proposes it for the runs.",
+    "Your directory for large files. `slurmrl init site` proposes it as the place of run "
+    "directories.",
 )
 LOADED_MODULES: Variable[str] = Variable(
     "LOADEDMODULES",

@@ -54,7 +54,7 @@ FIRST_S, LONGEST_S = 5.0, 60.0
 )
 @common
 def plot(words: tuple[str, ...], smooth: float, root: str | None) -> int:
-    """Plot metrics in the terminal, several trials in one chart.
+    """Plot metrics of one or more trials in the terminal.
 
     METRIC is a name or a pattern such as 'eval/*'; the default is the metrics of the progress
     line.
@@ -218,8 +218,8 @@ def _shown(value: Any) -> str:
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="The file. Default: report.html in the run directory of a single trial, report.html here "
-    "for several.",
+    help="The file to write. Default: report.html, in the run directory of a single trial, or in "
+    "the current directory for several trials.",
 )
 @click.option("--watch", is_flag=True, help="Rewrite the file until no trial is running or queued.")
 @common

@@ -113,7 +113,8 @@ def clock(seconds: float) -> str:
 @click.option(
     "--incarnation",
     type=click.IntRange(min=1),
-    help="Print the output of the job in which this incarnation ran; slurmrl status numbers them. "
+    help="Print the output of the job in which this incarnation ran; slurmrl status shows the "
+    "numbers. "
     "Default: the newest attempt of each task.",
 )
 @json_option

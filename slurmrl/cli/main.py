@@ -170,7 +170,7 @@ class LazyGroup(click.Group):
     is_eager=True,
     expose_value=False,
     callback=lambda ctx, parameter, asked: _print_version(ctx) if asked else None,
-    help="Show the version and the commit and exit.",
+    help="Show the version and the commit, then exit.",
 )
 def cli() -> None:
     """RL post-training of language models as plain Slurm batch jobs."""

@@ -75,7 +75,7 @@ def _size_range(
     "--objective",
     type=click.Choice(["time", "cost"]),
     default="time",
-    help="Seconds of a step (the default), or its GPU hours.",
+    help="Minimize the seconds of a step (time, the default) or its GPU hours (cost).",
 )
 @click.option(
     "--engines",
@@ -105,7 +105,7 @@ def _size_range(
     "--gpu-hours",
     type=click.FloatRange(min=0, min_open=True),
     metavar="HOURS",
-    help="Only answers with which total_steps take at most these GPU hours.",
+    help="Show only answers that need at most this number of GPU hours for total_steps.",
 )
 @click.option(
     "--write",

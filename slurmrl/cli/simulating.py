@@ -97,12 +97,14 @@ def _limits(text: str) -> list[str]:
 )
 @click.argument("config", metavar="CONFIG", shell_complete=completion.files)
 @overrides_argument
-@click.option("--steps", type=click.IntRange(1, 10**6), help="Steps. Default: total_steps.")
+@click.option(
+    "--steps", type=click.IntRange(1, 10**6), help="Steps to simulate. Default: total_steps."
+)
 @click.option(
     "--hosts",
     type=click.IntRange(1, 10**5),
-    help="Hosts of the trainers. Each does as much as in CONFIG, so the batch and the rollout "
-    "tasks grow with them. Default: the plan's.",
+    help="Hosts of the trainers. The work of each host stays the same, so the batch and the "
+    "number of rollout tasks grow. Default: the plan's.",
 )
 @click.option("--tasks", type=click.IntRange(1, 10**5), help="Rollout tasks. Default: the plan's.")
 @click.option(
@@ -127,13 +129,14 @@ def _limits(text: str) -> list[str]:
     "--task-wait",
     callback=_checked(_waits),
     metavar="TIME|fixed:TIME",
-    help="The same for jobs of rollout tasks. Default: as the trainers' jobs.",
+    help="Mean wait of a job of rollout tasks, or the wait of every such job. Default: as the "
+    "trainers' jobs.",
 )
 @click.option(
     "--first-wait",
     callback=_checked(_duration),
     metavar="TIME",
-    help="Wait of the first job, for example as 'sbatch --test-only' expects it.",
+    help="Wait of the first job, for example the estimate of 'sbatch --test-only'.",
 )
 @click.option(
     "--failures", type=RATE, default=0.0, metavar="RATE", help="Lost hosts per host and day."
@@ -143,7 +146,7 @@ def _limits(text: str) -> list[str]:
     type=RATE,
     default=0.0,
     metavar="RATE",
-    help="Processes that end, per host and day; their host goes on.",
+    help="Crashed processes per host and day. The host keeps running.",
 )
 @click.option(
     "--preemptions", type=RATE, default=0.0, metavar="RATE", help="Preemptions per job and day."
@@ -152,19 +155,24 @@ def _limits(text: str) -> list[str]:
     "--grace-seconds",
     type=SECONDS,
     default=30.0,
-    help="From the signal of a preemption to the kill. Default: 30.",
+    help="Seconds from the preemption signal to the kill. Default: 30.",
 )
 @click.option(
     "--stragglers",
     type=FiniteRange(0, 2),
     default=0.0,
     metavar="SIGMA",
-    help="RunSpread of the hosts' seconds (0.05: about 5 %). A step waits for the slowest.",
+    help="Relative spread of the step time between hosts (0.05: about 5 %). A step waits for "
+    "the slowest host.",
 )
 @click.option("--step-seconds", type=SECONDS, help="Measured seconds of a step of the trainers.")
-@click.option("--start-seconds", type=SECONDS, help="From the start of a job to its first step.")
 @click.option(
-    "--restart-seconds", type=SECONDS, help="The same after a failure that leaves the job running."
+    "--start-seconds", type=SECONDS, help="Seconds from the start of a job to its first step."
+)
+@click.option(
+    "--restart-seconds",
+    type=SECONDS,
+    help="Seconds from a failure that leaves the job running to the next step.",
 )
 @click.option("--commit-seconds", type=SECONDS, help="Time for which a commit stops training.")
 @click.option("--evaluation-seconds", type=SECONDS, help="Time of an evaluation by the trainers.")
@@ -172,7 +180,7 @@ def _limits(text: str) -> list[str]:
     "--groups-per-hour",
     type=FiniteRange(min=0, min_open=True),
     metavar="GROUPS",
-    help="Measured speed of a rollout task: prompts with all their completions.",
+    help="Measured speed of a rollout task. A group is a prompt with all its completions.",
 )
 @click.option(
     "--write-rate",
@@ -182,12 +190,14 @@ def _limits(text: str) -> list[str]:
     help="Rate at which the trial reads and writes the shared directory. Default: 10.",
 )
 @click.option(
-    "--prompt-tokens", type=FiniteRange(min=1), help="Mean prompt. Default: half of the limit."
+    "--prompt-tokens",
+    type=FiniteRange(min=1),
+    help="Mean length of a prompt. Default: half of the limit.",
 )
 @click.option(
     "--response-tokens",
     type=FiniteRange(min=1),
-    help="Mean completion. Default: half of the limit.",
+    help="Mean length of a completion. Default: half of the limit.",
 )
 @click.option(
     "--runs",
@@ -204,7 +214,7 @@ def simulate(config: str, overrides: tuple[str, ...], as_json: bool, **options: 
     """Simulate a whole trial: queue, jobs, failures, steps and commits.
 
     Prints when the trial would be done, how many GPU hours it would take and where time is lost,
-    for each time limit. The same command always prints the same.
+    for each time limit. The same command always prints the same numbers.
 
     The exit code is 1 if no run finishes.
     """

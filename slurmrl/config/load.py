@@ -270,8 +270,8 @@ def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> st
     if not text or (may_be_hub and text.startswith(hub.PREFIX)):
         return text
     if scheme := re.match(r"([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE):
-        remedy = "write the path alone" if scheme[1].lower() == "file" else "copy it here first"
-        message = f"'{text}' is a URL, but files and folders are read by their paths: {remedy}"
+        remedy = "write only the path" if scheme[1].lower() == "file" else "copy it here first"
+        message = f"'{text}' is a URL, but slurmrl reads only local files and folders: {remedy}"
         if may_be_hub:
             message += f"; {hub.PREFIX}org/name is a repository of the Hugging Face hub"
         raise ConfigError((source.problem(key, message),))

@@ -118,7 +118,7 @@ class RecordReader:
         problems = [*self._problems, *self._ids.problems(self.where)]
         if self._ids.are_null:
             message = (
-                f"'{self._ids.key}' is null wherever rows of {self.source.path} have it: remove "
+                f"'{self._ids.key}' is null in all rows of {self.source.path} that have it: remove "
                 "the key, so that line numbers are the ids, or name another key"
             )
             problems.append(Problem("", "id_key", message))

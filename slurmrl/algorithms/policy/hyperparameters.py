@@ -34,11 +34,12 @@ class Updates(Section):
     n_epochs: PositiveInt = 1
     """Passes over each batch."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
-    """Limit of the mean probability ratio of a minibatch's tokens. Above it, the step skips this
-    and all later updates of the actor. `null` disables this."""
+    """Limit of the mean probability ratio of a minibatch's tokens. If a minibatch exceeds it, the
+    step skips this update of the actor and all later ones. `null` disables the limit."""
     early_stop_kl: Annotated[PositiveFloat, Unit("nats")] | None = None
-    """Limit of the estimated KL(old || new) per token (the metric `approx_kl`). Above it, the step
-    skips this and all later updates of the actor. `null` disables this. Example: `0.1`"""
+    """Limit of the estimated KL(old || new) per token (the metric `approx_kl`). If a
+    minibatch exceeds it, the step skips this update of the actor and all later ones. `null`
+    disables the limit. Example: `0.1`"""
 
 
 class Objective(Section):
@@ -69,8 +70,8 @@ class Objective(Section):
     """Upper bound of the ratio of tokens with a negative advantage. Only with `objective: clip`.
     `null` disables this. Example: `3.0`"""
     sapo_tau_positive: PositiveFloat = 1.0
-    """Temperature of the gate of `sapo` for tokens with a positive advantage. A higher temperature
-    decays faster."""
+    """Temperature of the gate of `sapo` for tokens with a positive advantage. With a higher
+    temperature, the gate falls faster as the ratio moves away from 1."""
     sapo_tau_negative: PositiveFloat = 1.05
     """Temperature of the gate of `sapo` for tokens with a negative advantage."""
     m2_threshold: PositiveFloat | None = None
@@ -352,7 +353,7 @@ class Filters(Section):
     are dropped. Failed episodes do not count. `null` keeps all prompts. Example: `0.5`"""
     mask_truncated: bool = False
     """Leave the tokens of completions without a stop token or stop string out of the losses. Their
-    rewards still count in the baselines and deviations of the others."""
+    rewards still count in the baselines and standard deviations of other completions."""
     filter_rounds: PositiveInt = 10
     """Maximum number of rounds of generation in a step, until the filters leave enough prompts for
     a batch. 1 replaces no prompt. With rollout tasks, a step scores at most this number times
@@ -431,8 +432,8 @@ class KL(Section):
     target: Annotated[PositiveFloat, Unit("nats")] = 6.0
     """With `adaptive`: target of the mean KL per completion."""
     horizon: Annotated[PositiveFloat, Unit("completions")] = 10000.0
-    """With `adaptive`: number of completions over which the coefficient changes by up to 20 %. One
-    step changes it by at most 20 %."""
+    """With `adaptive`: number of completions in which the coefficient changes by at most 20 %. A
+    step with more completions also changes it by at most 20 %."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> KL:

@@ -167,12 +167,12 @@ class Dataset(Section):
     """Template of an answer, in the syntax of `prompt_template`. slurmrl appends the end-of-text
     token. Example: `" {answer}"`"""
     prompt_key: Word = "prompt"
-    """Key whose value `{prompt}` inserts. The value may be a list of messages instead of a string,
-    which requires a chat template."""
+    """Key of the value that replaces `{prompt}`. The value may be a list of messages instead of a
+    string, which requires a chat template."""
     answer_key: Word = "answer"
-    """Key whose value `{answer}` inserts. The value may be a list of messages that begins with the
-    assistant's message, which requires a chat template. With type `prompt`, it is the reference
-    answer for the reward; if one row has it, every row must have it, as a string."""
+    """Key of the value that replaces `{answer}`. The value may be a list of messages that begins
+    with the assistant's message, which requires a chat template. With type `prompt`, it is the
+    reference answer for the reward; if one row has it, every row must have it, as a string."""
     chosen_key: Word = "chosen"
     """With type `preference`: key of the preferred answer, or of a list of preferred answers. Rows
     may also have the keys `pos_answers` and `neg_answers`. An answer may be a list of messages:

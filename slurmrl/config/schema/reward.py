@@ -76,7 +76,7 @@ class RewardPart(Section):
     """Built-in reward (`exact_match`, `math`, `code`, `model`), or your own function or class as
     `FILE.py:name` or `package.module:name` (docs/rewards.md). Example: `math`"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of that reward. Example: `{timeout_s: 10}`"""
+    """Options of the named reward. Example: `{timeout_s: 10}`"""
     pool: RewardPool | None = None
     """Run your own function or class in separate processes: `{}`, or with other limits. Default:
     the rank's process scores all its completions in one call."""
@@ -114,7 +114,7 @@ class Reward(Section):
     `FILE.py:name` or `package.module:name` (docs/rewards.md). Required without `parts`. Example:
     `math`"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of that reward. Example: `{timeout_s: 10}`"""
+    """Options of the named reward. Example: `{timeout_s: 10}`"""
     pool: RewardPool | None = None
     """Run your own function or class in separate processes: `{}`, or with other limits. Default:
     the rank's process scores all its completions in one call."""

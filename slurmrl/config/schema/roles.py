@@ -63,8 +63,8 @@ class Lora(Section):
     """Train low-rank adapters instead of the weights (LoRA, Hu et al. 2021).
 
     The weight W of a target becomes W + scale * B A. A has `rank` rows and B has `rank` columns. W
-    is frozen, in the role's `dtype`. Only A and B, in float32, are trained and committed; a critic
-    also trains its value head. LoRA requires fsdp (docs/lora.md).
+    is frozen and has the role's `dtype`. Only A and B, in float32, are trained and committed; a
+    critic also trains its value head. LoRA requires fsdp (docs/lora.md).
     Example: `{rank: 16}`
     """
 

@@ -81,9 +81,9 @@ class Publish(Section):
     every_steps: PositiveInt = 1
     """Steps between versions."""
     whole_every: PositiveInt = 10
-    """Number of versions from one full version to the next. The versions between contain the
-    changed bits since the previous version, compressed. For these, the ranks keep a second copy
-    of the weights in host memory. With 1, all versions are full."""
+    """Number of versions from one full version to the next. Every other version is a compressed
+    delta: it contains only the bits that changed since the previous version. For deltas, the ranks
+    keep a second copy of the weights in host memory. With 1, all versions are full."""
     keep_whole: PositiveInt = 2
     """Number of newest full versions to keep, with the versions that build on them."""
 
@@ -351,9 +351,9 @@ class Rollout(Section):
     """Publication of the actor's weights during training (docs/protocols.md)."""
 
     tasks: Tasks | None = None
-    """Generate in separate tasks without the trainers: `{}`, or with settings. `backend` is then
-    the engine, and the layout of one task times the number of tasks. Default: the trainers
-    generate."""
+    """Generate in separate tasks without the trainers: `{}`, or with settings. `backend`
+    then names the engine, the number of tasks (d) and the layout of one task. Default: the
+    trainers generate."""
 
     slurm: JobOptions = JobOptions()
 

@@ -132,7 +132,7 @@ def test_ids_that_are_all_null_are_one_problem(tmp_path: Path, key: str, named: 
         read_records(path, key)
     (problem,) = caught.value.problems
     assert (problem.where, problem.key) == ("", "id_key")
-    assert problem.message.startswith(f"{named} is null wherever rows of {path} have it")
+    assert problem.message.startswith(f"{named} is null in all rows of {path} that have it")
 
 
 def test_folder_of_rows_names_a_file_to_choose(tmp_path: Path) -> None:

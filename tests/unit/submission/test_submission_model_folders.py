@@ -79,7 +79,7 @@ def test_folder_is_refused_if_its_config_is_no_such_file(tmp_path: Path, kind: s
     [
         ("s3://bucket/model", "copy it here first"),
         ("https://example.org/model", "hf://org/name is a repository"),
-        ("file:///models/llama", "write the path alone"),
+        ("file:///models/llama", "write only the path"),
     ],
 )
 def test_url_is_refused_with_the_remedy(tmp_path: Path, path: str, remedy: str) -> None:
