@@ -174,9 +174,9 @@ class Correction(Section):
     """Smallest weight of `truncate` and `mask`."""
 
     reject_by: Literal["ratio", "k1", "k2", "k3"] | None = None
-    """Leave tokens out of the actor's loss by the distance of the policy before the updates from
-    the policy that sampled them. `null` rejects none. With r, the recomputed old probability
-    over the probability of generation:
+    """Leave tokens out of the actor's loss if the policy before the updates differs too much from
+    the policy that sampled them. This key selects the measure of the difference; `null` keeps all
+    tokens. With r, the recomputed old probability divided by the probability at generation:
 
     - `ratio`: r.
     - `k1`: -log r.
