@@ -41,7 +41,7 @@ SHORT: Final = 32
 
 @dataclass(frozen=True)
 class MeasureSizes:
-    """MeasureSizes of the measurements; the request of the job has them as plain values."""
+    """Sizes of the measurements; the job's request has them as plain values."""
 
     point_s: float
     """Least seconds in which a measurement is repeated."""
