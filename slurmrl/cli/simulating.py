@@ -115,7 +115,7 @@ def _limits(text: str) -> list[str]:
 )
 @click.option(
     "--trace",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path),
     help="Jobs wait as long as those in this output of "
     "'sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit'.",
 )
