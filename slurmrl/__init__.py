@@ -63,7 +63,7 @@ def submit(
     if not isinstance(config, str | PathLike):
         raise UsageError(
             f"config: {type(config).__name__} is not allowed: expected the path of a YAML file. "
-            "Settings that differ from it are overrides: submit('my.yaml', 'seed=2')"
+            "To change a setting, pass an override: submit('my.yaml', 'seed=2')"
         )
     return handle.submit(
         Path(config), overrides, root=root, scheduler=scheduler, new=new, check=check

@@ -51,7 +51,9 @@ def docs(topic: str | None, search: str | None, as_path: bool, browser: bool) ->
 
     chosen = [search is not None, as_path, browser]
     if sum(chosen) > 1 or (search is not None and topic):
-        raise UsageError("--search, --path and --browser exclude each other; --search has no topic")
+        raise UsageError(
+            "--search, --path and --browser exclude each other; --search takes no topic"
+        )
     if search is not None:
         return _search(search)
     name = manual.find(topic) if topic else None

@@ -44,7 +44,7 @@ def _size_range(
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < first <= last <= MOST_GPUS:
         raise click.BadParameter(
-            f"'{value}' is not allowed: write a number or a range, as 8 or 8..64, "
+            f"'{value}' is not allowed: write a number or a range, such as 8 or 8..64, "
             f"up to {MOST_GPUS}",
             ctx,
             param,
@@ -188,7 +188,7 @@ def _calibration(name: str, root: str | None) -> tuple[float, float, str]:
     paths = trials.find(trials.root_folder(root), name)
     found = measured_calls(paths)
     if found.mean is None:
-        raise UsageError(f"--calibrate {name}: no step of the trial has lengths of sequences")
+        raise UsageError(f"--calibrate {name}: no step of the trial recorded its sequence lengths")
     known = [call for call in found.calls if call.predicted_s is not None]
     if not known:
         return *found.mean, f"{paths.full_name}: no seconds were predicted: {found.predictions}"

@@ -33,7 +33,7 @@ class FiniteRange(click.FloatRange):
     ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{number} is not a number that is allowed here", param, ctx)
+            self.fail(f"{number} is not allowed; expected a finite number", param, ctx)
         return number
 
 
@@ -82,7 +82,7 @@ def _limits(text: str) -> list[str]:
         limits = []
     if not limits or not all(limits):
         raise ValueError(
-            f"'{text}' is no list of time limits as Slurm writes them: for example 04:00:00,1-00"
+            f"'{text}' is not a list of time limits in Slurm's format, for example 04:00:00,1-00"
         )
     return limits
 

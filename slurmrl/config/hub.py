@@ -153,7 +153,7 @@ def damage(folder: Path) -> str:
     try:
         files = documents.read(list_file(folder), FIELDS, FIELDS)["files"]
     except (FileNotFoundError, CorruptFileError):
-        return f"cannot be checked: {list_file(folder).name} beside it is missing or damaged"
+        return f"cannot be checked: {list_file(folder).name} next to it is missing or damaged"
     lost = [name for name, size in files.items() if _size(folder / name) != size]
     if not lost:
         return ""

@@ -153,7 +153,7 @@ def parsed(number: int, raw: bytes) -> SourceRow:
 def _advice(raw: bytes) -> str:
     """Return what to do about a common mistake."""
     if b"\r" in raw:
-        return ": lines end with carriage returns alone; convert them (tr '\\r' '\\n')"
+        return ": lines end with only carriage returns; convert them (tr '\\r' '\\n')"
     if raw.endswith(b",") and raw.startswith(b"{"):
         return ": a comma follows the object; a line has an object and nothing else"
     if raw.startswith(b"{'"):
@@ -329,7 +329,7 @@ class ArrowFiles(RowSource):
         except pyarrow.ArrowInvalid as error:
             reason = (str(error).splitlines() or ["damaged"])[0]
             form = "" if wrong_beginning(path) else other_form(path)
-            message = form or f"not a whole {path.suffix.removeprefix('.')} file: {reason}"
+            message = form or f"not a complete {path.suffix.removeprefix('.')} file: {reason}"
             raise ConfigError((Problem(str(path), "", message),)) from error
         except pyarrow.ArrowNotImplementedError as error:
             message = f"pyarrow cannot read it: {error}; save the rows as JSONL"

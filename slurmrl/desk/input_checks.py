@@ -446,7 +446,7 @@ def _beyond(lines: str, key: str, dataset: DatasetConfig, most: int | None) -> F
         setting, what = "max_prompt_tokens", "allows before a completion"
     message = (
         f"{lines} of {dataset.path} have more than {most} tokens, the maximum that "
-        f"max_position_embeddings {what}; {setting}: {most} leaves them out"
+        f"max_position_embeddings {what}; to leave them out, set {setting}: {most}"
     )
     section, _, _ = key.partition(".sources.")
     return Finding("data", Weight.FAILED, message, f"{section}.{setting}")

@@ -152,17 +152,17 @@ def _members(archive: tarfile.TarFile, path: Path) -> dict[str, tarfile.TarInfo]
     for member in archive:
         shown = repr(member.name[:80])
         if member.type not in REGULAR or member.sparse is not None:
-            raise UsageError(f"{path} is refused: {shown} is not a regular file")
+            raise UsageError(f"cannot unpack {path}: {shown} is not a regular file")
         if not is_safe(member.name):
-            raise UsageError(f"{path} is refused: {shown} is not allowed as a name")
+            raise UsageError(f"cannot unpack {path}: {shown} is not allowed as a name")
         if member.name in found:
-            raise UsageError(f"{path} is refused: it has {shown} twice")
+            raise UsageError(f"cannot unpack {path}: it contains {shown} twice")
         if len(found) == MOST_FILES:
-            raise UsageError(f"{path} is refused: it has more than {MOST_FILES} files")
+            raise UsageError(f"cannot unpack {path}: it contains more than {MOST_FILES} files")
         found[member.name] = member
     for name in found:
         if above := [str(one) for one in Path(name).parents if str(one) in found]:
-            raise UsageError(f"{path} is refused: {above[0]!r} is a file and a folder")
+            raise UsageError(f"cannot unpack {path}: {above[0]!r} is both a file and a folder")
     return found
 
 
@@ -173,7 +173,10 @@ def _manifest(
     if MANIFEST not in members:
         raise _incomplete(path, f"it has no {MANIFEST}, its last file")
     if members[MANIFEST].size > MANIFEST_BYTES:
-        raise UsageError(f"{path} is refused: {MANIFEST} has {members[MANIFEST].size} bytes")
+        size = members[MANIFEST].size
+        raise UsageError(
+            f"cannot unpack {path}: {MANIFEST} has {size} bytes; the maximum is {MANIFEST_BYTES}"
+        )
     text = b"".join(_read(archive, members[MANIFEST]))
     try:
         values = documents.parse(text, path)

@@ -124,7 +124,8 @@ def file_slices(
 def _computed(model: PreTrainedModel, reason: str) -> UsageError:
     return UsageError(
         f"implementation hf cannot write the files of {model.config.model_type} models: "
-        f"transformers does not only move the tensors of {type(model).__name__}: {reason}"
+        f"to save {type(model).__name__}, transformers does more than slice and join its tensors: "
+        f"{reason}"
     )
 
 

@@ -89,7 +89,7 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
     try:
         apart = not by_column and _keeps_apart(model, inner)
     except Exception as error:  # noqa: BLE001 - the model's own code may raise anything
-        apart, reason = False, f"a trial of packed sequences failed: {error}"
+        apart, reason = False, f"a test of packed sequences failed: {error}"
     if apart:
         return "packed"
     try:
@@ -99,7 +99,7 @@ def choose_rows(model: PackedModel, inner: PreTrainedModel) -> RowKind:
         return "single"  # for example, it needs a GPU
     if found > tolerance(inner):
         raise UsageError(
-            f"implementation hf does not support this {family} model: in a trial, outputs of a "
+            f"implementation hf does not support this {family} model: in a test, outputs of a "
             f"padded sequence differ by {found:.1%} from the same sequence without padding, so "
             "results would depend on the batch"
         )

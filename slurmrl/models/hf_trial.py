@@ -40,12 +40,12 @@ def check_generation(model: nn.Module, inner: PreTrainedModel) -> None:
         found = difference(inner, lambda trial: _difference(model, inner, trial))
     except (ValueError, AttributeError, TypeError, NotImplementedError) as error:
         raise UsageError(
-            f"{name} models cannot generate with implementation hf: a trial of their cache failed "
+            f"{name} models cannot generate with implementation hf: a test of their cache failed "
             f"({error}). {ADVICE}"
         ) from error
     if found > max(STEP_TOLERANCE, tolerance(inner)):
         raise UsageError(
-            f"{name} models cannot generate with implementation hf: in a trial, logits of "
+            f"{name} models cannot generate with implementation hf: in a test, logits of "
             f"generated tokens differ by {found:.1%} from a pass over the whole sequence. {ADVICE}"
         )
 

@@ -120,7 +120,7 @@ EXPERTS_NEED: Final[Mapping[str, object]] = {
 }
 """Required settings of SGLang if it reports experts. Other values bring keys and values into
 the cache, or move them, without their experts, or leave out layers: the server would report
-the experts of other tokens."""
+experts for the wrong tokens."""
 ENGINES: Final = {
     **dict.fromkeys(FSDP, EngineRules("dtc", DECODER)),
     "megatron": EngineRules(
@@ -298,7 +298,7 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
         },
         experts_conflicts=dict.fromkeys(
             (f"--{name.replace('_', '-')}" for name in EXPERTS_NEED),
-            "with rollout.replay_experts: the server would report the experts of other tokens",
+            "with rollout.replay_experts: the server would report experts for the wrong tokens",
         ),
         stale_cache_conflicts={
             "--enable-pdmux": (

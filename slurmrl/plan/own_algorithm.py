@@ -431,10 +431,10 @@ def _untrained(uses: Sequence[RoleUse], calls: Sequence[Call]) -> Iterator[str]:
 def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: bool) -> Iterator[str]:
     recording = [call.name for call in calls if call.method is Method.RECORD]
     if len(recording) > 1:
-        yield f"the calls {', '.join(recording)} record; at most one call of a step may"
+        yield f"the calls {', '.join(recording)} record results; at most one call of a step may"
     for call in evaluation:
         if call.method is Method.RECORD:
-            yield f"call '{call.name}' records in an evaluation; only calls of a step may"
+            yield f"call '{call.name}' of an evaluation records results; only calls of a step may"
     for call in calls:
         if call.method is Method.FILTER and one_pass:
             yield f"call '{call.name}' filters; with one_pass, a step cannot replace items"

@@ -135,7 +135,8 @@ class CodeReward(RewardFunction):
         self._unjudged = sum(bool(run.unjudged) for run in runs)
         for index, run in enumerate(runs):
             if run.unjudged:
-                logger.warning("a program scores 0, %s: %s", run.unjudged, programs[index][:200])
+                message = "a program could not be scored and gets 0, %s: %s"
+                logger.warning(message, run.unjudged, programs[index][:200])
         return [run.score(share=self._share) for run in runs]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -136,7 +136,7 @@ def write_part(
     """
     if records.keys() != set(own):
         odd = sorted(records.keys() ^ set(own))[:3]
-        raise ValueError(f"the records are not those of this rank's items: {', '.join(odd)}")
+        raise ValueError(f"the records do not match this rank's items: {', '.join(odd)}")
     place_of = {name: place for place, name in enumerate(batch)}
     rows = sorted((place_of[name], record) for name, record in records.items())
     data = b"".join(encode({"place": place, "record": record}) for place, record in rows)

@@ -262,7 +262,7 @@ class Extender:
             except SchedulerError as error:
                 if count == 1 or not TOO_MANY.search(str(error)):
                     raise
-                logger.info("sbatch refused %d more elements: %s", count, error)
+                logger.info("sbatch rejected %d more elements: %s", count, error)
                 count //= 2
 
     def _settle(self, last: Extension, tasks: Sequence[TaskState], by: str) -> str | None:

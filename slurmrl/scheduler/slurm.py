@@ -187,7 +187,7 @@ class SlurmScheduler(Scheduler):
             if not extensions.TOO_MANY.search(str(error)) or group.links == 1:
                 raise
             refused = error
-        logger.info("sbatch refused %d elements: %s", group.links, refused)
+        logger.info("sbatch rejected %d elements: %s", group.links, refused)
         group = _shortened(group, group.links // 2)
         text = batch_script.script(request, group, "srun")
         submission.write_scripts(request.run, request.number, {group.name: text})

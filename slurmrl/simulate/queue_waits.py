@@ -33,7 +33,9 @@ def duration_s(text: str) -> float:
     except ValueError:
         number = math.nan
     if unit is None or not (math.isfinite(number) and number >= 0):
-        raise UsageError(f"'{text}' is not a duration: write a number with s, m, h or d, as 30m")
+        raise UsageError(
+            f"'{text}' is not a duration: write a number with s, m, h or d, such as 30m"
+        )
     return number * unit
 
 
@@ -99,7 +101,7 @@ def given_waits(text: str) -> Waits:
         mean = duration_s(value)
         return ExponentialWait(mean) if mean else FixedWait(0.0)
     if kind != "fixed":
-        raise UsageError(f"'{text}' is no queue wait: write a mean (30m), or fixed:30m")
+        raise UsageError(f"'{text}' is not a queue wait: write a mean (30m), or fixed:30m")
     return FixedWait(duration_s(value))
 
 
@@ -188,13 +190,13 @@ def _time(text: str, where: str, column: str) -> datetime | None:
     try:
         return datetime.fromisoformat(text.strip())
     except ValueError as error:
-        raise UsageError(f"{where}: {column} '{text}' is no time: {error}") from None
+        raise UsageError(f"{where}: {column} '{text}' is not a time: {error}") from None
 
 
 def _hosts(row: Mapping[str, str], where: str) -> int | None:
     text = (row.get("NNodes") or row.get("AllocNodes") or "").strip()
     if text and not text.isdecimal():
-        raise UsageError(f"{where}: NNodes '{text}' is no number of hosts")
+        raise UsageError(f"{where}: NNodes '{text}' is not a number of hosts")
     return int(text) if text else None
 
 
@@ -205,4 +207,4 @@ def _limit(text: str, where: str) -> float | None:
     try:
         return time_limit_s(text)
     except ValueError:
-        raise UsageError(f"{where}: Timelimit '{text}' is no time limit") from None
+        raise UsageError(f"{where}: Timelimit '{text}' is not a time limit") from None

@@ -63,7 +63,7 @@ PRESETS: Final[dict[str, Preset]] = {
         GROUP_SIZE,
     ),
     "dr_grpo": Preset(
-        "GRPO without its biases of length and difficulty (Liu et al. 2025, arXiv 2503.20783)",
+        "GRPO without its length and difficulty biases (Liu et al. 2025, arXiv 2503.20783)",
         {
             **GROUP_NORMALIZED,
             **NO_KL,  # section 3.1: beta 0

@@ -108,7 +108,7 @@ class PolicyGradient(
         super().__pydantic_init_subclass__(**options)
         if cls.based_on not in PRESETS:
             hint = near(str(cls.based_on), sorted(PRESETS))
-            raise UsageError(f"{cls.__name__}.based_on is {cls.based_on!r}, no preset; {hint}")
+            raise UsageError(f"{cls.__name__}.based_on is {cls.based_on!r}, not a preset; {hint}")
         if "replays" not in vars(cls):  # its own code may compute probabilities otherwise
             cls.replays = False
 

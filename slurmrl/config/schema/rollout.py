@@ -484,5 +484,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> Ser
 def _checked_key(key: str, where: str) -> str:
     """Return the key; reject one with a line break, which would add headers to the request."""
     if not all("!" <= character <= "~" for character in key):
-        raise UsageError(f"the key in {where} has spaces or other characters that no header takes")
+        raise UsageError(
+            f"the key in {where} has spaces or other characters that a header cannot hold"
+        )
     return key

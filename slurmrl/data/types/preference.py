@@ -144,8 +144,8 @@ class Preferences(PromptAnswers):
         if not all(rest):
             return keys[0], f"and '{keys[1]}' are the same, or one is the beginning of the other"
         if any(begins_with_prompt(answer) for answer in rest):
-            where = f"differs from '{keys[1]}' first in message {len(common) + 1}"
-            return keys[0], f"{where}, which is not the assistant's in both"
+            where = f"first differs from '{keys[1]}' in message {len(common) + 1}"
+            return keys[0], f"{where}, which must be an assistant message in both"
         if isinstance(prompt, list) and prompt != common[: len(prompt)]:
             return keys[0], f"and '{keys[1]}' do not begin with the messages of the prompt"
         if isinstance(prompt, str) and not any(

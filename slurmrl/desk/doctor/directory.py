@@ -113,7 +113,9 @@ def _round(path: Path) -> dict[str, float]:
 def _read(path: Path) -> None:
     with opened(path, os.O_RDONLY, REAL) as descriptor:
         if read_all(descriptor, REAL, 2 * len(BLOCK)) != BLOCK:
-            raise EnvironmentFailure(f"{path} does not hold what was written into it")
+            raise EnvironmentFailure(
+                f"the data read from {path} differs from the data written to it"
+            )
 
 
 def _umask() -> int:

@@ -35,7 +35,7 @@ HOSTS = 2
 """Hosts of the job if the cluster has them: some checks compare two hosts."""
 USABLE = ("idle", "mixed", "allocated", "completing", "planned")
 SINFO_TIMEOUT_S = 20.0
-ROOT_ADVICE = "choose a folder of yours on a directory that all hosts share: --root or SLURMRL_ROOT"
+ROOT_ADVICE = "choose your own folder on a file system that all hosts share: --root or SLURMRL_ROOT"
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def act(folder: Path, do: str, name: str) -> dict[str, Any]:
     if do in ("time", "wait", "bye"):
         return {"time": time.time()}
     if not _NAME.fullmatch(name):
-        raise ValueError(f"file name {name!r} is not allowed, only file.N.N")
+        raise ValueError(f"file name {name!r} is not allowed; expected file.N.N")
     path = folder / name
     if do == "miss":
         return {"there": path.exists()}

@@ -185,7 +185,7 @@ async def _check(settings: Settings, address: Address, keys: ServerKeys, elsewhe
     if backend == "vllm" and address.socket is None:
         advice = (
             "its routes that change weights ask for no key: let it listen on a Unix socket in a "
-            "folder of yours (--uds), or on a network that only you reach"
+            "folder that only you can open (--uds), or on a network that only you can reach"
         )
         return warning(name, measured, advice)
     return ok(name, measured)

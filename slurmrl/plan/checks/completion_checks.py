@@ -280,6 +280,6 @@ def no_rates(config: Config, key: str) -> str:
     """``key`` is the setting that adds them."""
     judge = f"reward '{config.reward.title}'" if config.reward is not None else "the episode"
     return (
-        f"no pass@k and maj@k: {judge} can give other scores than 1 and 0; set {key} to the "
+        f"no pass@k or maj@k: {judge} can return scores other than 0 and 1; set {key} to the "
         f"minimum score of a correct completion"
     )

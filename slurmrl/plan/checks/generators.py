@@ -143,12 +143,14 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
             where = (*evaluation_key(suite), "dataset", "type")
             yield draft.refuse(where, reason, own.held_out.type)
         if len(suite) > LONGEST_SUITE:
-            message = f"a suite has at most {LONGEST_SUITE} characters with evaluation.tasks"
+            message = (
+                f"with evaluation.tasks, the name of a suite has at most {LONGEST_SUITE} characters"
+            )
             yield draft.problem(evaluation_key(suite), message)
     if len(config.experiment) > LONGEST_EXPERIMENT:
         message = (
-            f"has at most {LONGEST_EXPERIMENT} characters with evaluation.tasks: the experiment of "
-            f"the evaluations ends in '{EVALUATED}'"
+            f"has at most {LONGEST_EXPERIMENT} characters with evaluation.tasks, which adds "
+            f"'{EVALUATED}' for the experiment of the evaluations"
         )
         yield draft.problem(("experiment",), message)
     calls = [

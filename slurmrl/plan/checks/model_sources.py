@@ -126,7 +126,7 @@ def _hf_problems(model: Model, allocation: Allocation, *, trains: bool = True) -
             if reason := resolve(TENSOR_REFUSAL)(model_files.config_values(model), ranks):
                 found.append(reason)
         if model.model is not None and model.model.sequence_parallel:
-            found.append("models of transformers cannot use sequence_parallel")
+            found.append("transformers models cannot use sequence_parallel")
     if model.recompute == "selective":
         found.append("with it, gradient_checkpointing must be off or full")
     return found

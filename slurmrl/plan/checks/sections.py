@@ -258,7 +258,7 @@ def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:
         if not draft.writes("evaluation"):
             yield "it needs an evaluation section"
     elif evaluation.tasks is not None:
-        yield "evaluations of evaluation.tasks come too late for it"
+        yield "results of evaluation.tasks arrive too late to end training"
     elif not (evaluation.every_steps or evaluation.every_seconds or evaluation.every_epochs):
         yield "no evaluation ever runs; set evaluation.every_steps"
     elif RATES.match(metric):

@@ -128,7 +128,7 @@ async def _examine_sglang(where: str, get: Get, needs: ServedModel) -> FitServer
     names = field_of(where, model, "architectures")
     if not isinstance(names, list) or needs.architecture not in names:
         raise UsageError(
-            f"{where}: the architecture of the server's model is {names}; the weights are those of "
+            f"{where}: the architecture of the server's model is {names}; the weights belong to "
             f"{needs.architecture}"
         )
     needs.check_folder(where, field_of(where, model, "model_path"))
@@ -229,6 +229,6 @@ def _check_experts(where: str, server: Mapping[str, object]) -> None:
         value = server.get(name, needed)
         if value not in (needed, None):
             raise UsageError(
-                f"{where}: the server's {name} is {value}, with which it reports the experts of "
-                "other tokens; leave it out, or rollout.replay_experts"
+                f"{where}: with {name} {value} the server reports experts for the wrong tokens; "
+                "leave out this setting, or rollout.replay_experts"
             )

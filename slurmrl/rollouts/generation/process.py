@@ -377,7 +377,8 @@ def _new_parent(root: Path) -> Path:
         if known in _parents(root):  # another process of this user was faster
             return known
         chosen = Path(tempfile.mkdtemp(prefix=f"{known.name}.", dir=root))
-        logger.warning("using %s: %s is not a folder of yours with mode 0700", chosen, known)
+        message = "using %s, because %s is not your own folder with mode 0700"
+        logger.warning(message, chosen, known)
         return chosen
     return known
 

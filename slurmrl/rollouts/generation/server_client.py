@@ -121,7 +121,7 @@ class ServerClient(RolloutEngine):
         if others := set(completion.versions) - self._held:
             raise RunFailedError(
                 f"{sampling.name}: {self._dialect.where} has sampled with weights {min(others)}, "
-                "which this run has not installed: it was started again, or another run uses it"
+                "which this run has not installed: the server was restarted, or another run uses it"
             )
         if not all(map(math.isfinite, completion.logprobs)):
             raise RunFailedError(

@@ -328,7 +328,9 @@ def read_checksums(where: str, reply: object) -> list[Held]:
     held: dict[str, dict[str, str]] = {}
     for key, checksum in (found if isinstance(found, dict) else {}).items():
         if (match := KEY.fullmatch(key)) is None:
-            raise RunFailedError(f"{where}/weight_checker: {key} has not the form of vLLM's names")
+            raise RunFailedError(
+                f"{where}/weight_checker: {key} does not have the form of vLLM's names"
+            )
         place, rank, name = match.groups()
         ranks[place] = int(rank)
         if name.endswith(COMPARED):

@@ -278,7 +278,7 @@ class WeightChecks:
         if wrong:
             names = sorted(name for _, name in wrong)
             raise RunFailedError(
-                f"{where}: its weights are not those of version {version.name}: {len(wrong)} of "
+                f"{where}: its weights are not version {version.name}: {len(wrong)} of "
                 f"{len(now)} parameters differ from {version.folder} ({', '.join(names[:SHOWN])})"
             )
         if where not in self._comparable:

@@ -365,7 +365,7 @@ class RankFiles:
         origin = values["ranks"], values["step"]
         if self.origin not in (None, origin):
             raise CheckpointError(
-                f"{file.path} is of (ranks, step) {origin}, the checkpoint of {self.origin}"
+                f"{file.path} belongs to (ranks, step) {origin}, the checkpoint to {self.origin}"
             )
         self.origin = origin
         for other in self._kinds:  # thousands of files with thousands of arrays fill the memory

@@ -134,7 +134,7 @@ class TensorFile:
         try:
             self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CorruptFileError(f"{path} is not a whole safetensors file: {error}") from error
+            raise CorruptFileError(f"{path} is not a complete safetensors file: {error}") from error
 
     def _mapped(self) -> mmap.mmap:
         try:

@@ -71,7 +71,7 @@ class VersionId:
         """The inverse of `name`. Raises CorruptFileError."""
         found = _NAME.fullmatch(name)
         if found is None:
-            raise CorruptFileError(f"'{name}' is no weight version: expected STEP.INCARNATION")
+            raise CorruptFileError(f"'{name}' is not a weight version: expected STEP.INCARNATION")
         return VersionId(int(found[1]), int(found[2]))
 
     @property
@@ -214,7 +214,7 @@ def read_manifest(folder: Path, *, calls: SystemCalls = REAL) -> VersionManifest
     """
     manifest = _read(folder / MANIFEST, VersionManifest, calls)
     if manifest.id.name != folder.name:
-        raise WeightVersionError(f"{folder / MANIFEST} is that of version {manifest.id}")
+        raise WeightVersionError(f"{folder / MANIFEST} describes version {manifest.id}")
     return manifest
 
 

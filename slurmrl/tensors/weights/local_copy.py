@@ -218,7 +218,7 @@ class LocalCopy:
         with VersionFiles(self._versions, patient=patient, calls=self._calls) as files:
             chain = files.chain(version, None if held is None else held.id)
             if whole and chain[-1].base is not None:
-                raise WeightVersionError(f"version {version} is not whole")
+                raise WeightVersionError(f"version {version} is stored as a difference")
             folder = self._folder / f"{version}-{uuid.uuid4().hex[:8]}"
             try:
                 saved = self._write(folder, files, chain, held)
@@ -264,7 +264,7 @@ class LocalCopy:
         except FileNotFoundError:
             return None
         except CorruptFileError as error:
-            logger.warning("the copy is given up: %s", error)
+            logger.warning("the copy is unusable and will be made again: %s", error)
             return None
         return state if state.versions == str(self._versions) else None
 

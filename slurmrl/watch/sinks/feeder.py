@@ -120,7 +120,7 @@ class Feeder:
                     self._close()
                     return
             except StaleIncarnationError as error:
-                logger.info("%s gets no more metrics from here: %s", self.name, error)
+                logger.info("%s gets no more metrics from now on: %s", self.name, error)
                 return
             except Exception as error:  # noqa: BLE001 - of a library that training does not need
                 self._drop()

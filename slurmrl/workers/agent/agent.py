@@ -156,7 +156,9 @@ class Agent:
         if failed is not None and failed.cause == Cause.ENVIRONMENT and not failed.echo:
             return FAILED
         if self._unborn > self.host.most_failures:
-            logger.error("gave up: failed %d times in a row before a BEGIN", self._unborn)
+            logger.error(
+                "gave up: failed %d times in a row before an incarnation began", self._unborn
+            )
             return FAILED
         return None
 

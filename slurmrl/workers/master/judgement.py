@@ -173,8 +173,8 @@ def _lost(endings: list[Ending], most: int) -> dict[str, Any] | None:
     lost = [ending for ending in endings if ending.lost and not ending.warning]
     if len(lost) < most:
         return None
-    text = f"{len(lost)} starts in a row were lost with a host before a commit"
-    return _futile(f"{text}: do their hosts fail because of this trial?")
+    text = f"{len(lost)} starts in a row lost a host before their first commit"
+    return _futile(f"{text}; check if this trial makes its hosts fail")
 
 
 def _too_many(vain: list[Ending], max_begins: int) -> dict[str, Any] | None:

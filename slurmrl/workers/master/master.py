@@ -456,7 +456,10 @@ class Master:
         while behind := self.recorder.behind:
             if time.monotonic() > deadline:
                 named = ", ".join(f"logging.{name}" for name in behind)
-                logger.warning("%s did not take all steps within %.0f s", named, SINKS_S)
+                message = (
+                    "%s did not accept all steps within %.0f s; the last steps are missing there"
+                )
+                logger.warning(message, named, SINKS_S)
                 self.events.write("sinks_behind", sinks=behind)
                 return
             self.channel.rest(REST_S)

@@ -398,7 +398,7 @@ def checked(result: Any, call: CallPlan, *, leads: bool) -> CallResult:
         )
     if wrong := [name for name, value in _items(result.stats) if not _is_pair(value)]:
         raise UsageError(
-            f"{made} returned metrics that are no pair (sum, count) of numbers: "
+            f"{made} returned metrics that are not a pair (sum, count) of numbers: "
             f"{', '.join(map(str, wrong))}"
         )
     return result

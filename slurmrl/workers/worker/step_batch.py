@@ -137,7 +137,7 @@ class Batch:
             own = self._part(spread)
             if made.ids != own.ids:
                 raise ValueError(
-                    f"{call.name} made samples {made.ids[:3]}, its part is {own.ids[:3]}"
+                    f"{call.name} returned samples {made.ids[:3]}, expected {own.ids[:3]}"
                 )
             self._made[call.name] = made
         if call.name == self._shares.generation:

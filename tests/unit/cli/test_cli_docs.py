@@ -82,7 +82,7 @@ def test_docs_prints_the_file_of_a_topic_without_a_terminal(
         (["guide"], "'guide' is ambiguous: algorithms/guide, howto/guide"),
         (["--search", "zeppelin"], "no section has all of the words 'zeppelin'"),
         (["--search", ""], "no section has all of the words ''"),
-        (["guide", "--search", "job"], "--search has no topic"),
+        (["guide", "--search", "job"], "--search takes no topic"),
         (["--path", "--browser"], "exclude each other"),
     ],
 )

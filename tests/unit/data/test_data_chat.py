@@ -335,7 +335,7 @@ def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site:
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen: and 'rejected' are the same"),
         (
             {"chosen": [USER, GOOD], "rejected": [THEN, BAD]},
-            "chosen: differs from 'rejected' first in message 1, which is not the assistant's",
+            "chosen: first differs from 'rejected' in message 1, which must be an assistant",
         ),
         (
             {"prompt": [THEN], "chosen": [USER, GOOD], "rejected": [USER, BAD]},

@@ -54,7 +54,7 @@ TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
             ":2: .* each line has a list, but a row is an",
         ),
         ("rows.jsonl", f"{ROWS[0]}\n", ":1: not JSON: .* Python printed this object"),
-        ("rows.jsonl", LINES.replace("\n", "\r"), ":1: not JSON: .* carriage returns alone"),
+        ("rows.jsonl", LINES.replace("\n", "\r"), ":1: not JSON: .* only carriage returns"),
         ("rows.jsonl", COMMAS, ":1: .* a comma follows the object; .*in 5 rows, the next ones"),
         ("rows.yaml", "- prompt: 1+1\n  answer: 2\n", ":1: begins with '- prompt: 1\\+1', but a"),
         ("rows.py", "import json\n\nROWS = 3\n", ":1: begins with 'import json', but a dataset"),

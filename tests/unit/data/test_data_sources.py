@@ -214,7 +214,7 @@ def test_tools_and_calls_have_no_other_row_s_keys_from_arrow(tmp_path: Path) -> 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ConfigError, match=r"rows\.parquet: not a whole parquet file"):
+    with pytest.raises(ConfigError, match=r"rows\.parquet: not a complete parquet file"):
         read_records(path, "id")
     path.write_bytes(b"\xff\xff\xff\xff\x10\0\0\0" * 8)
     with pytest.raises(ConfigError, match=r"rows\.parquet: not a whole parquet file"):

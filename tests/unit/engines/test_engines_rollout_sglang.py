@@ -413,8 +413,8 @@ RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, 
     ("info", "message"),
     [
         ({}, "replay_experts needs a server with --enable-return-routed-experts"),
-        ({**RECORDS, "enable_hierarchical_cache": True}, "enable_hierarchical_cache is True"),
-        ({**RECORDS, "speculative_algorithm": "EAGLE"}, "the experts of other tokens"),
+        ({**RECORDS, "enable_hierarchical_cache": True}, "with enable_hierarchical_cache True"),
+        ({**RECORDS, "speculative_algorithm": "EAGLE"}, "experts for the wrong tokens"),
         (RECORDS, None),
     ],
 )
@@ -445,7 +445,7 @@ def test_unsuitable_servers_are_refused(info: Mapping[str, Any], message: str) -
     ("architecture", "vocabulary", "message"),
     [
         ("Qwen2ForCausalLM", 50, None),
-        ("LlamaForCausalLM", 50, "architecture.*Qwen2ForCausalLM.*those of LlamaForCausalLM"),
+        ("LlamaForCausalLM", 50, "architecture.*Qwen2ForCausalLM.*belong to LlamaForCausalLM"),
         ("Qwen2ForCausalLM", 49, "does not have a vocabulary of 49 token ids"),
         ("Qwen2ForCausalLM", 51, "does not have a vocabulary of 51 token ids"),
     ],

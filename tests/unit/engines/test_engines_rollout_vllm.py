@@ -229,7 +229,7 @@ def test_checksums_are_read_by_rank_without_matrices() -> None:
     assert read_checksums("server", reply) == [
         Held(TensorPart(rank, 2), {"model.norm.weight": f"{rank}"}) for rank in (0, 1)
     ]
-    with pytest.raises(RunFailedError, match=r"model\.x has not the form of vLLM's names"):
+    with pytest.raises(RunFailedError, match=r"model\.x does not have the form of vLLM's names"):
         read_checksums("server", {"checksums": {"model.x": "0"}})
 
 

@@ -192,7 +192,7 @@ def test_a_server_with_other_weights_than_the_version_is_named(
     wrong = {**tensors(), f"{LAYER}.mlp.down_proj.weight": torch.zeros(8, 12)}
     with pytest.raises(RunFailedError, match=r"server: .* 1\.1: 1 of 4 .*mlp\.down_proj\.weight\)"):
         check(checks, report(wrong), first)
-    with pytest.raises(RunFailedError, match=r"not those of version 2\.1: 3 of 4 parameters"):
+    with pytest.raises(RunFailedError, match=r"are not version 2\.1: 3 of 4 parameters"):
         check(checks, held, second)  # a server that has not taken the update
     check(checks, report(tensors(1)), second)
 

@@ -60,7 +60,7 @@ def test_other_scores_have_no_rates_unless_the_configuration_says_what_is_correc
     assert settings.config.evaluation.pass_score is None
     assert not [name for name in _metrics(settings) if "@" in name]
     [note] = settings.notes
-    assert note.startswith("no pass@k and maj@k: reward '")
+    assert note.startswith("no pass@k or maj@k: reward '")
     assert "set evaluation.pass_score to the minimum score" in note
     settings = load_ppo(SEVERAL, reward, "evaluation.pass_score=0.25")
     assert settings.config.evaluation is not None

@@ -237,7 +237,7 @@ def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> No
         ("strength: PositiveFloat", "epochs: float", "has the name of AlgorithmSchema.epochs"),
         ("PositiveFloat = 1.0", 'PositiveFloat = "x"', "Mine.strength is wrong: 'x' is not"),
         ("PositiveFloat = 1.0", "PositiveFloat = 0.0", "must be greater than 0"),
-        ('ClassVar = "grpo"', 'ClassVar = "grop"', "is 'grop', no preset; did you mean 'grpo'?"),
+        ('ClassVar = "grpo"', 'ClassVar = "grop"', "is 'grop', not a preset; did you mean 'grpo'?"),
     ],
 )
 def test_what_breaks_the_contract_is_one_problem_at_submission(
@@ -262,7 +262,7 @@ def test_an_algorithm_that_replays_reads_what_generation_records(
 def test_what_a_run_cannot_record_is_refused(load_own: Load, code: Path) -> None:
     """One call of a step records; a pass over the dataset has no other items for a filter."""
     both = (("Method.INFERENCE", "Method.RECORD"), ("Method.TRAIN_STEP", "Method.RECORD"))
-    assert "the calls judge_inf, train record; at most one" in broken(load_own, code, *both)
+    assert "the calls judge_inf, train record results; at most one" in broken(load_own, code, *both)
     passing = ("strength:", "one_pass: ClassVar = True\n    strength:")
     filtering = ("Method.INFERENCE", "Method.FILTER")
     assert "with one_pass, a step cannot replace" in broken(load_own, code, passing, filtering)

@@ -199,7 +199,7 @@ def member(name: str, data: bytes = b"x", **more: Any) -> tuple[tarfile.TarInfo,
         (member("device", b"", type=tarfile.CHRTYPE), "not a regular file"),
         (member("folder", b"", type=tarfile.DIRTYPE), "not a regular file"),
         (member("config.yaml"), "twice"),
-        (member("config.yaml/below"), "is a file and a folder"),
+        (member("config.yaml/below"), "is both a file and a folder"),
         (member("unnamed"), "unnamed differs from bundle.json"),
     ],
 )

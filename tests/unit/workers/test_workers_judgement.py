@@ -277,7 +277,7 @@ def test_losing_host_after_host_ends_in_the_end(past: Past) -> None:
     past.job = f"7.{judgement.LOSSES * MOST}.0"
     verdict = past.verdict()
     assert verdict is not None
-    assert "were lost with a host" in verdict["reason"]
+    assert "lost a host before their first commit" in verdict["reason"]
 
 
 def test_rounds_of_one_job_count(past: Past) -> None:
@@ -412,7 +412,7 @@ def test_losing_hosts_has_an_end(past: Past) -> None:
         past.ends(cause="lost_host", reason="host n1 is lost", host="n1")
     verdict = past.verdict()
     assert verdict is not None
-    assert "30 starts in a row were lost with a host before a commit" in verdict["reason"]
+    assert "30 starts in a row lost a host before their first commit" in verdict["reason"]
 
 
 def test_an_input_that_two_starts_in_a_row_do_not_find_ends_the_trial(past: Past) -> None:

@@ -220,7 +220,7 @@ def test_lines_are_counted_against_the_ledger(paths: RunPaths, begin: Begin) -> 
 
 
 def test_a_rank_records_its_own_items_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not those of this rank's items: b@0"):
+    with pytest.raises(ValueError, match="do not match this rank's items: b@0"):
         write_part(tmp_path / "part", {"a@0": {}, "b@0": {}}, ("a@0",), ("a@0", "b@0"))
     assert not (tmp_path / "part").exists()
 

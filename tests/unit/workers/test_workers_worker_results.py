@@ -25,7 +25,7 @@ def result(stats: Any, key: str = "rewards") -> CallResult:
 
 
 MADE = "fake:Judge.inference() of call 'judge' returned "
-PAIRS = "metrics that are no pair (sum, count) of numbers: "
+PAIRS = "metrics that are not a pair (sum, count) of numbers: "
 
 
 @pytest.mark.parametrize(
