@@ -65,7 +65,8 @@ except (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueErr
     "included",
     multiple=True,
     metavar="HOST|all",
-    help="Use a host that jobs exclude after failures; slurmrl status lists them. Repeatable.",
+    help="Use a host again that jobs exclude after failures. slurmrl status lists these hosts. "
+    "Repeatable.",
 )
 @common
 def resume(
@@ -168,8 +169,8 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
 def scale(trial: str, tasks: int, as_json: bool, root: str | None) -> int:
     """Set the number of rollout tasks of a trial that run at a time; 0 pauses generation.
 
-    Surplus tasks finish the completions that they can, return the other items, and exit. The number
-    also holds for later jobs, until this command or a resume with another rollout.tasks.max
+    Surplus tasks finish the completions that they can, return the unfinished items, and exit. The
+    number also holds for later jobs, until this command or a resume with another rollout.tasks.max
     changes it.
     """
     from slurmrl.desk import trials
@@ -235,7 +236,8 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
 def cancel(names: tuple[str, ...], root: str | None) -> int:
     """End trials and their jobs at once.
 
-    Their checkpoints stay, steps after the last one are lost. `slurmrl stop` commits them first.
+    Their checkpoints stay. Steps after the last checkpoint are lost. To commit first, use
+    `slurmrl stop`.
     """
     from slurmrl.desk import trials
     from slurmrl.desk.trial_jobs import cancel as cancel_trial

@@ -41,7 +41,11 @@ def _topics(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[
 @click.argument("topic", required=False, shell_complete=_topics)
 @click.option("--search", metavar="WORDS", help="List the sections that have all of these words.")
 @click.option("--path", "as_path", is_flag=True, help="Print the path of the page's file.")
-@click.option("--browser", is_flag=True, help="Open the built site of a clone in a browser.")
+@click.option(
+    "--browser",
+    is_flag=True,
+    help="Open the page in a browser. Needs a clone in which scripts/make-docs --site was run.",
+)
 def docs(topic: str | None, search: str | None, as_path: bool, browser: bool) -> int:
     """List the pages of the documentation, or show one of them.
 

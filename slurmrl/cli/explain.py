@@ -45,14 +45,14 @@ class Explanation(NamedTuple):
     "--algorithm",
     metavar="NAME",
     shell_complete=completion.algorithms,
-    help="Show the keys and the defaults that this algorithm.name has.",
+    help="Show the keys and defaults of the algorithm with this algorithm.name.",
 )
 @json_option
 def explain(key: str | None, algorithm: str | None, as_json: bool) -> int:
     """Explain a key of the configuration: type, default, unit, meaning and example.
 
     KEY is dotted, such as actor.optimizer.lr. For a section, the command lists its keys. Without
-    KEY, the sections are listed.
+    KEY, it lists the sections.
     """
     path = tuple(key.split(".")) if key else ()
     entries = _entries(path, algorithm) if path else [Explanation(each) for each in _top()]

@@ -104,7 +104,7 @@ def clock(seconds: float) -> str:
 @click.option(
     "--process",
     metavar="GLOB",
-    help="Print only processes of this name, as in the printed lines: 'rank 3', 'agent *', master.",
+    help="Print only processes with this name, which each line shows: 'rank 3', 'agent *', master.",
 )
 @click.option("--group", help="Print only this group. Default: all groups.")
 @click.option(
@@ -132,9 +132,10 @@ def logs(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Print the output of a trial's processes (default: the newest trial) by their clocks.
+    """Print the output of a trial's processes in the order of their clocks.
 
-    The output has the processes of the newest attempts, and the batch process.
+    The default is the newest trial. The output includes the newest attempt of each task, and the
+    batch process.
     """
     from slurmrl.watch import log_files
     from slurmrl.watch.log_files import newest, serving
@@ -327,9 +328,9 @@ Row = Mapping[str, Any]
     "--step",
     type=click.IntRange(min=0),
     shell_complete=completion.sampled_steps,
-    help="Default: the newest step with samples.",
+    help="Step of the completions. Default: the newest step with samples.",
 )
-@click.option("--evaluation", is_flag=True, help="Samples of evaluations instead of training.")
+@click.option("--evaluation", is_flag=True, help="Print samples of evaluations, not of training.")
 @click.option(
     "-n",
     "--prompts",
@@ -340,7 +341,7 @@ Row = Mapping[str, Any]
     help="Number of prompts, each with all of its kept completions.",
 )
 @click.option(
-    "--whole", is_flag=True, help=f"Print completions with more than {LINES} lines whole."
+    "--whole", is_flag=True, help=f"Print completions with more than {LINES} lines in full."
 )
 @json_option
 @common

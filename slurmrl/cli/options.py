@@ -95,8 +95,8 @@ def common(command: F) -> F:
         is_eager=True,
         callback=_use_profile,
         shell_complete=completion.profiles,
-        help="Site profile; none disables profiles. Default: SLURMRL_PROFILE, then default, then "
-        "the only one.",
+        help="Name of the site profile, or none for no profile. Default: SLURMRL_PROFILE, then the "
+        "profile named default, then the only profile.",
     )
     return root(profile(debug(command)))
 
@@ -148,7 +148,7 @@ def checking(command: F) -> F:
         default=120.0,
         show_default=True,
         metavar="SECONDS",
-        help="Time limit of these checks; unfinished ones are listed.",
+        help="Time limit of the checks that --no-check skips. Unfinished checks are listed.",
     )
     return no_check(timeout(command))
 

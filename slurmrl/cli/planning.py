@@ -45,7 +45,7 @@ class Shown(NamedTuple):
 )
 @json_option
 @click.option(
-    "--table", "as_table", is_flag=True, help="Print tables (the default), in addition to --svg."
+    "--table", "as_table", is_flag=True, help="Print tables (the default), even with --svg."
 )
 @click.option(
     "--moves",
@@ -62,7 +62,7 @@ class Shown(NamedTuple):
 @click.option(
     "--evaluation",
     is_flag=True,
-    help="Show the graph of an evaluation (of its first suite), not of a training step.",
+    help="Show the graph of an evaluation, not of a training step. With suites: the first suite.",
 )
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the plan to this SVG file.")
 @common
@@ -80,8 +80,8 @@ def plan(
 ) -> int:
     """Show which ranks would run where, without submitting.
 
-    A configuration shows hosts, GPUs, ranks of each model, memory and FLOPs. An allocation such as
-    megatron:d2p2t4 shows its parallel dimensions and ranks.
+    For a configuration, the command shows hosts, GPUs, ranks of each model, memory and FLOPs. For
+    an allocation such as megatron:d2p2t4, it shows the parallel dimensions and ranks.
 
     The exit code is 2 if something must be fixed before the configuration can be submitted.
     """

@@ -35,7 +35,7 @@ from slurmrl.cli.options import common, examples, json_option, overrides_argumen
 @click.option(
     "--name",
     metavar="NAME",
-    help="Name of the hardware. Default: cpu, or the GPU's name as h100.",
+    help="Name of the hardware. Default: cpu, or the GPU's name, such as h100.",
 )
 @click.option(
     "--output",

@@ -161,20 +161,20 @@ def _content(one: StoredVersion) -> str:
     "--role",
     default="actor",
     show_default=True,
-    help="The model to export: a role that is trained, or ref with ref.ema.",
+    help="The model to export: a role that is trained, or ref if ref.ema is set.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "source", "float32", "bfloat16", "float16"]),
-    help="Type of the weights; source: the type of the model that the role was loaded from; auto: "
-    "source if it keeps the training's update, else float32. "
-    "Default: checkpoint.export_dtype of the trial, auto unless set.",
+    help="Type of the exported weights. source: the type of the model from which the role was "
+    "loaded. auto: source if that type keeps the training's update, else float32. "
+    "Default: the trial's checkpoint.export_dtype (auto unless set).",
 )
 @click.option(
     "--form",
     type=click.Choice(["merged", "adapter"]),
-    help="Form of a role with lora: merged, a whole model; adapter, a folder for PEFT. "
-    "Default: checkpoint.export_form of the trial, merged unless set.",
+    help="Form of a role with lora. merged: a whole model. adapter: a folder for PEFT. "
+    "Default: the trial's checkpoint.export_form (merged unless set).",
 )
 @common
 def export(

@@ -66,10 +66,10 @@ def _size_range(
     "--gpus",
     callback=_size_range,
     metavar="N[..M]",
-    help="GPUs of the trial, or a range of numbers. Default: the plan's.",
+    help="Number of GPUs of the trial, or a range. Default: the plan's number.",
 )
 @click.option(
-    "--nodes", callback=_size_range, metavar="N[..M]", help="Nodes of the trial, instead of --gpus."
+    "--nodes", callback=_size_range, metavar="N[..M]", help="Number of nodes, instead of --gpus."
 )
 @click.option(
     "--objective",

@@ -116,14 +116,15 @@ def _limits(text: str) -> list[str]:
 @click.option(
     "--trace",
     type=click.Path(path_type=Path),
-    help="Jobs wait as long as those in this output of "
+    help="Take queue waits from this file, which holds the output of "
     "'sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit'.",
 )
 @click.option(
     "--queue-wait",
     callback=_checked(_waits),
     metavar="TIME|fixed:TIME",
-    help="Mean wait of a job (30m, 2h; exponential), or the wait of every job. Default: none.",
+    help="Queue wait of jobs: the mean of an exponential distribution (30m, 2h), or the same wait "
+    "for all jobs (fixed:30m). Default: no wait.",
 )
 @click.option(
     "--task-wait",
@@ -139,7 +140,7 @@ def _limits(text: str) -> list[str]:
     help="Wait of the first job, for example the estimate of 'sbatch --test-only'.",
 )
 @click.option(
-    "--failures", type=RATE, default=0.0, metavar="RATE", help="Lost hosts per host and day."
+    "--failures", type=RATE, default=0.0, metavar="RATE", help="Host failures per host and day."
 )
 @click.option(
     "--crashes",
@@ -203,7 +204,7 @@ def _limits(text: str) -> list[str]:
     "--runs",
     type=click.IntRange(1, MOST_RUNS),
     default=10,
-    help="Runs with different seeds, for the intervals. Default: 10.",
+    help="Number of runs with different seeds, from which the intervals follow. Default: 10.",
 )
 @click.option(
     "--seed", type=click.IntRange(0), default=1, help="Seed of the first run. Default: 1."

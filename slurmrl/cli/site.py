@@ -365,7 +365,7 @@ def _torch(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     default=PYTHON,
     show_default=True,
     metavar="VERSION",
-    help="The Python of the cluster, for the packages.",
+    help="Python version of the cluster, which determines the packages in the bundle.",
 )
 @click.option(
     "--torch",

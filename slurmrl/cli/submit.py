@@ -103,9 +103,9 @@ def evaluate(
 ) -> int:
     """Evaluate a checkpoint of CONFIG's model in a separate trial; training may continue.
 
-    CONFIG is the configuration that trains the model, or a configuration of algorithm evaluate.
-    With the former, the command uses its `evaluation` section and all rows of the evaluation's
-    dataset. Overrides change settings of algorithm evaluate: rollout.n=16, dataset.path=FILE,
+    CONFIG is the configuration that trains the model, or a configuration of algorithm evaluate. In
+    the first case, the command uses the `evaluation` section and all rows of its dataset. Overrides
+    change the evaluation, with the keys of algorithm evaluate: rollout.n=16, dataset.path=FILE,
     trial=NAME. Pass experiment=NAME if the training was submitted with it.
 
     The trial is EXPERIMENT-eval/CHECKPOINT. With suites, each suite has the trial
