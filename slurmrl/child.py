@@ -42,7 +42,7 @@ class ChildEnd:
 
     @property
     def last_line(self) -> str:
-        """Return the last line of its standard error; empty without any."""
+        """Return the last line of the child's standard error; an empty string if there is none."""
         return self.errors.splitlines()[-1] if self.errors else ""
 
 

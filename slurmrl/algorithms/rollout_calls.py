@@ -191,7 +191,7 @@ class StoredInterface(Interface):
     def generate(
         self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The keys of `RolloutInterface.generate`, and ``turn_rewards`` of episodes.
+        """Return the keys of `RolloutInterface.generate`, and ``turn_rewards`` of episodes.
 
         Raises SampleFileError, EnvironmentFailure.
         """

@@ -50,7 +50,7 @@ class Sequences:
         return x[self.index]
 
     def totals(self, x: Tensor) -> Tensor:
-        """[T]: at each token, the sum of x [T] over its sequence."""
+        """Return [T]: at each token, the sum of x [T] over its sequence."""
         return self.spread(self.sums(x))
 
     def means(self, x: Tensor, mask: Tensor) -> Tensor:

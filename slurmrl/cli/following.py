@@ -346,7 +346,7 @@ class LiveView(View):
 
 
 def picture(status: status_text.Status, lines: Sequence[Mapping[str, Any]] = ()) -> Any:
-    """Return the rich renderable of a running trial. ``lines``: its newest metrics."""
+    """Return the rich renderable of a running trial. ``lines`` are its newest metrics."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table

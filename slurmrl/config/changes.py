@@ -216,7 +216,7 @@ def consequences(old: Config, new: Config) -> list[str]:
     Return lines for the user; none if the layout is the same.
     """
     changed = changes(old, new, LAYOUT)
-    if new.rollout.tasks is not None:  # their number is no matter of the trainers' layout
+    if new.rollout.tasks is not None:  # tasks do not belong to the trainers' layout
         changed = [change for change in changed if not change.key.startswith("rollout.")]
     if not changed:
         return []

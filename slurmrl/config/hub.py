@@ -4,8 +4,8 @@ A reference (``hf://org/name@revision``) becomes a folder in a cache under the r
 made for one commit of the repository: later trials and jobs read that folder, and need no network.
 The hub's own library runs in a child process (`hub_child`). Torch-free.
 
-Beside a folder is the list of its files, by which `damage` notices a lost one: file systems that
-remove old files take single ones, and people remove folders that look unused.
+A list of the folder's files is next to the folder. `damage` compares both to detect lost files:
+some file systems remove old files one by one, and people remove folders that look unused.
 """
 
 from __future__ import annotations

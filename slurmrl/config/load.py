@@ -137,7 +137,7 @@ def _clear(values: dict[str, Any], schema: type[BaseModel]) -> None:
 
 
 def parse(source: Source) -> Config:
-    """The configuration with absolute paths. Raises ConfigError with all problems at once."""
+    """Return the configuration with absolute paths. Raises ConfigError with all problems."""
     config, problems = validate(Config, source)
     problems = [*source.problems, *problems]
     if problems or config is None:

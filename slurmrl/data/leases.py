@@ -74,11 +74,11 @@ class _Held:
 
 
 class SampleLedger(Ledger):
-    """Begins with all items queued, or from the record of a commit.
+    """A ledger that starts with all items queued, or from the record of a commit.
 
-    Leases of then hold on: the master confirms their holders, or loses them. Samples of then are
-    finished, also those that were in flight, unless they are rolled back; the items of these are
-    queued again.
+    Leases of the record stay valid until the master confirms or loses their holders. Samples of the
+    record are finished, even if they were in flight at the commit. The items of samples that are
+    rolled back are queued again.
     """
 
     def __init__(

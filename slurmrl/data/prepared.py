@@ -100,7 +100,7 @@ _FIELDS: Fields = {
 
 
 def read_manifest(directory: Path, *, calls: SystemCalls = REAL) -> PreparedManifest | None:
-    """Return None if the directory was never finished, or by another version of slurmrl.
+    """Return the manifest; None if the directory is unfinished or from another format version.
 
     Raises CorruptFileError, EnvironmentFailure.
     """

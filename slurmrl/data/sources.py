@@ -98,7 +98,7 @@ class JsonLines(RowSource):
                 continue
             try:
                 row = parsed(number, line.strip())
-            except UnicodeDecodeError as error:  # so are the others, probably
+            except UnicodeDecodeError as error:  # other lines are probably no UTF-8 either
                 raise ConfigError((Problem(self.where(number), "", not_utf_8(error)),)) from error
             if first and row.problem and (form := other_form(self.path)):
                 raise ConfigError((Problem(self.where(number), "", form),))

@@ -157,7 +157,7 @@ def profile(what: Profiling, say: Say) -> Path:
     gpus = group.gpus_per_worker
     name = what.name or _name(cluster, gpus)
     if name is not None:
-        _output(what, name)  # an invalid name or folder is refused before the job
+        _output(what, name)  # reject an invalid name or folder before the job
     sizes = what.sizes or (ON_GPUS if gpus else ON_CPUS)
     count = f"{group.hosts} host{'s' * (group.hosts > 1)}"
     each = f"{group.workers_per_host} rank{'s' * (group.workers_per_host > 1)} each"

@@ -170,7 +170,7 @@ def _outlook(proposal: Proposal) -> Outlook:
     Raises UsageError for a live trial, one with another configuration and one with another slurmrl.
     """
     check_owner(proposal.paths)
-    newest = newest_submitted(proposal.paths)  # before the jobs are read
+    newest = newest_submitted(proposal.paths)  # before the jobs, to notice a submission in between
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     settings = proposal.settings

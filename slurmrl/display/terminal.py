@@ -100,7 +100,7 @@ def _wrap(indent: str, text: str, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return one bar for each value, or for each of ``width`` ranges of more values their mean."""
+    """Return one bar per value. With more than ``width`` values, a bar is the mean of a range."""
     from statistics import fmean  # slow to import
 
     count = min(width, len(values))

@@ -227,10 +227,10 @@ class TrainEngine(Engine):
 
     @abstractmethod
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
-        """This rank's part of a checkpoint; None if the model is not trained.
+        """Return this rank's part of a checkpoint; None if the model is not trained.
 
-        It is a copy in host memory: training does not change it, the next snapshot overwrites it.
-        Without ``copy`` it must be written before any other call of the engine.
+        The part is a copy in host memory: training does not change it, and the next snapshot
+        overwrites it. Without ``copy``, write the part before any other call of the engine.
         """
 
     def save(self, directory: Path) -> list[SavedFile]:

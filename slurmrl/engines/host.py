@@ -100,7 +100,7 @@ class HostCopies:
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors. The next call overwrites the result."""
         if (specs := _specs(tensors)) != _specs(self._copies):
-            self._copies = {}  # before the next ones are allocated
+            self._copies = {}  # free the old copies before allocating new ones
             locked = any(tensor.is_cuda for tensor in tensors.values())
             self._copies = HostTensors(specs, locked=locked)
         for name, tensor in tensors.items():

@@ -218,7 +218,7 @@ class ModelConfig:
         return None if unlimited else self.max_positions
 
     def check_length(self, tokens: int) -> None:
-        """Raises UsageError for a sequence of more tokens than can be computed."""
+        """Raise UsageError if a sequence has more tokens than the model has positions."""
         limit = self.position_limit
         if limit is not None and tokens > limit:
             raise UsageError(

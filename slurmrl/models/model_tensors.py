@@ -200,7 +200,7 @@ class SafetensorsFolder:
 
     def read(self, name: str, box: Box) -> Array:
         file = self._files[name]
-        file.release()  # memory of earlier reads
+        file.release()  # free the memory of earlier reads
         return np.asarray(file.flat(name).reshape(file.specs[name].shape)[box.slices])
 
     def file(self, name: str) -> Path:

@@ -14,8 +14,8 @@ login shell on the compute node (1.2 s on the test bed) and adds whatever that e
 runs in this environment, and the script uses ``--export=ALL``."""
 
 OF_FABRIC = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
-"""Prefixes of variables that a job inherits as well: settings of NCCL, which hold no secrets, as
-users know them from other launchers."""
+"""Prefixes of other variables that a job inherits: settings of NCCL, which hold no secrets. Other
+launchers pass them on, too."""
 
 LOCAL = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 """The same for a link of the local scheduler; on a compute node Slurm sets the rest."""

@@ -361,7 +361,7 @@ def _answer(
     models = {one.name: one.model for one in chosen if one.name != ROLLOUTS}
     actor = models["actor"]
     for use in uses_of(config, checked.algorithm):
-        if uses_base(config, use.role):  # it stays the actor without adapters in any layout
+        if uses_base(config, use.role):  # the role is the actor without adapters: keep them alike
             same = {field: getattr(actor, field) for field in OWN}
             models[use.role] = config.model(use.role).model_copy(update=same)
     config = config.with_models(models)

@@ -17,8 +17,7 @@ from slurmrl.fsio import inputs
 FEWEST: Final = 10
 """Similar jobs of a trace that are enough to use only these."""
 SIMILAR: Final = 2.0
-"""A similar job has at most this many times the hosts and the time limit, and at least its inverse.
-"""
+"""Largest ratio of hosts, and of time limits, between two similar jobs."""
 COLUMNS: Final = ("Submit", "Start")
 """The columns that a trace must have."""
 COMMAND: Final = "sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit"

@@ -103,7 +103,7 @@ class SimulatedTask:
     def execute(
         self, request: RolloutRequest, length: Callable[[], float], order: Iterator[int]
     ) -> None:
-        """Take a request of the master; ``length`` gives the tokens of a new group."""
+        """Execute a request of the master. ``length`` gives the number of tokens of a new group."""
         match request:
             case Confirm():
                 held = {(one.lease, each.item) for one in request.leases for each in one.items}

@@ -330,7 +330,7 @@ class Mesh:
 
 
 def mesh(scanner: Scanner, gpus_per_host: int) -> Mesh:
-    """Read a mesh. GPUs of a host are 1, 2, 4, … adjacent ones."""
+    """Parse a mesh. It uses 1, 2, 4, … consecutive GPUs of a host."""
     scanner.skip_blanks()
     start = scanner.position
     hosts = _hosts(scanner)

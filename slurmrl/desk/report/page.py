@@ -93,7 +93,7 @@ def chart(
 
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.limit_size(False, False)  # to the terminal, as plotext sees it
+    plotext.limit_size(False, False)  # do not limit it to the terminal's size
     plotext.plotsize(width, height)
     plotext.title(plain(title))
     steps = [x for curve in curves.values() for x in curve.x]

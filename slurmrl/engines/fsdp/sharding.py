@@ -134,7 +134,7 @@ class Shards:
     def cleared_on_error(self) -> Iterator[None]:
         """After an exception in forward or backward passes, drop gathered parameters and gradients.
 
-        Raises RunFailedError where torch could not do that after an earlier one.
+        Raises RunFailedError if an earlier step failed and this torch cannot reset FSDP.
         """
         if self._stuck:
             raise RunFailedError(

@@ -1,4 +1,4 @@
-"""Check if an architecture fits a layout, and the models of the fullest GPU its memory.
+"""Check if an architecture fits a layout, and if the models of the fullest GPU fit its memory.
 
 The checks have every rule that can be checked before anything runs. Each rule of a layout is a
 function that yields misfits. To add one, write the function and list it in RULES.

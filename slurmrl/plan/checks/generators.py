@@ -212,7 +212,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
         yield from _running(draft, allocation)
     else:
         if (draft.source.values.get(ROLLOUTS) or {}).get("servers"):
-            return  # addresses that are not valid, which are reported
+            return  # another check reports the invalid addresses
         yield from _refused(draft, OF_RUNNING, " without rollout.servers")
         yield from _own(draft, backend)
         yield from _flags(draft, backend)

@@ -62,7 +62,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
     config, algorithm = draft.config, draft.algorithm
     generating = generates([*all_calls(config, algorithm)])
     if config.rollout.tasks is not None:
-        generating = config.trainers_evaluate  # on the actor's ranks, the rest in tasks
+        generating = config.trainers_evaluate  # the rollout tasks generate the rest
     elif config.rollout.backend:
         if not generating:
             reason = ": no call of this trial generates"

@@ -74,7 +74,7 @@ class Efficiency:
     network_latency: float
     """The same between hosts."""
     token: float
-    """Seconds of the host for each token of a batch in the built-in engine; the GPU waits."""
+    """Seconds for which the GPU waits for the host, per token of a batch in the built-in engine."""
     row: float
     """The same for each sequence of the batch."""
     rest: float
@@ -118,7 +118,7 @@ class Hardware:
 def hardware_of(cluster: Cluster) -> Hardware | None:
     """Return the hardware of a configuration's ranks; None if it is unknown.
 
-    Raises UsageError for a wrong file or one of other hardware, UnreadableInputError.
+    Raises UsageError for an invalid file or a file of other hardware, UnreadableInputError.
     """
     name = hardware_files.name_of(cluster)
     if cluster.hardware is not None:

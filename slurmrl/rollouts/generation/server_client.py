@@ -96,9 +96,8 @@ class ServerClient(RolloutEngine):
             future.set_exception(problem)
             return future
         job = self._jobs[request.request_id] = _InFlight(future)
-        number = next(
-            self._numbers
-        )  # The server may still sample for a request that was cancelled.
+        # A new number, because the server may still sample for a cancelled request with this id.
+        number = next(self._numbers)
         for index, key in enumerate(request.keys):
             sampling = SamplingRequest(
                 name=f"{request.request_id}-{number}-{index}",

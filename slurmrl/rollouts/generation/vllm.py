@@ -400,7 +400,7 @@ class VllmServer(ServerKind):
                 "-c",
                 'rm -f -- "$0" && exec "$@"',
                 str(socket),
-            ),  # binds only a new one
+            ),  # the server can bind only a new socket
             *(serving.python, "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
             *VLLM_FLAGS,

@@ -42,7 +42,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
         return self._tools[name]
 
     def of_episode(self) -> Tools:
-        """The same tools, of which no call is counted yet."""
+        """Return the same tools with new call counts, for one episode."""
         return Tools(self._tools)
 
     def __iter__(self) -> Iterator[str]:

@@ -273,7 +273,7 @@ def _splits(programs: int, longest: int, device: torch.device) -> int:
 @cache
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # the interpreter
+        return 1  # Triton's interpreter runs on the CPU
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -16,7 +16,7 @@ HEADER_BYTES = 7
 """Before the first block of a file, and before each piece of a record."""
 BLOCK_BYTES = 32768
 WHOLE, FIRST, LAST = 1, 2, 4
-"""Kinds of pieces: the whole record, its first and its last one."""
+"""Kinds of pieces: a whole record, the first piece of a record and the last piece."""
 ARRIVED_S = 30.0
 """How long evaluations wait for a server: the sinks after this one have the rest of a turn."""
 

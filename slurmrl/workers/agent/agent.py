@@ -214,7 +214,7 @@ def serve(run: Path, submission: int, group: str, task: int | None = None) -> in
         host = retry("start the agent", start, pause, timeout_s=FORM_TIMEOUT_S)
     except UsageError as error:
         if group != TRAINERS:
-            raise  # the trainers meet it too, and they hold the trial
+            raise  # the trainers get the same error and end the trial
         end_as_failed(paths, submission, str(error))
         return FAILED
     return Agent(host).run()

@@ -75,8 +75,8 @@ LOOK_S = 0.1
 EXPLAIN_S = COLLECT_S + MASTER_GRACE_S
 """How long a master may take to collect the stacks of all hosts and publish the explanation."""
 HOLD_S = 1.0
-"""Longest time that an answer waits for the answers of slower workers: then the master learns which
-ranks have answered, which `slurmrl status` and the message about a deadline show."""
+"""Longest time that an answer waits for the answers of slower workers. The master then learns which
+ranks have answered; `slurmrl status` and the message about a deadline show these ranks."""
 
 
 class Incarnation:

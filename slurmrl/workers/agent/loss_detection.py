@@ -332,7 +332,7 @@ class TrainersLease:
         return Orphaned(incarnation=incarnation, attempt=self._first.attempt, counter=counter)
 
     def beat_since(self, seen: Orphaned) -> bool:
-        """Return whether the trainers renewed their lease after another task saw it, or may have.
+        """Return whether the trainers may have renewed their lease since another task saw it.
 
         They may have renewed it if the directory does not answer.
         """

@@ -80,7 +80,7 @@ class Results:
         """
         if not self._files:
             return
-        sweep_temporaries(self._paths.run)  # a killed master's copy may be large
+        sweep_temporaries(self._paths.run)  # a killed master may have left large ones
         replace_by_parts(self._paths.results, map(encode, self._records()))
         if (summary := self._summarize()) is not None:
             replace_by_parts(self._paths.summary, summary_text(self._head(), summary))

@@ -347,7 +347,7 @@ class RolloutTasks:
             label = self._add(AttemptRecord(name=name)).label
             for one in self._living.values():
                 if one.label == label:
-                    one.read_at = self._clock()  # its results count
+                    one.read_at = self._clock()  # read the earlier attempt now: its results count
         for attempt in list(self._attempts.values()):
             if attempt.name not in names and (attempt.over or attempt.record.agent is None):
                 del self._attempts[attempt.name]

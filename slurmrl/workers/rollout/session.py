@@ -217,7 +217,7 @@ class Session:
 
     @property
     def answers(self) -> bool:
-        """Whether there is something to record or to give back."""
+        """Whether there are results to record or items to give back."""
         return self._confirmed and bool(self._finished or self._returned)
 
     @property

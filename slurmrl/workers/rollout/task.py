@@ -251,7 +251,7 @@ class TaskAtWork:
         group = await self._generation.group(work.lease, work.row, held.name)
         self._session.drew(work.key, group)
         if self._scoring is not None:
-            await self._tell()  # another item may begin
+            await self._tell()  # generation may begin another item now
             group = await self._scoring.scored(work.row, group)
         self._making.pop(work.key)
         self._session.finish(work.key, group)

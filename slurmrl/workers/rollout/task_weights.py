@@ -158,7 +158,7 @@ class TaskWeights:
 
 
 class MergingHost:
-    """The frozen weights on this host, and the merging."""
+    """The frozen weights on this host, into which it merges the adapters of each version."""
 
     def __init__(
         self,

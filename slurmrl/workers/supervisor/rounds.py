@@ -307,7 +307,7 @@ class Rounds:
                 "srun (pid %d) did not end after a host was lost: sending KILL", child.pid
             )
             self.events.write("killed", pid=child.pid, why="srun did not end after TERM")
-            child.kill()  # its step ends with it, as srun's second process sees to
+            child.kill()  # srun's second process then ends the step
             child.wait()
         elif late_s >= 0:
             child.terminate()  # srun ends its step

@@ -135,7 +135,7 @@ def prepare(
         if rank not in ranks:
             continue
         source, target = (_placed(engines, side, ranks, group, device) for side in sides)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks come first
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # all ranks must connect first
         per_host = plan.trainers.workers_per_host
         hosts = {member: member // per_host for member in ranks}
         prepared[hook] = PreparedMove(

@@ -270,7 +270,7 @@ def _engines(
     for role, context in contexts.items():
         model = model_of(config, role)
         source = Path(model.path) if model.path is not None else None
-        if source is not None:  # while no other rank waits in a collective
+        if source is not None:  # check here, because no other rank waits in a collective yet
             _read(f"the model of {role}", partial(inputs.check_folder, source))
         steps = (config.total_steps or 0) - algorithm.untrained_steps(role)
         placed = plan.models[role]
