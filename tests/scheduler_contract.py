@@ -182,7 +182,7 @@ def test_interrupt_warns_the_running_link_and_ends_the_chain(
         assert state(scheduler, jobs, 1) in (None, JobState.CANCELLED)
 
 
-def test_kill_ends_what_ignores_every_signal(scheduler: Scheduler, ask: Ask) -> None:
+def test_kill_ends_process_that_ignores_signals(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(
         "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 10, 12, 15)]\n" + STAY
     )

@@ -40,7 +40,7 @@ def space(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/mnt")
 
 
-def test_doctor_looks_into_it(tmp_path: Path) -> None:
+def test_doctor_checks_inside_container(tmp_path: Path) -> None:
     slurm = apptainer.cluster(tmp_path, "--cleanenv")
     site = Site(tmp_path)
     config = sft_config(cluster={"gpus_per_worker": 0, "slurm": slurm})

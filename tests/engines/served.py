@@ -320,7 +320,7 @@ class ServedContract:
 
         served.loop.run(work())
 
-    def test_what_can_never_be_served_is_refused_at_once(
+    def test_request_rejected_if_it_can_never_be_served(
         self, served: Served, tmp_path: Path
     ) -> None:
         """A prompt as long as the context, a token outside the vocabulary, and a version without

@@ -85,7 +85,7 @@ def test_an_update_in_flight_keeps_the_servers_requests(served: Served, asked: l
     assert len(names) == len(set(names)) < len(asked)
 
 
-def test_supports_of_kept_requests_are_those_of_the_weights_that_drew(served: Served) -> None:
+def test_sampling_masks_match_sampling_weights_for_kept_requests(served: Served) -> None:
     async def attempt(delay_s: float) -> list[Completion] | None:
         await served.engine.update_weights(served.version("1.1"))
         future = served.engine.submit(request(n=2, max_new_tokens=60, top_k=4, support=True))

@@ -123,7 +123,7 @@ assert "load_format" in LoadConfig.__dataclass_fields__
 """
 
 
-def test_bodies_are_those_of_vllms_own_classes() -> None:
+def test_request_bodies_match_vllm_classes() -> None:
     """The server ignores unknown keys, so a misspelt one would change samples silently."""
     requests = (
         request(temperature=0.5, top_p=0.9, top_k=7, min_new_tokens=2),

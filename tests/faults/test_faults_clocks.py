@@ -60,7 +60,7 @@ def test_an_observer_that_was_suspended_declares_nobody_dead(tmp_path: Path, jum
 
 
 @pytest.mark.parametrize("step_s", [1.0, 15.0, 40.0, HOUR_S])
-def test_the_dead_are_found_however_often_one_looks(tmp_path: Path, step_s: float) -> None:
+def test_expired_lease_detected_at_any_polling_interval(tmp_path: Path, step_s: float) -> None:
     clock = Clock()
     lease, watching = Lease(tmp_path / "lease"), LeaseObserver(tmp_path / "lease", TTL_S, clock)
     lease.beat()

@@ -126,7 +126,7 @@ def test_gradients_are_those_of_one_process(
         pytest.param("llama", "c4", {"layers": True}, marks=pytest.mark.long),
     ],
 )
-def test_gradients_of_value_models_are_those_of_one_process(
+def test_value_model_gradients_match_one_process(
     ranks: RankPool, tmp_path: Path, family: str, layout: str, options: dict[str, Any]
 ) -> None:
     setup = setup_of(LAYOUTS[layout], MODELS[family], head="value", **options)

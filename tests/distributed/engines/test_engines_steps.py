@@ -134,7 +134,7 @@ def one_process(decoder: Decoder) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("case", "architecture"), LAYOUTS)
-def test_it_steps_as_one_process(
+def test_optimizer_steps_match_one_process(
     ranks: RankPool, tmp_path: Path, case: Setup | Case, architecture: dict[str, Any]
 ) -> None:
     decoder = start(tmp_path, architecture, "lm")

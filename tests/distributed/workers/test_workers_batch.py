@@ -74,7 +74,7 @@ def test_a_rank_that_only_sends_does_not_wait(ranks: RankPool) -> None:
     assert events == [[["generate"]] * 3] * 2 + [[["values"]] * 3, [["ref"]] * 3]
 
 
-def test_a_busy_rank_has_sent_what_others_read_later(ranks: RankPool) -> None:
+def test_other_ranks_read_inputs_while_producer_is_busy(ranks: RankPool) -> None:
     """Ranks 0 and 1 get their inputs although rank 2, which made them, is in an earlier call."""
     layouts = [
         Where("actor", {"dp": 1}, (2,)),

@@ -53,7 +53,7 @@ def test_the_default_is_fixed() -> None:
     assert controller.values() == {"kl_coef": 0.1}
 
 
-def test_no_scalars_is_empty() -> None:
+def test_no_scalars_returns_no_values() -> None:
     nothing = NoScalars(None)
     nothing.update({"kl": 1.0})
     nothing.restore(nothing.state())

@@ -139,7 +139,7 @@ def test_the_right_token_from_an_unknown_sender_costs_no_look(site: Site) -> Non
     stranger.close()
 
 
-def test_a_ring_for_an_older_incarnation_costs_no_look(site: Site) -> None:
+def test_wake_up_ignored_for_older_incarnation(site: Site) -> None:
     """The new bell got the port of the old one."""
     older = Bell(LOOPBACK)
     site.ring("a", BellAddress(*site.bell.address.source, older.address.token))

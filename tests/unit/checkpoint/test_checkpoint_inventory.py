@@ -27,5 +27,5 @@ def test_newest_and_multiples_stay(
     assert found.keys() == {commit.directory for commit in commits}
 
 
-def test_nothing_to_keep() -> None:
+def test_nothing_kept_without_checkpoints() -> None:
     assert kept_by([], 2, 5) == {}

@@ -119,7 +119,7 @@ def test_no_job_looks_around_for_a_configuration_that_is_wrong(tmp_path: Path) -
     assert "same directory" not in found
 
 
-def test_a_slurm_that_does_not_answer_is_not_passed_over(
+def test_scheduler_check_fails_if_slurm_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")

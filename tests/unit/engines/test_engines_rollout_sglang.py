@@ -387,7 +387,7 @@ def test_pieces_of_a_draw_have_the_experts_of_the_last_one() -> None:
     assert drawing.completion("aborted").experts is None
 
 
-def test_a_draw_that_an_abort_has_ended_has_experts() -> None:
+def test_experts_recorded_for_aborted_sample_with_stop_token() -> None:
     asked = draw(experts=True, stop_token_ids=(4,))
     rows = np.full((3, 3, 2), [0, 1])
     for answer in (routed(rows, reply([3, 4], "abort")), reply([3, 4], "abort")):
@@ -601,7 +601,7 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])
-def test_checksums_of_another_model_than_the_trained_one_are_left_out(version: str) -> None:
+def test_checksums_left_out_for_draft_model(version: str) -> None:
     """Of a draft model, which a server may have beside it.
 
     From 0.5.21 on, a rank reports both together.

@@ -218,7 +218,7 @@ def test_remove_exactly_puts_back_what_came_in_between(tmp_path: Path) -> None:
     assert temporaries(tmp_path) == []
 
 
-def test_listing_and_sweeping_temporaries(tmp_path: Path) -> None:
+def test_temporaries_skipped_by_listing_and_removed_by_sweep(tmp_path: Path) -> None:
     for name in ("b", "a", f"{TEMPORARY_PREFIX}1", f"{TEMPORARY_PREFIX}2"):
         (tmp_path / name).touch()
     assert atomic.list_names(tmp_path) == ["a", "b"]

@@ -57,7 +57,7 @@ def test_chunks_are_those_of_torch(shape: tuple[int, ...], parts: int) -> None:
 
 
 @given(SHAPES, st.data())
-def test_a_flat_range_is_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_flat_range_equals_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     count = int(np.prod(shape))
     first = data.draw(st.integers(0, count))
     last = data.draw(st.integers(first, count))

@@ -38,7 +38,7 @@ def test_one_group_or_one_task(run: FakeRun) -> None:
     assert names(run, "trainer", 0) == [("trainer/0", "0.10.log")]
 
 
-def test_batch_output_where_no_agent_started(tmp_path: Path) -> None:
+def test_newest_batch_output_listed_if_no_agent_started(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.log("slurm-41_1.out", "newer")
     run.log("slurm-41_0.out", "older")

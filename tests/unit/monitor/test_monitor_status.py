@@ -197,7 +197,7 @@ def test_an_attempt_of_an_earlier_link_is_not_this_ones(run: FakeRun) -> None:
     assert (shown["job_id"], shown["attempt"], shown["host"]) == ("41_1", None, None)
 
 
-def test_the_newest_of_many_attempts_counts_by_number(run: FakeRun) -> None:
+def test_newest_attempt_chosen_by_number(run: FakeRun) -> None:
     for number in range(11):
         run.attempt(f"41_{number}", number=number)
     assert read(run.paths).attempts["trainer", 0].attempt == 10
@@ -364,7 +364,7 @@ def trained(step: int, skipped: float, updates: float = 2.0) -> dict[str, Any]:
         ),
     ],
 )
-def test_steps_whose_updates_were_all_skipped(
+def test_skipped_updates_reported_for_last_steps(
     run: FakeRun, lines: list[dict[str, Any]], wanted: tuple[int, str] | None
 ) -> None:
     run.begin()
@@ -429,7 +429,7 @@ def test_a_pass_that_ends_before_its_limit_has_the_steps_of_its_dataset(tmp_path
     assert look(run)["total_steps"] == 200
 
 
-def test_results_are_shown_once_they_are_there(run: FakeRun) -> None:
+def test_results_shown_once_files_exist(run: FakeRun) -> None:
     assert look(run)["results"] is None
     run.paths.results.touch()
     file = str(run.paths.results)

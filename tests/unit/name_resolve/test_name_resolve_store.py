@@ -33,7 +33,7 @@ def test_add_and_get(store: NameStore) -> None:
         store.get("b")
 
 
-def test_exclusive_add(store: NameStore) -> None:
+def test_add_rejected_for_existing_key(store: NameStore) -> None:
     store.add("a", "1")
     with pytest.raises(NameExistsError, match="'a'"):
         store.add("a", "1")
@@ -117,7 +117,7 @@ def test_reset_deletes_only_keys_marked_for_it(store: NameStore, tmp_path: Path)
     ("name", "same"),
     [("a/", "a"), ("a//b", "a/b"), ("./a", "a"), ("a/./b/", "a/b"), ("/a", "a"), ("//a", "a")],
 )
-def test_names_have_one_form(store: NameStore, name: str, same: str) -> None:
+def test_keys_normalized_to_one_form(store: NameStore, name: str, same: str) -> None:
     store.add(name, "1")
     assert store.get(same) == store.get(name) == "1"
     assert store.find_subtree("") == [same]

@@ -293,7 +293,7 @@ def test_seconds_are_reported_for_a_known_gpu(plan_ppo: Load) -> None:
             assert cost.flops > 0
 
 
-def test_checkpointing_makes_training_alone_take_longer(plan_ppo: Load) -> None:
+def test_checkpointing_slows_only_training(plan_ppo: Load) -> None:
     """A repeated forward pass is a third of the products, and less of the whole step."""
     before: dict[str, float] = {}
     for mode, most in (("off", 1.0), ("selective", 1.2), ("full", 1.4)):

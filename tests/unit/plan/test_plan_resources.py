@@ -128,7 +128,7 @@ def test_the_estimated_host_memory_is_requested_as_far_as_hosts_have_it(
     assert group_of(settings, hosts).mem_per_worker == memory
 
 
-def test_host_memory_is_that_of_the_copies_for_checkpoints(plan_ppo: Load) -> None:
+def test_host_memory_includes_checkpoint_copies_if_asynchronous(plan_ppo: Load) -> None:
     """Weights and both moments of the trained roles in float32 (10.6 GiB for one of 7.6 billion
     parameters on eight ranks), if checkpoints are asynchronous; more with offloading.
     """

@@ -75,7 +75,7 @@ def test_a_server_that_sleeps_gets_what_the_models_keep_between_their_calls(
     assert re.search(r"activations of actor .*sleeping server 2\.0 GiB", problem.message)
 
 
-def test_a_server_that_stays_leaves_the_largest_call_its_memory(plan_ppo: Load) -> None:
+def test_server_memory_leaves_room_for_largest_call_without_offload(plan_ppo: Load) -> None:
     """The call and the server fit together, to the byte, with the call's margin."""
     settings = load(plan_ppo, *SHARED, "rollout.offload=false")
     gpus = trainers_gpus(settings)
@@ -160,7 +160,9 @@ def test_the_host_of_a_server_holds_one_version_if_it_sleeps(plan_ppo: Load) -> 
         (("--mem-fraction-static",), None),
     ],
 )
-def test_a_share_in_arguments_is_found(arguments: tuple[str, ...], share: float | None) -> None:
+def test_memory_share_found_in_server_arguments(
+    arguments: tuple[str, ...], share: float | None
+) -> None:
     assert own_share(arguments) == share
 
 

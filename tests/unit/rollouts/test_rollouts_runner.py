@@ -171,7 +171,7 @@ def test_a_message_cannot_pretend_to_be_a_turn(tokenizer: Any) -> None:
     assert not {1, 2, 3} & set(dialogue.encode("a<end><bot>b"))
 
 
-def test_a_turn_that_was_cut_gets_the_end_that_it_lacks(tokenizer: Any) -> None:
+def test_stop_token_added_to_truncated_turn(tokenizer: Any) -> None:
     engine = ScriptedEngine(say(4, 4))
     run(rounds(2), engine, tokenizer, items(1), chat=True, most=2)
     assert engine.requests[1].prompt == (4, 4, 4, STOP, 2, 6, 1, 3)

@@ -92,7 +92,7 @@ def test_job_id(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "Submitted batch job 41", "x41", "41;a b"])
-def test_what_is_no_job_id(text: str) -> None:
+def test_job_id_rejected_in_other_output(text: str) -> None:
     with pytest.raises(SchedulerError, match="job id"):
         parse.job_id(text)
 

@@ -93,7 +93,7 @@ def test_the_build_that_was_chosen_replaces_another(set_up: SetUp, before: str, 
     assert set_up.run() == ""
 
 
-def test_a_set_up_that_was_killed_forgets_no_choice(set_up: SetUp) -> None:
+def test_setup_keeps_torch_choice_after_kill(set_up: SetUp) -> None:
     """Also where nothing was installed yet that would tell of it."""
     chosen = "cuda" if HERE == "cpu" else "cpu"
     (set_up.folder / "killed").touch()

@@ -104,7 +104,7 @@ def test_url_is_refused_with_the_remedy(tmp_path: Path, path: str, remedy: str) 
         (lambda p: p.mkdir(), "is damaged or truncated"),
     ],
 )
-def test_weights_are_refused_if_they_are_no_such_file(
+def test_weights_rejected_if_file_is_missing_or_damaged(
     tmp_path: Path, make: Callable[[Path], Any], message: str
 ) -> None:
     make(tmp_path / "model.safetensors")

@@ -115,7 +115,7 @@ def test_host_renews_its_lease_while_its_processes_take_long_to_end(
     assert len(renewals) == 3
 
 
-def test_an_incarnation_that_ends_as_it_should(host: Host) -> None:
+def test_agent_returns_ok_after_normal_end(host: Host) -> None:
     assert live(host, begins()) == OK
 
 
@@ -184,7 +184,7 @@ def test_another_job_takes_over(host: Host) -> None:
     assert live(host, both(begins(), taken)) == OK
 
 
-def test_incarnations_of_the_job_before_end_nothing(host: Host) -> None:
+def test_agent_continues_after_incarnation_of_earlier_job(host: Host) -> None:
     begin(host.history, {"job": "1.0.0"})
     assert host.begun(0) is None
     assert live(host, both(begins(), fails(DIED)), begins()) == OK

@@ -197,7 +197,7 @@ def test_ranks_that_cannot_write_leave_the_older_commits(trial: Trial) -> None:
     assert trial.check() == 2
 
 
-def test_what_was_kept_of_damaged_ones_goes_where_there_may_be_no_room(trial: Trial) -> None:
+def test_damaged_checkpoint_removed_after_save_without_space(trial: Trial) -> None:
     committer = trial.committer(keep_last=2)
     commit(committer, 1, 3)
     trial.paths.damaged_checkpoint("step-00000002.0").mkdir()

@@ -142,7 +142,7 @@ def test_a_mistake_of_the_users_ends_the_trial_at_once(past: Past, committed: bo
     assert past.verdict() is None, "it may have been mended"
 
 
-def test_same_exception_of_the_master_twice(past: Past) -> None:
+def test_trial_fails_after_same_master_exception_twice(past: Past) -> None:
     for _ in range(2):
         past.ends(reason="master: KeyError: 'x'", traceback="at KeyError", cause="master")
     assert past.verdict() == futile(

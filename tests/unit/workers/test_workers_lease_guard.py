@@ -65,7 +65,7 @@ def test_beats_and_looks_are_as_often_as_said(host: Host) -> None:
     assert len(host.checks) == 11
 
 
-def test_a_failed_beat_fences_until_beat_and_look_got_through(host: Host) -> None:
+def test_host_fenced_after_failed_heartbeat_until_write_and_read_succeed(host: Host) -> None:
     host.turn()
     host.fails = True
     assert not host.turn(BEAT_S)

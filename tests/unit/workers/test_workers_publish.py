@@ -76,7 +76,7 @@ def desk(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Desk:
     return Desk(paths, clock)
 
 
-def test_who_is_waited_for_until_something_is_done(desk: Desk) -> None:
+def test_waiting_status_published_until_next_update(desk: Desk) -> None:
     waiting = {"for": [3], "what": "to finish gen of step 4", "since_s": 2.0}
     desk.publisher.tick(lambda: waiting)
     assert desk.names.said()["waiting"] == waiting

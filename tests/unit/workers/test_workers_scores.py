@@ -322,7 +322,7 @@ def test_a_part_that_is_missing_or_incomplete_is_an_error(
     assert files(paths) == []
 
 
-def test_a_full_disk_is_waited_for(
+def test_scores_written_from_same_parts_after_full_disk(
     paths: RunPaths, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file can be written later from the same parts; what cannot be removed stays."""

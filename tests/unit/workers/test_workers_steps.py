@@ -268,7 +268,7 @@ def test_groups_that_are_too_many_for_a_batch_wait_for_the_next_step(
     assert ranks.batches(candidates=True)[-1] == tuple(order[16:20])
 
 
-def test_a_filter_that_drops_all_uses_no_more_than_its_rounds_have(
+def test_candidates_limited_to_rounds_if_filter_drops_all(
     run: Callable[..., Any],
 ) -> None:
     rollouts = Samples(1000)

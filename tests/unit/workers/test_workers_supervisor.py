@@ -93,7 +93,7 @@ def test_a_directory_that_does_not_answer_costs_no_link(
     assert reason_to_leave(paths, 1) == "the trial has ended (cancelled)"
 
 
-def test_newer_submission(paths: RunPaths) -> None:
+def test_supervisor_leaves_after_newer_submission(paths: RunPaths) -> None:
     for number in (1, 2):
         submission(paths, number)
     assert reason_to_leave(paths, 1) == "submission 1 was superseded by a newer one"

@@ -97,7 +97,7 @@ OOM = f"{END} (the kernel's OOM killer)"
         pytest.param(3, 0, False, "died", "exited unexpectedly", id="os._exit(0) of user code"),
     ],
 )
-def test_an_end_tells_who_and_why(
+def test_failure_names_process_and_reason_of_ended_worker(
     bed: Bed, rank: int | None, code: int, oom: bool, cause: str, reason: str
 ) -> None:
     bed.kernel.oom = oom
