@@ -351,7 +351,7 @@ class RowChecks:
 
     def _of_settings(self) -> Iterator[Problem]:
         yield from self._kind.wrong_settings()
-        if self._empty:  # which says nothing about keys
+        if self._empty:  # an empty file says nothing about keys
             return
         config, present = self._kind.config, list(self._present)
         if self._unnamed:

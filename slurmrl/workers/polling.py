@@ -91,8 +91,8 @@ class Presence:
         reason = (
             f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
-        no_host = ""  # is to blame, so none is avoided for it
-        raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=no_host))
+        # No host is to blame, so the jobs exclude none.
+        raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
     def sleep(self, seconds: float) -> None:
         """Pause between two attempts. Raises as `check`."""

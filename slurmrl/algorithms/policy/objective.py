@@ -308,7 +308,7 @@ def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Co
     """
     low, high = settings.reject_lower, settings.reject_upper
     match settings.reject_by:
-        case "ratio":  # its mean and sum are of logarithms
+        case "ratio":  # means and sums of ratios are taken of their logarithms
             values = log_ratio
             low, high = (None if bound is None else _log(bound) for bound in (low, high))
         case "k1":

@@ -310,7 +310,7 @@ def _activations(job: MemoryDemand, gradients: int) -> int:
 
 def _experts(job: MemoryDemand) -> int:
     batch = 0
-    if job.lengths is not None:  # an optimizer step has a copy of its part
+    if job.lengths is not None:  # an optimizer step holds a copy of its minibatch
         batch = _tokens_of_rank(job, job.lengths, whole=True)
         batch += _tokens_of_rank(job, job.lengths) if job.trained else 0
     return replayed(

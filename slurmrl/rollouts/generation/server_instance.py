@@ -338,7 +338,8 @@ class Instance:
         except UsageError as error:
             if not self._was_used:
                 raise
-            raise RunFailedError(str(error)) from error  # its memory may be short for a while
+            # Not a user error: the server has worked, and may only lack memory for a while.
+            raise RunFailedError(str(error)) from error
         try:
             while True:
                 version, paused = self._wanted()

@@ -158,7 +158,7 @@ class SglangDialect(HttpDialect):
 
     async def _ready_to_load(self) -> None:
         if self._mode == "abort":
-            await self._wait_until_idle()  # 0.5.20 would end, later versions refuse the update
+            await self._wait_until_idle()  # a busy server exits (0.5.20) or rejects the update
 
     async def _load(self, name: str, folder: Path) -> None:
         body = {

@@ -411,7 +411,7 @@ def _blame(
     """
     if failure is None or failure.cause not in CAUSES or not failure.host:
         return
-    if failure.echo:  # of a connection between hosts: either may be to blame, or a third
+    if failure.echo:  # a lost connection: either host or a third one may have failed
         return
     again = blame(paths, failure.host, incarnation, failure.reason, attempt)
     if again or failure.certain:
