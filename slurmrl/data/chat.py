@@ -230,7 +230,7 @@ class ChatTemplate:
             before = text[: self._opening(text, tools)]
         alone = self._render(messages[: place + 1], tools)
         if not (text.startswith(before) and alone.startswith(before)):
-            raise self._not_incremental(place, "the text before it changes when it is there")
+            raise self._not_incremental(place, "this message changes the text before it")
         last = self._trimmed(alone, len(before), len(alone))
         if not text.startswith(alone[:last]):
             last = self._end_in_history(text, messages, place, tools, len(before), alone)

@@ -1,4 +1,4 @@
-"""A trial of generation: a model's cache must give the outputs of its training pass.
+"""A test of generation: a model's cache must give the outputs of its training pass.
 
 Configs do not state whether a family's states survive padding on the left, a new order of rows or
 a second batch. A few tokens are tried before the first completion.

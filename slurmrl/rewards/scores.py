@@ -17,7 +17,7 @@ FLOAT32_MAX = 3.4028234e38
 LIMITS = "of at most 3.4e+38, float32's largest"
 SHOWN_CHARACTERS = 200
 METRIC = "reward/"
-"""With the name of a part: the mean of its scores before the weight."""
+"""Prefix of the metric of a reward part: the mean of its unweighted scores."""
 Stats = Mapping[str, tuple[float, float]]
 """Name of a metric to (sum, count)."""
 SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))

@@ -164,7 +164,7 @@ class TrialRun:
                 look_s=intervals.results_s,
                 seed=seed,
             )
-        # of the running job
+        # Times of the running job's events.
         self._kill_at = self._warn_at = self._lost_at = self._crash_at = math.inf
         self._preempt_at = math.inf
         self._preempted = False

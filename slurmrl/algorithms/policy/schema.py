@@ -174,7 +174,7 @@ class PolicyGradient(
 
     def why_unused(self, role: str) -> str:
         if role == "critic":
-            return f"only algorithm.advantage: gae trains a critic, and it is {self.advantage}"
+            return f"algorithm.advantage is {self.advantage}; only gae trains a critic"
         if role == "ref":
             return "algorithm.kl.coef is 0, so there is no penalty that compares with a reference"
         return super().why_unused(role)

@@ -199,8 +199,8 @@ def check_context(where: str, context: int, least: int) -> None:
     """
     if context < least:
         raise UsageError(
-            f"{where}: the server takes {context} tokens of a prompt and its completion, and this "
-            f"run may have {least}: give it a longer context or more memory, or lower "
+            f"{where}: the server accepts at most {context} tokens in a prompt and its completion, "
+            f"but this run may need {least}. Give it a longer context or more memory, or lower "
             "dataset.max_prompt_tokens, rollout.max_new_tokens, rollout.episode.max_tokens or "
             "max_turns, evaluation.dataset.max_prompt_tokens or evaluation.max_new_tokens"
         )

@@ -190,7 +190,7 @@ def test_generation_blocks_of_a_template_are_the_targets(site: Site) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (COUNTING, "no loss mask is right for message 2 .* the text before it changes"),
+        (COUNTING, "no loss mask is right for message 2 .* changes the text before it"),
         (JOINED, "the token ' See' contains both context and the assistant's turn"),
         (
             "{{ raise_exception('roles must alternate') }}",
