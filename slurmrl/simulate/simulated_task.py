@@ -67,7 +67,8 @@ class SimulatedTask:
         self.tokens, self.at = 0.0, now
 
     def end(self) -> None:
-        """The job ends; unfinished groups are lost."""
+        """The job ends; unfinished groups are lost, and the planned end of one is void."""
+        self.plan += 1
         self.runs = self.serves = False
         self.items, self.ends = {}, []
 

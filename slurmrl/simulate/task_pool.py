@@ -393,9 +393,9 @@ class TaskPool:
         return self.costs.token_s(len(task.items) * self._groups / self._stands_for)
 
     def _plan(self, task: SimulatedTask) -> None:
-        """Plan the end of the next group."""
+        """Plan the end of the next group; an end that was planned before is void."""
+        task.plan += 1
         if (left := task.first_end()) is not None:
-            task.plan += 1
             at = self._now + left * self._token_s(task)
             self._push(at, "group", task.number, task.plan)
 

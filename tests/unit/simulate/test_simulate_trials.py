@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,16 @@ def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config
     assert outcome.events["crashes"] + outcome.events["lost hosts"] > 5
     assert run._pool is not None
     assert run._pool.ledger.trained == 200 * 16
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_new_job_of_task_has_no_groups_of_its_last_one(config: Path, inside: bool) -> None:
+    given = costs(config, groups_per_s=0.1)
+    assert given.tasks is not None
+    given = replace(given, steps=40, tasks=replace(given.tasks, inside=inside))
+    for rates in ({"failures": 200.0}, {"preemptions": 200.0}):
+        outcome = TrialRun(given, conditions(**rates), "1").run()
+        assert outcome.finished, outcome.why
 
 
 # -- options ---------------------------------------------------------------------------------
