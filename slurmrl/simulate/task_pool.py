@@ -302,9 +302,9 @@ class TaskPool:
         place = task.number, task.attempt
         self._push(self._now + self.costs.start_s, "joined", *place)
         each = self._disturbances
-        self._push(self._now + self._after(each.failures), "failed", *place)
-        if self.costs.inside:
+        if self.costs.inside:  # the failures of the trainers' hosts count
             return
+        self._push(self._now + self._after(each.failures), "failed", *place)
         self._push(self._now + self._after(each.preemptions), "preempted", *place)
         lead_s = self.costs.slurm.signal_lead_s
         self._push(self._now + self.limit_s - lead_s, "warned", *place)

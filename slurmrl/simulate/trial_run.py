@@ -205,7 +205,8 @@ class TrialRun:
             queued, links, restart = queued - 1, links + 1, 0
         if self._pool is not None:
             self._pool.finish(self._now)
-            gpu_s += self._pool.gpu_s
+            if not self._pool.costs.inside:  # else the trainers' job has their GPUs
+                gpu_s += self._pool.gpu_s
             self._events.update(self._pool.ledger.dropped)
         return TrialOutcome(
             finished=ended == "finished",

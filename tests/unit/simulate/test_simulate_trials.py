@@ -254,6 +254,19 @@ def test_new_job_of_task_has_no_groups_of_its_last_one(config: Path, inside: boo
         assert outcome.finished, outcome.why
 
 
+def test_gpus_of_tasks_count_once_in_the_trainers_job(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    layout = ("rollout.backend=native:d4", "rollout.tasks={}", "cluster.workers_per_host=4")
+    measured = (*MEASURED, "--groups-per-hour=10000", "--steps=20", "--runs=1")
+    trainers = ("actor.backend=fsdp:d4", "critic.backend=fsdp:d4", "ref.backend=fsdp:d4")
+    for place, gpus in (("rollout.gpus=4-7", 8), ("rollout.gpus=null", 4)):
+        found = simulated(capsys, config, *trainers, *layout, place, *measured)
+        (run,) = found["time_limits"][0]["runs"]
+        assert (found["gpus"], found["rollout_tasks"]) == (gpus, 4)
+        assert run["gpu_hours"] == pytest.approx(run["seconds"] * 8 / 3600)
+
+
 # -- options ---------------------------------------------------------------------------------
 
 
