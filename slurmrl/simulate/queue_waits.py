@@ -21,6 +21,8 @@ SIMILAR: Final = 2.0
 COLUMNS: Final = ("Submit", "Start")
 """The columns that a trace must have."""
 COMMAND: Final = "sacct -X -P --format=Submit,Eligible,Start,NNodes,Timelimit"
+LONGEST_S: Final = 1e9
+"""Longest duration."""
 _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -31,7 +33,7 @@ def duration_s(text: str) -> float:
         number = float(text[:-1]) if unit else math.nan
     except ValueError:
         number = math.nan
-    if unit is None or not (math.isfinite(number) and number >= 0):
+    if unit is None or not 0 <= number * unit <= LONGEST_S:
         raise UsageError(
             f"'{text}' is not a duration: write a number with s, m, h or d, such as 30m"
         )

@@ -47,6 +47,10 @@ PARTS: Final = (TRAINING, EVALUATION, WAITING, WEIGHTS, COMMIT, START, DETECTION
 """The parts of a trial's time, in the order of the report."""
 
 
+MOST_VAIN: Final = 100
+"""Jobs in a row without a commit after which a simulation gives up."""
+LONGEST_WAIT_S: Final = 10 * DAY_S
+"""Longest wait for the groups of one step."""
 KILLED: Final = "killed"
 """Slurm ends the job, as no failure does."""
 
@@ -176,16 +180,21 @@ class TrialRun:
         costs, slurm = self._costs, self._costs.slurm
         goes_on = Continue(slurm.continue_)
         queued, links, jobs, restart, gpu_s = slurm.links - 1, 1, 0, 0, 0.0
-        why = ""
+        why, vain = "", 0
         while True:
             self._wait_in_queue(first=jobs == 0)
             jobs += 1
+            before = self._committed
             began = self._now
             ended = self._job(f"{links}.{restart}")
             gpu_s += (self._now - began) * costs.gpus
             if self._pool is not None:
                 self._pool.job_ended(self._now)
             if ended in ("finished", "failed"):
+                break
+            vain = vain + 1 if self._committed is before else 0
+            if vain >= MOST_VAIN:
+                why = f"{vain} jobs in a row ended before a commit"
                 break
             if goes_on is Continue.NONE:
                 why = "nothing follows the job (continue: none)"
@@ -351,6 +360,7 @@ class TrialRun:
 
     def _groups(self, pool: TaskPool, step: int) -> bool:
         """Wait for the groups of a step; return whether there are some before the warning."""
+        began = self._now
         while True:
             samples = pool.take(self._now, step)
             if samples:
@@ -359,7 +369,7 @@ class TrialRun:
             if self._warned:
                 return False
             until = min(pool.next_event, self._warn_at, self._preempt_at)
-            if until == math.inf:
+            if until == math.inf or self._now - began > LONGEST_WAIT_S:
                 raise UsageError("the rollout tasks never make enough groups for a step")
             self._advance(until - self._now, WAITING)
 

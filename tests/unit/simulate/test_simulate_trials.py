@@ -154,6 +154,7 @@ def test_disturbances_only_delay(capsys: pytest.CaptureFixture[str], config: Pat
     [
         (("--crashes=100000",), "3 starts in a row without a new commit"),
         (("--commit-seconds=200",), "two jobs in a row reached it before their first commit"),
+        (("--preemptions=100000",), "100 jobs in a row ended before a commit"),
         (("cluster.slurm.continue=none",), "nothing follows the job"),
         (
             ("cluster.slurm.links=1", "--commit-seconds=119", "checkpoint.every_steps=1000"),
@@ -233,6 +234,15 @@ def test_steps_wait_for_their_own_groups_without_staleness(config: Path) -> None
     given = costs(config, staleness=0)
     outcome = TrialRun(given, conditions(), "1").run()
     assert outcome.seconds / given.steps > given.step_s + given.batch_size / 2
+
+
+def test_tasks_with_jobs_shorter_than_a_group_are_refused(config: Path) -> None:
+    given = costs(config, groups_per_s=1e-4)
+    assert given.tasks is not None
+    slurm = given.tasks.slurm.model_copy(update={"time": "00:10:00"})
+    given = replace(given, tasks=replace(given.tasks, slurm=slurm))
+    with pytest.raises(UsageError, match="never make enough groups"):
+        TrialRun(given, conditions(), "1").run()
 
 
 def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config: Path) -> None:
@@ -336,6 +346,8 @@ def test_durations_and_waits() -> None:
     assert given_waits("0m") == FixedWait(0)
     with pytest.raises(UsageError, match="'inf' is not a duration"):
         duration_s("inf")
+    with pytest.raises(UsageError, match="'1e308d' is not a duration"):
+        duration_s("1e308d")
 
 
 @pytest.mark.parametrize("mean", [5.0, 50.0, 95.0])
