@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from slurmrl.simulate.outcome_text import SimulationAnswers
     from slurmrl.simulate.queue_waits import Waits
     from slurmrl.simulate.several_runs import Runs
-    from slurmrl.simulate.trial_costs import TrialCosts
-    from slurmrl.simulate.trial_run import Conditions
+    from slurmrl.simulate.trial_costs import Disturbances, TrialCosts
 
 T = TypeVar("T")
 
@@ -273,20 +272,21 @@ def _simulate(
     costs = trial_costs(settings, plan, checkpoint_bytes(settings), given, scale, mean)
     if costs.step_s <= 0:
         raise click.UsageError("a step must take some time: --step-seconds is 0")
-    if costs.tasks is None and (options["tasks"] or options["groups_per_hour"]):
+    of_tasks = ("tasks", "groups_per_hour", "task_wait")
+    if costs.tasks is None and any(options[name] for name in of_tasks):
         raise click.UsageError(
-            "--tasks and --groups-per-hour need rollout tasks: set rollout.tasks in CONFIG"
+            "--tasks, --groups-per-hour and --task-wait need rollout tasks: set rollout.tasks in "
+            "CONFIG"
         )
-    results, conditions = _run(costs, options)
+    results, disturbances = _run(costs, options)
     title = f"{settings.config.experiment}/{settings.config.trial}"
     return (
         SimulationAnswers(
             title,
             costs,
-            conditions,
             results,
             options["seed"],
-            commit_advice(costs, conditions.disturbances),
+            commit_advice(costs, disturbances),
             tasks_needed(costs),
             MEASURED if measured else _source(settings),
         ),
@@ -294,8 +294,8 @@ def _simulate(
     )
 
 
-def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Conditions]:
-    """Return the runs with each time limit, and the conditions of the last ones."""
+def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Disturbances]:
+    """Return the runs with each time limit, and their disturbances."""
     from slurmrl.config.schema.cluster import time_limit_s
     from slurmrl.simulate.queue_waits import FixedWait, QueueTrace
     from slurmrl.simulate.several_runs import run_all
@@ -333,7 +333,7 @@ def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Condit
             results.append(run_all(costs, conditions, seeds, progress.show))
     finally:
         progress.clear()
-    return results, conditions
+    return results, disturbances
 
 
 def _source(settings: Settings) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from slurmrl.display.blocks import Block, Document, Lines, Table
 from slurmrl.simulate.several_runs import CommitAdvice, Runs, RunSpread
 from slurmrl.simulate.trial_costs import TrialCosts
-from slurmrl.simulate.trial_run import PARTS, QUEUE, Conditions
+from slurmrl.simulate.trial_run import PARTS, QUEUE
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,6 @@ class SimulationAnswers:
 
     title: str
     costs: TrialCosts
-    conditions: Conditions
     runs: Sequence[Runs]
     """One for each time limit."""
     seed: int
@@ -68,14 +67,14 @@ def _blocks(answers: SimulationAnswers) -> Iterator[Block]:
     ]
     yield Table(("PART", "TIME", "SHARE"), rows, title=f"{where}, mean of the runs:")
     if best.events:
-        said = [f"{count:.3g} {name}" for name, count in sorted(best.events.items())]
+        said = [f"{_number(count, 3)} {name}" for name, count in sorted(best.events.items())]
         yield Lines(f"mean of events: {', '.join(said)}")
     reasons = {one.why for runs in answers.runs for one in runs.outcomes if not one.finished}
     for reason in sorted(reasons):
         yield Lines(f"not finished: {reason}")
     yield Lines("advice:", advice(answers))
-    sources = [f"a step: {costs.step_s:.3g} s", *answers.step_source]
-    sources.append(f"queue: {answers.conditions.waits.words}")
+    sources = [f"a step: {_number(costs.step_s, 3)} s", *answers.step_source]
+    sources.append(f"queue: {best.queue}")
     sources += [f"assumed: {line}" for line in costs.assumed]
     yield Lines("sources:", sources)
 
@@ -155,8 +154,13 @@ def _spread(spread: RunSpread) -> str:
 
 
 def _numbers(spread: RunSpread) -> str:
-    middle, low, high = (f"{number:.4g}" for number in (spread.middle, spread.low, spread.high))
+    middle, low, high = (_number(one, 4) for one in (spread.middle, spread.low, spread.high))
     return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _number(number: float, digits: int) -> str:
+    """Return a number with at least these digits, without an exponent."""
+    return f"{number:,.0f}" if number >= 10**digits else f"{number:.{digits}g}"
 
 
 def values(answers: SimulationAnswers) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def values(answers: SimulationAnswers) -> dict[str, Any]:
         "rollout_tasks": None if costs.tasks is None else costs.tasks.count,
         "step_s": costs.step_s,
         "step_source": list(answers.step_source),
-        "queue": answers.conditions.waits.words,
+        "queue": answers.best.queue,
         "assumed": list(costs.assumed),
         "time_limits": [_runs(one) for one in answers.runs],
         "commit": None if answers.commit is None else asdict(answers.commit),
@@ -181,6 +185,7 @@ def values(answers: SimulationAnswers) -> dict[str, Any]:
 def _runs(runs: Runs) -> Mapping[str, Any]:
     return {
         "time_limit_s": None if math.isinf(runs.time_limit_s) else runs.time_limit_s,
+        "queue": runs.queue,
         "finished": runs.finished,
         "seconds": asdict(runs.seconds),
         "gpu_hours": asdict(runs.gpu_hours),

@@ -39,6 +39,8 @@ class Runs:
 
     time_limit_s: float
     outcomes: Sequence[TrialOutcome]
+    queue: str
+    """The source of the waits, for people."""
 
     @property
     def finished(self) -> int:
@@ -94,7 +96,7 @@ def run_all(
     for number, seed in enumerate(seeds, 1):
         progress(f"run {number} of {len(seeds)}")
         outcomes.append(TrialRun(costs, conditions, str(seed)).run())
-    return Runs(conditions.time_limit_s, outcomes)
+    return Runs(conditions.time_limit_s, outcomes, conditions.waits.words)
 
 
 @dataclass(frozen=True)

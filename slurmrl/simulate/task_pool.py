@@ -227,6 +227,11 @@ class TaskPool:
         return self.operations * self._stands_for
 
     @property
+    def dropped(self) -> dict[str, int]:
+        """Numbers of dropped groups by reason."""
+        return {why: round(count * self._groups) for why, count in self.ledger.dropped.items()}
+
+    @property
     def serving(self) -> int:
         """Number of tasks that have joined."""
         return round(sum(task.serves for task in self._tasks) * self._stands_for)

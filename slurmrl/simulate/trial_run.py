@@ -216,7 +216,8 @@ class TrialRun:
             self._pool.finish(self._now)
             if not self._pool.costs.inside:  # else the trainers' job has their GPUs
                 gpu_s += self._pool.gpu_s
-            self._events.update(self._pool.ledger.dropped)
+            dropped = self._pool.dropped.items()
+            self._events.update({f"dropped groups ({why})": count for why, count in dropped})
         return TrialOutcome(
             finished=ended == "finished",
             why=why or self._refusal,

@@ -330,6 +330,7 @@ def test_wrong_trace_is_refused(
         ("--time-limit=00:01:00", "must be longer than cluster.slurm.signal_lead_s"),
         ("--time-limit=soon", "'soon' is not a list of time limits"),
         ("--tasks=3", "need rollout tasks"),
+        ("--task-wait=3h", "need rollout tasks"),
         ("--step-seconds=0", "a step must take some time"),
     ],
 )
@@ -357,6 +358,24 @@ def test_lengths_are_drawn_from_the_distribution(mean: float) -> None:
         assert lengths.exceeded_by(lengths.longer(tokens)) == pytest.approx(tokens, rel=1e-3)
     longest = LongestCompletion(lengths, 1)
     assert longest.mean == pytest.approx(mean, rel=0.01)
+
+
+def test_report_names_the_queue_of_the_best_limit_and_large_numbers(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    trace = config.with_name("sacct.txt")
+    short = "2026-11-01T10:00:00|2026-11-01T10:00:00|2026-11-01T10:01:00|1|02:00:00\n" * 10
+    long = "2026-11-01T10:00:00|2026-11-01T10:00:00|2026-11-02T10:00:00|1|1-00:00:00\n" * 10
+    trace.write_text(f"{TRACE.splitlines()[0]}\n{short}{long}")
+    limits = "--time-limit=02:00:00,1-00:00:00"
+    arguments = ["simulate", str(config), *MEASURED, limits, f"--trace={trace}", "--runs=1"]
+    assert main(arguments) == 0
+    assert "similar 10 of 20 jobs, mean 60 s" in capsys.readouterr().out
+    large = ["--hosts=1000", "--steps=100", "--step-seconds=2000", "--time-limit=UNLIMITED"]
+    assert main(["simulate", str(config), *large, "--runs=1"]) == 0
+    text = capsys.readouterr().out
+    assert "a step: 2,000 s" in text
+    assert "e+" not in text
 
 
 def test_report_names_the_time_limits_and_the_advice(
