@@ -167,7 +167,8 @@ def search(
         _write(write, text, found, answers[0])
     shown = (found.given, found.request, found.hardware)
     if as_json:
-        click.echo(json.dumps(presenting.values(answers, *shown, fits=found.given_fits)))
+        values = presenting.values(answers, *shown, fits=found.given_fits)
+        click.echo(json.dumps({**values, "calibration": compared} if compared else values))
         return 0
     from slurmrl.display import blocks
 
@@ -188,7 +189,9 @@ def _calibration(name: str, root: str | None) -> tuple[float, float, str]:
     paths = trials.find(trials.root_folder(root), name)
     found = measured_calls(paths)
     if found.mean is None:
-        raise UsageError(f"--calibrate {name}: no step of the trial recorded its sequence lengths")
+        raise UsageError(f"--calibrate {name}: {found.predictions}")
+    if not found.calls:
+        return *found.mean, f"{paths.full_name}: no seconds of calls were measured"
     known = [call for call in found.calls if call.predicted_s is not None]
     if not known:
         return *found.mean, f"{paths.full_name}: no seconds were predicted: {found.predictions}"

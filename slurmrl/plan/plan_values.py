@@ -21,7 +21,7 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Model, role_key
 from slurmrl.config.source import dotted, flat
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
-from slurmrl.plan.dataflow import Call
+from slurmrl.plan.dataflow import Call, Method
 from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.call_costs import MeanTokens
 from slurmrl.plan.estimates.hardware import hardware_of
@@ -42,7 +42,7 @@ from slurmrl.plan.estimates.worker_memory import (
     worker_bytes,
 )
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
-from slurmrl.plan.placement import ROLLOUTS, Placement, model_of
+from slurmrl.plan.placement import ROLLOUTS, Placement, in_tasks, model_of
 from slurmrl.plan.precision import generating
 from slurmrl.plan.settings import Settings
 from slurmrl.run.reports import TRAINERS
@@ -107,8 +107,9 @@ def predicted_seconds(
 ) -> tuple[dict[str, float], str]:
     """Return the predicted seconds of the calls of a step by name, and the origin of the numbers.
 
-    Sequences have mean lengths. Both are empty for unknown hardware. Raises UsageError,
-    UnreadableInputError for its profile.
+    Sequences have mean lengths. Generation by rollout tasks is left out: the step only reads their
+    samples. Both are empty for unknown hardware. Raises UsageError, UnreadableInputError for its
+    profile.
     """
     sized = _on_ranks(settings, plan)
     hardware = hardware_of(sized.config.cluster)
@@ -116,7 +117,11 @@ def predicted_seconds(
         return {}, ""
     placed = call_costs.placed_models(sized)
     found = {}
+    rollout = sized.config.rollout
+    reads = bool(rollout.backend) and in_tasks(rollout)
     for call in sized.algorithm.calls(sized.config):
+        if reads and call.method is Method.GENERATE:
+            continue
         cost = call_costs.cost(sized, call, placed, tokens)
         if cost is not None and cost.seconds is not None:
             found[call.name] = round(cost.seconds, 6)

@@ -287,7 +287,7 @@ def predicted_calls(
         prompt, response = mean(newest, "prompt_length"), mean(newest, "response_length")
         tokens = mean(newest, TOKENS)
         if assumed is None or tokens is None:
-            return None, {}, "the lengths of sequences are unknown"
+            return None, {}, "no step of the trial has lengths of sequences"
         if prompt is None or response is None:  # the dataset has whole sequences
             prompt, response = tokens / assumed.sequences, 0.0
         found = MeanTokens(prompt, response)

@@ -68,6 +68,15 @@ def test_generation_is_predicted_for_the_mean_completion(tmp_path: Path, profile
     assert all(found[1][name] > seconds for name, seconds in found[0].items())
 
 
+def test_generation_by_tasks_is_not_compared_with_the_time_to_read_samples(
+    tmp_path: Path, profile: Path
+) -> None:
+    paths = trial(tmp_path, "grpo_async", f"cluster.hardware={profile}")
+    given = lines(tokens=1000, prompt_length=6, response_length=4)
+    assert "actor_train" in predicted_calls(paths, given)[1]
+    assert "actor_gen" not in predicted_calls(paths, given)[1]
+
+
 def test_what_is_missing_for_predictions_is_said(tmp_path: Path, profile: Path) -> None:
     paths = trial(tmp_path, "sft")
     assert predicted_calls(paths, lines(tokens=256))[1:] == (
@@ -75,7 +84,8 @@ def test_what_is_missing_for_predictions_is_said(tmp_path: Path, profile: Path) 
         "the hardware is unknown (slurmrl profile-cluster measures it)",
     )
     paths = trial(tmp_path, "sft", f"cluster.hardware={profile}")
-    assert predicted_calls(paths, lines()) == (None, {}, "the lengths of sequences are unknown")
+    reason = "no step of the trial has lengths of sequences"
+    assert predicted_calls(paths, lines()) == (None, {}, reason)
     profile.write_text("hardware: cpu\nmeasured: {link: -1}\n")
     _, found, reason = predicted_calls(paths, lines(tokens=100))
     assert (found, "measured.link: -1" in reason) == ({}, True)

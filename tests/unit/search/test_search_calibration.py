@@ -55,6 +55,8 @@ def test_lengths_and_seconds_of_a_trial_are_used(
     assert sum(s / r for s, r in zip((20, 10), ratios, strict=True)) == pytest.approx(
         predicted, rel=0.02
     )
+    assert search(path, "--calibrate", "big/1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["calibration"] == line
     assert search(path, "--prompt-tokens", "100", "--response-tokens", "300") == 0
     assert capsys.readouterr().out.splitlines()[:8] == shown.splitlines()[:8], "the same answers"
 
