@@ -80,7 +80,7 @@ def profile_cluster(
     from slurmrl.desk.hardware_profiling import Profiling, profile
     from slurmrl.desk.trials import chosen_root, root_folder
     from slurmrl.display.terminal import table, width
-    from slurmrl.plan.estimates.hardware_files import read_file
+    from slurmrl.plan.estimates.hardware_files import CPU, read_file
 
     what = Profiling(
         config,
@@ -103,6 +103,8 @@ def profile_cluster(
     rows = [("NUMBER", "MEASURED"), *((key, f"{value:.3g}") for key, value in numbers.items())]
     click.echo("\n".join(table(rows, width())))
     click.echo(f"wrote {path}")
-    if output is not None:
+    if output is not None or not found.hardware.isalnum():  # a GPU's type is found by its words
         click.echo(f"  use it  slurmrl search CONFIG cluster.hardware={path}")
+    elif found.hardware != CPU:
+        click.echo(f"  use it  slurmrl search CONFIG cluster.slurm.gpu_type={found.hardware}")
     return 0

@@ -158,6 +158,9 @@ def profile(what: Profiling, say: Say) -> Path:
     name = what.name or _name(cluster, gpus)
     if name is not None:
         _output(what, name)  # reject an invalid name or folder before the job
+    if name is not None and (name == CPU) == bool(gpus):
+        seen = "GPUs" if gpus else "no GPUs"
+        raise UsageError(f"--name {name}: the ranks have {seen}; '{CPU}' is the name without GPUs")
     sizes = what.sizes or (ON_GPUS if gpus else ON_CPUS)
     count = f"{group.hosts} host{'s' * (group.hosts > 1)}"
     each = f"{group.workers_per_host} rank{'s' * (group.workers_per_host > 1)} each"
@@ -214,18 +217,19 @@ def _group(what: Profiling, cluster: Cluster, kind: str) -> GroupRequest:
 
 
 def _name(cluster: Cluster, gpus: int) -> str | None:
-    """The name of the hardware; None if only the job can tell."""
+    """The name of the hardware, by which plan finds it; None if only the job can tell."""
     if not gpus:
         return CPU
-    return hardware_files.name_of(cluster.model_copy(update={"gpus_per_worker": 1}))
+    known = hardware_files.name_of(cluster.model_copy(update={"gpus_per_worker": 1}))
+    return known or hardware_files.new_name(cluster.slurm.gpu_type or "")
 
 
 def _seen(ranks: list[list[dict[str, Any]]]) -> str:
-    """The name of the GPU that the ranks have: its known word, or else all of them."""
+    """The name of the GPU that the ranks have."""
     full = next(point["name"] for points in ranks for point in points if point["what"] == "device")
-    words = re.findall(r"[a-z0-9]+", str(full).lower())
-    known = hardware_files.shipped_names()
-    return next((word for word in words if word in known), "-".join(words))
+    found = hardware_files.new_name(str(full))
+    assert found is not None, "a GPU has a name"
+    return found
 
 
 def _output(what: Profiling, name: str) -> Path:

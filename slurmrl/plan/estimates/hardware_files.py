@@ -176,6 +176,19 @@ def name_of(cluster: Cluster) -> str | None:
     return named or next((word for word in words if own_file(word)), None)
 
 
+def new_name(text: str) -> str | None:
+    """Return the name of a profile of a GPU; None without a word.
+
+    It is one word of the GPU's name, as `name_of` looks for: the known one, or else the first with
+    a digit.
+    """
+    words, known = _words(text), shipped_names()
+    with_digit = (word for word in words if re.search(r"\d", word))
+    return next((word for word in words if word in known), None) or next(
+        with_digit, words[-1] if words else None
+    )
+
+
 @cache
 def _words(text: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[a-z0-9]+", text.lower()))

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema import Cluster, Slurm
+from slurmrl.desk import hardware_profiling
 from slurmrl.desk.hardware_profiling import Profiling, _group, _name, _seen, profile
 from slurmrl.errors import UsageError
+from slurmrl.plan.estimates import hardware_files
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 
@@ -57,7 +59,20 @@ def test_hardware_is_named_by_the_request_or_by_the_gpu() -> None:
     assert _name(Cluster(), 1) is None
     seen = [[{"what": "device", "name": "NVIDIA H200", "bytes": 1}]]
     assert _seen(seen) == "h200"
-    assert _seen([[{**seen[0][0], "name": "AMD Instinct MI300X"}]]) == "amd-instinct-mi300x"
+    assert _seen([[{**seen[0][0], "name": "AMD Instinct MI300X"}]]) == "mi300x"
+
+
+@pytest.mark.parametrize("gpu_type", ["rtx4090", "rtx_4090", "nvidia_rtx_a6000", "mi300x", "titan"])
+def test_plan_finds_the_profile_of_an_unknown_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_type: str
+) -> None:
+    monkeypatch.delenv("SLURMRL_PROFILE")
+    monkeypatch.setattr(hardware_files, "own_folder", lambda: tmp_path)
+    cluster = Cluster(slurm=Slurm(gpu_type=gpu_type))
+    name = _name(cluster, 1)
+    assert name is not None
+    (tmp_path / f"{name}.yaml").write_text(f"hardware: {name}\n")
+    assert hardware_files.name_of(cluster) == name
 
 
 @pytest.mark.parametrize(
@@ -76,3 +91,15 @@ def test_wrong_options_are_refused_before_the_job(
     with pytest.raises(UsageError, match=message):
         profile(what, said.append)
     assert said == []
+
+
+@pytest.mark.parametrize(("kind", "name"), [("local", "laptop"), ("slurm", "cpu")])
+def test_name_of_other_hardware_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
+    monkeypatch.setattr(
+        hardware_profiling, "gpus_per_worker", lambda cluster, kind: kind == "slurm"
+    )
+    what = replace(WHAT, scheduler=kind, root=tmp_path / "r", name=name)
+    with pytest.raises(UsageError, match=f"--name {name}: the ranks have "):
+        profile(what, lambda text: None)
