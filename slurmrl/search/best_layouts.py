@@ -132,9 +132,10 @@ def _require_numbers(checked: Checked) -> None:
             "to h100, or cluster.hardware"
         )
     if memory_bytes(config.cluster) is None and not on_cpus:
+        kind = config.cluster.slurm.gpu_type
+        gpus = f"GPUs of type {kind}" if kind else "these GPUs"
         raise UsageError(
-            f"GPUs of type {config.cluster.slurm.gpu_type} differ in memory: "
-            "set cluster.gpu_memory, for example to 80G"
+            f"the memory of {gpus} is not known: set cluster.gpu_memory, for example to 80G"
         )
     if predict_step(checked) is None:
         raise UsageError(
