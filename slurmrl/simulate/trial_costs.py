@@ -91,7 +91,7 @@ class TrialCosts:
     """Hosts that the trainers need."""
     spares: int
     gpus: int
-    """GPUs of the trainers' job, with those of rollout tasks in it."""
+    """GPUs of the trainers' job, including the GPUs of its rollout tasks."""
     step_s: float
     """Mean seconds of a step of the trainers."""
     decoding_s: float
