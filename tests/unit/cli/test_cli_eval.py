@@ -28,6 +28,7 @@ def file(tmp_path: Path) -> Path:
         "experiment": "add",
         "algorithm": {"name": "grpo", "batch_size": 8},
         "actor": {"path": "absent", "tokenizer": str(ADDITION / "tokenizer")},
+        "rollout": {"max_new_tokens": 8},
         "reward": {"name": "exact_match"},
         "dataset": dataset,
         "evaluation": {"every_steps": 5, "suites": suites},

@@ -34,6 +34,7 @@ from tests.unit.plan.conftest import write_model
 CONFIG = {
     "experiment": "judged",
     "algorithm": {"name": "evaluate", "batch_size": 8},
+    "rollout": {"max_new_tokens": 6},
     "reward": {"name": "exact_match"},
     "dataset": {"type": "prompt", "path": "rows.jsonl"},
 }

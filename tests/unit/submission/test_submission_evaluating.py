@@ -124,7 +124,7 @@ def test_a_configuration_of_evaluate_gets_the_model_alone(trained: Trained) -> N
         {
             "experiment": "judged",
             "algorithm": {"name": "evaluate", "batch_size": 4},
-            "rollout": {"n": 3, "top_p": 0.9},
+            "rollout": {"n": 3, "top_p": 0.9, "max_new_tokens": 6},
             "reward": {"name": "exact_match"},
             "dataset": PROMPTS,
         }
@@ -158,7 +158,8 @@ def test_each_suite_is_a_trial_with_its_dataset_reward_and_sampling(
     """Also of a configuration of algorithm `evaluate`, which needs no dataset of its own."""
     values: dict[str, Any] = {**GRPO, "evaluation": SUITES}
     if not trains:
-        judged = {"algorithm": {"name": "evaluate", "batch_size": 4}, "rollout": {"n": 1}}
+        judged = {"algorithm": {"name": "evaluate", "batch_size": 4}}
+        judged["rollout"] = {"n": 1, "max_new_tokens": 6}
         values = {"experiment": "add", "reward": GRPO["reward"], **judged, "evaluation": SUITES}
     trained.write(values)
     assert choose_suites(trained.file, ()) == ["easy", "hard", "loss"]
@@ -211,7 +212,7 @@ def test_the_actor_generates_where_the_engine_of_training_does_not_fit(
 ) -> None:
     """Rollout tasks, another layout, and running servers whose weights are the trainers'."""
     evaluation = {"dataset": PROMPTS, "tasks": tasks}
-    trained.write({**GRPO, "evaluation": evaluation, "rollout": rollout})
+    trained.write({**GRPO, "evaluation": evaluation, "rollout": {"max_new_tokens": 6, **rollout}})
     assert trained.evaluation("sft/1").config.rollout.backend == backend
 
 
