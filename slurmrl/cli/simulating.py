@@ -299,8 +299,7 @@ def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Distur
     from slurmrl.config.schema.cluster import time_limit_s
     from slurmrl.simulate.queue_waits import FixedWait, QueueTrace
     from slurmrl.simulate.several_runs import run_all
-    from slurmrl.simulate.trial_costs import Disturbances
-    from slurmrl.simulate.trial_run import Conditions
+    from slurmrl.simulate.trial_costs import Conditions, Disturbances
 
     disturbances = Disturbances(
         options["failures"],

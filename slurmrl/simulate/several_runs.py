@@ -10,8 +10,8 @@ from statistics import mean, median, quantiles
 from typing import Final
 
 from slurmrl.simulate.task_pool import DAY_S
-from slurmrl.simulate.trial_costs import Disturbances, TaskCosts, TrialCosts
-from slurmrl.simulate.trial_run import PARTS, Conditions, TrialOutcome, TrialRun
+from slurmrl.simulate.trial_costs import Conditions, Disturbances, TaskCosts, TrialCosts
+from slurmrl.simulate.trial_run import PARTS, TrialOutcome, TrialRun
 
 MOST_TASKS: Final = 100_000
 """Rollout tasks beyond which no number is looked for."""

@@ -24,6 +24,7 @@ from slurmrl.plan.estimates.worker_memory import version_size
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
+from slurmrl.simulate.queue_waits import Waits
 
 START_S: Final = 60.0
 """Seconds from the start of a job to the load of the models: imports, process groups, data."""
@@ -367,3 +368,15 @@ class Disturbances:
     """Seconds from the signal of a preemption to the kill."""
     stragglers: float = 0.0
     """Standard deviation of the logarithm of a host's seconds; a step waits for the slowest."""
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything that a simulation assumes in addition to the costs."""
+
+    disturbances: Disturbances
+    waits: Waits
+    task_waits: Waits
+    time_limit_s: float
+    first_wait_s: float | None = None
+    """Wait of the first job, if it is known."""

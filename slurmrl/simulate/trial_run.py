@@ -27,9 +27,8 @@ from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.reports import Cause, Failure, Report, Warned
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import shortage
-from slurmrl.simulate.queue_waits import Waits
 from slurmrl.simulate.task_pool import DAY_S, TaskPool
-from slurmrl.simulate.trial_costs import Disturbances, TrialCosts
+from slurmrl.simulate.trial_costs import Conditions, TrialCosts
 from slurmrl.workers.master.judgement import TIME_LIMIT, judge
 from slurmrl.workers.polling import PollIntervals
 from slurmrl.workers.supervisor.rounds import LOOK_S, LOST_GRACE_S
@@ -45,8 +44,6 @@ DETECTION: Final = "detection of failures"
 REPEATED: Final = "work lost and repeated"
 PARTS: Final = (TRAINING, EVALUATION, WAITING, WEIGHTS, COMMIT, START, DETECTION, REPEATED, QUEUE)
 """The parts of a trial's time, in the order of the report."""
-
-
 MOST_VAIN: Final = 100
 """Jobs in a row without a commit after which a simulation gives up."""
 LONGEST_WAIT_S: Final = 10 * DAY_S
@@ -73,18 +70,6 @@ class MemoryNames(NameStore):
     def report(self, key: str, said: Report) -> None:
         """Add a report, if there is none under the key."""
         self._values.setdefault(key, json.dumps(objects.to_json(said)))
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Everything that a simulation assumes in addition to the costs."""
-
-    disturbances: Disturbances
-    waits: Waits
-    task_waits: Waits
-    time_limit_s: float
-    first_wait_s: float | None = None
-    """Wait of the first job, if it is known."""
 
 
 @dataclass(frozen=True)

@@ -216,8 +216,7 @@ class Config(Section):
     """Seed of all random numbers."""
     root: PlainPathText = "./runs"
     """Folder of all runs, in a directory that all hosts share. A relative path starts at the
-    current directory. The path must not contain a colon. `--root` and SLURMRL_ROOT take
-    precedence."""
+    current directory. Colons are not allowed. `--root` and SLURMRL_ROOT take precedence."""
     total_steps: NonNegativeInt | None = None
     """Number of steps after which the run is finished. 0 only evaluates the models. Required for
     training. `generate` and `evaluate` process the dataset once, or this many batches of it.

@@ -261,7 +261,7 @@ def test_a_layout_that_its_files_do_not_have_is_refused(
 def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
     saved(tmp_path)
     snapshots(**options)[1].write(tmp_path)
-    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors is of \(ranks, step\)"):
+    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors belongs to \(ranks, step\)"):
         RoleCheckpoint(tmp_path, "actor").read("w.0")
 
 

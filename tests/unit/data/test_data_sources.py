@@ -217,7 +217,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows\.parquet: not a complete parquet file"):
         read_records(path, "id")
     path.write_bytes(b"\xff\xff\xff\xff\x10\0\0\0" * 8)
-    with pytest.raises(ConfigError, match=r"rows\.parquet: not a whole parquet file"):
+    with pytest.raises(ConfigError, match=r"rows\.parquet: not a complete parquet file"):
         read_records(path, "id")
     path.write_text("version https://git-lfs.github.com/spec/v1\noid x\n")
     with pytest.raises(ConfigError, match=r"rows\.parquet: is a pointer of Git LFS"):

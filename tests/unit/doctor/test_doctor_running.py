@@ -110,7 +110,7 @@ def test_vllm_on_a_port_is_a_warning(address: str) -> None:
     [
         ("sglang", changed(SGLANG, "/server_info", version="0.5.3"), State.FAILED, "is too old"),
         ("sglang", changed(SGLANG, "/server_info", version="0.6.0"), State.WARNING, "0.5.20 to"),
-        ("sglang", changed(SGLANG, "/server_info", max_req_input_len=16), State.FAILED, "may have"),
+        ("sglang", changed(SGLANG, "/server_info", max_req_input_len=16), State.FAILED, "may need"),
         (
             "sglang",
             changed(SGLANG, "/openapi.json", paths={"/generate": {}}),

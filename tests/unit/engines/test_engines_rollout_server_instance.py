@@ -197,7 +197,7 @@ def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> N
 
 def test_a_server_with_less_memory_than_a_sequence_needs_is_refused(tmp_path: Path) -> None:
     """It would cut completions short, which would look like long ones."""
-    message = r"server 0 cannot be used: .*takes 16 tokens .* this run may have 17"
+    message = r"server 0 cannot be used: .*accepts at most 16 tokens .* this run may need 17"
     with pytest.raises(UsageError, match=message):
         within(tmp_path, never, context=17)
 

@@ -18,12 +18,13 @@ from slurmrl.plan.settings import load_settings
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
 from slurmrl.simulate.several_runs import commit_advice
 from slurmrl.simulate.trial_costs import (
+    Conditions,
     Disturbances,
     LongestCompletion,
     TaskCosts,
     TrialCosts,
 )
-from slurmrl.simulate.trial_run import Conditions, TrialRun
+from slurmrl.simulate.trial_run import TrialRun
 
 TEXT = """\
 experiment: simulated
