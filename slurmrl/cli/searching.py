@@ -413,7 +413,11 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
 def mean_tokens(
     settings: Settings, prompt: float | None, response: float | None
 ) -> MeanTokens | None:
-    """Return the mean lengths, by default half of the limits; None if these are unknown."""
+    """Return the mean lengths, by default half of the limits; None if these are unknown.
+
+    Raises UsageError for a mean above its limit.
+    """
+    from slurmrl.errors import UsageError
     from slurmrl.plan.estimates.call_costs import MeanTokens
     from slurmrl.plan.estimates.shape import lengths_of, shape_of
 
@@ -421,9 +425,15 @@ def mean_tokens(
     lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
     if lengths is None:
         return None
+    most, new = lengths.longest - lengths.new_tokens, lengths.new_tokens
+    for mean, what, limit in (
+        (prompt, "prompts", most),
+        (response, "completions", new or math.inf),
+    ):
+        if mean is not None and mean > limit:
+            raise UsageError(f"a mean of {mean:g} tokens is too long: {what} have at most {limit}")
     return MeanTokens(
-        (lengths.longest - lengths.new_tokens) / 2 if prompt is None else prompt,
-        lengths.new_tokens / 2 if response is None else response,
+        most / 2 if prompt is None else prompt, new / 2 if response is None else response
     )
 
 

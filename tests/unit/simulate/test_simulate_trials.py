@@ -333,6 +333,8 @@ def test_wrong_trace_is_refused(
         ("--tasks=3", "need rollout tasks"),
         ("--task-wait=3h", "need rollout tasks"),
         ("--step-seconds=0", "a step must take some time"),
+        ("--response-tokens=1e6", "a mean of 1e+06 tokens is too long: completions have at most"),
+        ("--prompt-tokens=9e5", "a mean of 900000 tokens is too long: prompts have at most"),
     ],
 )
 def test_wrong_option_is_refused(
