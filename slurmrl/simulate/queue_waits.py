@@ -43,7 +43,7 @@ def duration_s(text: str) -> float:
 class Waits(Protocol):
     """Source of the seconds that jobs wait in the queue."""
 
-    def draw(self, rng: random.Random) -> float:
+    def sample(self, rng: random.Random) -> float:
         """Return the wait of one job."""
         ...
 
@@ -59,7 +59,7 @@ class FixedWait:
 
     seconds: float
 
-    def draw(self, rng: random.Random) -> float:
+    def sample(self, rng: random.Random) -> float:
         return self.seconds
 
     @property
@@ -73,7 +73,7 @@ class ExponentialWait:
 
     mean: float
 
-    def draw(self, rng: random.Random) -> float:
+    def sample(self, rng: random.Random) -> float:
         return -math.log1p(-rng.random()) * self.mean
 
     @property
@@ -88,7 +88,7 @@ class TracedWait:
     seconds: tuple[float, ...]
     words: str
 
-    def draw(self, rng: random.Random) -> float:
+    def sample(self, rng: random.Random) -> float:
         return rng.choice(self.seconds)
 
 

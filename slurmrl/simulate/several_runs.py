@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from statistics import mean, median, quantiles
 from typing import Final
 
-from slurmrl.simulate.task_pool import DAY_S
-from slurmrl.simulate.trial_costs import Conditions, Disturbances, TaskCosts, TrialCosts
+from slurmrl.simulate.trial_costs import DAY_S, Conditions, Disturbances, TaskCosts, TrialCosts
 from slurmrl.simulate.trial_run import PARTS, TrialOutcome, TrialRun
 
 MOST_TASKS: Final = 100_000

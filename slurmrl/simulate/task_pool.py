@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -28,13 +28,12 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.simulate.queue_waits import Waits
 from slurmrl.simulate.simulated_task import SilentEvents, SimulatedAttempt, SimulatedTask
-from slurmrl.simulate.trial_costs import Disturbances, TaskCosts
+from slurmrl.simulate.trial_costs import Disturbances, TaskCosts, seconds_to_event
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.master.task_attempts import AttemptRecord, RolloutAttempt
 from slurmrl.workers.master.task_leases import SampleCounts, TaskLeases
 from slurmrl.workers.polling import BEAT, LOOK
 
-DAY_S: Final = 86400.0
 LAST_S: Final = 10.0
 """Seconds before its time limit when a task gives its unfinished groups back."""
 PREEMPTED_S: Final = 20.0
@@ -130,7 +129,7 @@ class TaskPool:
         self.advance(now)
         self._orphaned_at = math.inf
         for number in sorted(self._held):
-            wait_s = 0.0 if self.costs.inside else self._waits.draw(self._rng)
+            wait_s = 0.0 if self.costs.inside else self._waits.sample(self._rng)
             self._push(now + wait_s, "begin", number, 0)
         self._held.clear()
 
@@ -141,11 +140,8 @@ class TaskPool:
         if not self.costs.inside:
             self._orphaned_at = now + self.costs.settings.orphan_s
             self._push(self._orphaned_at, "orphans", 0, 0)
-            return
-        for task in self._tasks:
-            if task.runs:
-                self._end(task, requeue=False)
-                self._held.add(task.number)
+        else:
+            self._end_all()
 
     def master_started(
         self,
@@ -240,9 +236,7 @@ class TaskPool:
         """The trial has ended, and its tasks with it."""
         self.advance(now)
         self.master_ended()
-        for task in self._tasks:
-            if task.runs:
-                self._end(task, requeue=False)
+        self._end_all()
 
     # -- the clock ---------------------------------------------------------------------------
 
@@ -265,7 +259,8 @@ class TaskPool:
         if kind == "begin":
             self._begin(task)
         elif kind == "orphans":
-            self._leave_orphans()
+            if self._orphaned_at <= self._now:  # else the trainers are back
+                self._end_all()
         elif kind == "lost":
             self._lose(f"{ROLLOUTS}.{task.number}.{key}")
         elif kind == "group":
@@ -300,7 +295,7 @@ class TaskPool:
     # -- one task ----------------------------------------------------------------------------
 
     def _begin(self, task: SimulatedTask) -> None:
-        if self._orphaned_at <= self._now or self._orphaned_at < math.inf:
+        if self._orphaned_at < math.inf:
             self._held.add(task.number)  # queued tasks do not start without trainers
             return
         task.begin(self._now)
@@ -309,16 +304,11 @@ class TaskPool:
         each = self._disturbances
         if self.costs.inside:  # the failures of the trainers' hosts count
             return
-        self._push(self._now + self._after(each.failures), "failed", *place)
-        self._push(self._now + self._after(each.preemptions), "preempted", *place)
+        self._push(self._now + seconds_to_event(each.failures, self._rng), "failed", *place)
+        self._push(self._now + seconds_to_event(each.preemptions, self._rng), "preempted", *place)
         lead_s = self.costs.slurm.signal_lead_s
         self._push(self._now + self.limit_s - lead_s, "warned", *place)
         self._push(self._now + max(self.limit_s - LAST_S, 0.0), "retired", *place)
-
-    def _after(self, rate: float) -> float:
-        """Seconds to the next event of a rate per day."""
-        share = -math.log1p(-self._rng.random())
-        return share / rate * DAY_S if rate else math.inf
 
     def _join(self, task: SimulatedTask) -> None:
         agent = Identity(
@@ -373,7 +363,7 @@ class TaskPool:
         if not lost:
             self._lose(task.name)
         if requeue:
-            wait_s = 0.0 if self.costs.inside else self._waits.draw(self._rng)
+            wait_s = 0.0 if self.costs.inside else self._waits.sample(self._rng)
             self._push(self._now + wait_s + (self._ttl_s if lost else 0.0), "begin", task.number, 0)
 
     def _lose(self, name: str) -> None:
@@ -383,9 +373,8 @@ class TaskPool:
             self.ledger.lose(name)
             self._wake()
 
-    def _leave_orphans(self) -> None:
-        if self._now < self._orphaned_at:
-            return
+    def _end_all(self) -> None:
+        """All jobs of tasks end; new ones wait for the trainers."""
         for task in self._tasks:
             if task.runs:
                 self._end(task, requeue=False)
@@ -426,7 +415,7 @@ class TaskPool:
         self._plan(task)
 
     def _length(self) -> float:
-        return self.costs.longest.draw(self._lengths)
+        return self.costs.longest.sample(self._lengths)
 
     # -- the master --------------------------------------------------------------------------
 
@@ -463,11 +452,7 @@ class TaskPool:
 
 
 def _rows(items: Iterable[int]) -> Sequence[tuple[int, int]]:
-    return list(_places(items))
-
-
-def _places(items: Iterable[int]) -> Iterator[tuple[int, int]]:
-    return ((0, item) for item in items)
+    return [(0, item) for item in items]
 
 
 _NOWHERE: Final = RunPaths(Path("/nonexistent/user/experiment/trial"))

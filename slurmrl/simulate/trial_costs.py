@@ -26,6 +26,7 @@ from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
 from slurmrl.simulate.queue_waits import Waits
 
+DAY_S: Final = 86400.0
 START_S: Final = 60.0
 """Seconds from the start of a job to the load of the models: imports, process groups, data."""
 RESTART_S: Final = 15.0
@@ -50,7 +51,7 @@ class LongestCompletion:
         shorter = (1 - self.lengths.longer((point + 0.5) * width) for point in range(POINTS))
         return sum(1 - math.pow(share, self.sequences) for share in shorter) * width
 
-    def draw(self, rng: random.Random) -> float:
+    def sample(self, rng: random.Random) -> float:
         """Return the length of a random one."""
         return self.lengths.exceeded_by(1 - math.pow(rng.random(), 1 / self.sequences))
 
@@ -368,6 +369,12 @@ class Disturbances:
     """Seconds from the signal of a preemption to the kill."""
     stragglers: float = 0.0
     """Standard deviation of the logarithm of a host's seconds; a step waits for the slowest."""
+
+
+def seconds_to_event(per_day: float, rng: random.Random) -> float:
+    """Return the seconds to the next event of a rate; infinite for the rate 0."""
+    share = -math.log1p(-rng.random())
+    return share / per_day * DAY_S if per_day else math.inf
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.reports import Cause, Failure, Report, Warned
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import shortage
-from slurmrl.simulate.task_pool import DAY_S, TaskPool
-from slurmrl.simulate.trial_costs import Conditions, TrialCosts
+from slurmrl.simulate.task_pool import TaskPool
+from slurmrl.simulate.trial_costs import DAY_S, Conditions, TrialCosts, seconds_to_event
 from slurmrl.workers.master.judgement import TIME_LIMIT, judge
 from slurmrl.workers.polling import PollIntervals
 from slurmrl.workers.supervisor.rounds import LOOK_S, LOST_GRACE_S
@@ -44,7 +44,7 @@ DETECTION: Final = "detection of failures"
 REPEATED: Final = "work lost and repeated"
 PARTS: Final = (TRAINING, EVALUATION, WAITING, WEIGHTS, COMMIT, START, DETECTION, REPEATED, QUEUE)
 """The parts of a trial's time, in the order of the report."""
-MOST_VAIN: Final = 100
+MOST_WITHOUT_COMMIT: Final = 100
 """Jobs in a row without a commit after which a simulation gives up."""
 LONGEST_WAIT_S: Final = 10 * DAY_S
 """Longest wait for the groups of one step."""
@@ -165,7 +165,7 @@ class TrialRun:
         costs, slurm = self._costs, self._costs.slurm
         goes_on = Continue(slurm.continue_)
         queued, links, jobs, restart, gpu_s = slurm.links - 1, 1, 0, 0, 0.0
-        why, vain = "", 0
+        why, fruitless = "", 0
         while True:
             self._wait_in_queue(first=jobs == 0)
             jobs += 1
@@ -177,14 +177,14 @@ class TrialRun:
                 self._pool.job_ended(self._now)
             if ended in ("finished", "failed"):
                 break
-            vain = vain + 1 if self._committed is before else 0
-            if vain >= MOST_VAIN:
-                why = f"{vain} jobs in a row ended before a commit"
+            fruitless = fruitless + 1 if self._committed is before else 0
+            if fruitless >= MOST_WITHOUT_COMMIT:
+                why = f"{fruitless} jobs in a row ended before a commit"
                 break
             if goes_on is Continue.NONE:
                 why = "nothing follows the job (continue: none)"
                 break
-            if goes_on is Continue.REQUEUE and ended == "killed":
+            if goes_on is Continue.REQUEUE and ended == KILLED:
                 why = "Slurm killed the job at its limit before it was requeued"
                 break
             if goes_on is Continue.REQUEUE or ended in ("lost", "preempted"):
@@ -228,8 +228,8 @@ class TrialRun:
 
     def _wait_in_queue(self, *, first: bool) -> None:
         given = self._conditions.first_wait_s
-        drawn = self._conditions.waits.draw(self._queue)
-        wait_s = given if first and given is not None else drawn
+        sampled = self._conditions.waits.sample(self._queue)
+        wait_s = given if first and given is not None else sampled
         self._parts[QUEUE] += wait_s
         self._now += wait_s
 
@@ -239,7 +239,7 @@ class TrialRun:
         limit_s = self._conditions.time_limit_s
         self._kill_at = self._now + limit_s
         self._warn_at = self._kill_at - costs.slurm.signal_lead_s
-        self._preempt_at = self._now + self._after(rates.preemptions)
+        self._preempt_at = self._now + seconds_to_event(rates.preemptions, self._faults)
         self._preempted = False
         spares, round_ = costs.spares, 0
         if self._pool is not None:
@@ -247,8 +247,8 @@ class TrialRun:
         cold = True
         while True:
             hosts = costs.hosts + spares
-            self._lost_at = self._now + self._after(rates.failures * hosts)
-            self._crash_at = self._now + self._after(rates.crashes * costs.hosts)
+            self._lost_at = self._now + seconds_to_event(rates.failures * hosts, self._faults)
+            self._crash_at = self._now + seconds_to_event(rates.crashes * costs.hosts, self._faults)
             try:
                 return self._incarnation(f"{start}.{round_}", cold=cold)
             except ReportedError as error:
@@ -256,12 +256,12 @@ class TrialRun:
             self._roll_back()
             if cause == KILLED:
                 self._events["jobs killed before their commit"] += 1
-                return "preempted" if self._preempted else "killed"
+                return "preempted" if self._preempted else KILLED
             cold = cause == Cause.LOST_HOST
             try:
                 self._recover(cause)
             except ReportedError:
-                return "preempted" if self._preempted else "killed"
+                return "preempted" if self._preempted else KILLED
             if cold:
                 if spares == 0:
                     return "lost"
@@ -274,11 +274,6 @@ class TrialRun:
             self._advance(self._ttl_s + self._status_s / 2, DETECTION)
             if self._costs.hosts > 1:
                 self._advance(LOOK_S / 2 + LOST_GRACE_S, DETECTION)
-
-    def _after(self, rate: float) -> float:
-        """Seconds to the next event of a rate per day."""
-        share = -math.log1p(-self._faults.random())
-        return share / rate * DAY_S if rate else math.inf
 
     # -- one incarnation ---------------------------------------------------------------------
 
@@ -364,8 +359,8 @@ class TrialRun:
         costs, sigma = self._costs, self._conditions.disturbances.stragglers
         seconds = costs.step_s
         if costs.longest is not None:
-            drawn = costs.longest.draw(self._speeds)
-            seconds += costs.decoding_s * (drawn / costs.longest.mean - 1)
+            longest = costs.longest.sample(self._speeds)
+            seconds += costs.decoding_s * (longest / costs.longest.mean - 1)
         if sigma:
             share = math.pow(self._speeds.random(), 1 / costs.hosts)
             slowest = NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))
