@@ -134,6 +134,24 @@ def submitting(command: F) -> F:
     return overrides_argument(scheduler(wait(json_option(dry_run(checking(command))))))
 
 
+def short_job(timeout_s: float) -> Callable[[F], F]:
+    """Add the options of a command that submits a short job and waits ``timeout_s`` by default."""
+    timeout = click.option(
+        "--timeout",
+        type=click.FloatRange(min=1),
+        default=timeout_s,
+        show_default=True,
+        metavar="SECONDS",
+        help="Maximum wait for the job to start.",
+    )
+    scheduler = click.option(
+        "--scheduler",
+        type=click.Choice(["auto", "local", "slurm"]),
+        help="Where to run the job. Default: cluster.scheduler; auto is slurm on a cluster.",
+    )
+    return lambda command: timeout(scheduler(command))
+
+
 def checking(command: F) -> F:
     """Add the options of commands that check a trial's files."""
     no_check = click.option(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from slurmrl.cli.options import common, examples, json_option, overrides_argument
+from slurmrl.cli.options import common, examples, json_option, overrides_argument, short_job
 
 
 @click.command(
@@ -44,19 +44,7 @@ from slurmrl.cli.options import common, examples, json_option, overrides_argumen
     help="The file to write. Default: NAME.yaml in ~/.config/slurmrl/hardware, where plan and "
     "search find it.",
 )
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=3600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Maximum wait for the job to start.",
-)
-@click.option(
-    "--scheduler",
-    type=click.Choice(["auto", "local", "slurm"]),
-    help="Where to run the job. Default: cluster.scheduler; auto is slurm on a cluster.",
-)
+@short_job(3600.0)
 @json_option
 @common
 def profile_cluster(

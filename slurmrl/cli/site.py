@@ -14,7 +14,14 @@ import click
 
 from slurmrl import env
 from slurmrl.cli import completion
-from slurmrl.cli.options import checking, common, examples, json_option, overrides_argument
+from slurmrl.cli.options import (
+    checking,
+    common,
+    examples,
+    json_option,
+    overrides_argument,
+    short_job,
+)
 from slurmrl.config.profiles import expanded
 from slurmrl.display.terminal import hanging, plain, row_lines, table, width
 
@@ -242,19 +249,7 @@ def list_examples(output: Path | None, as_json: bool) -> int:
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @overrides_argument
 @click.option("--job", is_flag=True, help="Also run the checks of compute nodes in a short job.")
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=1),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Maximum wait for the job to start.",
-)
-@click.option(
-    "--scheduler",
-    type=click.Choice(["auto", "local", "slurm"]),
-    help="Where to run the job. Default: cluster.scheduler; auto is slurm on a cluster.",
-)
+@short_job(600.0)
 @checking
 @json_option
 @common
