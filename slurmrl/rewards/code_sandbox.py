@@ -227,16 +227,16 @@ class Sandbox:
 
     def _kill_all(self, child: int) -> None:
         """Kill and reap the program and every process that it has left."""
-        alone = self.process_table and os.getpid() == 1
-        if not alone:
+        is_init = self.process_table and os.getpid() == 1
+        if not is_init:
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
         with suppress(ChildProcessError):
             while True:
-                for pid in (-1,) if alone else _children():  # -1: all but this one
+                for pid in (-1,) if is_init else _children():  # -1: all other processes
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                while os.waitpid(-1, 0 if alone else os.WNOHANG)[0]:
+                while os.waitpid(-1, 0 if is_init else os.WNOHANG)[0]:
                     pass
                 time.sleep(0.001)
 

@@ -82,10 +82,10 @@ def _no_file(path: Path) -> str:
         return "it is not a regular file"
     if path.is_symlink():
         return f"it is a broken link to {path.readlink()}"
-    beside: list[str] = []
+    names: list[str] = []
     with suppress(OSError):  # no such folder, or one that others cannot list
-        beside = os.listdir(path.parent) if "*" not in path.name else []
-    close = difflib.get_close_matches(path.name, beside, n=1, cutoff=0.8)
+        names = os.listdir(path.parent) if "*" not in path.name else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
     return f"there is no such file or folder{f'; did you mean {close[0]}?' if close else ''}"
 
 
@@ -128,7 +128,7 @@ def _unknown_functions(draft: Draft, where: KeyPath, judge: Reward) -> Iterator[
     for name, part in judge.functions.items():
         if part.name not in known and not OWN_REWARD.fullmatch(part.name):
             key = ("name",) if name == ALONE else ("parts", name, "name")
-            reason = f"; {near(part.name, known)}, or FILE.py:name of your own"
+            reason = f"; {near(part.name, known)}, or your own FILE.py:name"
             yield draft.refuse((*where, *key), reason, part.name)
 
 

@@ -100,7 +100,7 @@ def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> Non
 @pytest.mark.skipif(for_floats(torch.zeros(1)) is None, reason="products are not compiled here")
 @pytest.mark.parametrize(("layers", "copied"), [(30, True), (90, False)])
 def test_weights_of_pretrained_models_are_copied_up_to_a_limit(layers: int, copied: bool) -> None:
-    """The sizes are those of SmolLM2-135M. The memory is never touched."""
+    """The sizes equal the sizes of SmolLM2-135M. The memory is never touched."""
     sizes = {"vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536}
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": layers}
     config = {"model_type": "llama", "tie_word_embeddings": True, **sizes, **heads}
