@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from slurmrl.config import profiles
 from slurmrl.config.load import load_profile
@@ -27,53 +26,11 @@ from slurmrl.scheduler import choose
 from slurmrl.scheduler.base import GroupRequest
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.workers import hardware_job
+from slurmrl.workers.hardware_sizes import ON_CPUS, ON_GPUS, MeasureSizes
 
 GROUP: Final = "profile"
 RANKS: Final = 2
 """Ranks of a host of which nothing is known."""
-MIB: Final = 2**20
-ON_CPUS: Final[Mapping[str, Any]] = {
-    "point_s": 0.3,
-    "sides": [32, 64, 128, 256, 512, 1024],
-    "copy_bytes": 64 * MIB,
-    "message_bytes": [4096, 65536, MIB, 8 * MIB],
-    "file_bytes": 256 * MIB,
-    "files": 50,
-    "tokens": 1024,
-    "rows": 16,
-    "new_tokens": 32,
-    "model": {
-        "model_type": "qwen2",
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-    },
-}
-ON_GPUS: Final[Mapping[str, Any]] = {
-    "point_s": 0.5,
-    "sides": [256, 512, 1024, 2048, 4096, 8192],
-    "copy_bytes": 1024 * MIB,
-    "message_bytes": [4096, 65536, MIB, 16 * MIB, 256 * MIB],
-    "file_bytes": 1024 * MIB,
-    "files": 50,
-    "tokens": 8192,
-    "rows": 64,
-    "new_tokens": 64,
-    "model": {
-        "model_type": "qwen2",
-        "vocab_size": 32768,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -93,17 +50,19 @@ class Profiling:
     """Name of the hardware."""
     output: Path | None
     timeout_s: float
-    sizes: Mapping[str, Any] | None = None
+    sizes: MeasureSizes | None = None
     """Sizes of the measurements; None: those for CPUs or for GPUs."""
 
 
+@dataclass
 class ProfileJob(ShortJob):
     """The job that measures; its results are the points of all ranks."""
 
-    program = "slurmrl.workers.hardware_job"
-    minutes = "20"
-    runs_s = hardware_job.LIMIT_S + 60
-    sizes: Mapping[str, Any] = ON_CPUS
+    program: ClassVar = "slurmrl.workers.hardware_job"
+    minutes: ClassVar = "20"
+    runs_s: ClassVar = hardware_job.LIMIT_S + 60
+
+    sizes: MeasureSizes = ON_CPUS
 
     def write(self) -> None:
         """Write the package and the request."""
@@ -115,7 +74,7 @@ class ProfileJob(ShortJob):
             "threads": self.cluster.threads_per_worker,
             "interface": self.cluster.interface,
             "slurm": self.cluster.slurm.model_dump(include={"container", "container_python"}),
-            "sizes": self.sizes,
+            "sizes": asdict(self.sizes),
         }
         atomic.replace(self.folder / hardware_job.ASK, json.dumps(request).encode())
 
@@ -166,15 +125,14 @@ def profile(what: Profiling, say: Say) -> Path:
     each = f"{group.workers_per_host} rank{'s' * (group.workers_per_host > 1)} each"
     say(f"a job of {count} with {each} on {kind} measures the hardware, which takes minutes")
     with scratch(root) as paths:
-        job = ProfileJob(paths, kind, cluster, group, what.timeout_s, say)
-        job.sizes = sizes
+        job = ProfileJob(paths, kind, cluster, group, what.timeout_s, say, sizes)
         hosts, ranks = job.points()
     name = name or _seen(ranks)
     made = (
         f"measured by slurmrl profile-cluster on {datetime.now(UTC):%Y-%m-%d} on "
         f"{', '.join(hosts)} with {each}"
     )
-    text = profile_text(name, made, ranks, sizes["model"])
+    text = profile_text(name, made, ranks, sizes.model)
     path = _output(what, name)
     atomic.make_private_directory(path.parent)
     atomic.replace(path, text.encode())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -42,9 +43,10 @@ def profile_text(
     """
     points = _together(ranks)
     like = name if name in hardware_files.shipped_names() else FITTED_GPU
-    numbers = {
-        key: float(f"{value:.4g}") for key, value in _numbers(name, like, points, model).items()
-    }
+    shape = read(model)
+    assert shape is not None, "the measured model is one of the built-in decoder"
+    measured = _Measured(name, like, points, shape)
+    numbers = {key: float(f"{value:.4g}") for key, value in measured.numbers().items()}
     values = {"hardware": name, "like": like, "made": made_by, "measured": numbers}
     hardware_files.checked(Source(Path(f"{name}.yaml"), values))
     lines = [f"hardware: {name}", f"like: {like}", f"made: {json.dumps(made_by)}", "measured:"]
@@ -80,23 +82,6 @@ def _together(ranks: Iterable[Sequence[Mapping[str, Any]]]) -> list[dict[str, An
     ]
 
 
-def _numbers(
-    name: str, like: str, points: Sequence[Mapping[str, Any]], model: Mapping[str, Any]
-) -> dict[str, float]:
-    width = 4 if name == CPU else 2
-    numbers = {
-        **_products(name, like, points, width),
-        **_memory(points),
-        **_collectives(points),
-        **_files(points),
-    }
-    shape = read(model)
-    assert shape is not None, "the measured model is one of the built-in decoder"
-    numbers |= _layers(name, like, numbers, points, shape, width)
-    numbers |= _tokens(name, like, numbers, points, shape, width)
-    return numbers
-
-
 def _of(points: Iterable[Mapping[str, Any]], what: str, **like: Any) -> Iterator[Mapping[str, Any]]:
     for point in points:
         if point["what"] == what and all(point[key] == value for key, value in like.items()):
@@ -123,30 +108,6 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
         if a <= 0:
             return 0.0, b1 / bb
     return a1 / aa, 0.0
-
-
-def _products(
-    name: str, like: str, points: Sequence[Mapping[str, Any]], width: int
-) -> dict[str, float]:
-    """The rates of products, and the side that reaches half of them.
-
-    Seconds of an operation of a square product are 1 / rate + half / (rate side).
-    """
-    lines = {}
-    for one in (2, 4):
-        found = list(_of(points, "product", width=one))
-        seconds = [(1 / each["side"], each["seconds"] / (2 * each["side"] ** 3)) for each in found]
-        lines[one] = _line(seconds)
-    rates = {one: 1 / max(line[0], 1e-18) for one, line in lines.items()}
-    peak = hardware_files.shipped(name).vendor.flops_per_s if name == like else None
-    products = 1.0 if peak is None else min(rates[2] / peak, LARGEST_SHARE)
-    at_once, per_side = lines[width]
-    return {
-        "flops_per_s": rates[2] / products,
-        "float32_flops_per_s": rates[4] / products,
-        "products": products,
-        "half_side": max(per_side / max(at_once, 1e-18), 1.0),
-    }
 
 
 def _memory(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -195,83 +156,120 @@ def _files(points: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def _machine(name: str, like: str, numbers: Mapping[str, float], **others: float) -> Machine:
-    values = {"hardware": name, "like": like, "measured": {**numbers, **others}}
-    hardware = made(HardwareFile.model_validate(values), "measured")
-    return Machine(hardware.gpu, 1, hardware.efficiency)
+@dataclass(frozen=True)
+class _Measured:
+    """The points of a measurement, and the hardware and model that they describe."""
 
+    name: str
+    like: str
+    """Shipped profile of the numbers that were not measured."""
+    points: Sequence[Mapping[str, Any]]
+    shape: ModelShape
 
-def _layers(
-    name: str,
-    like: str,
-    numbers: Mapping[str, float],
-    points: Sequence[Mapping[str, Any]],
-    shape: ModelShape,
-    width: int,
-) -> dict[str, float]:
-    """The share of attention, the traffic of a layer, and the seconds to start its operations.
+    @property
+    def width(self) -> int:
+        """Bytes of a value of the model."""
+        return 4 if self.name == CPU else 2
 
-    Long sequences take longer than short ones because of attention only. What products and
-    attention leave of the short ones is traffic.
-    """
-    forward = sorted(_of(points, "forward"), key=lambda one: (one["tokens"], one["length"]))
-    one, short, long = forward
-    tiny = {"launches": LEAST_S, "traffic": 1.0}
-    machine = _machine(name, like, numbers, attention=1.0, **tiny)
-    jobs = [_pass(shape, point, width) for point in (short, long)]
-    least = [inference(job, machine) for job in jobs]
-    more = max(long["seconds"] - short["seconds"], 1e-9)
-    share = (least[1]["attention"] - least[0]["attention"]) / more
-    attention = min(max(share, 1e-3), LARGEST_SHARE)
-    known = least[0]["products"] + least[0]["attention"] / attention
-    moved = max(short["seconds"] - known, 0.0) * machine.streamed
-    elements = moved / (short["tokens"] * width * shape.layers)
-    return {
-        "attention": attention,
-        "traffic": max((elements - 4 * shape.inner) / shape.hidden, 1.0),
-        "launches": max(one["seconds"] / shape.layers, LEAST_S),
-    }
+    def numbers(self) -> dict[str, float]:
+        """Return all numbers of the profile."""
+        numbers = {
+            **self._products(),
+            **_memory(self.points),
+            **_collectives(self.points),
+            **_files(self.points),
+        }
+        numbers |= self._layers(numbers)
+        numbers |= self._tokens(numbers)
+        return numbers
 
+    def _products(self) -> dict[str, float]:
+        """The rates of products, and the side that reaches half of them.
 
-def _pass(shape: ModelShape, point: Mapping[str, Any], width: int) -> PassJob:
-    """The job of the layers: a value head has nearly no cost."""
-    tokens = point["tokens"]
-    return PassJob(
-        shape=shape,
-        allocation=parse("fsdp:d1"),
-        head="value",
-        tokens=tokens,
-        length=point["length"],
-        microbatch=tokens,
-        width=width,
-        sharded=False,
-    )
-
-
-def _tokens(
-    name: str,
-    like: str,
-    numbers: Mapping[str, float],
-    points: Sequence[Mapping[str, Any]],
-    shape: ModelShape,
-    width: int,
-) -> dict[str, float]:
-    """The seconds of each token of a batch and of each sequence that the formulas leave."""
-    machine = _machine(name, like, numbers, token=LEAST_S, row=LEAST_S)
-    left = []
-    for point in sorted(_of(points, "generate"), key=lambda one: one["rows"]):
-        rows, count = point["rows"], point["tokens"]
-        job = DecodeJob(
-            shape=shape,
-            allocation=parse("native:d1"),
-            sequences=rows,
-            prompt=1,
-            group=rows,
-            lengths=LengthDistribution(count, count),
-            cache_tokens=1e12,
-            width=width,
+        Seconds of an operation of a square product are 1 / rate + half / (rate side).
+        """
+        lines = {}
+        for one in (2, 4):
+            found = list(_of(self.points, "product", width=one))
+            seconds = [
+                (1 / each["side"], each["seconds"] / (2 * each["side"] ** 3)) for each in found
+            ]
+            lines[one] = _line(seconds)
+        rates = {one: 1 / max(line[0], 1e-18) for one, line in lines.items()}
+        peak = (
+            hardware_files.shipped(self.name).vendor.flops_per_s if self.name == self.like else None
         )
-        left.append((rows, point["seconds"] - generation(job, machine)["decode"] / count))
-    (few, first), (many, last) = left
-    row = max((last - first) / max(many - few, 1), LEAST_S)
-    return {"token": max(first - few * row, LEAST_S), "row": row}
+        products = 1.0 if peak is None else min(rates[2] / peak, LARGEST_SHARE)
+        at_once, per_side = lines[self.width]
+        return {
+            "flops_per_s": rates[2] / products,
+            "float32_flops_per_s": rates[4] / products,
+            "products": products,
+            "half_side": max(per_side / max(at_once, 1e-18), 1.0),
+        }
+
+    def _machine(self, numbers: Mapping[str, float], **others: float) -> Machine:
+        values = {"hardware": self.name, "like": self.like, "measured": {**numbers, **others}}
+        hardware = made(HardwareFile.model_validate(values), "measured")
+        return Machine(hardware.gpu, 1, hardware.efficiency)
+
+    def _layers(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """The share of attention, the traffic of a layer, and the seconds to start its operations.
+
+        Long sequences take longer than short ones because of attention only. What products and
+        attention leave of the short ones is traffic.
+        """
+        forward = sorted(
+            _of(self.points, "forward"), key=lambda one: (one["tokens"], one["length"])
+        )
+        one, short, long = forward
+        tiny = {"launches": LEAST_S, "traffic": 1.0}
+        machine = self._machine(numbers, attention=1.0, **tiny)
+        jobs = [self._pass(point) for point in (short, long)]
+        least = [inference(job, machine) for job in jobs]
+        more = max(long["seconds"] - short["seconds"], 1e-9)
+        share = (least[1]["attention"] - least[0]["attention"]) / more
+        attention = min(max(share, 1e-3), LARGEST_SHARE)
+        known = least[0]["products"] + least[0]["attention"] / attention
+        moved = max(short["seconds"] - known, 0.0) * machine.streamed
+        elements = moved / (short["tokens"] * self.width * self.shape.layers)
+        return {
+            "attention": attention,
+            "traffic": max((elements - 4 * self.shape.inner) / self.shape.hidden, 1.0),
+            "launches": max(one["seconds"] / self.shape.layers, LEAST_S),
+        }
+
+    def _pass(self, point: Mapping[str, Any]) -> PassJob:
+        """The job of the layers: a value head has nearly no cost."""
+        tokens = point["tokens"]
+        return PassJob(
+            shape=self.shape,
+            allocation=parse("fsdp:d1"),
+            head="value",
+            tokens=tokens,
+            length=point["length"],
+            microbatch=tokens,
+            width=self.width,
+            sharded=False,
+        )
+
+    def _tokens(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """The seconds of each token of a batch and of each sequence that the formulas leave."""
+        machine = self._machine(numbers, token=LEAST_S, row=LEAST_S)
+        left = []
+        for point in sorted(_of(self.points, "generate"), key=lambda one: one["rows"]):
+            rows, count = point["rows"], point["tokens"]
+            job = DecodeJob(
+                shape=self.shape,
+                allocation=parse("native:d1"),
+                sequences=rows,
+                prompt=1,
+                group=rows,
+                lengths=LengthDistribution(count, count),
+                cache_tokens=1e12,
+                width=self.width,
+            )
+            left.append((rows, point["seconds"] - generation(job, machine)["decode"] / count))
+        (few, first), (many, last) = left
+        row = max((last - first) / max(many - few, 1), LEAST_S)
+        return {"token": max(first - few * row, LEAST_S), "row": row}

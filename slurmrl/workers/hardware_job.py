@@ -76,12 +76,13 @@ def measure_rank(folder: Path, rank: int, request: dict[str, Any]) -> list[dict[
 
     from slurmrl.tensors.parallel import device
     from slurmrl.workers import distributed, hardware_measures
+    from slurmrl.workers.hardware_sizes import MeasureSizes
     from slurmrl.workers.messages import Start
 
     local, hosts = int(request["ranks_per_host"]), int(request["hosts"])
     world = local * hosts
     accelerator = device.choose(int(request["gpus"]))
-    sizes = hardware_measures.MeasureSizes(**request["sizes"])
+    sizes = MeasureSizes(**request["sizes"])
     interface = request["interface"]
     if interface is None:
         interface = interface_of(fabric_address(None, hosts))

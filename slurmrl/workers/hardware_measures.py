@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from slurmrl.models.decoder import Decoder, build
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.tensors.parallel.device import Accelerator
+from slurmrl.workers.hardware_sizes import MeasureSizes
 
 Point: TypeAlias = dict[str, Any]
 LEAST: Final = 3
@@ -37,27 +38,6 @@ MOST: Final = 50
 SMALL_BYTES: Final = 4096
 SHORT: Final = 32
 """Tokens of short sequences, in which attention costs nearly nothing."""
-
-
-@dataclass(frozen=True)
-class MeasureSizes:
-    """Sizes of the measurements; the job's request has them as plain values."""
-
-    point_s: float
-    """Least seconds in which a measurement is repeated."""
-    sides: Sequence[int]
-    """Sides of square products."""
-    copy_bytes: int
-    message_bytes: Sequence[int]
-    file_bytes: int
-    files: int
-    tokens: int
-    """Tokens of a forward pass."""
-    rows: int
-    """Sequences that are generated together."""
-    new_tokens: int
-    model: Mapping[str, Any]
-    """Architecture, as in a config.json."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +58,8 @@ class Measures:
 
     def __init__(self, sizes: MeasureSizes, accelerator: Accelerator, *, threads: int) -> None:
         self._sizes = sizes
-        alone = accelerator.device.type == "cpu" and threads == 1
-        self._clock = time.process_time if alone else time.perf_counter
+        one_thread = accelerator.device.type == "cpu" and threads == 1
+        self._clock = time.process_time if one_thread else time.perf_counter
         self._device = accelerator.device
         self._is_gpu = accelerator.device.type == "cuda"
 

@@ -16,6 +16,7 @@ import pytest
 from slurmrl.desk.hardware_profiling import Profiling, profile
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.estimates import hardware_files
+from slurmrl.workers.hardware_sizes import MeasureSizes
 from tests.support.trials import ARCHITECTURE, REPOSITORY, command_line, wait_until
 
 TINY: Mapping[str, Any] = {
@@ -33,7 +34,8 @@ TINY: Mapping[str, Any] = {
 
 
 def profiling(root: Path, output: Path, **sizes: Any) -> Profiling:
-    return Profiling(None, (), root, root, "local", None, 2, None, output, 60.0, {**TINY, **sizes})
+    chosen = MeasureSizes(**{**TINY, **sizes})
+    return Profiling(None, (), root, root, "local", None, 2, None, output, 60.0, chosen)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +92,8 @@ KILLED = """
 import json, sys
 from pathlib import Path
 from slurmrl.desk.hardware_profiling import Profiling, profile
-root, output, sizes = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
+from slurmrl.workers.hardware_sizes import MeasureSizes
+root, output, sizes = Path(sys.argv[1]), Path(sys.argv[2]), MeasureSizes(**json.loads(sys.argv[3]))
 profile(Profiling(None, (), root, root, "local", None, 2, None, output, 60.0, sizes), print)
 """
 

@@ -12,9 +12,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from slurmrl.config.schema import Cluster
 from slurmrl.desk import copying
@@ -65,30 +65,27 @@ def scratch(root: Path) -> Iterator[RunPaths]:
                 path.rmdir()
 
 
+@dataclass
 class ShortJob:
     """A job that runs a program on each of its hosts, which leaves a result there."""
 
-    program = "slurmrl.desk.doctor.probe"
-    minutes = MINUTES
-    runs_s = RUNS_S
+    program: ClassVar = "slurmrl.desk.doctor.probe"
+    minutes: ClassVar = MINUTES
+    runs_s: ClassVar = RUNS_S
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        kind: str,
-        cluster: Cluster,
-        group: GroupRequest,
-        timeout_s: float,
-        say: Say,
-    ) -> None:
-        """Set the scheduler (``kind``), and the ``group`` with the resources to request."""
-        self.paths = paths
-        self.kind = kind
-        self.cluster = cluster
-        self.group = group
-        self.timeout_s = timeout_s
-        self.say = say
-        self.folder = paths.run / "probe"
+    paths: RunPaths
+    kind: str
+    """The scheduler."""
+    cluster: Cluster
+    group: GroupRequest
+    """The resources that the job requests."""
+    timeout_s: float
+    say: Say
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the job's files."""
+        return self.paths.run / "probe"
 
     def ended(self) -> tuple[Jobs, str]:
         """Submit the job and wait for its end, which is returned in words.
@@ -175,29 +172,14 @@ class ShortJob:
         return " | ".join(text.strip().splitlines()[-3:])
 
 
+@dataclass
 class ProbeJob(ShortJob):
     """One short job and the checks of its hosts."""
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        kind: str,
-        cluster: Cluster,
-        group: GroupRequest,
-        timeout_s: float,
-        say: Say,
-        servers: Mapping[str, Any] | None = None,
-        narrow: Sequence[str] = (),
-    ) -> None:
-        """Set the group whose hosts are checked, the servers to reach, and the models to check.
-
-        ``group`` has the resources that the job requests. ``servers`` are the settings of
-        `servers.running_settings`; the job's first host must reach them. ``narrow`` are models that
-        compute in bfloat16 on processors.
-        """
-        super().__init__(paths, kind, cluster, group, timeout_s, say)
-        self.servers = servers
-        self.narrow = list(narrow)
+    servers: Mapping[str, Any] | None = None
+    """Settings of `servers.running_settings`; the job's first host must reach these servers."""
+    narrow: Sequence[str] = ()
+    """Models that compute in bfloat16 on processors."""
 
     def run(self) -> list[Check]:
         """Submit, wait, collect; an error on the way becomes a failed check."""
@@ -232,7 +214,7 @@ class ProbeJob(ShortJob):
             "slurm": self.cluster.slurm.model_dump(include={"container", "container_python"}),
             "script": str(script) if script else None,
             "servers": self.servers,
-            "narrow": self.narrow,
+            "narrow": list(self.narrow),
             "content": hashlib.sha256(content).hexdigest(),
         }
         atomic.replace(self.folder / directory.ASK, json.dumps(request).encode())
