@@ -108,7 +108,7 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
 def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield each module that the plan names, and its style."""
     plan: Mapping[str, str] = getattr(inner, "tp_plan", None) or {}
-    patterns = {re.sub(r"\*", r"\\d+", re.escape(key).replace(r"\*", "*")): key for key in plan}
+    patterns = {re.escape(key).replace(r"\*", r"\d+"): key for key in plan}
     named: dict[str, Any] = {**dict(inner.named_parameters()), **dict(inner.named_modules())}
     for name, found in named.items():
         key = next((key for pattern, key in patterns.items() if re.fullmatch(pattern, name)), None)

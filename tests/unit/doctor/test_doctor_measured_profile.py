@@ -17,17 +17,9 @@ from slurmrl.plan.estimates.hardware import Machine, made
 from slurmrl.plan.estimates.hardware_files import HardwareFile
 from slurmrl.plan.estimates.pass_seconds import PassJob, inference
 from slurmrl.plan.estimates.shape import ModelShape, read
+from slurmrl.workers.hardware_sizes import ON_CPUS
 
-MODEL = {
-    "model_type": "qwen2",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-}
+MODEL = ON_CPUS.model
 TRUE = {
     "flops_per_s": 9e11,
     "float32_flops_per_s": 1.3e11,
