@@ -12,6 +12,8 @@ from decimal import Decimal
 from fractions import Fraction
 from math import gcd
 
+from slurmrl.rewards.math_excluded import with_unequal_signs
+
 SPACE = r"(?:\s|~|\\[,;:! ]|\\q?quad(?![A-Za-z]))"
 ROOT = re.compile(r"√\s*(?:(\d+|[a-z])|\(([^()]*)\))|\\sqrt\s*\(([^()]*)\)")
 SYMBOLS = str.maketrans(
@@ -35,27 +37,29 @@ SYMBOLS = str.maketrans(
     }
 )
 COMPOSED = re.compile(r"([⁰¹²³⁴-⁹⁺⁻]+)|([¼-¾⅐-⅞])|[！-～]|(?<=[\w)}])(\s?)[·⋅]")
-"""With ROOT: characters that math-verify does not know."""
 LOOKS = re.compile(
-    r"</?(?:b|em|p|br|[a-z]\w{3,})>|\\(?:displaystyle|small|[lL]arge|[hH]uge|underline|bm|boldsymbol"
+    r"</?(?:b|i|u|em|p|br|li|ul|ol|h[1-6]|[a-z]\w{3,})>|\\(?:displaystyle|small|[lL]arge|[hH]uge|underline|bm|boldsymbol"
     r"|(?:text)?color\s*\{\w+\}|hspace\s*\{[^{}]*\}|checkmark"
     r"|(?:mathbf|mathit|bf)(?=\s*\{?\s*[-\\\d]))(?![A-Za-z])"
 )
 """Tags as in ``<answer>``, and commands that change only how a formula looks."""
+LIFTED = re.compile(r"<su([pb])>([^<>]{1,40})</su\1>")
+QUANTITY = re.compile(r"\\(?:SI|qty|num)\s*\{([^{}]*)\}(?:\s*\{[^{}]*\})?")
 ROMAN = re.compile(
     r"\\(?:mathrm|text|textrm|operatorname|rm)(?:\s*\{\s*(?:(e|i)|\\?(pi))\s*\}|\s+([ei])(?![A-Za-z]))"
 )
 EMPTY = re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}")
 IMAGINARY = re.compile(r"(?<=\d)i(?![A-Za-z])")
 """math-verify reads numbers as complex only if it finds a separate ``i``."""
-THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|~|\s*\{\s*,\s*\}\s*)\d{3})+(?!\d)")
+THOUSANDS = re.compile(
+    r"(?<![\d.,_])\d{1,3}(?:(?:\\[,;:! ]|~|['’]|_(?=\d{3})|\s*\{\s*,\s*\}\s*)\d{3})+(?![\d_])"
+)
 REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))")
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SCALED = re.compile(
     rf"(?<![\w.,])(\d[\d,]*(?:\.\d+)?){SPACE}*(\\(?:text\w*|mathrm|mbox)\s*\{{)?{SPACE}*"
     rf"({'|'.join(SCALES)})s?(?![A-Za-z])"
 )
-"""``1.5 million``, perhaps inside ``\\text``."""
 DIGITS = r"(?:\d[\dA-F]*|\d[\da-f]*\d|[A-F][\dA-F]+)(?:\.[\dA-F]+)?"
 GROUP = r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
 BASED = re.compile(
@@ -78,15 +82,6 @@ POWERS = {"squared": "^2", "cubed": "^3", "factorial": "!"}
 AFTER_NUMBER = re.compile(
     rf"(?<=\d)(?:\s*{WORDS}\s*({'|'.join(POWERS)})\s*\}}|\s+({'|'.join(POWERS)})\b(?!\s*[A-Za-z]))"
 )
-OTHER_NUMBER = re.compile(
-    r"(?<![\\\w])(?:(?:not|\w+n't|cannot)(?:\s+be)?|anything\s+but|none\s+of(?:\s+the)?|(?-i:no)(?=\s)"
-    r"|(?<!no )(?:less|fewer|more|greater|smaller)\s+than"
-    r"|(?<!\d )(?<!left )(?:over|under|above|below)(?=[^\S\n]+[^\s:])"
-    r"|(?:half|double|triple)(?:\s+of)?|twice|thrice)"
-    r"(?:[\s~:*]|\\[,;:! ])*+\}?(?:[\s~*]|\\[,;:! ])*+(?:\\[$([]|\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)",
-    re.IGNORECASE,
-)
-"""A number that is not the answer, such as ``not 7`` or ``twice 7``."""
 
 CURRENCY = r"(?:\\?\$|[€£¥₹¢₽₩]|\b(?:USD|EUR|GBP|INR|JPY|CNY|RMB|CAD|AUD|CHF|Rs\.?)(?![A-Za-z]))"
 LEADING_CURRENCY = re.compile(rf"\A([-+]?)\s*(?:US|HK|A|C)?{CURRENCY}\s*(?=[-\d.])")
@@ -159,7 +154,9 @@ def rewritten(text: str) -> str:
 
     Symbols, thousands, bases, residues and the like are rewritten.
     """
-    text = COMPOSED.sub(decomposed, LOOKS.sub(" ", text).strip()).translate(SYMBOLS)
+    text = LIFTED.sub(lambda match: f"{'^' if match[1] == 'p' else '_'}{{{match[2]}}}", text)
+    text = LOOKS.sub(" ", QUANTITY.sub(r"\1 ", with_unequal_signs(text)))
+    text = COMPOSED.sub(decomposed, text.strip()).translate(SYMBOLS)
     text = AFTER_NUMBER.sub(lambda match: POWERS[match[1] or match[2]], text)
     text = UPRIGHT.sub(r"\\\1 ", NEGATIVE.sub("-", text))
     text = LOGARITHM.sub(lambda match: r"\log_{10} " if match[1] else r"\ln ", text)
@@ -196,7 +193,10 @@ def number(text: str, *, plain: bool) -> str:
     if match is None or (match["comma"] and not plain):
         return ""
     value = _value(match)
-    return f"{match['sign'].strip('+')}{value}{'%' if match['percent'] else ''}" if value else ""
+    if value and match["percent"]:  # math-verify reads 25/2% as 25
+        over, _, under = value.partition("/")
+        value = f"{Decimal(over) / int(under or 1)}%"
+    return f"{match['sign'].strip('+')}{value}" if value else ""
 
 
 def _value(literal: re.Match[str]) -> str:
@@ -421,7 +421,7 @@ def formula_of(match: re.Match[str]) -> str:
 
 def _last_number(formula: str) -> str:
     """The number after the last ``=``, before ``\\approx`` if there is one."""
-    for part in APPROXIMATELY.split(ALIGNMENT.sub("", formula)):
+    for part in APPROXIMATELY.split(ALIGNMENT.sub(" ", formula)):
         if value := number(re.split(r"(?<![<>!\\])=", part)[-1], plain=True):
             return f" {value} "
     return " "

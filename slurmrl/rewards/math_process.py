@@ -27,7 +27,6 @@ from slurmrl.rewards.math_answer import (
     FORMULA,
     LONGEST_FORMULA,
     NUMBER,
-    OTHER_NUMBER,
     RESIDUE,
     SPACE,
     boxed,
@@ -41,7 +40,9 @@ from slurmrl.rewards.math_answer import (
     too_long,
     without_units,
 )
+from slurmrl.rewards.math_calendar import moments, same
 from slurmrl.rewards.math_choice import LETTER, chosen
+from slurmrl.rewards.math_excluded import OTHER_NUMBER, RELATED, without_other_numbers
 from slurmrl.rewards.process_pool import end_with_parent, send, take_pipes
 
 AMOUNT = r"(?<![\w.,/])(\d[\d,]*(?:\.\d+)?)"
@@ -49,11 +50,6 @@ DOZEN = re.compile(rf"{AMOUNT}({SPACE}*(?:\\(?:text\w*|mbox)\s*\{{)?){SPACE}*doz
 LETTERS = {"k": 3, "K": 3, "M": 6, "B": 9}
 IN_SHORT = re.compile(rf"({CURRENCY}\s*)?{AMOUNT}(k|(?(1)[KMB]|(?!)))(?![\w^\\])")
 """``5k`` or ``$5M``."""
-RELATED = re.compile(
-    r"(?<![\w.,])(?<![-+*/^] )-?\$?\d[-+*/^\d,.]*\s*[<>≤≥≠]=?\s*(?=[A-Za-z](?![\w>]))"
-    r"|(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|(?<= )!=|[≤≥≠<])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
-)
-"""A bound, such as the 7 of ``x > 7`` or ``7 < x``."""
 Reading = list[Any]
 """Expressions that math-verify has read, and their source string."""
 
@@ -112,7 +108,7 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
 
     text, completion = request["reference"], request["completion"]
     if not OTHER_NUMBER.search(text):
-        completion = OTHER_NUMBER.sub("?", completion)
+        completion = without_other_numbers(completion)
     box = boxed(completion)
     inside = box or (completion if request["marked"] else "")
     if (not box and is_open(completion)) or not (inside or request["finished"]):
@@ -123,6 +119,8 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
     letter = LETTER.fullmatch(content)
     if letter and (choice := chosen(inside or completion, inside=bool(inside))):
         return choice == letter[1]
+    if moment := moments(content, whole=True):
+        return any(same(each, moment[0]) for each in moments(inside or completion)[-1:])
     plain = bool(number(only_formula(rewritten(content)) or "", plain=False))
     if plain:
         inside, completion = (IN_SHORT.sub(in_full, each) for each in (inside, completion))
@@ -230,6 +228,8 @@ def refusal(text: str, reference: Reading) -> str:
     """
     if not FORMULA.search(text) and not BOX.search(text) and too_long(text):
         return f"its formula has more than {LONGEST_FORMULA} characters; put it in \\boxed{{}}"
+    if moments(boxed(text) or text, whole=True):
+        return ""
     if not reference:
         return "it has no number, no formula and no one-word answer"
     read_from = str(reference[-1])
