@@ -6,9 +6,11 @@ S rows in the batch, V vocabulary.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence as Items
 from itertools import count
 from typing import TYPE_CHECKING, Final
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -59,6 +61,8 @@ class HFBatch:
         """The weights that sample."""
         self.sampled = 0
         """Tokens sampled in all."""
+        self.checksum = 0
+        """Checksum of these tokens, in their order."""
         self._decode, self._support = decode, support
         self._device = next(model.inner.parameters()).device
         self._experts = False
@@ -273,6 +277,7 @@ class HFBatch:
         for rows, drawn in unread:
             tokens = [int(next(values)) for _ in rows]
             logprobs = [next(values) for _ in rows]
+            self.checksum = crc32(array("q", tokens), self.checksum)
             if not all(map(math.isfinite, logprobs)):
                 raise RunFailedError("the model's logits are not finite: its weights have diverged")
             width = 0 if drawn.support is None else drawn.support.shape[1]

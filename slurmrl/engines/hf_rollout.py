@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurmrl.engines.hf_batch import HFBatch
-from slurmrl.errors import CorruptFileError
 from slurmrl.rollouts.generation.base import Decode
-from slurmrl.rollouts.generation.batch_rollout import BatchRollout
+from slurmrl.rollouts.generation.native.split_batch import SplitRanks
+from slurmrl.rollouts.generation.native.split_rollout import SplitRollout
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
@@ -20,14 +20,12 @@ async def _at_once() -> None:
     await asyncio.sleep(0)
 
 
-class HFRollout(BatchRollout):
+class HFRollout(SplitRollout):
     """Serves requests in rounds, or continuously.
 
     A round computes the requests that wait at its beginning. With ``joins`` requests join those
     that are being computed as soon as there is room.
     """
-
-    _batch: HFBatch
 
     def __init__(
         self,
@@ -41,29 +39,27 @@ class HFRollout(BatchRollout):
         settled: Callable[[], Awaitable[None]] | None = None,
         joins: bool = False,
         stale_cache: bool = False,
+        peers: SplitRanks | None = None,
+        turns: bool = True,
     ) -> None:
         """``rows``: most completions at a time; None for no limit.
 
         ``version``, ``stale_cache``: see `BatchRollout`. ``decode``, ``support``, ``settled``: see
-        `ServingOptions`. Rounds begin after ``settled`` returns.
+        `ServingOptions`. Rounds begin after ``settled`` returns. ``peers``, ``turns``: see
+        `SplitRollout`.
         """
-        super().__init__(version, stale_cache=stale_cache)
         self._model = model
         self._settled = settled or _at_once
-        self._batch = HFBatch(
+        self._own = HFBatch(
             model, prefill_tokens, decode, support=support, most_rows=rows, joins=joins
         )
-        if version is not None:
-            self._batch.renew(version)
+        super().__init__(self._own, version, stale_cache=stale_cache, peers=peers, turns=turns)
 
     async def _before_step(self) -> None:
-        if not self._batch.living:
+        if not self._own.living:
             await self._settled()
 
-    def _read(self, name: str, folder: Path) -> None:
+    def _read_own(self, folder: Path) -> None:
         from slurmrl.models.hf_reading import read_weights  # transformers takes seconds to import
 
-        try:
-            read_weights(self._model, folder)
-        except (OSError, CorruptFileError) as error:
-            raise self._lose(name, folder, error) from error
+        read_weights(self._model, folder)

@@ -28,10 +28,12 @@ from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.engines.host import Offload
 from slurmrl.engines.role_weights import model_config
 from slurmrl.models.architecture import Head
+from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.generation.native.split_batch import SplitRanks
+from slurmrl.rollouts.generation.native.split_rollout import SplitRollout
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext
 
@@ -56,34 +58,8 @@ class GatheredGeneration(GenerateEngine):
         """
         self._offload.check()
         with torch.no_grad(), self._shards.gathered() as decoder:
-            if not isinstance(decoder, Decoder):
-                model = cast("HFModel", decoder)
-                yield HFRollout(
-                    model,
-                    version,
-                    self._max_tokens,
-                    rows=options.rows if options.turns else None,
-                    decode=options.decode,
-                    support=options.support,
-                    settled=options.settled,
-                )
-                return
-            rows = options.rows
             peers = self._peers()
-            rollout = NativeRollout(
-                decoder,
-                limits=Limits(
-                    rows=rows,
-                    step_tokens=max(rows, self._max_tokens),
-                    cache_bytes=options.cache_bytes,
-                ),
-                version=version,
-                decode=options.decode,
-                own=False,
-                peers=peers,
-                turns=options.turns,
-                support=options.support,
-            )
+            rollout = self._rollout(decoder, version, options, peers)
             if peers is not None and options.turns and not peers.is_leader:
                 rollout.follow()
                 yield None
@@ -92,6 +68,42 @@ class GatheredGeneration(GenerateEngine):
                 yield rollout
             finally:
                 rollout.dismiss()
+
+    def _rollout(
+        self,
+        decoder: PackedModel,
+        version: str,
+        options: ServingOptions,
+        peers: SplitRanks | None,
+    ) -> SplitRollout:
+        """This rank's engine of a model with gathered weights."""
+        if not isinstance(decoder, Decoder):
+            return HFRollout(
+                cast("HFModel", decoder),
+                version,
+                self._max_tokens,
+                rows=options.rows if options.turns else None,
+                decode=options.decode,
+                support=options.support,
+                settled=options.settled,
+                peers=peers,
+                turns=options.turns,
+            )
+        rows = options.rows
+        return NativeRollout(
+            decoder,
+            limits=Limits(
+                rows=rows,
+                step_tokens=max(rows, self._max_tokens),
+                cache_bytes=options.cache_bytes,
+            ),
+            version=version,
+            decode=options.decode,
+            own=False,
+            peers=peers,
+            turns=options.turns,
+            support=options.support,
+        )
 
     def _peers(self) -> SplitRanks | None:
         """The ranks that have the same samples as this one; None if there are no others."""

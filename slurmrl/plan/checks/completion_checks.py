@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Final
 
-from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Dataset, EpisodeSettings, evaluation_key
 from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath, dotted
-from slurmrl.errors import AllocationError, Problem, UsageError
+from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engine_rules import CAPABILITIES, HF
@@ -138,7 +136,7 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
     except UsageError:
         return  # reported by the check of weights
     reason = resolve(CACHE_REFUSAL)(values) if parts else ""
-    if reason := reason or _split_generation(draft, [where for where, *_ in parts]):
+    if reason:
         yield draft.refuse(("actor", "implementation"), f": {reason}", HF)
         return
     limit = resolve(GENERATION_LIMIT)(values)
@@ -149,32 +147,6 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
         elif tokens > limit.tokens:
             message = f"sequences of up to {tokens} tokens are not allowed: {limit.reason}"
             yield draft.problem(key, message)
-
-
-def _split_generation(draft: Draft, parts: list[KeyPath]) -> str:
-    """Return why the actor cannot generate for the datasets with its tensor ranks; or ""."""
-    config, own = draft.config, draft.allocations().get("actor")
-    tasks = config.evaluation.tasks if config.evaluation is not None else None
-    apart = ROLLOUTS in draft.allocations()
-    for where in parts:
-        engine, cause = None if apart else own, "the actor generates"
-        remedy = "set rollout.backend to sglang:dN or vllm:dN"
-        if where != TRAINING and tasks is None and not config.rollout_evaluates:
-            engine, cause = own, "the trainers generate for `evaluation`"
-            remedy = "evaluate in separate trials with evaluation.tasks={backend: fsdp:d1}"
-            if draft.writes("evaluation", "every_steps"):
-                remedy += " in place of evaluation.every_steps"
-        elif where != TRAINING and tasks is not None and not config.evaluation_trials_roll_out:
-            cause = "evaluation trials generate"
-            remedy = "set evaluation.tasks.backend to fsdp:dN"
-            with suppress(AllocationError):  # reported by the check of evaluations
-                engine = parse(tasks.backend) if tasks.backend else own
-        if engine is not None and engine.sizes["tp"] > 1:
-            return (
-                f"{cause}, which models of transformers cannot do with t ('{engine}'); leave out "
-                f"t, or {remedy}"
-            )
-    return ""
 
 
 def _generated_by_cache(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, int]]:

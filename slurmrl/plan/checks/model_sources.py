@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.allocation.allocation import AXIS_OF
+from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.config.schema import Lora, Model
 from slurmrl.errors import Problem, UsageError
 from slurmrl.fsio import inputs
@@ -103,22 +103,24 @@ def implementations(draft: Draft) -> Iterator[Problem]:
             yield draft.refuse((where, "implementation"), f": {reason}", "hf")
     rollout = draft.allocations().get(ROLLOUTS)
     if rollout is not None and draft.config.actor.implementation == "hf":
-        for reason in _hf_problems(draft.config.actor, rollout, trains=False):
+        # Only the trainers' processes form the groups that tensor ranks compute in.
+        split = draft.config.rollout.tasks is None and not BACKENDS[rollout.backend].serves
+        for reason in _hf_problems(draft.config.actor, rollout, split=split):
             text = f" with actor.implementation hf: {reason}"
             yield draft.refuse((ROLLOUTS, "backend"), text, str(rollout))
 
 
-def _hf_problems(model: Model, allocation: Allocation, *, trains: bool = True) -> list[str]:
+def _hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
     if reason := lacking(allocation.backend, "transformers"):
         return [reason]
-    allowed = "dt" if trains and model.lora is None else "d"
+    allowed = "dt" if split and model.lora is None else "d"
     found = []
-    split = [n for n, axis in AXIS_OF.items() if n not in allowed and allocation.sizes[axis] > 1]
-    if split:
+    others = [n for n, axis in AXIS_OF.items() if n not in allowed and allocation.sizes[axis] > 1]
+    if others:
         names = " and ".join(allowed)
-        with_lora = " with lora" if model.lora is not None and "t" in split else ""
+        with_lora = " with lora" if model.lora is not None and "t" in others else ""
         found.append(
-            f"'{allocation}' uses {', '.join(split)}; models of transformers can only use "
+            f"'{allocation}' uses {', '.join(others)}; models of transformers can only use "
             f"{names}{with_lora}"
         )
     elif (ranks := allocation.sizes["tp"]) > 1:

@@ -23,8 +23,15 @@ Answer = asyncio.Future[tuple[Completion, ...]]
 class RequestBatch(Protocol):
     """Sequences that a model samples together."""
 
-    sampled: int
-    """Tokens sampled in all."""
+    @property
+    def sampled(self) -> int:
+        """Tokens sampled in all."""
+        ...
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of these tokens, in their order."""
+        ...
 
     @property
     def busy(self) -> bool:

@@ -110,7 +110,7 @@ def served(
             decode=letters,
             stale_cache=stale_cache,
         )
-        batch, counted = rollout._batch, Counted()
+        batch, counted = rollout._own, Counted()
         batch._overlap = overlap
         step, preempt = batch._schedule.next, batch._schedule.preempt
 

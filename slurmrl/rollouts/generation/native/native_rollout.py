@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.hf import Weights
 from slurmrl.models.inference import join_matrices
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.rollouts.generation.base import Decode
-from slurmrl.rollouts.generation.batch_rollout import BatchRollout
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
-from slurmrl.rollouts.generation.native.split_batch import (
-    ComparedBatch,
-    FollowerBatch,
-    LeaderBatch,
-    SplitRanks,
-)
+from slurmrl.rollouts.generation.native.split_batch import SplitRanks
+from slurmrl.rollouts.generation.native.split_rollout import SplitRollout
 
 
-class ReadOutcome(IntEnum):
-    """How a rank has read new weights."""
-
-    READ = 0
-    REJECTED = 1
-    """They are of another architecture; the old ones are unchanged."""
-    BROKEN = 2
-
-
-class NativeRollout(BatchRollout):
+class NativeRollout(SplitRollout):
     """Serves requests with a decoder that owns its parameters as plain tensors."""
-
-    _batch: ContinuousBatch
 
     def __init__(
         self,
@@ -64,87 +45,23 @@ class NativeRollout(BatchRollout):
         call ``follow``. Without ``turns``, no request continues an earlier one's sequence, a
         request beyond the model's positions is rejected, and all ``peers`` serve the same requests.
         """
-        super().__init__(version, stale_cache=stale_cache)
         assert peers is not None or decoder.split.whole, "ranks of a split decoder compute together"
         if own:
             join_matrices(decoder)
         if context is None and turns:
             context = decoder.config.max_positions
         options: dict[str, Any] = {"context": context, "decode": decode, "turns": turns}
-        self._batch = _batch(decoder, limits or Limits(), peers, support=support, **options)
-        self._peers = peers
+        self._own = ContinuousBatch(decoder, limits or Limits(), support=support, **options)
         self._decoder = decoder
-        if version is not None and (peers is None or peers.is_leader or not turns):
-            self._batch.renew(version)
+        super().__init__(self._own, version, stale_cache=stale_cache, peers=peers, turns=turns)
 
     @property
     def read(self) -> int:
         """Tokens that the model has read in all, those that were read again included."""
-        return self._batch.read
+        return self._own.read
 
-    def _read(self, name: str, folder: Path) -> None:
-        """Read weights.
-
-        If reading breaks off, or succeeds on some ranks only, the decoder has parts of two
-        versions, and the engine is lost.
-        """
-        if isinstance(self._batch, LeaderBatch):
-            self._batch.read_weights(name, folder)
-        error: UsageError | OSError | CorruptFileError | None = None
-        try:
-            read_weights(self._decoder, folder)
-        except (UsageError, OSError, CorruptFileError) as raised:
-            error = raised
-        outcomes = self._outcomes(error)
-        if outcomes == {ReadOutcome.READ}:
-            return
-        if error is not None and outcomes == {ReadOutcome.REJECTED}:
-            raise error
-        reason = error or "other ranks of the model failed"
-        raise self._lose(name, folder, reason) from error
-
-    def _outcomes(self, error: Exception | None) -> set[int]:
-        """Return how all ranks have read weights; this one with an error or none."""
-        own = ReadOutcome.READ
-        if error is not None:
-            own = ReadOutcome.REJECTED if isinstance(error, UsageError) else ReadOutcome.BROKEN
-        return {own} if self._peers is None else set(self._peers.answers(own))
-
-    async def close(self) -> None:
-        self.dismiss()
-        await super().close()
-
-    def follow(self) -> None:
-        """Compute the requests of the leader's engine, until it is closed or dismisses this rank.
-
-        Raises RuntimeError if the leader is gone.
-        """
-        assert self._peers is not None, "a rank alone has no leader"
-        assert not self._peers.is_leader, "the leader serves requests"
-
-        def read(name: str, folder: Path) -> None:
-            with suppress(UsageError):  # the leader's caller gets it; nothing has changed
-                self._read(name, folder)
-
-        FollowerBatch(self._batch, self._peers, read).run()
-
-    def dismiss(self) -> None:
-        """Let the other ranks of the model return from ``follow``. Nothing is sampled any more."""
-        if isinstance(self._batch, LeaderBatch) and self._lost is None:
-            self._batch.end()
-
-
-def _batch(
-    decoder: Decoder, limits: Limits, peers: SplitRanks | None, *, turns: bool, **options: Any
-) -> ContinuousBatch:
-    """The batch of a rank."""
-    if peers is None:
-        return ContinuousBatch(decoder, limits, turns=turns, **options)
-    if not turns:
-        return ComparedBatch(decoder, limits, peers, turns=turns, **options)
-    if peers.is_leader:
-        return LeaderBatch(decoder, limits, peers, turns=turns, **options)
-    return ContinuousBatch(decoder, limits, turns=turns, **options)
+    def _read_own(self, folder: Path) -> None:
+        read_weights(self._decoder, folder)
 
 
 @torch.no_grad()

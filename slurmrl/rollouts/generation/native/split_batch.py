@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.errors import RunFailedError
-from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.base import GenerationRequest
-from slurmrl.rollouts.generation.native.batch import ContinuousBatch
-from slurmrl.rollouts.generation.native.batch_schedule import Limits
+from slurmrl.rollouts.generation.batch_rollout import RequestBatch
 from slurmrl.rollouts.generation.native.sequence import Sequence
 from slurmrl.tensors.ops.collectives import Group, broadcast_sized, gathered
 
@@ -116,16 +114,47 @@ class SplitRanks:
         return bytes(received.cpu().numpy())
 
 
-class ComparedBatch(ContinuousBatch):
+class WrappedBatch:
+    """Passes calls on to a rank's batch."""
+
+    def __init__(self, batch: RequestBatch, peers: SplitRanks) -> None:
+        self._batch, self._peers = batch, peers
+
+    @property
+    def sampled(self) -> int:
+        return self._batch.sampled
+
+    @property
+    def checksum(self) -> int:
+        return self._batch.checksum
+
+    @property
+    def busy(self) -> bool:
+        return self._batch.busy
+
+    def add(self, request: GenerationRequest) -> list[Sequence]:
+        return self._batch.add(request)
+
+    def step(self) -> list[Sequence]:
+        return self._batch.step()
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        self._batch.abort(sequences)
+
+    def renew(self, version: str, *, stale_cache: bool = False) -> None:
+        self._batch.renew(version, stale_cache=stale_cache)
+
+
+class ComparedBatch(WrappedBatch):
     """The batch of each rank where all ranks add the same requests."""
 
-    def __init__(self, decoder: Decoder, limits: Limits, peers: SplitRanks, **options: Any) -> None:
-        super().__init__(decoder, limits, **options)
-        self._peers, self._calls = peers, 0
+    def __init__(self, batch: RequestBatch, peers: SplitRanks) -> None:
+        super().__init__(batch, peers)
+        self._calls = 0
         self._every = COMPARED_CALLS[peers.device.type]
 
     def step(self) -> list[Sequence]:
-        """See `ContinuousBatch`. Raises RunFailedError if the ranks have sampled other tokens."""
+        """See `RequestBatch`. Raises RunFailedError if the ranks have sampled other tokens."""
         ended = super().step()
         self._calls += 1
         if self._calls % self._every == 0 or not self.busy:
@@ -133,13 +162,11 @@ class ComparedBatch(ContinuousBatch):
         return ended
 
 
-class LeaderBatch(ContinuousBatch):
+class LeaderBatch(WrappedBatch):
     """The batch of the leader."""
 
-    def __init__(self, decoder: Decoder, limits: Limits, peers: SplitRanks, **options: Any) -> None:
-        """The arguments of `ContinuousBatch` are the same on all ranks."""
-        super().__init__(decoder, limits, **options)
-        self._peers = peers
+    def __init__(self, batch: RequestBatch, peers: SplitRanks) -> None:
+        super().__init__(batch, peers)
         self._unsent: list[Call] = []
         self._together = True
         """Whether the other ranks wait for the next message."""
@@ -187,7 +214,7 @@ class FollowerBatch:
     """The batch of another rank."""
 
     def __init__(
-        self, batch: ContinuousBatch, peers: SplitRanks, read: Callable[[str, Path], None]
+        self, batch: RequestBatch, peers: SplitRanks, read: Callable[[str, Path], None]
     ) -> None:
         """``read`` reads this rank's part of the weights of a name from a folder."""
         self._batch, self._peers, self._read = batch, peers, read
@@ -229,3 +256,15 @@ class FollowerBatch:
             own = self._requests.get(request_id, ())
             if own and all(sequence.finish is not None for sequence in own):
                 del self._requests[request_id]
+
+
+def shared_batch(batch: RequestBatch, peers: SplitRanks | None, *, turns: bool) -> RequestBatch:
+    """Return the batch of a rank that serves requests together with its ``peers``.
+
+    With ``turns``, only the leader knows the requests; a rank that follows keeps its own batch.
+    """
+    if peers is None:
+        return batch
+    if not turns:
+        return ComparedBatch(batch, peers)
+    return LeaderBatch(batch, peers) if peers.is_leader else batch

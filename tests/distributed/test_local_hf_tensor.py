@@ -1,0 +1,58 @@
+"""Trials of models of transformers that tensor ranks share."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.desk.report.report_data import read_samples
+from tests.support.families import tiny
+from tests.support.rollout_trials import config_of, hurry, of_group, site_in
+from tests.support.trials import Site, wait_until
+
+MODEL = tiny("gemma3_text", vocab_size=16)
+"""Some of its layers have a window, and its norms of heads have a part of the gradient on each
+rank."""
+
+
+def begin(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
+    config = config_of(trial, tasks)
+    config["total_steps"] = 4
+    config["actor"] |= {"architecture": MODEL, "implementation": "hf", "backend": "fsdp:d1t2"}
+    config["ref"] = {"ema": 0.3}
+    path = site.write(f"{trial}.yaml", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
+
+
+def completions(site: Site, trial: str) -> list[Any]:
+    rows = read_samples(site.paths(trial).samples).rows
+    return sorted((row["step"], row["prompt"], row["completion"]) for row in rows)
+
+
+def rewards(site: Site, trial: str) -> list[float]:
+    names = ("reward", "entropy", "kl")
+    return [line[name] for line in site.metrics(trial) for name in names]
+
+
+@pytest.mark.long
+def test_tensor_ranks_sample_the_same_if_killed_and_in_rollout_tasks(tmp_path: Path) -> None:
+    """A killed trial is bit-identical; the reference is an average of the actor's parts."""
+    site = site_in(tmp_path, {}, pause_s=0.6)
+    begin(site, "killed", None, "--detach")
+    site.wait_for_step("grpo/killed", 2)
+    os.kill(of_group(site, "grpo/killed", "worker", "trainer")[1], signal.SIGKILL)
+    wait_until("the next incarnation", lambda: site.status("grpo/killed")["incarnation"] == 2)
+    hurry(site)
+    assert site.wait_for_end("grpo/killed")["state"] == "COMPLETED"
+    begin(site, "plain", None, "--wait")
+    begin(site, "tasks", {"max": 1, "max_staleness": 0}, "--wait")
+    plain = completions(site, "grpo/plain")
+    assert len({step for step, *_ in plain}) == 4
+    assert completions(site, "grpo/killed") == plain
+    assert rewards(site, "grpo/killed") == rewards(site, "grpo/plain")
+    assert completions(site, "grpo/tasks") == plain
+    assert rewards(site, "grpo/tasks") == pytest.approx(rewards(site, "grpo/plain"), abs=1e-3)
