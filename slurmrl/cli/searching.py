@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from slurmrl.plan.estimates.hardware import Hardware
     from slurmrl.plan.estimates.step_seconds import StepSeconds
     from slurmrl.plan.settings import Settings
+    from slurmrl.search.allowed_changes import Load, Searched
     from slurmrl.search.best_layouts import Answer, SearchRequest
 
 ASSUMED_GPU = "h100"
@@ -108,6 +109,12 @@ def _size_range(
     help="Show only answers that need at most this number of GPU hours for total_steps.",
 )
 @click.option(
+    "--allow",
+    metavar="CHANGE,...",
+    help="Allow changes of the result of training: staleness, precision (docs/search.md). "
+    "Default: none.",
+)
+@click.option(
     "--write",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -126,6 +133,7 @@ def search(
     response_tokens: float | None,
     calibrate: str | None,
     gpu_hours: float | None,
+    allow: str | None,
     write: Path | None,
     as_json: bool,
     root: str | None,
@@ -134,7 +142,7 @@ def search(
 
     It changes layouts of all models, the engine that generates, micro-batches, activation
     checkpointing and offloading. The result of training stays the same: precision, batch sizes
-    and the use of rollout tasks do not change.
+    and the use of rollout tasks do not change, unless --allow names the change.
 
     The exit code is 2 if no combination fits.
     """
@@ -153,26 +161,30 @@ def search(
             raise click.UsageError("--calibrate excludes --prompt-tokens and --response-tokens")
         prompt_tokens, response_tokens, compared = _calibration(calibrate, root)
     wanted = _SearchOptions(
-        gpus, nodes, objective, engines, prompt_tokens, response_tokens, gpu_hours
+        gpus, nodes, objective, engines, prompt_tokens, response_tokens, gpu_hours, allow
     )
     found = _search(path, overrides, root, wanted)
-    answers = found.answers
+    answers = found.searched.answers
     if not answers:
         raise click.UsageError(
             "no combination of layouts and settings fits: use more GPUs (--gpus), other engines "
-            "(--engines)" + (" or a larger --gpu-hours" if gpu_hours else "")
+            "(--engines)"
+            + (" or a larger --gpu-hours" if gpu_hours else "")
+            + "".join(f"\n--allow {reason}" for reason in found.searched.refused)
         )
     if write is not None:
         text = presenting.edited(path.read_text("utf-8"), found.overrides, answers[0], found.given)
         _write(write, text, found, answers[0])
-    shown = (found.given, found.request, found.hardware)
+    shown = (answers, found.given, found.request, found.hardware)
+    allowed = found.searched if allow else None
     if as_json:
-        values = presenting.values(answers, *shown, fits=found.given_fits)
+        values = presenting.values(*shown, fits=found.given_fits, searched=allowed)
         click.echo(json.dumps({**values, "calibration": compared} if compared else values))
         return 0
     from slurmrl.display import blocks
 
-    click.echo(blocks.as_text(presenting.document(answers, *shown, fits=found.given_fits)))
+    table = presenting.document(*shown, fits=found.given_fits, searched=allowed)
+    click.echo(blocks.as_text(table))
     if compared:
         click.echo(f"\n{compared}")
     for line in found.assumed:
@@ -216,6 +228,7 @@ class _SearchOptions(NamedTuple):
     prompt_tokens: float | None
     response_tokens: float | None
     gpu_hours: float | None
+    allow: str | None
 
 
 class _Searched(NamedTuple):
@@ -224,12 +237,12 @@ class _Searched(NamedTuple):
     given: StepSeconds
     given_fits: bool
     """Whether the given configuration fits into the memory of its GPUs."""
-    answers: Sequence[Answer]
+    searched: Searched
     assumed: Sequence[str]
     """Settings that the configuration lacks."""
     overrides: Mapping[str, Any]
     """Settings of the command line, by dotted key."""
-    load: Callable[[Mapping[str, Any]], Settings | None]
+    load: Load
     load_file: Callable[[Path], Settings]
     """Load another file, without the settings of the command line."""
 
@@ -246,7 +259,7 @@ def _write(path: Path, text: str, found: _Searched, answer: Answer) -> None:
     try:
         draft.write_text(text, "utf-8")
         try:
-            same = wanted is not None and found.load_file(draft).config == wanted.config
+            same = found.load_file(draft).config == wanted.config
         except ConfigError:
             same = False
         if not same:
@@ -267,9 +280,11 @@ def _search(
     from slurmrl.plan.estimates.hardware import hardware_of
     from slurmrl.plan.estimates.step_seconds import predict_step
     from slurmrl.plan.settings import load_settings
+    from slurmrl.search.allowed_changes import named_changes
+    from slurmrl.search.allowed_changes import search as best
     from slurmrl.search.best_layouts import fits_into_memory
-    from slurmrl.search.best_layouts import search as best
 
+    allowed = named_changes(wanted.allow)
     where, assumed = chosen_root(root), list[str]()
 
     def load(*more: str) -> Settings:
@@ -286,10 +301,10 @@ def _search(
             "<role>.backend (slurmrl plan explains the string)"
         )
     request = _request(settings, wanted)
-    loaded = _submittable(settings, load)
+    loaders = _loaders(settings, load)
     progress = ProgressLine()
     try:
-        answers = best(settings, request, loaded, progress.show)
+        searched = best(settings, request, *loaders, allowed, progress.show)
     finally:
         progress.clear()
     given = predict_step(settings, request.mean)
@@ -303,28 +318,30 @@ def _search(
     keys = (text.partition("=")[0].strip() for text in overrides)
     changed = {key: _value(settings, key) for key in keys}
     fits = fits_into_memory(settings)
-    return _Searched(request, hardware, given, fits, answers, assumed, changed, loaded, load_file)
+    return _Searched(
+        request, hardware, given, fits, searched, assumed, changed, loaders[1], load_file
+    )
 
 
-def _submittable(
-    settings: Settings, load: Callable[..., Settings]
-) -> Callable[[Mapping[str, Any]], Settings | None]:
-    """Return the function that loads settings with other overrides.
+def _loaders(settings: Settings, load: Callable[..., Settings]) -> tuple[Load, Load]:
+    """Return the functions that load settings with other overrides.
 
-    It returns None if they lack more for a submission than ``settings``.
+    The second one raises ConfigError if they lack more for a submission than ``settings``.
     """
     from slurmrl.errors import ConfigError
 
     known = {str(problem) for problem in settings.missing}
 
-    def loaded(changes: Mapping[str, Any]) -> Settings | None:
-        try:
-            found = load(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
-        except ConfigError:
-            return None
-        return None if {str(problem) for problem in found.missing} - known else found
+    def plan(changes: Mapping[str, Any]) -> Settings:
+        return load(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
 
-    return loaded
+    def submit(changes: Mapping[str, Any]) -> Settings:
+        found = plan(changes)
+        if more := [problem for problem in found.missing if str(problem) not in known]:
+            raise ConfigError(tuple(more))
+        return found
+
+    return plan, submit
 
 
 def faster_layout(settings: Settings, load: Callable[..., Settings]) -> list[str]:
@@ -339,17 +356,17 @@ def faster_layout(settings: Settings, load: Callable[..., Settings]) -> list[str
     from slurmrl.plan.estimates.call_costs import placed_models
     from slurmrl.plan.estimates.hardware import hardware_of
     from slurmrl.plan.estimates.step_seconds import predict_step
-    from slurmrl.search.best_layouts import search as best
+    from slurmrl.search.allowed_changes import search as best
 
     hardware = hardware_of(settings.config.cluster)
     if hardware is None or settings.source.writes("allocation_mode"):
         return []
-    wanted = _SearchOptions(None, None, "time", DEFAULT_ENGINES, None, None, None)
+    wanted = _SearchOptions(None, None, "time", DEFAULT_ENGINES, None, None, None, None)
     try:
         request = replace(_request(settings, wanted), results=1)
         if request.gpus[0] > MOST_GPUS_OF_PLAN:
             return []
-        answers = best(settings, request, _submittable(settings, load))
+        answers = best(settings, request, *_loaders(settings, load)).answers
     except UsageError:
         return []
     given = predict_step(settings, request.mean)

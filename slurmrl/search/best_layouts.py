@@ -7,6 +7,7 @@ Nothing is random.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from slurmrl.plan.estimates.call_costs import (
     placed_models,
 )
 from slurmrl.plan.estimates.hardware import hardware_of
-from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
+from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step, tasks_overlap
 from slurmrl.plan.estimates.worker_memory import Fullest, fullest_gpu
 from slurmrl.plan.placement import OWN, ROLLOUTS, in_tasks, place, uses_base
 from slurmrl.plan.resolve.inherited_settings import ROLLOUT_FIELDS
@@ -68,6 +69,10 @@ class Answer:
     actor: Model
     step: StepSeconds
     fullest: Fullest
+    learned: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The settings of ``overrides`` that change the result of training, with the allowed change."""
+    follows: tuple[str, ...] = ()
+    """Settings of the algorithm whose defaults follow from these, in words."""
 
     @property
     def gpu_seconds(self) -> float:
@@ -89,8 +94,9 @@ def search(
     request: SearchRequest,
     load: Callable[[Mapping[str, Any]], Settings | None],
     progress: Callable[[str], None] = lambda line: None,
+    known: Sequence[Answer] = (),
 ) -> list[Answer]:
-    """Return the best combinations, the best first.
+    """Return the best combinations, the best first; ``known`` ones compete.
 
     ``load`` reads the configuration with the overrides of a combination and makes all checks of a
     submission; None: it cannot be submitted. ``progress`` gets a line for each way to use the GPUs.
@@ -98,7 +104,7 @@ def search(
     Raises UsageError if seconds cannot be predicted.
     """
     _require_numbers(checked)
-    found: list[Answer] = []
+    found = list(known)
     for scheme in _schemes(checked, request):
         made = f"generation by {scheme.generation}" if scheme.generation else "the actor generates"
         progress(f"{scheme.gpus} GPUs, {made}: {len(found)} combinations fit")
@@ -209,7 +215,7 @@ def _best(
     limit = memory_bytes(base.cluster) or math.inf
     kept: list[Answer] = []
     rejected = 0
-    apart = scheme.gpus > scheme.trainers
+    apart = scheme.gpus > scheme.trainers and tasks_overlap(base.rollout)
     for number, chosen in enumerate(_in_order(_possible(lists, limit), apart=apart)):
         bound = sorted(_order(request, one)[0] for one in (*found, *kept))
         if number == MOST_COMBINATIONS or len(kept) == request.results:

@@ -15,6 +15,7 @@ from slurmrl.plan.estimates.hardware import Hardware
 from slurmrl.plan.estimates.pass_seconds import Seconds
 from slurmrl.plan.estimates.step_seconds import StepSeconds
 from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.search.allowed_changes import Searched
 from slurmrl.search.best_layouts import Answer, SearchRequest
 
 CAUSES: Final[Mapping[str, str]] = {
@@ -40,24 +41,31 @@ def document(
     hardware: Hardware,
     *,
     fits: bool,
+    searched: Searched | None = None,
 ) -> Document:
     """Return the answers as a table.
 
     ``given`` is the prediction of the given configuration, which ``fits`` into memory or not.
+    ``searched`` has the allowed changes; None if none are allowed.
     """
     return Document(
         f"the best {len(answers)}" if len(answers) > 1 else "the best",
-        list(_blocks(answers, given, hardware, fits=fits)),
+        list(_blocks(answers, given, hardware, searched, fits=fits)),
         subtitle=f"mean lengths: {request.mean.prompt:g} tokens of prompt, "
         f"{request.mean.response:g} of completion",
     )
 
 
 def _blocks(
-    answers: Sequence[Answer], given: StepSeconds, hardware: Hardware, *, fits: bool
+    answers: Sequence[Answer],
+    given: StepSeconds,
+    hardware: Hardware,
+    searched: Searched | None,
+    *,
+    fits: bool,
 ) -> Iterator[Block]:
     rows = [_row(number, one, given) for number, one in enumerate(answers, 1)]
-    headings = (
+    headings: tuple[str, ...] = (
         "",
         "GPUS",
         "SECONDS",
@@ -71,10 +79,18 @@ def _blocks(
     )
     note = f"the given configuration: {given.total:.3g} s"
     note += "" if fits else ", but it does not fit into GPU memory"
+    if searched is not None:
+        headings = (*headings, "CHANGES")
+        rows = [[*row, changes(one)] for row, one in zip(rows, answers, strict=True)]
     yield Table(headings, rows, note=note)
     best = answers[0]
     lines = [f"{key}={_shown(value)}" for key, value in best.overrides.items()]
     yield Lines("settings of 1:", lines or ["as given"])
+    if best.learned:
+        learned = [f"{key} ({name})" for key, name in best.learned.items()]
+        yield Lines("1 changes the result of training:", [*learned, *best.follows])
+    if searched is not None:
+        yield from _without_changes(best, searched)
     yield Lines(f"most of its time: {limits(best.step)}")
     yield Lines(f"predictions: formulas and {hardware.source}")
     yield Lines(f"their error: {hardware.error}")
@@ -102,6 +118,22 @@ def _row(number: int, answer: Answer, given: StepSeconds) -> list[str]:
     ]
 
 
+def _without_changes(best: Answer, searched: Searched) -> Iterator[Block]:
+    """Yield the best answer that changes nothing, and the changes without an answer."""
+    if searched.unchanged is None:
+        yield Lines("with the same result of training, no combination fits")
+    elif best.learned:
+        seconds = searched.unchanged.step.total
+        yield Lines(f"best with the same result of training: {seconds:.3g} s")
+    if searched.refused:
+        yield Lines("allowed changes without an answer:", searched.refused)
+
+
+def changes(answer: Answer) -> str:
+    """The allowed changes that an answer makes."""
+    return "+".join(sorted(set(answer.learned.values()))) or "-"
+
+
 def limits(step: StepSeconds) -> str:
     """The causes that take most of a step's seconds, with their shares."""
     total = sum(step.causes.values()) or 1.0
@@ -116,8 +148,14 @@ def values(
     hardware: Hardware,
     *,
     fits: bool,
+    searched: Searched | None = None,
 ) -> dict[str, Any]:
     """The answers as JSON values."""
+    found: dict[str, Any] = {}
+    if searched is not None:
+        least = searched.unchanged
+        found["unchanged_seconds"] = None if least is None else least.step.total
+        found["refused"] = list(searched.refused)
     return {
         "given_seconds": given.total,
         "given_fits": fits,
@@ -132,12 +170,15 @@ def values(
                 "settings": dict(one.overrides),
                 "causes": _rounded(one.step.causes),
                 "gpu_bytes": one.fullest.size,
+                "learned": dict(one.learned),
+                "follows": list(one.follows),
             }
             for one in answers
         ],
         "source": hardware.source,
         "error": hardware.error,
         "hardware": {name: list(number) for name, number in hardware.numbers.items()},
+        **found,
     }
 
 
@@ -162,15 +203,20 @@ def edited(text: str, given: Mapping[str, Any], answer: Answer, seconds: StepSec
     yaml = YAML()
     yaml.preserve_quotes = True
     root = yaml.load(text)
-    for reason, changes in ((GIVEN, given), (FOUND, answer.overrides)):
-        for key, value in changes.items():
-            _set(root, key.split("."), value, reason)
+    for key, value in given.items():
+        _set(root, key.split("."), value, GIVEN)
+    for key, value in answer.overrides.items():
+        name = answer.learned.get(key)
+        reason = f"{FOUND}: changes the result of training ({name})" if name else FOUND
+        _set(root, key.split("."), value, reason)
     out = io.StringIO()
     yaml.dump(root, out)
     head = (
         f"# slurmrl search: {answer.step.total:.3g} s for a step on {answer.gpus} GPUs "
         f"(as given: {seconds.total:.3g} s).\n# Most time: {limits(answer.step)}.\n"
     )
+    if answer.follows:
+        head += f"# With these changes, {', '.join(answer.follows)}.\n"
     return head + out.getvalue()
 
 
@@ -189,5 +235,5 @@ def _set(root: CommentedMap, keys: Sequence[str], value: object, reason: str) ->
         return
     line, end, below = comment.value.partition("\n")  # the comments below belong to this token
     old = line.strip().removeprefix("#").strip().split("; ")
-    parts = [*(part for part in old if part not in ("", FOUND, GIVEN)), reason]
+    parts = [*(part for part in old if part and not part.startswith((FOUND, GIVEN))), reason]
     comment.value = f"# {'; '.join(parts)}{end}{below}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.schema import Config, Model
+from slurmrl.config.schema import Config, Model, Rollout
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.call_costs import Checked, MeanTokens, cost, memories, placed_models
 from slurmrl.plan.estimates.hardware import Hardware, hardware_of
@@ -28,14 +28,17 @@ class StepSeconds:
     """Seconds to move weights to the engine that generates, and offloaded models to and from host
     memory."""
     asynchronous: frozenset[str] = field(default_factory=frozenset)
-    """Calls that rollout tasks run at the same time as the others."""
+    """Calls of rollout tasks."""
     rest: float = 0.0
     """Seconds outside calls and moves, as a share of these."""
+    overlaps: bool = True
+    """Whether rollout tasks run their calls at the same time as the trainers run the others."""
 
     @property
     def total(self) -> float:
         """Seconds from the start of a step to the start of the next."""
-        return max(self._of(apart=True), self._of(apart=False) + self.moves) * (1 + self.rest)
+        tasks, trainers = self._of(apart=True), self._of(apart=False) + self.moves
+        return (max(tasks, trainers) if self.overlaps else tasks + trainers) * (1 + self.rest)
 
     @property
     def of_trainers(self) -> float:
@@ -87,7 +90,15 @@ def predict_step(checked: Checked, mean: MeanTokens | None = None) -> StepSecond
     for name in offloaded(config, placed) - {ROLLOUTS}:
         if name in sizes:
             moves += 2 * sizes[name].standing / rates.host_link
-    return StepSeconds(calls, moves, frozenset(apart), rates.rest)
+    return StepSeconds(calls, moves, frozenset(apart), rates.rest, tasks_overlap(config.rollout))
+
+
+def tasks_overlap(rollout: Rollout) -> bool:
+    """Return whether rollout tasks generate during the trainers' calls.
+
+    Without staleness, each step waits until its weights have generated the completions.
+    """
+    return rollout.tasks is None or rollout.tasks.max_staleness > 0
 
 
 def moves_to_rollouts(config: Config, placed: Placement) -> float:
