@@ -144,7 +144,6 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     `slurmrl resume` continues them. `slurmrl cancel` ends them at once, without a commit.
     """
     from slurmrl.desk import trial_jobs, trials
-    from slurmrl.scheduler.base import JobState
 
     folder = trials.root_folder(root)
     chosen = {name: trials.find(folder, name) for name in names}  # all before the first is stopped
@@ -155,8 +154,12 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
             click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
         else:
             look = f"slurmrl status {name}{again(folder)}"
-            runs = any(task.state is JobState.RUNNING for task in jobs[name].active())
-            how = "stops at the next step and commits" if runs else "is stopped: no job was running"
+            trains = jobs[name].train()
+            how = (
+                "stops at the next step and commits"
+                if trains
+                else "is stopped: its trainers were not running"
+            )
             click.echo(f"{name} {how}; to watch it: {look}")
     return 0
 

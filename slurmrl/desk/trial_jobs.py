@@ -49,6 +49,12 @@ class Jobs:
         """Return the pending and running elements."""
         return [task for task in self.scheduler.query(self.ids) if task.state.active]
 
+    def train(self) -> bool:
+        """Return whether a job of the trainers runs; only such a job commits."""
+        return any(
+            task.group == TRAINERS and task.state is JobState.RUNNING for task in self.active()
+        )
+
 
 def newest_jobs(paths: RunPaths) -> Jobs | None:
     """Return the jobs of the newest submission; None if there is none.
@@ -131,7 +137,7 @@ def stop(paths: RunPaths) -> Jobs:
     demand.request_stop(paths, jobs.number, user_name())  # first: a link may be about to start
     try:
         jobs.scheduler.interrupt(jobs.ids)
-        if not any(_trains(task.group, task.state) for task in jobs.active()):
+        if not jobs.train():
             jobs.scheduler.cancel(jobs.ids)
     except SchedulerError:
         demand.withdraw_stop(paths, jobs.number)
@@ -194,10 +200,6 @@ def remove(paths: RunPaths) -> None:
         raise EnvironmentFailure(f"{error.filename}: {error.strerror}") from error
     with suppress(OSError):
         paths.run.parent.rmdir()
-
-
-def _trains(group: str, state: JobState) -> bool:
-    return group == TRAINERS and state is JobState.RUNNING
 
 
 def _configuration(paths: RunPaths) -> str:

@@ -56,17 +56,21 @@ def test_stop_cancels_jobs_when_no_trainer_runs(run: FakeRun, scheduler: FakeSch
     ("state", "said"),
     [
         (JobState.RUNNING, "stops at the next step and commits"),
-        (JobState.PENDING, "is stopped: no job was running"),
+        (JobState.PENDING, "is stopped: its trainers were not running"),
+        (JobState.CANCELLED, "is stopped: its trainers were not running"),
+        (JobState.UNKNOWN, "is stopped: its trainers were not running"),
     ],
 )
-def test_stop_promises_commit_only_if_job_runs(
+def test_stop_promises_commit_only_if_trainers_run(
     run: FakeRun,
     scheduler: FakeScheduler,
     capsys: pytest.CaptureFixture[str],
     state: JobState,
     said: str,
 ) -> None:
-    scheduler.tasks = [task(0, state), task(1, JobState.PENDING)]
+    """Rollout tasks that run do not commit."""
+    scheduler.jobs[run.paths.run, 1] = {"trainer": ("41",), "rollout": ("42",)}
+    scheduler.tasks = [task(0, state), task(0, JobState.RUNNING, job="42")]
     assert main(["stop", "add/1", "--root", str(run.paths.run.parents[2])]) == 0
     assert capsys.readouterr().out.startswith(f"add/1 {said}; to watch it: slurmrl status add/1")
 
