@@ -7,7 +7,9 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +42,8 @@ LATE_S = 15.0
 """How long results may take to become visible after the job has ended."""
 SAY_EVERY_S = 10.0
 CONTENT_BYTES = 2**20
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command: `kill`, and a terminal that is gone."""
 
 Say = Callable[[str], None]
 
@@ -56,13 +60,38 @@ def scratch(root: Path) -> Iterator[RunPaths]:
     made = [path for path in folder.parents if not path.exists()]
     paths = RunPaths(folder / uuid.uuid4().hex)
     atomic.make_private_directory(paths.run)
+    with _ended_in_order():
+        try:
+            yield paths
+        finally:
+            shutil.rmtree(paths.run, ignore_errors=True)
+            with suppress(OSError):  # somebody else uses it by now
+                for path in (folder, *made):
+                    path.rmdir()
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Turn the first of ENDINGS into SystemExit, so that the job is cancelled; ignore later ones.
+
+    Ignored signals (nohup) stay ignored. Threads other than the main one hear no signal.
+    """
+
+    def end(number: int, frame: object) -> None:
+        for one in before:
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {one: old for one in ENDINGS if (old := signal.getsignal(one)) != signal.SIG_IGN}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
     try:
-        yield paths
+        for one in before:
+            signal.signal(one, end)
+        yield
     finally:
-        shutil.rmtree(paths.run, ignore_errors=True)
-        with suppress(OSError):  # somebody else uses it by now
-            for path in (folder, *made):
-                path.rmdir()
+        for one, old in before.items():
+            signal.signal(one, old)
 
 
 @dataclass
@@ -72,6 +101,7 @@ class ShortJob:
     program: ClassVar = "slurmrl.desk.doctor.probe"
     minutes: ClassVar = MINUTES
     runs_s: ClassVar = RUNS_S
+    srun_options: ClassVar[tuple[str, ...]] = ()
 
     paths: RunPaths
     kind: str
@@ -94,8 +124,11 @@ class ShortJob:
         """
         scheduler = make(self.kind)
         self.write()
-        ids = scheduler.submit(self.request())
-        jobs = Jobs(1, scheduler, ids)
+        try:
+            jobs = Jobs(1, scheduler, scheduler.submit(self.request()))
+        except (KeyboardInterrupt, SystemExit):  # the job may be queued already
+            clear_away(Jobs(1, scheduler, scheduler.recover(self.paths, 1)))
+            raise
         try:
             return jobs, self._wait(jobs)
         except BaseException:
@@ -113,7 +146,7 @@ class ShortJob:
         once = {"time": self.minutes, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
         slurm = {**self.cluster.slurm.model_dump(mode="json", by_alias=True), **once}
         run = (sys.executable, "-P", "-m", self.program, str(self.folder))
-        command = run if self.kind == "local" else (*SRUN, *run)
+        command = run if self.kind == "local" else (*SRUN, *self.srun_options, *run)
         return SubmissionRequest(
             number=1,
             uuid=uuid.uuid4().hex,
