@@ -61,6 +61,7 @@ class ProfileJob(ShortJob):
     program: ClassVar = "slurmrl.workers.hardware_job"
     minutes: ClassVar = "20"
     runs_s: ClassVar = hardware_job.LIMIT_S + 60
+    srun_options: ClassVar = ("--kill-on-bad-exit=1",)
 
     sizes: MeasureSizes = ON_CPUS
 
@@ -86,9 +87,10 @@ class ProfileJob(ShortJob):
         jobs, ended = self.ended()
         answers = self.answers()
         clear_away(jobs)
-        for _, found in sorted(answers.items()):
-            if "error" in found:
-                raise EnvironmentFailure(f"host {found['host']}: {found['error']}\n{found['log']}")
+        failures = [found for _, found in sorted(answers.items()) if "error" in found]
+        if failures:
+            first = min(failures, key=lambda found: bool(found.get("echo")))
+            raise EnvironmentFailure(f"host {first['host']}: {first['error']}\n{first['log']}")
         missing = sorted(set(range(self.group.hosts)) - set(answers))
         if missing:
             last = self.log()

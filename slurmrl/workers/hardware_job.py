@@ -11,8 +11,9 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,12 @@ LIMIT_S: Final = 900.0
 """Longest time of a rank."""
 TIMEOUT: Final = timedelta(minutes=5)
 """Longest wait of one collective."""
+ECHO: Final = 76
+"""Exit code of a rank whose error looks like a consequence of another rank's end."""
+CONSEQUENCES: Final = (ECHO, None)
+"""Ends that do not explain a failure if another rank's end does."""
+ECHO_S: Final = 10.0
+"""How long such an end waits for the end that explains it."""
 
 
 def result_name(task: int) -> str:
@@ -41,29 +48,49 @@ def points_name(rank: int) -> str:
 
 
 def measure_host(folder: Path, task: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Run the ranks of a host; return their points, or the error of one of them."""
+    """Run the ranks of a host; return their points, or the error of the one that failed first.
+
+    After an error, other ranks may still run; they end with this process.
+    """
     local = int(request["ranks_per_host"])
     ranks = range(task * local, (task + 1) * local)
-    with ThreadPoolExecutor(local) as pool:
-        ends = list(pool.map(lambda rank: _run(folder, request, rank), ranks))
     found = {"host": env.NODE_NAME.get() or socket.gethostname()}
-    for rank, end in zip(ranks, ends, strict=True):
-        if end.code != 0:
-            reason = end.last_line or "no error message"
-            late = f"rank {rank} did not end within {LIMIT_S:.0f} s"
-            words = late if end.code is None else f"rank {rank} ended with {end.code}: {reason}"
-            return {**found, "error": words, "log": end.errors}
+    seen = env.VISIBLE_DEVICES.get()
+    devices = seen.split(",") if seen else [str(number) for number in range(local)]
+    if request["gpus"] and len(devices) < local:
+        words = f"the job has {len(devices)} GPUs ({seen}) for {local} ranks: set --ranks"
+        return {**found, "error": words, "log": "", "echo": False}
+    pool = ThreadPoolExecutor(local)
+    runs = {pool.submit(_run, folder, request, devices, rank): rank for rank in ranks}
+    failed = _failures(runs)
+    if failed:
+        rank, end = min(failed, key=lambda one: one[1].code in CONSEQUENCES)
+        reason = end.last_line or "no error message"
+        late = f"rank {rank} did not end within {LIMIT_S:.0f} s"
+        words = late if end.code is None else f"rank {rank} ended with {end.code}: {reason}"
+        return {**found, "error": words, "log": end.errors, "echo": end.code in CONSEQUENCES}
     points = [documents.read(folder / points_name(rank)) for rank in ranks]
     return {**found, "ranks": points}
 
 
-def _run(folder: Path, request: dict[str, Any], rank: int) -> child.ChildEnd:
-    local = int(request["ranks_per_host"])
+def _failures(runs: Mapping[Future[child.ChildEnd], int]) -> list[tuple[int, child.ChildEnd]]:
+    """Wait for the ranks; return the failed ones as soon as one of them explains the failure.
+
+    The others may wait minutes for the failed one.
+    """
+    left, failed = set(runs), list[tuple[int, child.ChildEnd]]()
+    while left and all(end.code in CONSEQUENCES for _, end in failed):
+        done, left = wait(left, ECHO_S if failed else None, FIRST_COMPLETED)
+        if not done:
+            break
+        failed += [(runs[one], one.result()) for one in done if one.result().code != 0]
+    return failed
+
+
+def _run(folder: Path, request: dict[str, Any], devices: list[str], rank: int) -> child.ChildEnd:
     values = dict(os.environ)
     if request["gpus"]:
-        seen = env.VISIBLE_DEVICES.get()
-        devices = seen.split(",") if seen else [str(number) for number in range(local)]
-        values[env.VISIBLE_DEVICES.name] = devices[rank % local]
+        values[env.VISIBLE_DEVICES.name] = devices[rank % int(request["ranks_per_host"])]
     values["OMP_NUM_THREADS"] = str(request["threads"])
     python = interpreter(Slurm.model_validate(request["slurm"]), values)
     command = [*python, "-P", "-m", "slurmrl.workers.hardware_job", str(folder), str(rank)]
@@ -135,9 +162,17 @@ def main(arguments: list[str]) -> int:
         task = env.NODE_ID.get()
         found = measure_host(folder, task, request)
         atomic.replace(folder / result_name(task), json.dumps(found).encode())
-        return 1 if "error" in found else 0
+        if "error" in found:
+            os._exit(1)  # the kernel kills ranks that still wait for the failed one
+        return 0
     rank = int(arguments[1])
-    points = measure_rank(folder, rank, request)
+    try:
+        points = measure_rank(folder, rank, request)
+    except Exception as error:  # noqa: BLE001 - the process ends with it
+        from slurmrl.workers.worker.orders import recognize
+
+        traceback.print_exc()
+        return ECHO if recognize(error).echo else 1
     atomic.replace(folder / points_name(rank), json.dumps({"points": points}).encode())
     return 0
 

@@ -61,13 +61,16 @@ def test_two_ranks_measure_all_numbers(tmp_path: Path) -> None:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """Return the processes of ranks, whose command names a folder below this one and a number."""
-    found = []
+    """Return the processes of ranks, the lowest rank first.
+
+    Their command names a folder below this one and the rank.
+    """
+    found = {}
     for path in Path("/proc").glob("[0-9]*"):
         words = command_line(int(path.name))
         if "slurmrl.workers.hardware_job" in words and str(folder) in " ".join(words):
-            found += [int(path.name)] if words[-2].isdigit() else []
-    return found
+            found |= {int(words[-2]): int(path.name)} if words[-2].isdigit() else {}
+    return [pid for _, pid in sorted(found.items())]
 
 
 def test_killed_rank_fails_the_command_and_leaves_the_old_profile(
@@ -77,11 +80,11 @@ def test_killed_rank_fails_the_command_and_leaves_the_old_profile(
     output.write_text("hardware: cpu\n")
 
     def kill(text: str) -> None:
-        if "RUNNING" in text and (ranks := ranks_of(root)):
-            os.kill(ranks[0], signal.SIGKILL)
+        if "RUNNING" in text and len(ranks := ranks_of(root)) == 2:
+            os.kill(ranks[1], signal.SIGKILL)
 
     monkeypatch.setattr("slurmrl.desk.doctor.job.SAY_EVERY_S", 0.1)
-    with pytest.raises(EnvironmentFailure, match=r"rank \d ended with -9"):
+    with pytest.raises(EnvironmentFailure, match="rank 1 ended with -9"):
         profile(profiling(root, output, point_s=60.0), kill)
     assert output.read_text() == "hardware: cpu\n"
     assert os.listdir(tmp_path) == ["cpu.yaml"]
@@ -96,6 +99,20 @@ from slurmrl.workers.hardware_sizes import MeasureSizes
 root, output, sizes = Path(sys.argv[1]), Path(sys.argv[2]), MeasureSizes(**json.loads(sys.argv[3]))
 profile(Profiling(None, (), root, root, "local", None, 2, None, output, 60.0, sizes), print)
 """
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_command_cancels_its_job_when_a_signal_ends_it(tmp_path: Path, number: int) -> None:
+    output, root = tmp_path / "cpu.yaml", tmp_path / "runs"
+    sizes = json.dumps({**TINY, "point_s": 60.0})
+    command = [sys.executable, "-c", KILLED, str(root), str(output), sizes]
+    with subprocess.Popen(command, cwd=REPOSITORY) as process:
+        wait_until("a rank", lambda: ranks_of(root))
+        process.send_signal(number)
+        process.send_signal(number)  # the second one does not disturb the cancellation
+        assert process.wait(60) == 128 + number
+    wait_until("the ranks to end", lambda: not ranks_of(root))
+    assert os.listdir(tmp_path) == [], "neither a profile nor the job's folder is left"
 
 
 def test_killed_command_leaves_no_profile(tmp_path: Path) -> None:
