@@ -15,12 +15,13 @@ from slurmrl.config.load import Derive, load, parse, validate
 from slurmrl.config.problems import show
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
-from slurmrl.config.source import KeyPath, Source, dotted
-from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.config.source import COMMAND_LINE, KeyPath, Source, dotted
+from slurmrl.errors import ConfigError, Problem, UnreadableInputError, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import check, check_submission, completion_checks
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.sections import unused_roles, unused_tools
+from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.own_algorithm import (
     FORMS,
     KIND,
@@ -142,9 +143,10 @@ def _checked(
     notes: list[str] = []
     missing: list[Problem] = []
     if config is not None:
+        config, notes = _without_lost_hardware(config, source) if resumed else (config, [])
         config = _with_root(config, root)
-        config, more, notes = inherited_settings.apply(config, source)
-        problems += more
+        config, more, said = inherited_settings.apply(config, source)
+        problems, notes = [*problems, *more], [*notes, *said]
         trials = TrialResolver(config, source, frozen=_frozen(config, algorithm), planning=planning)
         config, missing = trials.resolved(), trials.problems
         resolver = HubResolver(config, source, planning=planning, data=data)
@@ -177,6 +179,22 @@ def _checked(
         tuple(folders),
         _profile_use(source, root, scheduler),
     )
+
+
+def _without_lost_hardware(config: Config, source: Source) -> tuple[Config, list[str]]:
+    """Drop a hardware profile that cannot be used any more, and return a note about it.
+
+    It serves predictions, so a trial continues without it. One that the command names stays.
+    """
+    if config.cluster.hardware is None or source.where(("cluster", "hardware")) == COMMAND_LINE:
+        return config, []
+    try:
+        hardware_of(config.cluster)
+    except (UsageError, UnreadableInputError) as error:
+        cluster = config.cluster.model_copy(update={"hardware": None})
+        note = f"cluster.hardware: left out, because it only serves predictions: {error}"
+        return config.model_copy(update={"cluster": cluster}), [note]
+    return config, []
 
 
 def _profile_use(source: Source, root: Path | None, scheduler: str | None) -> ProfileUse | None:

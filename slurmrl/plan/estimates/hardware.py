@@ -127,6 +127,10 @@ def hardware_of(cluster: Cluster) -> Hardware | None:
         if name is not None and CPU in (name, found.hardware) and name != found.hardware:
             ranks = "no GPUs" if name == CPU else f"GPUs ({name})"
             raise UsageError(f"{path} is a profile of {found.hardware}, but the ranks have {ranks}")
+        if name != found.hardware and {name, found.hardware} <= {*hardware_files.shipped_names()}:
+            raise UsageError(
+                f"{path} is a profile of {found.hardware}, but cluster.slurm.gpu_type is a {name}"
+            )
         return made(found, str(path))
     if name is None:
         return None
@@ -153,11 +157,7 @@ def shipped(name: str) -> Hardware:
 @lru_cache(maxsize=32)
 def made(file: HardwareFile, origin: str) -> Hardware:
     """Return the hardware of a profile; ``origin`` names its file."""
-    numbers = hardware_files.shipped(file.like).numbers()
-    if file.hardware != file.like:  # numbers of other hardware are guesses; its memory is unknown
-        numbers.pop("memory_gib", None)
-        numbers = {name: (value, "guessed") for name, (value, _) in numbers.items()}
-    numbers |= file.numbers()
+    numbers = _numbers(file)
     values = {name: value for name, (value, _) in numbers.items()}
     memory = values.get("memory_gib")
     rates = {one.name: values[one.name] for one in fields(Gpu) if one.name in values}
@@ -172,6 +172,16 @@ def made(file: HardwareFile, origin: str) -> Hardware:
         f"{origin}, {file.made}" if file.made else origin,
         FITTED_ERROR if file == hardware_files.shipped(FITTED_GPU) else UNKNOWN_ERROR,
     )
+
+
+def _numbers(file: HardwareFile) -> dict[str, tuple[float, str]]:
+    """Return the numbers of a profile and of the profiles that it is like, with their sources."""
+    like = hardware_files.shipped(file.like)
+    numbers = {} if like == file else _numbers(like)
+    if file.hardware != file.like:  # numbers of other hardware are guesses; its memory is unknown
+        numbers.pop("memory_gib", None)
+        numbers = {name: (value, "guessed") for name, (value, _) in numbers.items()}
+    return numbers | file.numbers()
 
 
 @dataclass(frozen=True)

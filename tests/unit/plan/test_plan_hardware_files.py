@@ -142,6 +142,29 @@ def test_missing_or_other_profile_is_refused(tmp_path: Path) -> None:
         hardware_of(cluster(hardware=str(path)))
 
 
+def test_profile_of_another_known_gpu_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("hardware: a100\n")
+    with pytest.raises(
+        UsageError, match=r"profile of a100, but cluster\.slurm\.gpu_type is a h100"
+    ):
+        hardware_of(cluster("nvidia_h100_80gb", hardware=str(path)))
+    for gpu_type in ("a100_3g.20gb", "ampere"):  # a part of it, and a name that tells nothing
+        assert known(hardware_of(cluster(gpu_type, hardware=str(path)))).name == "a100"
+    path.write_text("hardware: cluster-1\nlike: a100\n")
+    assert known(hardware_of(cluster("h100", hardware=str(path)))).name == "cluster-1"
+
+
+@pytest.mark.parametrize("name", hardware_files.shipped_names())
+def test_own_profile_may_be_like_any_shipped_one(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "own.yaml"
+    for hardware in (name, "cluster-1"):
+        path.write_text(f"hardware: {hardware}\nlike: {name}\nmeasured: {{links: 0.5}}\n")
+        found = known(hardware_of(cluster(name, hardware=str(path))))
+        assert found.efficiency.links == 0.5
+        assert found.efficiency.products == known(shipped(name)).efficiency.products
+
+
 def test_plan_predicts_seconds_with_the_profile_and_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submitting import submit
 from slurmrl.desk.trials import root_folder
+from slurmrl.errors import ConfigError
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config
 
@@ -58,6 +59,27 @@ def test_a_resumed_trial_does_not_depend_on_the_profile(tmp_path: Path, site: Pa
         assert again.settings.profile is None
     submit(again)
     assert recorded(paths) == before
+
+
+@pytest.mark.parametrize("text", [None, "hardware: [", "hardware: h100", "hardware: cpu\nlike: x"])
+def test_resume_continues_without_a_lost_hardware_profile(
+    tmp_path: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    monkeypatch.setenv("SLURMRL_PROFILE", "none")
+    file, root = tmp_path / "own.yaml", str(tmp_path / "runs")
+    file.write_text("hardware: cpu\n")
+    overrides = ["cluster.gpus_per_worker=0", f"cluster.hardware={file}"]
+    began = submit(propose(write_config(tmp_path), overrides, root=root, scheduler="local"))
+    kept = propose_resume(began.paths, (), scheduler="local").settings
+    assert (kept.config.cluster.hardware, kept.notes) == (str(file), ())
+    file.unlink() if text is None else file.write_text(text)
+    resumed = propose_resume(began.paths, (), scheduler="local").settings
+    assert resumed.config.cluster.hardware is None
+    [note] = resumed.notes
+    assert note.startswith("cluster.hardware: left out, because it only serves predictions: ")
+    assert str(file) in note
+    with pytest.raises(ConfigError, match=r"cluster\.hardware|own\.yaml"):
+        propose_resume(began.paths, overrides[1:], scheduler="local")
 
 
 def test_options_of_the_command_line_are_not_those_of_the_profile(
