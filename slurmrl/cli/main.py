@@ -12,7 +12,7 @@ import click
 
 from slurmrl import __version__, env
 from slurmrl.errors import ConfigError, EnvironmentFailure, SlurmrlError
-from slurmrl.fsio.umask import make_private
+from slurmrl.fsio.calls import set_private_umask
 from slurmrl.registry import near, resolve
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _print_version(ctx: click.Context) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return its exit code."""
-    make_private()  # Slurm makes the batch log with the umask of sbatch's caller
+    set_private_umask()  # Slurm makes the batch log with the umask of sbatch's caller
     if isinstance(
         sys.stdout, io.TextIOWrapper
     ):  # a file's text may not fit the terminal's encoding

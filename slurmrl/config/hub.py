@@ -26,7 +26,7 @@ from slurmrl.child import ChildRequest
 from slurmrl.env import user_name
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UnreachableHubError, UsageError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.field_types import SIZE, Fields, each
+from slurmrl.fsio.documents import SIZE, Fields, each
 
 PREFIX: Final = "hf://"
 CACHE: Final = ".hub"

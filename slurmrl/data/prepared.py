@@ -31,10 +31,9 @@ from numpy.typing import NDArray
 from slurmrl.data.encoder import RowTokens
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, discard, make_private
+from slurmrl.fsio.documents import INTEGER, SIZE, TEXT, Fields, FieldType, check
 from slurmrl.fsio.failures import corrupt, explain, unreadable
-from slurmrl.fsio.field_types import INTEGER, SIZE, TEXT, Fields, FieldType, check
-from slurmrl.fsio.primitives import discard, make_private
 
 VERSION: Final = 4
 ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"

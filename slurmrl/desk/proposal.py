@@ -30,7 +30,7 @@ from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic, documents, ownership
-from slurmrl.fsio.field_types import TEXT
+from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import resources
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan

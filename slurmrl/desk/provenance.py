@@ -33,9 +33,8 @@ from slurmrl.desk import copying
 from slurmrl.desk.trial_code import OwnCode
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import documents
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.field_types import TEXT, list_of
-from slurmrl.fsio.primitives import write_new
+from slurmrl.fsio.calls import REAL, write_new
+from slurmrl.fsio.documents import TEXT, list_of
 from slurmrl.plan.settings import ProfileUse
 from slurmrl.scheduler.client import SlurmClient
 

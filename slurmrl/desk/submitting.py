@@ -38,7 +38,7 @@ from slurmrl.desk.proposal import (
 )
 from slurmrl.desk.trial_jobs import Jobs, clear_away, newest_jobs, remove
 from slurmrl.errors import SchedulerError, TrialEndedError, UsageError
-from slurmrl.fsio import atomic, documents, space
+from slurmrl.fsio import atomic, calls, documents
 from slurmrl.plan.settings import Settings, with_present_defaults
 from slurmrl.run.history.slots import END_OF_DATASET, History, Kind, Record
 from slurmrl.run.history.state import TrialState, end, fold, resume
@@ -112,7 +112,7 @@ def submit(proposal: Proposal) -> Submitted:
     """
     scheduler = make(proposal.kind)
     scheduler.check()
-    space.require(proposal.paths.run)
+    calls.require_space(proposal.paths.run)
     proposal.scripts()  # Reject values that a script cannot contain before writing anything.
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     outlook = Outlook(fold([]), complete=False, left=None) if fresh else _outlook(proposal)

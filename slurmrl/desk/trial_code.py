@@ -33,7 +33,7 @@ from slurmrl.config.source import Source, dotted
 from slurmrl.desk import copying
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.field_types import COUNT
+from slurmrl.fsio.documents import COUNT
 from slurmrl.plan.algorithms import Algorithm, all_calls
 from slurmrl.plan.own_algorithm import is_own, own_module
 from slurmrl.plan.settings import Settings

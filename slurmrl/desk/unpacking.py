@@ -23,11 +23,10 @@ from typing import Annotated, Final
 from slurmrl import log
 from slurmrl.env import user_name
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
-from slurmrl.fsio import atomic, documents, objects, ownership, space
-from slurmrl.fsio.calls import REAL
+from slurmrl.fsio import atomic, calls, documents, objects, ownership
+from slurmrl.fsio.calls import REAL, opened, write_new_parts
+from slurmrl.fsio.documents import COUNT, SIZE
 from slurmrl.fsio.failures import explain
-from slurmrl.fsio.field_types import COUNT, SIZE
-from slurmrl.fsio.primitives import opened, write_new_parts
 
 logger = log.get(__name__)
 
@@ -269,8 +268,8 @@ def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
 def _require_space(bundles: Path, manifest: BundleManifest) -> None:
     existing = next(path for path in (bundles, *bundles.parents) if path.is_dir())
     needed = sum(one.bytes for one in manifest.unpacked)
-    free = space.free_bytes(existing)
-    if free is not None and free < needed + space.LEAST_BYTES:
+    free = calls.free_bytes(existing)
+    if free is not None and free < needed + calls.LEAST_BYTES:
         raise EnvironmentFailure(
             f"the bundle needs {needed >> 20} MiB, and {free >> 20} MiB are free on the file "
             f"system of {existing}; nothing was unpacked"

@@ -12,9 +12,9 @@ from typing import IO
 
 from slurmrl.backoff import UNCLEAR_PAUSES_S, attempts
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import DEFINITE, corrupt, explain, unreadable
-from slurmrl.fsio.primitives import (
+from slurmrl.fsio.calls import (
+    REAL,
+    SystemCalls,
     discard,
     is_temporary,
     make_private,
@@ -24,6 +24,7 @@ from slurmrl.fsio.primitives import (
     write_new,
     write_new_parts,
 )
+from slurmrl.fsio.failures import DEFINITE, corrupt, explain, unreadable
 
 DIRECTORY_MODE = 0o700
 LIMIT_BYTES = 64 << 20

@@ -1,4 +1,4 @@
-"""The seam to the operating system: one thin method per file system operation.
+"""Access to the operating system: one thin method per file system operation, and whole files.
 
 All access to the shared directory goes through a `SystemCalls`, so that tests can replace it with
 layers that record, fail, delay or show a stale view.
@@ -10,8 +10,13 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.failures import explain
 
 LOCAL_MAGIC = frozenset(
     {
@@ -131,3 +136,124 @@ class SystemCalls:
 
 REAL = SystemCalls()
 """The default everywhere; stateless."""
+
+
+TEMPORARY_PREFIX = ".tmp."
+FILE_MODE = 0o600
+READ_BYTES = 16384
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+
+@contextmanager
+def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
+    """Open a file and close it at the end. Errors of close are raised: NFS reports writes there."""
+    descriptor = calls.open(path, flags, FILE_MODE)
+    try:
+        yield descriptor
+    except BaseException:
+        with suppress(OSError):
+            calls.close(descriptor)
+        raise
+    calls.close(descriptor)
+
+
+def read_all(descriptor: int, calls: SystemCalls, limit_bytes: int) -> bytes | None:
+    """Read to the end of the file; None if that exceeds ``limit_bytes``."""
+    chunks, size = [], 0
+    while chunk := calls.read(descriptor, READ_BYTES):
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit_bytes:
+            return None
+    return b"".join(chunks)
+
+
+def pwrite_all(descriptor: int, data: bytes | memoryview, offset: int, calls: SystemCalls) -> None:
+    view = memoryview(data)
+    while view:
+        written = calls.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def make_private(descriptor: int, calls: SystemCalls) -> None:
+    """Set mode 0600: the umask can remove bits that the owner needs."""
+    if calls.mode(descriptor) != FILE_MODE:
+        calls.chmod(descriptor, FILE_MODE)
+
+
+def is_temporary(name: str) -> bool:
+    return name.startswith(TEMPORARY_PREFIX)
+
+
+def temporary_beside(path: Path) -> Path:
+    """Return a new unique name in the directory of ``path``."""
+    return path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+
+
+def write_new(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
+    """Create a file that must not exist, readable by its owner only."""
+    write_new_parts(path, (data,), durable, calls)
+
+
+def write_new_parts(path: Path, parts: Iterable[bytes], durable: bool, calls: SystemCalls) -> None:
+    """`write_new` a file that need not fit into memory."""
+    offset = 0
+    with opened(path, _CREATE, calls) as descriptor:
+        make_private(descriptor, calls)
+        for data in parts:
+            pwrite_all(descriptor, data, offset, calls)
+            offset += len(data)
+        if durable:
+            calls.fsync(descriptor)
+
+
+def discard(path: Path, calls: SystemCalls) -> None:
+    """Try to remove a temporary file; one that stays is swept later."""
+    with suppress(OSError):
+        calls.unlink(path)
+
+
+PRIVATE_UMASK = 0o077
+
+
+def set_private_umask() -> None:
+    """Set a private umask for this process and its children: libraries create files, too."""
+    os.umask(PRIVATE_UMASK)
+
+
+LEAST_BYTES = 64 << 20
+"""Minimum to start a run, which writes logs and events at once."""
+PROBE_BYTES = 1 << 20
+
+
+def free_bytes(directory: Path) -> int | None:
+    """Return the free space for users as statvfs reports it (without quotas); None if unknown."""
+    with suppress(OSError):
+        found = os.statvfs(directory)
+        return found.f_bavail * found.f_frsize
+    return None
+
+
+def require_space(directory: Path, *, calls: SystemCalls = REAL) -> None:
+    """Raise EnvironmentFailure if a directory, which need not exist yet, lacks the space to start.
+
+    A probe file is written if it exists, because only a write reveals an exhausted quota.
+    """
+    existing = next(path for path in (directory, *directory.parents) if path.is_dir())
+    free = free_bytes(existing)
+    if free is not None and free < LEAST_BYTES:
+        raise EnvironmentFailure(
+            f"the file system of {existing} is full: {free >> 20} MiB are free, but a run needs at "
+            f"least {LEAST_BYTES >> 20} MiB to start, and space for its checkpoints; nothing was "
+            "submitted"
+        )
+    if existing != directory:
+        return
+    probe = temporary_beside(directory / "probe")
+    try:
+        write_new(probe, os.urandom(PROBE_BYTES), True, calls)
+    except OSError as error:
+        reason = explain(error, "write into", directory)
+        raise EnvironmentFailure(f"{reason}; nothing was submitted") from error
+    finally:
+        discard(probe, calls)

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import atomic, primitives
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls, opened
 from slurmrl.fsio.failures import MOVE_AWAY, unreadable
 
 FIRST_BYTES = 64 << 10
@@ -118,7 +118,7 @@ def opened(path: Path, *, calls: SystemCalls = REAL) -> Iterator[LineFile]:
     Raises FileNotFoundError, CorruptFileError if it is not a regular file, EnvironmentFailure.
     """
     try:
-        with primitives.opened(path, os.O_RDONLY, calls) as descriptor:
+        with opened(path, os.O_RDONLY, calls) as descriptor:
             yield LineFile(descriptor, calls)
     except (FileNotFoundError, EnvironmentFailure):
         raise

@@ -1,7 +1,7 @@
 """JSON objects as frozen dataclasses, which are checked where they are read.
 
 The annotation of a field decides which values it accepts: ``int``, ``float``, ``str``, ``bool`` or,
-with other bounds, ``Annotated[int, COUNT]`` (see `shapes`); ``tuple``, ``Mapping`` and dataclasses
+with other bounds, ``Annotated[int, COUNT]`` (see `documents`); ``tuple``, ``Mapping`` and dataclasses
 of these; ``Any``. A field with a default may be missing. Unknown fields, such as fields of a newer
 version, are ignored.
 """
@@ -25,8 +25,7 @@ from typing import (
     get_type_hints,
 )
 
-from slurmrl.fsio.failures import REMEDY
-from slurmrl.fsio.field_types import (
+from slurmrl.fsio.documents import (
     FLAG,
     INTEGER,
     NUMBER,
@@ -39,6 +38,7 @@ from slurmrl.fsio.field_types import (
     list_of,
     table,
 )
+from slurmrl.fsio.failures import REMEDY
 
 
 class Dataclass(Protocol):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slurmrl.errors import UnknownNameError
-from slurmrl.fsio.field_types import shown
+from slurmrl.fsio.documents import shown
 from slurmrl.registry import near
 
 PARTIAL = "partial_rotary_factor"

@@ -23,8 +23,8 @@ from slurmrl.backoff import Backoff, retry
 from slurmrl.errors import InvalidNameError, NameExistsError, NameNotFoundError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.documents import FILE_NAME_BYTES, TEXT, Fields, FieldType
 from slurmrl.fsio.failures import explain
-from slurmrl.fsio.field_types import FILE_NAME_BYTES, TEXT, Fields, FieldType
 
 NONCE = FieldType("letters and digits", lambda value: isinstance(value, str) and value.isalnum())
 FIELDS: Fields = {"value": TEXT, "nonce": NONCE}

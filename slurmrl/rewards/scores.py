@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Annotated, Any
 
 from slurmrl.errors import RewardError
-from slurmrl.fsio.field_types import NUMBER, FieldType
+from slurmrl.fsio.documents import NUMBER, FieldType
 
 FLOAT32_MAX = 3.4028234e38
 """Rewards become float32 tensors; larger values would overflow to infinity."""

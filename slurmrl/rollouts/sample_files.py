@@ -29,10 +29,9 @@ from slurmrl.data.ledger import LEASE, StoredGroup
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio import atomic, documents, objects
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, discard, make_private, opened, pwrite_all
+from slurmrl.fsio.documents import SIZE, TEXT, list_of
 from slurmrl.fsio.failures import NO_FILE, explain
-from slurmrl.fsio.field_types import SIZE, TEXT, list_of
-from slurmrl.fsio.primitives import discard, make_private, opened, pwrite_all
 from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from slurmrl.fsio import atomic, documents, objects
-from slurmrl.fsio.field_types import COUNT, SIZE, Fields
+from slurmrl.fsio.documents import COUNT, SIZE, Fields
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths

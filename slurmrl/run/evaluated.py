@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
-from slurmrl.fsio.field_types import COUNT, TEXT, Fields, table
+from slurmrl.fsio.documents import COUNT, TEXT, Fields, table
 from slurmrl.run import metrics
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Lineage

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 from slurmrl.display.terminal import age, plain
-from slurmrl.fsio.field_types import COUNT, SECONDS, FieldType
+from slurmrl.fsio.documents import COUNT, SECONDS, FieldType
 from slurmrl.run.reports import TRAINERS
 
 MOST_GROUPS = 50

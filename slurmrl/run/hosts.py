@@ -31,7 +31,7 @@ from pathlib import Path
 from slurmrl import package
 from slurmrl.errors import UsageError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.field_types import SECONDS, TEXT
+from slurmrl.fsio.documents import SECONDS, TEXT
 from slurmrl.run.history.slots import History
 from slurmrl.run.paths import RunPaths
 

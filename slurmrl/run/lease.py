@@ -14,9 +14,8 @@ from pathlib import Path
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, make_private, opened, pwrite_all
 from slurmrl.fsio.failures import explain, unreadable
-from slurmrl.fsio.primitives import make_private, opened, pwrite_all
 
 DIGITS = 20
 NOTE_BYTES = 64 * 1024

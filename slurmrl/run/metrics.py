@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, lines
-from slurmrl.fsio.field_types import INTEGER, Fields
+from slurmrl.fsio.documents import INTEGER, Fields
 
 STEP_S = "time/total"
 """The metric of a step's time, including its evaluation."""

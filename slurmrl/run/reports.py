@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Final
 
-from slurmrl.fsio.field_types import COUNT, FILE_NAME, NUMBER, SECONDS, SIZE
+from slurmrl.fsio.documents import COUNT, FILE_NAME, NUMBER, SECONDS, SIZE
 
 TRAINERS: Final = "trainer"
 """The group of the trainers, and the name of their world. Its end is the end of an incarnation."""

@@ -23,10 +23,9 @@ from slurmrl.backoff import READ_S, retry
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.atomic import make_private_directory, replace
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, opened
+from slurmrl.fsio.documents import FILE_NAME, SIZE, Fields, table
 from slurmrl.fsio.failures import corrupt, unreadable
-from slurmrl.fsio.field_types import FILE_NAME, SIZE, Fields, table
-from slurmrl.fsio.primitives import opened
 from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
 

@@ -24,7 +24,7 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.field_types import one_of
+from slurmrl.fsio.documents import one_of
 from slurmrl.run import demand, hosts
 from slurmrl.run.endings import JobTag
 from slurmrl.run.history.slots import History, Kind, Record

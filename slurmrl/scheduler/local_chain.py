@@ -26,8 +26,8 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import atomic, documents, umask
-from slurmrl.fsio.field_types import COUNT, TEXT, Fields, list_of, one_of, table
+from slurmrl.fsio import atomic, calls, documents
+from slurmrl.fsio.documents import COUNT, TEXT, Fields, list_of, one_of, table
 from slurmrl.run import demand
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
@@ -326,7 +326,7 @@ def main(arguments: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.chdir(run)
-    umask.make_private()
+    calls.set_private_umask()
     log.configure(f"{group} chain")
     LocalChain(RunPaths(Path(run)), int(number), group, int(links), int(width)).run()
 

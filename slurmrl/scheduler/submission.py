@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from slurmrl import log
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.documents import FILE_NAME, TEXT, FieldType, shown
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.field_types import FILE_NAME, TEXT, FieldType, shown
 from slurmrl.run import hosts
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState

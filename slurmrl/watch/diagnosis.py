@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from slurmrl.display.terminal import age, first_line, plain
-from slurmrl.fsio.space import LEAST_BYTES
+from slurmrl.fsio.calls import LEAST_BYTES
 from slurmrl.run.history.slots import END_OF_DATASET
 from slurmrl.run.reports import TRAINERS
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.field_types import INTEGER, NUMBER, SECONDS, SIZE, TEXT, Fields, one_of, table
+from slurmrl.fsio.documents import INTEGER, NUMBER, SECONDS, SIZE, TEXT, Fields, one_of, table
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import recent
 from slurmrl.run.lease import read_counter

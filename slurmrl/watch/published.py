@@ -12,16 +12,8 @@ from typing import Any, TypeVar
 
 from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import documents, objects
+from slurmrl.fsio.documents import COUNT, SECONDS, TEXT, Fields, each, list_of, table
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.field_types import (
-    COUNT,
-    SECONDS,
-    TEXT,
-    Fields,
-    each,
-    list_of,
-    table,
-)
 from slurmrl.fsio.objects import Dataclass
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys

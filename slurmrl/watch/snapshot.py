@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import atomic, documents, space
-from slurmrl.fsio.field_types import (
+from slurmrl.fsio import atomic, calls, documents
+from slurmrl.fsio.documents import (
     COUNT,
     FLAG,
     INTEGER,
@@ -227,7 +227,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
         hosts.newest_failed_starts(paths),
         *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),
         _submitting(paths, submission),
-        space.free_bytes(paths.run),
+        calls.free_bytes(paths.run),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from slurmrl import child, env
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.fsio import atomic, documents, umask
+from slurmrl.fsio import atomic, calls, documents
 from slurmrl.run.channel.bell import fabric_address, interface_of
 from slurmrl.workers.agent.fork_environment import interpreter
 
@@ -156,7 +156,7 @@ def _groups(rank: int, local: int, hosts: int) -> Iterator[Any]:
 def main(arguments: list[str]) -> int:
     """Run as a host's program, or as a rank if the arguments name one."""
     folder = Path(arguments[0])
-    umask.make_private()
+    calls.set_private_umask()
     request = documents.read(folder / ASK)
     if len(arguments) == 1:
         task = env.NODE_ID.get()

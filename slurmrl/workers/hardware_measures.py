@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.engines.role_weights import init_tensor
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.primitives import write_new
+from slurmrl.fsio.calls import REAL, write_new
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest

@@ -28,7 +28,7 @@ from slurmrl.errors import (
     TrialEndedError,
 )
 from slurmrl.fsio import documents
-from slurmrl.fsio.field_types import TEXT, FieldType, one_of
+from slurmrl.fsio.documents import TEXT, FieldType, one_of
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import demand, keys
 from slurmrl.run.history.slots import History, Kind

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, TypeAlias
 
 from slurmrl.data.ledger import LEASE, StoredGroup
-from slurmrl.fsio.field_types import NUMBER, SECONDS, SIZE
+from slurmrl.fsio.documents import NUMBER, SECONDS, SIZE
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VERSION

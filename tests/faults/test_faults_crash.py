@@ -18,8 +18,7 @@ import pytest
 
 from slurmrl.errors import CorruptFileError, NameExistsError, SlotTakenError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import SystemCalls
-from slurmrl.fsio.primitives import write_new
+from slurmrl.fsio.calls import SystemCalls, write_new
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.rollouts.sample_files import SampleWriter, read_group
 from slurmrl.run.channel.message_log import LogReader, LogWriter

@@ -17,10 +17,9 @@ from slurmrl import child
 from slurmrl.desk.doctor.check import Check, failed, ok, warning
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import atomic, ownership, umask
-from slurmrl.fsio.calls import REAL
+from slurmrl.fsio import atomic, calls, ownership
+from slurmrl.fsio.calls import REAL, opened, read_all, write_new
 from slurmrl.fsio.failures import explain
-from slurmrl.fsio.primitives import opened, read_all, write_new
 
 ASK = "ask.json"
 """The job's request, in its folder."""
@@ -119,7 +118,7 @@ def _read(path: Path) -> None:
 
 
 def _umask() -> int:
-    mask = os.umask(umask.PRIVATE_UMASK)
+    mask = os.umask(calls.PRIVATE_UMASK)
     os.umask(mask)
     return mask
 

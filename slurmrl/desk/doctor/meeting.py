@@ -25,8 +25,7 @@ from slurmrl.desk.doctor.check import Check, failed, ok, warning
 from slurmrl.desk.doctor.directory import seconds
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.primitives import write_new
+from slurmrl.fsio.calls import REAL, write_new
 from slurmrl.run.channel.bell import fabric_address, interface_of
 
 MEET_S = 15.0

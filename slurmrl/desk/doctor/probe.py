@@ -28,7 +28,7 @@ from slurmrl.config.schema.cluster import Slurm
 from slurmrl.desk.doctor import directory, machine, meeting, server_checks
 from slurmrl.desk.doctor.check import Check, failed, guarded, ok
 from slurmrl.desk.doctor.directory import seconds
-from slurmrl.fsio import atomic, documents, umask
+from slurmrl.fsio import atomic, calls, documents
 from slurmrl.workers.agent.fork_environment import interpreter
 
 DIRECTORY_ADVICE = "the compute nodes must mount the directory of --root, writable for you"
@@ -112,7 +112,7 @@ def _temporary() -> Check:
 
 def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
-    umask.make_private()
+    calls.set_private_umask()
     task = env.NODE_ID.get()
     request = documents.read(folder / directory.ASK)
     checks = check_host(folder, task, request)
@@ -162,7 +162,7 @@ def inside_name(task: int) -> str:
 def main_inside(arguments: Sequence[str]) -> None:
     """``arguments``: the job's folder and the number of the host."""
     folder, task = Path(arguments[0]), int(arguments[1])
-    umask.make_private()
+    calls.set_private_umask()
     checks = checks_inside(folder, documents.read(folder / directory.ASK))
     text = json.dumps({"checks": [one.to_json() for one in checks]})
     atomic.replace(folder / inside_name(task), text.encode())

@@ -36,7 +36,7 @@ from slurmrl.errors import (
     UnreadableInputError,
 )
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.field_types import (
+from slurmrl.fsio.documents import (
     COUNT,
     INTEGER,
     NUMBER,

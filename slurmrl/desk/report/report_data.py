@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import documents, lines
-from slurmrl.fsio.field_types import (
+from slurmrl.fsio.documents import (
     INTEGER,
     NUMBER,
     SIZE,

@@ -25,7 +25,7 @@ from typing import Annotated, TypeAlias
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import is_local
-from slurmrl.fsio.field_types import FieldType
+from slurmrl.fsio.documents import FieldType
 
 Source: TypeAlias = tuple[str, int]
 """Address and port."""

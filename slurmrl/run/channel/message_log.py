@@ -25,10 +25,9 @@ from typing import Annotated, Any
 
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, opened, pwrite_all
+from slurmrl.fsio.documents import COUNT, SIZE
 from slurmrl.fsio.failures import corrupt, explain, unreadable
-from slurmrl.fsio.field_types import COUNT, SIZE
-from slurmrl.fsio.primitives import opened, pwrite_all
 
 MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")

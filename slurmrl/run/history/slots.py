@@ -17,8 +17,7 @@ from slurmrl.backoff import HIDDEN_PAUSES_S
 from slurmrl.errors import CorruptFileError, SlotTakenError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import corrupt, explain
-from slurmrl.fsio.field_types import (
+from slurmrl.fsio.documents import (
     COUNT,
     FILE_NAME,
     INTEGER,
@@ -29,6 +28,7 @@ from slurmrl.fsio.field_types import (
     one_of,
     table,
 )
+from slurmrl.fsio.failures import corrupt, explain
 
 END_OF_DATASET: Final = "the end of the dataset"
 """The ``reason`` for which a single pass over the dataset is finished, after all of its rows."""

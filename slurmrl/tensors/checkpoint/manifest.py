@@ -30,9 +30,8 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic, documents, objects
 from slurmrl.fsio.atomic import is_absent, known_names
-from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import NO_FILE, cause, explain
-from slurmrl.fsio.field_types import (
+from slurmrl.fsio.calls import REAL, SystemCalls, write_new
+from slurmrl.fsio.documents import (
     FILE_NAME,
     INTEGER,
     SIZE,
@@ -44,7 +43,7 @@ from slurmrl.fsio.field_types import (
     table,
     wrong,
 )
-from slurmrl.fsio.primitives import write_new
+from slurmrl.fsio.failures import NO_FILE, cause, explain
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, file_name, layout_name
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum, kind_of
 

@@ -22,7 +22,7 @@ import numpy as np
 from slurmrl.errors import CheckpointError, CorruptFileError, LayoutError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.field_types import (
+from slurmrl.fsio.documents import (
     COUNT,
     INTEGER,
     SIZE,

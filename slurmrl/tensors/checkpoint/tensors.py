@@ -30,10 +30,9 @@ from typing import Any, Final
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, opened
+from slurmrl.fsio.documents import shown
 from slurmrl.fsio.failures import explain, unreadable
-from slurmrl.fsio.field_types import shown
-from slurmrl.fsio.primitives import opened
 from slurmrl.tensors.layout import ITEM_BYTES, Array, Box, Index, TensorSpec, row_major
 
 CODES: dict[str, str] = {

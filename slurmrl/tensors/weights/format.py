@@ -25,16 +25,7 @@ import zstandard
 from slurmrl.errors import CorruptFileError, WeightVersionError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.field_types import (
-    COUNT,
-    FILE_NAME,
-    INTEGER,
-    SIZE,
-    TEXT,
-    Fields,
-    FieldType,
-    one_of,
-)
+from slurmrl.fsio.documents import COUNT, FILE_NAME, INTEGER, SIZE, TEXT, Fields, FieldType, one_of
 from slurmrl.fsio.objects import Dataclass, from_json, to_json
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array, TensorSpec

@@ -35,8 +35,8 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.documents import FILE_NAME
 from slurmrl.fsio.failures import NO_FILE, cause, explain
-from slurmrl.fsio.field_types import FILE_NAME
 from slurmrl.tensors.checkpoint.tensors import (
     SavedFile,
     TensorEntry,

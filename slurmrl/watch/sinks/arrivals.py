@@ -29,8 +29,8 @@ from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster, Logging
 from slurmrl.errors import CorruptFileError, SlurmrlError
-from slurmrl.fsio import atomic, documents, umask, variables
-from slurmrl.fsio.field_types import COUNT, each
+from slurmrl.fsio import atomic, calls, documents, variables
+from slurmrl.fsio.documents import COUNT, each
 from slurmrl.run import evaluated, metrics
 from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks import mlflow, tensorboard, wandb
@@ -50,7 +50,7 @@ ENDED: Final = ".ended"
 
 
 def main() -> int:
-    umask.make_private()
+    calls.set_private_umask()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a turn, whatever was inherited
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     log.configure("evaluations")

@@ -19,7 +19,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.errors import CorruptFileError, StaleIncarnationError, TrialEndedError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import make_private_directory, replace
-from slurmrl.fsio.field_types import INTEGER, TEXT
+from slurmrl.fsio.documents import INTEGER, TEXT
 from slurmrl.run import metrics
 from slurmrl.run.metrics import TIME
 from slurmrl.run.paths import RunPaths

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from slurmrl import env, log
-from slurmrl.fsio import umask
+from slurmrl.fsio import calls
 from slurmrl.workers.agent.agent import serve
 
 
@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--group", required=True)
     parser.add_argument("--task", type=int, help="number of a rollout task in the trainers' job")
     options = parser.parse_args()
-    umask.make_private()
+    calls.set_private_umask()
     log.configure(f"agent {options.group}/{env.NODE_ID.get()}")
     return serve(options.run, options.submission, options.group, options.task)
 

@@ -33,8 +33,7 @@ from slurmrl.errors import (
     TrialEndedError,
 )
 from slurmrl.fsio import atomic, documents, objects
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.primitives import opened
+from slurmrl.fsio.calls import REAL, opened
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import slurm_of

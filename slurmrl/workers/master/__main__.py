@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from slurmrl import env, log
-from slurmrl.fsio import umask
+from slurmrl.fsio import calls
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.workers.child_process import (
     PIPE_FD_OPTION,
@@ -38,7 +38,7 @@ def main() -> int:
     options = parser.parse_args()
     write_stacks_on_signal(options.stacks_fd)
     allow_tracing()
-    umask.make_private()
+    calls.set_private_umask()
     drop_failed_output()
     log.configure("master")
     errand = Errand(stacks_wakeup(), lambda: finish_stacks(options.stacks_fd, ""))

@@ -25,8 +25,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import inputs
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.primitives import is_temporary
+from slurmrl.fsio.calls import REAL, is_temporary
 from slurmrl.models.adapters import write_adapter
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import stored

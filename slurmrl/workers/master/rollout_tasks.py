@@ -31,7 +31,7 @@ from slurmrl.data.leases import Admission, SampleLedger, oldest_step
 from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.fsio.field_types import MOST_COUNT
+from slurmrl.fsio.documents import MOST_COUNT
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import demand
 from slurmrl.run.events import EventWriter

@@ -22,7 +22,7 @@ from slurmrl.errors import (
     SlurmrlError,
     UsageError,
 )
-from slurmrl.fsio import umask, variables
+from slurmrl.fsio import calls, variables
 from slurmrl.fsio.atomic import is_absent
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
@@ -70,7 +70,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    umask.make_private()
+    calls.set_private_umask()
     log.configure(f"supervisor {options.group}")
     paths = RunPaths(options.run)
     watchers = Watchers(options)

@@ -33,7 +33,7 @@ from slurmrl.config.schema import WHOLE, Config
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.atomic import exclusive_create, list_names, make_private_directory
-from slurmrl.fsio.primitives import is_temporary
+from slurmrl.fsio.calls import is_temporary
 from slurmrl.registry import resolve
 from slurmrl.run import evaluated
 from slurmrl.run.events import EventKind

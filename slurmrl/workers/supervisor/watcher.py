@@ -21,7 +21,7 @@ from slurmrl import env, log
 from slurmrl.backoff import Interval, retry
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import SchedulerError
-from slurmrl.fsio import umask
+from slurmrl.fsio import calls
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.events import EventWriter
 from slurmrl.run.lease import GAPS_PER_TTL
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--host", required=True)
     options = parser.parse_args()
     signal.signal(END, lambda *_: sys.exit(0))
-    umask.make_private()
+    calls.set_private_umask()
     log.configure(f"watcher on {env.NODE_NAME.get()}")
     paths = RunPaths(options.run)
     link = Link.here(paths, options.submission, options.group)

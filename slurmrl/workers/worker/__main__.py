@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from slurmrl import log
-from slurmrl.fsio import umask
+from slurmrl.fsio import calls
 from slurmrl.run.channel.pipe import Connection
 from slurmrl.run.hang import PendingCollective, RankProgress
 from slurmrl.run.reports import RankId, group_of
@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument(STACKS_OPTION, type=int, required=True)
     options = parser.parse_args()
     write_stacks_on_signal(options.stacks_fd)
-    umask.make_private()
+    calls.set_private_umask()
     drop_failed_output()
     log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)

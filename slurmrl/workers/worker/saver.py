@@ -21,8 +21,7 @@ from slurmrl import log
 from slurmrl.engines.base import Engine
 from slurmrl.engines.versions import OwnedTensors
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.primitives import discard
+from slurmrl.fsio.calls import REAL, discard
 from slurmrl.models.shapes import file_form
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import config_values

@@ -18,9 +18,8 @@ from slurmrl.errors import (
     StaleIncarnationError,
 )
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.calls import REAL, write_new
 from slurmrl.fsio.failures import explain
-from slurmrl.fsio.primitives import write_new
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import IncarnationWriter, begin, fold
 from slurmrl.run.paths import RunPaths

@@ -16,7 +16,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.desk import proposal, submitting, trial_jobs
 from slurmrl.env import user_name
-from slurmrl.fsio import space
+from slurmrl.fsio import calls
 from slurmrl.run.history.slots import END_OF_DATASET, Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, SubmissionRequest
@@ -538,7 +538,7 @@ def test_a_full_disk_is_said_and_nothing_is_submitted(
     assert submit_it(tmp_path, "--detach") == 0
     scheduler.tasks = []
     capsys.readouterr()
-    monkeypatch.setattr(space, "free_bytes", lambda directory: 3 << 20)
+    monkeypatch.setattr(calls, "free_bytes", lambda directory: 3 << 20)
     assert main(["status", "add/1"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "is full: 3 MiB are left, so no link can have started; free some space, then" in shown

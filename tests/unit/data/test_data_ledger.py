@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from slurmrl.data.ledger import DropCount, DroppedRun, Ledger, LedgerRecord, StepRun
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import objects
-from slurmrl.fsio.field_types import MOST_COUNT
+from slurmrl.fsio.documents import MOST_COUNT
 
 
 def committed(ledger: Ledger) -> str:

@@ -13,8 +13,7 @@ import pytest
 from slurmrl.backoff import UNCLEAR_PAUSES_S
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import SystemCalls
-from slurmrl.fsio.primitives import TEMPORARY_PREFIX
+from slurmrl.fsio.calls import TEMPORARY_PREFIX, SystemCalls
 from tests.support.faulty import Faulty
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio.field_types import COUNT
+from slurmrl.fsio.documents import COUNT
 from slurmrl.fsio.objects import from_json, to_json
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import space
+from slurmrl.fsio import calls
 from slurmrl.fsio.calls import SystemCalls
 
 
@@ -17,11 +17,11 @@ class Quota(SystemCalls):
 
 
 def test_room_is_looked_for_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    space.require(tmp_path)
-    space.require(tmp_path / "not" / "yet")
+    calls.require_space(tmp_path)
+    calls.require_space(tmp_path / "not" / "yet")
     with pytest.raises(EnvironmentFailure, match=r"EDQUOT.*nothing was submitted"):
-        space.require(tmp_path, calls=Quota())
+        calls.require_space(tmp_path, calls=Quota())
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(space, "free_bytes", lambda directory: 5 << 20)
+    monkeypatch.setattr(calls, "free_bytes", lambda directory: 5 << 20)
     with pytest.raises(EnvironmentFailure, match=r"is full: 5 MiB are free.*nothing was submitted"):
-        space.require(tmp_path / "not" / "yet")
+        calls.require_space(tmp_path / "not" / "yet")

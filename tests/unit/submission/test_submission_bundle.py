@@ -22,7 +22,7 @@ from slurmrl.desk.trial_code import OwnCode
 from slurmrl.desk.unpacking import BUNDLES, is_bundle, is_safe, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, EnvironmentFailure, OwnershipError, UsageError
-from slurmrl.fsio import space
+from slurmrl.fsio import calls
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.paths import RunPaths
 from tests.fake_runs import FakeScheduler, write_config
@@ -245,7 +245,7 @@ def test_what_the_manifest_says_is_checked(tmp_path: Path, bundle: Path) -> None
 def test_a_full_disk_is_reported_before_anything_is_unpacked(
     tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "free_bytes", lambda directory: 1 << 20)
+    monkeypatch.setattr(calls, "free_bytes", lambda directory: 1 << 20)
     with pytest.raises(EnvironmentFailure, match="nothing was unpacked"):
         unpack(bundle, tmp_path / "runs")
 

@@ -12,7 +12,7 @@ import pytest
 
 from slurmrl.config.load import dump
 from slurmrl.errors import UsageError
-from slurmrl.fsio.primitives import temporary_beside
+from slurmrl.fsio.calls import temporary_beside
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.history.state import Commit
 from slurmrl.run.paths import RunPaths

@@ -24,7 +24,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.fsio.field_types import MOST_COUNT, wrong
+from slurmrl.fsio.documents import MOST_COUNT, wrong
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings
