@@ -28,7 +28,7 @@ from slurmrl.scheduler.base import (
     SubmissionRequest,
     TaskState,
 )
-from slurmrl.scheduler.processes import ProcessId
+from slurmrl.scheduler.submission import ProcessId
 
 TIMEOUT_S = 300.0
 STAY = "import os, time; open('pid', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"

@@ -121,7 +121,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
     The version that reads the configuration, plan and batch scripts later must write them.
     """
     from slurmrl.desk import trial_code
-    from slurmrl.scheduler.job_environment import of_snapshot
+    from slurmrl.scheduler.base import snapshot_environment
 
     code = trial_code.current_code(paths)
     if trial_code.is_this_code(code):
@@ -129,7 +129,7 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
     click.echo(f"using the slurmrl of the trial, {code}; --update-code uses this one", err=True)
     sys.stdout.flush()
     arguments = [sys.executable, "-P", "-c", OTHER, *click.get_current_context().obj.arguments]
-    given = of_snapshot(code)
+    given = snapshot_environment(code)
     path = os.pathsep.join([given["PYTHONPATH"], *filter(None, [os.environ.get("PYTHONPATH")])])
     os.execve(sys.executable, arguments, {**os.environ, **given, "PYTHONPATH": path})
 

@@ -44,7 +44,7 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.processes import Claimant
+from slurmrl.scheduler.submission import Claimant
 from slurmrl.watch.snapshot import submission_numbers
 
 logger = log.get(__name__)

@@ -37,7 +37,7 @@ from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.resources import lacking_gpus
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler.job_environment import of_local_job
+from slurmrl.scheduler.base import local_environment
 from slurmrl.watch import sinks
 
 CHECK_TIMEOUT_S: Final = 120.0
@@ -251,7 +251,7 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
         for path in code.paths:
             copying.copy(path, place / path.name)
     return {
-        **of_local_job(os.environ),
+        **local_environment(os.environ),
         **variables,
         "PYTHONPATH": str(place),
         "PYTHONDONTWRITEBYTECODE": "1",

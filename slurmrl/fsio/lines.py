@@ -12,7 +12,8 @@ from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls, opened
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import opened as opened_file
 from slurmrl.fsio.failures import MOVE_AWAY, unreadable
 
 FIRST_BYTES = 64 << 10
@@ -118,7 +119,7 @@ def opened(path: Path, *, calls: SystemCalls = REAL) -> Iterator[LineFile]:
     Raises FileNotFoundError, CorruptFileError if it is not a regular file, EnvironmentFailure.
     """
     try:
-        with opened(path, os.O_RDONLY, calls) as descriptor:
+        with opened_file(path, os.O_RDONLY, calls) as descriptor:
             yield LineFile(descriptor, calls)
     except (FileNotFoundError, EnvironmentFailure):
         raise

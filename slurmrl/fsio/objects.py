@@ -1,9 +1,9 @@
 """JSON objects as frozen dataclasses, which are checked where they are read.
 
 The annotation of a field decides which values it accepts: ``int``, ``float``, ``str``, ``bool`` or,
-with other bounds, ``Annotated[int, COUNT]`` (see `documents`); ``tuple``, ``Mapping`` and dataclasses
-of these; ``Any``. A field with a default may be missing. Unknown fields, such as fields of a newer
-version, are ignored.
+with other bounds, ``Annotated[int, COUNT]`` (see `documents`); ``tuple``, ``Mapping`` and
+dataclasses of these; ``Any``. A field with a default may be missing. Unknown fields, such as fields
+of a newer version, are ignored.
 """
 
 from __future__ import annotations

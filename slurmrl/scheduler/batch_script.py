@@ -16,9 +16,14 @@ from typing import Any, Final
 
 from slurmrl.errors import UsageError
 from slurmrl.run.hosts import AFTER_SETUP, EARLY_TRAPS, leave_functions, try_module
-from slurmrl.scheduler.base import Continue, GroupRequest, SubmissionRequest
+from slurmrl.scheduler.base import (
+    NO_BYTECODE,
+    Continue,
+    GroupRequest,
+    SubmissionRequest,
+    snapshot_environment,
+)
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.job_environment import NO_BYTECODE, of_snapshot
 
 PASSED = (
     "partition",
@@ -135,7 +140,7 @@ def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
     exclude = str(slurm_options(request, group).get("exclude") or "")
     job = request.job_name(group.name)
     supervisor = shlex.join((*request.command(group, "srun"), "--failed"))
-    variables = of_snapshot(request.code).items()
+    variables = snapshot_environment(request.code).items()
     fail = " ".join([*(f"{name}={shlex.quote(text)}" for name, text in variables), supervisor])
     return leave_functions(request.run.run, script, job, exclude, request.number, fail)
 

@@ -30,7 +30,7 @@ from slurmrl.run.endings import JobTag
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import extensions, job_environment, submission
+from slurmrl.scheduler import base, extensions, submission
 from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.elastic import Change, ElasticGroup
@@ -228,11 +228,11 @@ def give_back(link: Link, why: str, host: str) -> None:
         return
     text = hosts.leave_functions(link.run.run, script, name, excluded)
     command = ["sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
-    subprocess.run(command, check=False, env=job_environment.of_command(os.environ) | _here())
+    subprocess.run(command, check=False, env=base.command_environment(os.environ) | _here())
 
 
 def _here() -> dict[str, str]:
-    """Return the variables of this job that the shell needs and of_command leaves out."""
+    """Return the variables of this job that the shell needs and command_environment leaves out."""
     known = (env.ARRAY_JOB_ID, env.JOB_ID, env.LINK, env.NODE_NAME, env.RESTART_COUNT)
     return {one.name: os.environ[one.name] for one in known if one.name in os.environ}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler import job_environment, parse, states
+from slurmrl.scheduler import base, parse, states
 
 logger = log.get(__name__)
 
@@ -74,7 +74,7 @@ class SlurmClient:
     def try_out(self, script: Path, *options: str) -> None:
         """Raise unless sbatch would accept the script; submit nothing."""
         command = ("sbatch", "--test-only", *options, str(script))
-        self._run(*command, environ=job_environment.of_job(os.environ))
+        self._run(*command, environ=base.job_environment(os.environ))
 
     def refusal(self, script: Path) -> str | None:
         """Return Slurm's words if sbatch would reject a script, without submitting it.
@@ -147,7 +147,7 @@ class SlurmClient:
         Options override its directives. ``inherited`` replaces this process's environment as what
         the job inherits.
         """
-        environ = job_environment.of_job(os.environ, inherited)
+        environ = base.job_environment(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
         return parse.job_id(self._run(*command, environ=environ))
 
@@ -258,7 +258,7 @@ class SlurmClient:
             done = subprocess.run(
                 command,
                 executable=shutil.which(command[0]),  # not by the PATH that a job is to have
-                env=environ or job_environment.of_command(os.environ),
+                env=environ or base.command_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -26,7 +26,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import parse, submission
 from slurmrl.scheduler.base import TaskState
 from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient, may_have_worked
-from slurmrl.scheduler.processes import Claimant, is_gone
+from slurmrl.scheduler.submission import Claimant, is_gone
 
 logger = log.get(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import batch_script, job_environment, processes, submission
+from slurmrl.scheduler import base, batch_script, submission
 from slurmrl.scheduler.base import (
     GroupRequest,
     JobIds,
@@ -88,12 +88,12 @@ class LocalScheduler(Scheduler):
         width = group.hosts if group.elastic else 1
         arguments = [str(run.run), str(request.number), group.name, str(group.links), str(width)]
         output = run.batch_log(group.name, f"chain.{request.number}")
-        environ = job_environment.of_local_job(os.environ)
+        environ = base.local_environment(os.environ)
         # -P: the working directory must not shadow the code snapshot.
         pid = os.posix_spawn(
             request.python,
             [request.python, "-P", "-m", CHAIN, *arguments],
-            environ | job_environment.of_snapshot(request.code),
+            environ | base.snapshot_environment(request.code),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
@@ -102,7 +102,7 @@ class LocalScheduler(Scheduler):
             setsid=True,
             setsigmask=SIGNALS,
         )
-        process = processes.ProcessId.of(pid)
+        process = submission.ProcessId.of(pid)
         if process is None:
             raise SchedulerError(f"the local chain of {group.name} ended at once: see {output}")
         job = job_id(process)
@@ -135,7 +135,7 @@ def _each(jobs: JobIds) -> Iterator[tuple[str, str]]:
     return ((group, job) for group, ids in jobs.items() for job in ids)
 
 
-def _file_of(process: processes.ProcessId) -> Path | None:
+def _file_of(process: submission.ProcessId) -> Path | None:
     """Return the state file of a chain that this object did not start, from its command line."""
     try:
         words = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")

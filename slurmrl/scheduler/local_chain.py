@@ -33,9 +33,9 @@ from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
-from slurmrl.scheduler import processes
+from slurmrl.scheduler import submission
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.scheduler.processes import ProcessId
+from slurmrl.scheduler.submission import ProcessId
 
 _log = log.get(__name__)
 GRACE_S = 10.0
@@ -80,12 +80,12 @@ class ChainState:
     def of(process: ProcessId, links: int) -> ChainState:
         """Return the initial state of a chain that this process runs on this machine."""
         pending = [Element(JobState.PENDING, "waits for the previous link") for _ in range(links)]
-        return ChainState(job_id(process), socket.gethostname(), processes.boot_id(), pending)
+        return ChainState(job_id(process), socket.gethostname(), submission.boot_id(), pending)
 
     @property
     def elsewhere(self) -> bool:
         """The chain was started on another machine."""
-        return self.boot != processes.boot_id() and self.host != socket.gethostname()
+        return self.boot != submission.boot_id() and self.host != socket.gethostname()
 
     @property
     def active(self) -> bool:
@@ -151,7 +151,7 @@ class LocalChain:
     """The links of one group of one submission."""
 
     def __init__(self, run: RunPaths, number: int, group: str, links: int, width: int) -> None:
-        identity = processes.ProcessId.of(os.getpid())
+        identity = submission.ProcessId.of(os.getpid())
         assert identity is not None, "this process runs"
         self._run, self._number, self._group = run, number, group
         self._width = width
@@ -253,7 +253,7 @@ class LocalChain:
     def _wait(self) -> list[int]:
         """Serve signals for a while. Return the links that have ended."""
         for index in sorted(self._relay):
-            if processes.catches(self._running[index].pid, signal.SIGUSR2):
+            if submission.catches(self._running[index].pid, signal.SIGUSR2):
                 self._running[index].send_signal(signal.SIGUSR2)
                 self._relay.discard(index)
         if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:

@@ -13,7 +13,7 @@ from slurmrl import log
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import batch_script, extensions, job_environment, parse, states, submission
+from slurmrl.scheduler import base, batch_script, extensions, parse, states, submission
 from slurmrl.scheduler.base import (
     GroupRequest,
     JobIds,
@@ -55,7 +55,7 @@ class SlurmScheduler(Scheduler):
         groups = tuple(_shortened(group, most(group)) for group in request.groups)
         request = dataclasses.replace(request, groups=groups)
         submission.write_scripts(request.run, request.number, self.scripts(request))
-        inherited = job_environment.inheritance(os.environ)
+        inherited = base.inherited_environment(os.environ)
         submission.write_environment(request.run, request.number, inherited)
         jobs: dict[str, tuple[str, ...]] = {}
         try:

@@ -29,7 +29,7 @@ from slurmrl.run.history.state import Begun, Recent, recent
 from slurmrl.run.hosts import BadHost
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Failure, Hang, Identity, Warned
-from slurmrl.scheduler.processes import claimant_words, may_submit
+from slurmrl.scheduler.submission import claimant_words, may_submit
 from slurmrl.watch import published
 
 GLANCE = 3

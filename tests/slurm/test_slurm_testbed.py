@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.scheduler.processes import ProcessId
+from slurmrl.scheduler.submission import ProcessId
 from tests.support.beds import command
 from tests.support.trials import wait_until
 

@@ -46,7 +46,7 @@ from slurmrl.scheduler import extensions, submission
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.chain import Link, committed, continues
 from slurmrl.scheduler.local_chain import ChainState
-from slurmrl.scheduler.processes import ProcessId
+from slurmrl.scheduler.submission import ProcessId
 from slurmrl.tensors.checkpoint.manifest import verify, write_manifest
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry

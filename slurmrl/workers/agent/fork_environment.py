@@ -16,7 +16,7 @@ from typing import Final
 
 from slurmrl.config.schema.cluster import Slurm
 from slurmrl.plan.model import GroupPlan, Plan
-from slurmrl.scheduler.job_environment import NO_BYTECODE, OF_FABRIC
+from slurmrl.scheduler.base import FABRIC_PREFIXES, NO_BYTECODE
 
 SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
 """numpy's OpenBLAS starts its threads on import, and a fork server must have none: a fork copies
@@ -41,7 +41,7 @@ HANDED_ON = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", NO_BYTECODE),
 )
-PREFIXES = (*OF_FABRIC, "PYTORCH_", "SLURMRL_")
+PREFIXES = (*FABRIC_PREFIXES, "PYTORCH_", "SLURMRL_")
 """Variables that workers need in addition to ``cluster.env``. Some containers (enroot,
 Apptainer with --cleanenv) do not inherit the environment, so these go on the command line, which
 every user of the host can read: never add anything secret."""

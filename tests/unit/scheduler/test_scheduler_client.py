@@ -8,7 +8,7 @@ import pytest
 
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
-from slurmrl.scheduler import choose, extensions, job_environment, make, states
+from slurmrl.scheduler import base, choose, extensions, make, states
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -95,16 +95,16 @@ def test_commands_see_no_options_in_their_environment(
 
 def test_a_job_inherits_a_short_list() -> None:
     environ = {"HOME": "/h", "PATH": "/bin", "TOKEN": "x", "SLURM_CONF": "c", "SBATCH_QOS": "q"}
-    assert job_environment.of_job(environ) == {"HOME": "/h", "PATH": "/bin", "SLURM_CONF": "c"}
+    assert base.job_environment(environ) == {"HOME": "/h", "PATH": "/bin", "SLURM_CONF": "c"}
 
 
 def test_a_job_inherits_settings_of_nccl() -> None:
     """On the local scheduler too, and in the jobs that a job submits or requeues."""
     given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_FR_BUFFER_SIZE": "9"}
     environ = {**given, "MY_NCCL_TOKEN": "x", "HF_TOKEN": "y"}
-    assert job_environment.of_job(environ) == given
-    assert job_environment.of_local_job(environ) == given
-    assert job_environment.of_job({}, job_environment.inheritance(environ)) == given
+    assert base.job_environment(environ) == given
+    assert base.local_environment(environ) == given
+    assert base.job_environment({}, base.inherited_environment(environ)) == given
 
 
 UNCONFIGURED = "scontrol: fatal: Could not establish a configuration source"

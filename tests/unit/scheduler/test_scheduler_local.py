@@ -17,7 +17,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.local_chain import ChainState, chain_process
-from slurmrl.scheduler.processes import ProcessId
+from slurmrl.scheduler.submission import ProcessId
 from tests.scheduler_contract import (
     STAY,
     Ask,

@@ -27,7 +27,7 @@ from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import TrialState, begin, end, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
-from slurmrl.scheduler.processes import ProcessId
+from slurmrl.scheduler.submission import ProcessId
 from slurmrl.watch import overview
 from slurmrl.watch.overview import collect
 from tests.fake_runs import FakeScheduler, task, write_config
