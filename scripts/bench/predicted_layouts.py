@@ -23,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from predictions import ordered_pairs
 
 from slurmrl.config.allocation import parse
-from slurmrl.plan.estimates.hardware import Machine, made
-from slurmrl.plan.estimates.hardware_files import read_file
+from slurmrl.plan.estimates.hardware import Machine, made, read_file
 from slurmrl.plan.estimates.pass_seconds import PassJob, Seconds, inference, training
 from slurmrl.plan.estimates.shape import read
 from tests.pool import RankPool

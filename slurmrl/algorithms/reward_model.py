@@ -34,7 +34,7 @@ from slurmrl.algorithms.sequences import TOKENS, last_values, per_sequence
 from slurmrl.data.conversations import ASSISTANT
 from slurmrl.data.encoder import Encoder, expanded
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.model_files import scored_at_turn_end
+from slurmrl.plan.estimates.shape import scored_at_turn_end
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine

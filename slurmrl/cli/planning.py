@@ -149,7 +149,7 @@ def _plan(
     from slurmrl.desk.submitting import refusal
     from slurmrl.desk.trials import chosen_root
     from slurmrl.display.blocks import Lines
-    from slurmrl.plan import precision, resources
+    from slurmrl.plan import build, precision
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.dataflow import unread
     from slurmrl.plan.plan_document import document
@@ -166,15 +166,15 @@ def _plan(
         settings = load(*added)
     config = settings.config
     kind = choose(scheduler or config.cluster.scheduler, asks_slurm=config.asks_slurm)
-    hosts = resources.ask(settings.config) if kind == "slurm" else None
+    hosts = build.ask_hosts(settings.config) if kind == "slurm" else None
     planned = make_plan(settings, scheduler=kind, hosts=hosts)
     unread_keys = unread(planned.calls, settings.config.dataset.kind)
     warnings = [f"key {line}" for line in unread_keys]
     if slow := precision.slow_bfloat16(precision.bfloat16_models(config, planned, planned.groups)):
         warnings.append(slow if kind == "local" else f"{slow}; {precision.ELSEWHERE}")
-    made = report(settings, planned, [*warnings, *resources.scarce(planned, settings, hosts)])
-    made["missing"] += resources.lacking(planned, settings.config, hosts)
-    made["missing"] += map(str, resources.lacking_gpus(settings, planned))
+    made = report(settings, planned, [*warnings, *build.scarce(planned, settings, hosts)])
+    made["missing"] += build.lacking(planned, settings.config, hosts)
+    made["missing"] += map(str, build.lacking_gpus(settings, planned))
     code = trial_code.find_own_code(settings)
     slurm = settings.config.cluster.slurm
     made["warnings" if slurm.container or slurm.setup else "missing"] += code.notes

@@ -68,7 +68,7 @@ def profile_cluster(
     from slurmrl.desk.hardware_profiling import Profiling, profile
     from slurmrl.desk.trials import chosen_root, root_folder
     from slurmrl.display.terminal import table, width
-    from slurmrl.plan.estimates.hardware_files import CPU, read_file
+    from slurmrl.plan.estimates.hardware import CPU, read_file
 
     what = Profiling(
         config,

@@ -18,8 +18,8 @@ from slurmrl.desk.measured_profile import profile_text
 from slurmrl.desk.trial_jobs import clear_away
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.fsio import atomic, documents
-from slurmrl.plan.estimates import hardware_files
-from slurmrl.plan.estimates.hardware_files import CPU
+from slurmrl.plan.estimates import hardware
+from slurmrl.plan.estimates.hardware import CPU
 from slurmrl.plan.resolve.inherited_settings import gpus_per_worker
 from slurmrl.plan.settings import load_settings
 from slurmrl.scheduler import choose
@@ -180,20 +180,20 @@ def _name(cluster: Cluster, gpus: int) -> str | None:
     """The name of the hardware, by which plan finds it; None if only the job can tell."""
     if not gpus:
         return CPU
-    known = hardware_files.name_of(cluster.model_copy(update={"gpus_per_worker": 1}))
-    return known or hardware_files.new_name(cluster.slurm.gpu_type or "")
+    known = hardware.name_of(cluster.model_copy(update={"gpus_per_worker": 1}))
+    return known or hardware.new_name(cluster.slurm.gpu_type or "")
 
 
 def _seen(ranks: list[list[dict[str, Any]]]) -> str:
     """The name of the GPU that the ranks have."""
     full = next(point["name"] for points in ranks for point in points if point["what"] == "device")
-    found = hardware_files.new_name(str(full))
+    found = hardware.new_name(str(full))
     assert found is not None, "a GPU has a name"
     return found
 
 
 def _output(what: Profiling, name: str) -> Path:
-    path = what.output or hardware_files.own_folder() / f"{name}.yaml"
+    path = what.output or hardware.own_folder() / f"{name}.yaml"
     if path.is_dir():
         raise UsageError(f"--output {path}: is a directory, not a file")
     if what.output is not None and not path.absolute().parent.is_dir():

@@ -29,8 +29,7 @@ from slurmrl.models.model_tensors import PinnedTensors, mismatches, read_headers
 from slurmrl.models.shapes import VALUE_HEAD, file_form
 from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
 from slurmrl.plan.dataflow import Call
-from slurmrl.plan.estimates.shape import longest, shape_of
-from slurmrl.plan.model_files import config_values
+from slurmrl.plan.estimates.shape import config_values, longest, shape_of
 from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
 from slurmrl.plan.settings import Settings, load_resolved_settings

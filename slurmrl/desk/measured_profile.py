@@ -15,10 +15,9 @@ from typing import Any, Final
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.source import Source
-from slurmrl.plan.estimates import hardware_files
+from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
-from slurmrl.plan.estimates.hardware import GIB, Machine, made
-from slurmrl.plan.estimates.hardware_files import CPU, FITTED_GPU, HardwareFile
+from slurmrl.plan.estimates.hardware import CPU, FITTED_GPU, GIB, HardwareFile, Machine, made
 from slurmrl.plan.estimates.pass_seconds import PassJob, inference
 from slurmrl.plan.estimates.shape import ModelShape, read
 
@@ -42,13 +41,13 @@ def profile_text(
     Raises ConfigError for points that give no valid profile.
     """
     points = _together(ranks)
-    like = name if name in hardware_files.shipped_names() else FITTED_GPU
+    like = name if name in hardware.shipped_names() else FITTED_GPU
     shape = read(model)
     assert shape is not None, "the measured model is one of the built-in decoder"
     measured = _Measured(name, like, points, shape)
     numbers = {key: float(f"{value:.4g}") for key, value in measured.numbers().items()}
     values = {"hardware": name, "like": like, "made": made_by, "measured": numbers}
-    hardware_files.checked(Source(Path(f"{name}.yaml"), values))
+    hardware.checked(Source(Path(f"{name}.yaml"), values))
     lines = [f"hardware: {name}", f"like: {like}", f"made: {json.dumps(made_by)}", "measured:"]
     lines += [f"  {key}: {value:.4g}" for key, value in numbers.items()]
     lines += ["# Points, the mean of all ranks:", *(f"#   {_shown(point)}" for point in points)]
@@ -197,7 +196,7 @@ class _Measured:
             lines[one] = _line(seconds)
         rates = {one: 1 / max(line[0], 1e-18) for one, line in lines.items()}
         peak = (
-            hardware_files.shipped(self.name).vendor.flops_per_s if self.name == self.like else None
+            hardware.shipped_file(self.name).vendor.flops_per_s if self.name == self.like else None
         )
         products = 1.0 if peak is None else min(rates[2] / peak, LARGEST_SHARE)
         at_once, per_side = lines[self.width]

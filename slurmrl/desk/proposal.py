@@ -31,7 +31,7 @@ from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic, documents, ownership
 from slurmrl.fsio.documents import TEXT
-from slurmrl.plan import resources
+from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.own_algorithm import is_own
@@ -266,12 +266,12 @@ def _planned(
     cluster = config.cluster.model_copy(update={"scheduler": kind})
     config = config.model_copy(update={"cluster": cluster})
     settings = dataclasses.replace(settings, config=config)
-    hosts = resources.ask(config) if kind == "slurm" else None
+    hosts = build.ask_hosts(config) if kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts)
-    if lacking := resources.lacking(plan, config, hosts):
+    if lacking := build.lacking(plan, config, hosts):
         where = str(settings.source.path)
         raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
-    if without_gpus := resources.lacking_gpus(settings, plan):
+    if without_gpus := build.lacking_gpus(settings, plan):
         raise ConfigError(tuple(without_gpus))
     _check_number(plan, config, run_paths(settings))
     recorder = ProvenanceWriter(config, settings.source.path, code, kind, settings.profile)

@@ -28,13 +28,13 @@ from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, SlurmrlError
 from slurmrl.fsio import variables
 from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.build import lacking_gpus
 from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.memory import saved, total_bytes, whole_weights
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.estimates.worker_memory import ONE_RANK, version_size
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.plan.resources import lacking_gpus
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import local_environment

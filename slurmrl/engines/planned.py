@@ -16,8 +16,8 @@ from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes
+from slurmrl.plan.estimates.shape import config_values
 from slurmrl.plan.model import CallPlan, ModelPlan, Plan, Reallocation
-from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings
 from slurmrl.tensors.layout import Layout

@@ -1,24 +1,30 @@
-"""From settings to the plan of a run."""
+"""From settings to the plan of a run, and whether the cluster can meet its requests."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.schema import WHOLE, Config
-from slurmrl.plan import placement, resources
+from slurmrl.config.schema import WHOLE, Cluster, Config, Slurm, role_key
+from slurmrl.errors import Problem, SchedulerError
+from slurmrl.plan import placement
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
+from slurmrl.plan.engine_rules import ENGINES
+from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
+from slurmrl.plan.estimates.shape import shape_of, vllm_on_cpus
 from slurmrl.plan.estimates.worker_memory import slot_bytes
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
-from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
+from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of, slurm_of
 from slurmrl.plan.resolve.inherited_settings import gpus_per_worker
 from slurmrl.plan.settings import Settings
+from slurmrl.registry import near
 from slurmrl.run.reports import TRAINERS
+from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 
 ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.task_setup:build_rollout"
@@ -31,7 +37,7 @@ AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
 pipeline stages communicate least. The order is Megatron's (Narayanan et al. 2021)."""
 
 
-def make_plan(settings: Settings, *, scheduler: str, hosts: resources.Hosts | None = None) -> Plan:
+def make_plan(settings: Settings, *, scheduler: str, hosts: Hosts | None = None) -> Plan:
     """Return the plan for ``scheduler``, ``"local"`` or ``"slurm"``.
 
     It is for the cluster's ``hosts`` if they are known.
@@ -172,9 +178,9 @@ def _with_resources(
     given = slurm.gpu_directive == "none"
     fit = [host for host in hosts if given or host.gpus >= gpus]
     estimate = slot_bytes(settings, group)
-    of_gpu = resources.cpus(cluster, gpus, needed, fit)
+    of_gpu = cpus(cluster, gpus, needed, fit)
     own = cluster.cpus_per_worker is None
-    memory = resources.memory(cluster, estimate, group.slots_per_host, needed, fit)
+    memory = requested_memory(cluster, estimate, group.slots_per_host, needed, fit)
     return group.model_copy(
         update={
             "cpus_per_worker": of_gpu * group.gpus_per_worker if own else of_gpu,
@@ -214,3 +220,186 @@ def _call(
         pre_hooks=before,
         post_hooks=tuple(after),
     )
+
+
+Hosts: TypeAlias = Mapping[str, Sequence[HostRow]]
+"""Hosts of the partitions of each group."""
+CPUS: Final = 8
+"""Cores of a worker with a GPU: the reward, tokenization, checkpoints and NCCL run next to it."""
+SHARE_OF_MEMORY: Final = 0.9
+"""Share of a host's memory that a default may request: Slurm may reserve some for itself."""
+MEMORY_OPTIONS: Final = ("--mem", "--mem-per-cpu", "--mem-per-gpu")
+
+
+def cpus(
+    cluster: Cluster, workers_per_host: int, needed_hosts: int, hosts: Sequence[HostRow]
+) -> int:
+    """Cores of a worker: `CPUS`, or a GPU's share of the cores of its host where that is less."""
+    if cluster.cpus_per_worker is not None:
+        return cluster.cpus_per_worker
+    shares = [_cpu_share(host, workers_per_host) for host in _best(hosts, needed_hosts)]
+    return max(min([CPUS, *shares]), cluster.threads_per_worker)
+
+
+def requested_memory(
+    cluster: Cluster,
+    estimate: int | None,
+    workers_per_host: int,
+    needed_hosts: int,
+    hosts: Sequence[HostRow],
+) -> str | None:
+    """Memory of a worker in Slurm's notation: the estimate, or the hosts' memory if that is less.
+
+    None: nothing is requested, because the estimate is unknown, the cluster does not know its
+    hosts' memory, or ``extra_lines`` request memory.
+    """
+    if cluster.mem_per_worker is not None:
+        return cluster.mem_per_worker
+    chosen = _best(hosts, needed_hosts)
+    unknown = any(not host.memory_mib for host in chosen)
+    if estimate is None or unknown or _requests_memory(cluster):
+        return None
+    wanted = -(-estimate // GIB)
+    least_mib = min((host.memory_mib for host in chosen), default=None)
+    if least_mib is None or wanted * 1024 * workers_per_host <= least_mib * SHARE_OF_MEMORY:
+        return f"{wanted}G"
+    return f"{int(least_mib * SHARE_OF_MEMORY) // workers_per_host}M"
+
+
+def _best(hosts: Sequence[HostRow], needed: int) -> list[HostRow]:
+    """Return the ``needed`` hosts with the most cores and memory.
+
+    All ``hosts`` have enough GPUs.
+    """
+    return sorted(hosts, key=lambda host: (host.cpus, host.memory_mib), reverse=True)[:needed]
+
+
+def _cpu_share(host: HostRow, workers_per_host: int) -> int:
+    """Cores for each of the host's GPUs, so that other jobs can use its other GPUs."""
+    return host.cpus // max(host.gpus, workers_per_host) if host.cpus else CPUS
+
+
+def _requests_memory(cluster: Cluster) -> bool:
+    lines = [line.strip().removeprefix("#SBATCH").strip() for line in cluster.slurm.extra_lines]
+    return any(line.replace("=", " ").split(" ")[0] in MEMORY_OPTIONS for line in lines)
+
+
+TIMEOUT_S = 10.0
+
+
+def ask_hosts(config: Config) -> Hosts | None:
+    """The hosts that Slurm has in the partitions of each group; None if it does not answer."""
+    client = SlurmClient(timeout_s=TIMEOUT_S)
+    partitions = {name: slurm_of(config, name).partition for name in (TRAINERS, ROLLOUTS)}
+    try:
+        found = {name: client.hosts(name) for name in set(partitions.values())}
+    except SchedulerError:
+        return None
+    return {group: found[partition] for group, partition in partitions.items()}
+
+
+def lacking(plan: Plan, config: Config, hosts: Hosts | None) -> list[str]:
+    """Requests that the cluster could not serve even if all its hosts were idle."""
+    if hosts is not None and (unknown := list(_unknown_partitions(config, hosts))):
+        return unknown
+    known = (group for group in plan.jobs if hosts is not None and group.name in hosts)
+    return [
+        line
+        for group in known
+        for line in _lacking(group, slurm_of(config, group.name), (hosts or {})[group.name])
+    ]
+
+
+def _unknown_partitions(config: Config, hosts: Hosts) -> Iterator[str]:
+    """Partitions that Slurm does not have: of these sinfo lists no hosts, without an error."""
+    named = {
+        (name, slurm_of(config, name).partition or "")
+        for name, found in hosts.items()
+        if not found or "," in (slurm_of(config, name).partition or "")
+    }
+    wanted = {part.strip() for _, partition in named for part in partition.split(",")} - {""}
+    if not wanted:
+        return
+    try:
+        known = SlurmClient(timeout_s=TIMEOUT_S).partition_names()
+    except SchedulerError:
+        return
+    for partition in sorted(wanted.difference(known) if known else ()):
+        yield f"Slurm has no partition '{partition}': {near(partition, known)}"
+
+
+def _lacking(group: GroupPlan, slurm: Slurm, hosts: Sequence[HostRow]) -> Iterator[str]:
+    where = f"partition {slurm.partition}" if slurm.partition else "the cluster"
+    needed, workers = group.hosts_of_job, group.slots_per_host
+    gpus = group.gpus_per_worker * workers if slurm.gpu_directive != "none" else 0
+    fit = [host for host in hosts if host.gpus >= gpus]
+    if len(fit) < needed:
+        kind = "host" if needed == 1 else "hosts"
+        kind += f" with {gpus} GPU{'s' if gpus > 1 else ''}" if gpus else ""
+        most = max((host.gpus for host in hosts), default=0)
+        remedy = "change the layout or cluster.workers_per_host"
+        if gpus and not most:
+            remedy = "choose a partition with GPUs, or compute on CPUs: cluster.gpus_per_worker=0"
+        yield (
+            f"the {group.name} group needs {needed} {kind}, {where} has {len(fit)} (of "
+            f"{len(hosts)} hosts, with up to {most} GPUs): {remedy}"
+        )
+        return
+    cpus, mib = group.cpus_per_worker * workers, (group.memory_bytes or 0) * workers >> 20
+    requests = [
+        ("cores", cpus, "cpus_per_worker", [host.cpus for host in fit]),
+        ("MiB of memory", mib, "mem_per_worker", [host.memory_mib for host in fit]),
+    ]
+    for what, requested, key, there in requests:
+        if sum(not size or size >= requested for size in there) < needed:
+            yield (
+                f"the {group.name} group requests {requested} {what} on each of {needed} hosts, "
+                f"{where} has hosts with up to {max(there)}: lower cluster.{key} or "
+                "cluster.workers_per_host"
+            )
+
+
+def scarce(plan: Plan, settings: Settings, hosts: Hosts | None) -> list[str]:
+    """Default requests that were lowered to the hosts' resources."""
+    cluster, found = settings.config.cluster, []
+    for group in plan.jobs if hosts else ():
+        cores = group.cpus_per_worker // max(group.gpus_per_worker, 1)
+        memory = group.memory_bytes
+        estimate = slot_bytes(settings, group)
+        if group.gpus_per_worker and cores < CPUS and cluster.cpus_per_worker is None:
+            found.append(
+                f"the {group.name} group requests {cores} cores for each GPU, the hosts' share; "
+                f"{CPUS} are usual, and fewer may slow down rewards and data"
+            )
+        if memory and estimate and memory < estimate and cluster.mem_per_worker is None:
+            found.append(
+                f"the {group.name} group requests {memory / GIB:.1f} GiB of host memory for each "
+                f"worker, because the hosts have no more; the estimate is {estimate / GIB:.1f} GiB"
+            )
+    return found
+
+
+def lacking_gpus(settings: Settings, plan: Plan) -> list[Problem]:
+    """Return a problem for each layout whose engine cannot compute on workers without GPUs."""
+    gpus = {group.name: group.gpus_per_worker for group in plan.groups}
+    cause = "cluster.gpus_per_worker is 0"
+    if settings.config.cluster.gpus_per_worker is None:
+        cause = "this machine, where the trial would run, has none"
+    found: dict[str, Problem] = {}
+    for model in plan.models.values():
+        if gpus[model.group] or model.backend in found:
+            continue
+        reason, remedy = "", "on CPUs use native or sglang"
+        if ENGINES[model.engine].needs_gpu:
+            reason = f"the {model.engine} engine needs a GPU for each worker, and {cause}"
+            remedy = "on CPUs use fsdp"
+        elif model.engine == "vllm" and not settings.config.rollout.servers:
+            shape = shape_of(settings.config.actor)
+            if shape is not None and (lack := vllm_on_cpus(shape)):
+                reason = f"{lack}, and {cause}"
+        if not reason:
+            continue
+        message = f"'{model.backend}' is not allowed: {reason}; {remedy}"
+        section = (ROLLOUTS,) if model.role == ROLLOUTS else role_key(model.role)
+        found[model.backend] = settings.source.problem((*section, "backend"), message)
+    return list(found.values())

@@ -22,7 +22,7 @@ def let_megatron_compute_here(
     it there.
     """
     accept, install = (f"tests.support.megatron_cpu:{name}" for name in ("accept", "install"))
-    write_hook(folder / f"{trial}.submit", "slurmrl.plan.resources", accept)
+    write_hook(folder / f"{trial}.submit", "slurmrl.plan.build", accept)
     site.environment["PYTHONPATH"] = f"{folder / f'{trial}.submit'}:{ROOT}"
     return hooked(site, folder, f"{kind}.{trial}", "slurmrl.engines.megatron", install)
 

@@ -15,7 +15,7 @@ import pytest
 
 from slurmrl.desk.hardware_profiling import Profiling, profile
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.plan.estimates import hardware_files
+from slurmrl.plan.estimates import hardware
 from slurmrl.workers.hardware_sizes import MeasureSizes
 from tests.support.trials import ARCHITECTURE, REPOSITORY, command_line, wait_until
 
@@ -46,9 +46,9 @@ def _no_site_profile(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_ranks_measure_all_numbers(tmp_path: Path) -> None:
     output, said = tmp_path / "cpu.yaml", list[str]()
     assert profile(profiling(tmp_path / "runs", output), said.append) == output
-    found = hardware_files.read_file(output)
+    found = hardware.read_file(output)
     measured = found.measured.model_dump(exclude_none=True)
-    everything = set(hardware_files.Numbers.model_fields)
+    everything = set(hardware.Numbers.model_fields)
     of_gpus = {"memory_gib", "host_link", "fused_attention", "fused_traffic"}
     of_networks = {"network", "network_latency"}
     assert everything - set(measured) == of_gpus | of_networks | {"grouped", "rest"}

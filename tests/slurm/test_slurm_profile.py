@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurmrl.plan.estimates import hardware_files
+from slurmrl.plan.estimates import hardware
 from tests.support.nodes import queued
 from tests.support.trials import Site, sft_config
 
@@ -15,7 +15,7 @@ def test_two_nodes_measure_the_network(site: Site, tmp_path: Path) -> None:
     words = ("--hosts", "2", "--ranks", "1", "--scheduler", "slurm", "--output", str(output))
     done = site.slurmrl("profile-cluster", str(path), *words)
     assert "a job of 2 hosts with 1 rank each on slurm" in done.stderr
-    found = hardware_files.read_file(output).measured
+    found = hardware.read_file(output).measured
     assert found.network is not None
     assert found.network_latency is not None
     assert found.link is None, "a host has one rank"

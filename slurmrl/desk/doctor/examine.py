@@ -20,12 +20,11 @@ from slurmrl.desk.proposal import Proposal, begun_configuration, run_paths
 from slurmrl.desk.provenance import ProvenanceWriter
 from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, job_variables
 from slurmrl.errors import ConfigError, SchedulerError, UnreadableInputError
-from slurmrl.plan import resources
-from slurmrl.plan.build import make_plan
+from slurmrl.plan import build
+from slurmrl.plan.build import Hosts, make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.plan.precision import bfloat16_models
-from slurmrl.plan.resources import Hosts
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO, choose
 from slurmrl.scheduler.base import GroupRequest
@@ -70,7 +69,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
         checks += more
     requested = what.scheduler or cluster.scheduler
     kind = choose(requested, asks_slurm=(config or cluster).asks_slurm)
-    hosts = resources.ask(settings.config) if settings and kind == "slurm" else None
+    hosts = build.ask_hosts(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     limit_s = what.check_timeout_s
     if settings is not None and plan is not None and not settings.missing and limit_s is not None:
@@ -215,7 +214,7 @@ def check_scheduler(
     ]
     if settings is None or plan is None:
         return checks
-    lacking = resources.lacking(plan, settings.config, hosts)
+    lacking = build.lacking(plan, settings.config, hosts)
     checks += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
     return checks if lacking else [*checks, ok("hosts", "the cluster has what the layout needs")]
 

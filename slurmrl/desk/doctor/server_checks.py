@@ -22,8 +22,7 @@ from slurmrl.errors import AllocationError, SlurmrlError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.plan.engine_rules import SERVER_KINDS, ServerRules
-from slurmrl.plan.estimates.shape import ModelShape, least_context
-from slurmrl.plan.model_files import config_values
+from slurmrl.plan.estimates.shape import ModelShape, config_values, least_context
 from slurmrl.rollouts.generation.fitness import (
     ServedModel,
     check_context,

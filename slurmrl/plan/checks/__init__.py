@@ -1,77 +1,85 @@
 """Checks that no single schema can make: across sections, files and the algorithm's needs.
 
 Each check yields problems and never raises, so that one run reports all of them. To add a check,
-write a function that takes a ``Draft`` and add it to CHECKS or SUBMISSION.
+write a function that takes a `Draft` and add it to CHECKS or SUBMISSION in ``plan/settings.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Final, TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
+from slurmrl.config.allocation import Allocation
+from slurmrl.config.schema import Config, Model
+from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem
-from slurmrl.plan.checks import completion_checks, generators, layouts, model_sources, sections
-from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.checks.fit import hardware, memory
-
-Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
-
-CHECKS: Final[tuple[Check, ...]] = (
-    layouts.backends,
-    layouts.gpus,
-    layouts.batches,
-    layouts.hosts,
-    layouts.rollout_instances,
-    layouts.architectures,
-    hardware,
-    generators.tasks,
-    model_sources.implementations,
-    sections.engine_options,
-    sections.optimizers,
-    sections.averages,
-    completion_checks.completions,
-    completion_checks.votes,
-    model_sources.adapters,
-    model_sources.base_reference,
-    sections.dataset_types,
-    sections.dataset_chats,
-    sections.conflicts,
-    sections.reward,
-    sections.suite_rewards,
-    generators.evaluation_tasks,
-    completion_checks.episodes,
-    completion_checks.sampling,
-    completion_checks.experts,
-    completion_checks.publication,
-    sections.length_of_run,
-    sections.untrained_steps,
-    sections.stop_when,
-    sections.something_to_do,
-    sections.graphs,
-)
-"""Checks of every plan."""
-SUBMISSION: Final[tuple[Check, ...]] = (
-    memory,
-    layouts.runnable,
-    layouts.generation,
-    generators.servers,
-    sections.folder_of_runs,
-    model_sources.weights,
-    model_sources.lengths,
-    completion_checks.transformers_generation,
-    model_sources.tokenizer,
-    model_sources.stop_tokens,
-    sections.dataset_files,
-)
-"""Additional checks of a submission: memory, existing files and engines. (A layout that no
-engine runs in this version can still be planned.)"""
+from slurmrl.plan.algorithms import Algorithm, uses_of
+from slurmrl.plan.engine_rules import HF, lacking
+from slurmrl.plan.estimates.call_costs import placed_models
+from slurmrl.plan.placement import Placement, model_of
 
 
-def check(draft: Draft) -> list[Problem]:
-    """The problems that prevent planning."""
-    return [problem for find_problems in CHECKS for problem in find_problems(draft)]
+@dataclass(frozen=True)
+class Draft:
+    config: Config
+    algorithm: Algorithm
+    source: Source
+
+    def models(self) -> Iterator[tuple[str, Model]]:
+        """The roles that the algorithm uses, with their completed sections."""
+        for use in uses_of(self.config, self.algorithm):
+            yield use.role, self.config.model(use.role)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The roles that the algorithm trains."""
+        return frozenset(use.role for use in self.algorithm.roles() if use.trained)
+
+    def placements(self) -> dict[str, Placement]:
+        """The placements of the models; invalid ones are left out."""
+        return placed_models(self)
+
+    def allocations(self) -> dict[str, Allocation]:
+        return {name: place.allocation for name, place in self.placements().items()}
+
+    def lacks(self, name: str, capability: str) -> str:
+        """Return why a role or generation cannot do something.
+
+        The reason is its engine, or the implementation of its model. Return an empty string if it
+        can, or if its layout is invalid.
+        """
+        allocation = self.allocations().get(name)
+        kinds = [allocation.backend] if allocation is not None else []
+        if model_of(self.config, name).implementation == HF:
+            kinds.append(HF)
+        return next((why for kind in kinds if (why := lacking(kind, capability))), "")
+
+    def writes(self, *key_path: str) -> bool:
+        """Whether the user wrote something at this key, valid or not."""
+        return self.source.writes(*self._below_models(key_path))
+
+    def problem(self, key_path: KeyPath, message: str) -> Problem:
+        return self.source.problem(self._below_models(key_path), message)
+
+    def refuse(self, key_path: KeyPath, reason: str, value: object = None) -> Problem:
+        """Return the problem ``VALUE is not allowed REASON``.
+
+        ``reason`` begins with ``:``, or with the circumstances. A string ``value`` gets quotes;
+        None is left out.
+        """
+        return self.problem(key_path, f"{_shown(value)}is not allowed{reason}")
+
+    def _below_models(self, key_path: KeyPath) -> KeyPath:
+        """The key in the file of one that begins with a role."""
+        return ("models", *key_path) if key_path[0] in self.config.models else key_path
 
 
-def check_submission(draft: Draft) -> list[Problem]:
-    """The problems that prevent the submission of a valid plan."""
-    return [problem for find_problems in SUBMISSION for problem in find_problems(draft)]
+def _shown(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return f"{str(value).lower()} "
+    if isinstance(value, float):
+        return f"{value:.12g} "
+    return f"'{value}' " if isinstance(value, str) else f"{value} "

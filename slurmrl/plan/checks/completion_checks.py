@@ -11,13 +11,19 @@ from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks import Draft
 from slurmrl.plan.engine_rules import CAPABILITIES, HF
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import PAGE_TOKENS, kv_bytes_per_token
-from slurmrl.plan.estimates.shape import TRAINING, bounded_parts, lengths_of, longest, shape_of
+from slurmrl.plan.estimates.shape import (
+    TRAINING,
+    bounded_parts,
+    config_values,
+    lengths_of,
+    longest,
+    shape_of,
+)
 from slurmrl.plan.metric_names import generates, makes_rewards
-from slurmrl.plan.model_files import config_values
 from slurmrl.plan.placement import ROLLOUTS, model_of
 from slurmrl.registry import near, resolve
 

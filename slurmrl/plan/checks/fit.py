@@ -15,7 +15,7 @@ from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model, ParallelSizes, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import ConfigError, Problem, UnreadableInputError, UsageError
-from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks import Draft
 from slurmrl.plan.engine_rules import can, lacking
 from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.call_costs import Checked, Variant, memories, placed_models

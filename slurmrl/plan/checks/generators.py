@@ -26,13 +26,11 @@ from slurmrl.config.schema.cluster import JobOptions
 from slurmrl.config.schema.rollout import read_keys
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem, UsageError
-from slurmrl.plan.checks import fit
-from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks import Draft, fit
 from slurmrl.plan.dataflow import REWARD_MODEL, Call, Method
 from slurmrl.plan.engine_rules import SERVER_KINDS, is_flag, lacking, rules_of
-from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.estimates.shape import config_values, shape_of, text_config
 from slurmrl.plan.metric_names import generates
-from slurmrl.plan.model_files import config_values, text_config
 from slurmrl.plan.placement import ROLLOUTS, tasks_inside, trainers
 from slurmrl.run.paths import EVALUATED
 

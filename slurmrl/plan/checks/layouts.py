@@ -12,8 +12,7 @@ from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.plan import placement
 from slurmrl.plan.algorithms import all_calls
-from slurmrl.plan.checks import fit
-from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks import Draft, fit
 from slurmrl.plan.engine_rules import lacking, rules_of
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.metric_names import generates

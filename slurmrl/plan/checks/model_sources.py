@@ -12,9 +12,9 @@ from slurmrl.config.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.config.schema import Lora, Model
 from slurmrl.errors import Problem, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.plan import model_files
-from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks import Draft
 from slurmrl.plan.engine_rules import ENGINES, HF, lacking
+from slurmrl.plan.estimates import shape
 from slurmrl.plan.estimates.shape import bounded_parts, longest
 from slurmrl.plan.placement import REFERENCE, ROLLOUTS, uses_base
 from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
@@ -59,7 +59,7 @@ def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
         return "it is a file, and a model is a folder"
     if not folder.is_dir():
         return "there is no such folder"
-    config = folder / model_files.CONFIG
+    config = folder / shape.CONFIG
     if not config.exists() and (folder / ADAPTER).exists():
         return (
             f"it holds adapters of PEFT ({ADAPTER}) and no model: merge them with their base model "
@@ -68,7 +68,7 @@ def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
     try:
         values = inputs.read_json(config)
     except UsageError as error:
-        return f"its {model_files.CONFIG} cannot be used: {error}"
+        return f"its {shape.CONFIG} cannot be used: {error}"
     return _refusal(draft, role, model, values, strict=False)
 
 
@@ -125,7 +125,7 @@ def _hf_problems(model: Model, allocation: Allocation, *, split: bool = True) ->
         )
     elif (ranks := allocation.sizes["tp"]) > 1:
         with suppress(UsageError):  # of a folder, reported by the check of weights
-            if reason := resolve(TENSOR_REFUSAL)(model_files.config_values(model), ranks):
+            if reason := resolve(TENSOR_REFUSAL)(shape.config_values(model), ranks):
                 found.append(reason)
         if model.model is not None and model.model.sequence_parallel:
             found.append("transformers models cannot use sequence_parallel")
@@ -156,7 +156,7 @@ def _adapter_refusal(draft: Draft, role: str, model: Model, lora: Lora) -> str |
     if draft.writes(role if own else "actor", "architecture"):
         return "the frozen weights of a new architecture would stay random; set a path instead"
     try:
-        values = model_files.config_values(model)
+        values = shape.config_values(model)
         reason: str | None
         if model.implementation == HF:
             reason = resolve(HF_REFUSAL)(values, "lm", lora)
@@ -202,7 +202,7 @@ def lengths(draft: Draft) -> Iterator[Problem]:
 def _length_limit(model: Model) -> Any | None:
     """Return a model's ``LengthLimit``; the built-in decoder never exceeds one silently."""
     try:
-        values = model_files.config_values(model)
+        values = shape.config_values(model)
     except UsageError:
         return None  # reported by the check of weights
     limit = resolve(LENGTH_LIMIT)(values)
@@ -214,11 +214,11 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
     """The tokens that end completions are readable and in the actor's vocabulary."""
     actor = draft.config.actor
     try:
-        size = model_files.vocabulary(model_files.config_values(actor))
+        size = shape.vocabulary(shape.config_values(actor))
     except UsageError:
         return  # reported by the check of weights
     try:
-        model_files.stop_tokens(draft.config)
+        shape.stop_tokens(draft.config)
     except UsageError as error:
         where = "path" if actor.architecture is None else "architecture"
         yield draft.problem(("actor", where), str(error))

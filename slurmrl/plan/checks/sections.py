@@ -16,7 +16,7 @@ from slurmrl.config.schema.roles import USERS
 from slurmrl.config.schema.rollout import VERIFIERS
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import GraphError, Problem
-from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks import Draft
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.metric_names import RATES, evaluation_metric, known_metrics, makes_rewards

@@ -22,7 +22,7 @@ from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, Problem, SlurmrlError, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.plan.model_files import CONFIG
+from slurmrl.plan.estimates.shape import CONFIG
 from slurmrl.registry import resolve
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Commit, fold

@@ -33,8 +33,7 @@ from slurmrl.models.model_tensors import merged_weights, open_folder, read_heade
 from slurmrl.models.shapes import file_form
 from slurmrl.models.tensor_sources import FolderTensors
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.model import Plan
-from slurmrl.plan.model_files import (
+from slurmrl.plan.estimates.shape import (
     CONFIG,
     EOS,
     GENERATION_CONFIG,
@@ -45,6 +44,7 @@ from slurmrl.plan.model_files import (
     stop_tokens,
     text_config,
 )
+from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import Commit, fold

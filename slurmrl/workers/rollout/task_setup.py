@@ -33,9 +33,9 @@ from slurmrl.models.parallel.split import WHOLE, Axis, Split
 from slurmrl.plan import precision
 from slurmrl.plan.checks import fit
 from slurmrl.plan.engine_rules import HF
+from slurmrl.plan.estimates.shape import stop_tokens
 from slurmrl.plan.estimates.worker_memory import own_share, share_in_task
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
-from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.rollouts.generation.base import Decode, RolloutEngine
 from slurmrl.rollouts.generation.native.batch_schedule import Limits

@@ -23,8 +23,8 @@ from slurmrl.engines.versions import OwnedTensors
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, discard
 from slurmrl.models.shapes import file_form
+from slurmrl.plan.estimates.shape import config_values
 from slurmrl.plan.model import Plan
-from slurmrl.plan.model_files import config_values
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.tensors import SavedFile, TensorEntry, by_name

@@ -34,9 +34,9 @@ from slurmrl.fsio import inputs
 from slurmrl.plan import precision
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import fit
+from slurmrl.plan.estimates.shape import stop_tokens
 from slurmrl.plan.estimates.worker_memory import share_of_server
 from slurmrl.plan.model import Plan
-from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import resolve

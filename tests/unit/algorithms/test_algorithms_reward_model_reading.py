@@ -22,7 +22,7 @@ from slurmrl.algorithms.reward_model import (
 )
 from slurmrl.config.schema import Dataset, Model
 from slurmrl.data.sample import SequenceSample
-from slurmrl.plan.model_files import SCORE_AT, TURN_END
+from slurmrl.plan.estimates.shape import SCORE_AT, TURN_END
 from tests.unit.data.test_data_chat import CHATML, GENERATION, Site
 
 PAIR = {"prompt": "Hi", "chosen": "Hello", "rejected": "Bye"}

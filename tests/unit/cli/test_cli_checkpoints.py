@@ -22,7 +22,7 @@ from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.model_files import stop_tokens
+from slurmrl.plan.estimates.shape import stop_tokens
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin, fold

@@ -11,7 +11,7 @@ from slurmrl.config.schema import Cluster, Slurm
 from slurmrl.desk import hardware_profiling
 from slurmrl.desk.hardware_profiling import Profiling, _group, _name, _seen, profile
 from slurmrl.errors import UsageError
-from slurmrl.plan.estimates import hardware_files
+from slurmrl.plan.estimates import hardware
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 
@@ -67,12 +67,12 @@ def test_plan_finds_the_profile_of_an_unknown_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_type: str
 ) -> None:
     monkeypatch.delenv("SLURMRL_PROFILE")
-    monkeypatch.setattr(hardware_files, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(hardware, "own_folder", lambda: tmp_path)
     cluster = Cluster(slurm=Slurm(gpu_type=gpu_type))
     name = _name(cluster, 1)
     assert name is not None
     (tmp_path / f"{name}.yaml").write_text(f"hardware: {name}\n")
-    assert hardware_files.name_of(cluster) == name
+    assert hardware.name_of(cluster) == name
 
 
 @pytest.mark.parametrize(

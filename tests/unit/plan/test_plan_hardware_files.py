@@ -10,7 +10,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.schema import Cluster, Slurm
 from slurmrl.errors import ConfigError, UnreadableInputError, UsageError
-from slurmrl.plan.estimates import hardware_files
+from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.hardware import (
     FITTED_ERROR,
     UNKNOWN_ERROR,
@@ -36,12 +36,12 @@ def known(found: Hardware | None) -> Hardware:
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.delenv("SLURMRL_PROFILE", raising=False)
-    folder = hardware_files.own_folder()
+    folder = hardware.own_folder()
     folder.mkdir(parents=True)
     return folder
 
 
-@pytest.mark.parametrize("name", hardware_files.shipped_names())
+@pytest.mark.parametrize("name", hardware.shipped_names())
 def test_shipped_profile_gives_each_number_with_its_source(name: str, own_folder: Path) -> None:
     """Only the H100's shares are fitted; on other GPUs they are guesses."""
     found = known(hardware_of(cluster(name)))
@@ -155,11 +155,11 @@ def test_profile_of_another_known_gpu_is_refused(tmp_path: Path) -> None:
     assert known(hardware_of(cluster("h100", hardware=str(path)))).name == "cluster-1"
 
 
-@pytest.mark.parametrize("name", hardware_files.shipped_names())
+@pytest.mark.parametrize("name", hardware.shipped_names())
 def test_own_profile_may_be_like_any_shipped_one(tmp_path: Path, name: str) -> None:
     path = tmp_path / "own.yaml"
-    for hardware in (name, "cluster-1"):
-        path.write_text(f"hardware: {hardware}\nlike: {name}\nmeasured: {{links: 0.5}}\n")
+    for own in (name, "cluster-1"):
+        path.write_text(f"hardware: {own}\nlike: {name}\nmeasured: {{links: 0.5}}\n")
         found = known(hardware_of(cluster(name, hardware=str(path))))
         assert found.efficiency.links == 0.5
         assert found.efficiency.products == known(shipped(name)).efficiency.products

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.config.allocation.parser import parse_gpus
-from slurmrl.plan import resources
+from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.model import Plan, Reallocation
@@ -228,7 +228,7 @@ def test_resources_that_the_cluster_lacks_are_reported(
 ) -> None:
     settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
     hosts = dict.fromkeys(("trainer", "rollout"), cluster_hosts(SINFO))
-    found = resources.lacking(make_plan(settings, scheduler="slurm"), settings.config, hosts)
+    found = build.lacking(make_plan(settings, scheduler="slurm"), settings.config, hosts)
     assert len(found) == len(lacking)
     for line, part in zip(found, lacking, strict=True):
         assert part in line
@@ -237,8 +237,8 @@ def test_resources_that_the_cluster_lacks_are_reported(
 def test_no_finding_without_sinfo(plan_ppo: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     settings = plan_ppo()
-    assert resources.ask(settings.config) is None
-    assert resources.lacking(make_plan(settings, scheduler="slurm"), settings.config, None) == []
+    assert build.ask_hosts(settings.config) is None
+    assert build.lacking(make_plan(settings, scheduler="slurm"), settings.config, None) == []
 
 
 def test_layouts_in_the_words_of_megatron(plan_ppo: Load) -> None:
@@ -263,7 +263,7 @@ def test_layouts_in_the_words_of_megatron(plan_ppo: Load) -> None:
 def test_cluster_without_gpus_is_answered_with_a_way_to_compute_on_cpus(plan_ppo: Load) -> None:
     settings = plan_ppo("actor.backend=fsdp:d1")
     hosts = {"trainer": [HostRow("n1", "idle", 0)]}
-    [line] = resources.lacking(make_plan(settings, scheduler="slurm"), settings.config, hosts)
+    [line] = build.lacking(make_plan(settings, scheduler="slurm"), settings.config, hosts)
     assert line.startswith("the trainer group needs 1 host with 1 GPU, the cluster has 0")
     assert line.endswith("compute on CPUs: cluster.gpus_per_worker=0")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.plan import resources
+from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.worker_memory import WORKER, worker_bytes
 from slurmrl.plan.model import GroupPlan
@@ -206,11 +206,11 @@ def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
     ]:
         settings = plan_ppo("cluster.gpus_per_worker=1", f"cluster.{key}={value}")
         plan = make_plan(settings, scheduler="slurm", hosts={"trainer": [SMALL_HOST]})
-        (line,) = resources.lacking(plan, settings.config, {"trainer": [SMALL_HOST]})
+        (line,) = build.lacking(plan, settings.config, {"trainer": [SMALL_HOST]})
         assert expected in line
         assert f"lower cluster.{key}" in line
         for enough in ([SMALL_HOST, LARGE_HOST], [UNKNOWN_HOST]):
-            assert resources.lacking(plan, settings.config, {"trainer": enough}) == []
+            assert build.lacking(plan, settings.config, {"trainer": enough}) == []
 
 
 def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
@@ -218,7 +218,7 @@ def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
     settings = plan_ppo("cluster.gpus_per_worker=1")
     for hosts, words in [([SMALL_HOST], ["2 cores for each GPU", "7.0 GiB"]), ([LARGE_HOST], [])]:
         plan = make_plan(settings, scheduler="slurm", hosts={"trainer": hosts})
-        lines = resources.scarce(plan, settings, {"trainer": hosts})
+        lines = build.scarce(plan, settings, {"trainer": hosts})
         assert len(lines) == len(words)
         for line, word in zip(lines, words, strict=True):
             assert word in line
@@ -251,6 +251,6 @@ def test_a_partition_that_slurm_lacks_is_named_with_those_that_it_has(
     monkeypatch.setattr(SlurmClient, "partition_names", lambda client: ["cpu", "gpu"])
     settings = plan_ppo(f"cluster.slurm.partition={partition}")
     plan = make_plan(settings, scheduler="slurm")
-    found = resources.lacking(plan, settings.config, {"trainer": hosts})
+    found = build.lacking(plan, settings.config, {"trainer": hosts})
     assert len(found) == bool(expected)
     assert "".join(found).startswith(expected)

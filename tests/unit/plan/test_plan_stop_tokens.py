@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from slurmrl.config.schema import Model
 from slurmrl.data.tokenizer import end_id, load_tokenizer, save_tokenizer
 from slurmrl.errors import ConfigError, UnreadableInputError
-from slurmrl.plan.model_files import config_values, stop_tokens
+from slurmrl.plan.estimates.shape import config_values, stop_tokens
 from tests.unit.plan.conftest import ARCHITECTURE, Load
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from slurmrl.config.schema import Config
-from slurmrl.plan import plan_values, resources
+from slurmrl.plan import build, plan_values
 from slurmrl.plan.build import ROLLOUT_WORKER, STORED, make_plan
 from slurmrl.plan.checks.fit import refusal_in_task
 from slurmrl.plan.dataflow import Method
@@ -128,8 +128,8 @@ def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
     trainers, rollout = (plan := make_plan(settings, scheduler="slurm", hosts=rows)).groups
     assert (trainers.links, trainers.cpus_per_worker) == (3, 8)
     assert (rollout.links, rollout.cpus_per_worker) == (10, 4)
-    assert resources.lacking(plan, settings.config, rows) == []
-    (line,) = resources.lacking(plan, settings.config, {**rows, "rollout": []})
+    assert build.lacking(plan, settings.config, rows) == []
+    (line,) = build.lacking(plan, settings.config, {**rows, "rollout": []})
     assert "the rollout group needs 1 host with 1 GPU, partition preemptible has 0" in line
 
 

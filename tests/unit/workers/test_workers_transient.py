@@ -32,7 +32,7 @@ from slurmrl.models.hf import read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.model_tensors import open_folder
-from slurmrl.plan.model_files import config_values, generation_values
+from slurmrl.plan.estimates.shape import config_values, generation_values
 from slurmrl.run.reports import RankId
 from slurmrl.tensors.checkpoint.export import TokenizerFiles
 from slurmrl.tensors.layout import Box
