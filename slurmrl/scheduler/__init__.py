@@ -13,7 +13,7 @@ from slurmrl.scheduler.base import Scheduler
 SCHEDULERS = Registry(
     "scheduler",
     {
-        "local": "slurmrl.scheduler.local:LocalScheduler",
+        "local": "slurmrl.scheduler.local_chain:LocalScheduler",
         "slurm": "slurmrl.scheduler.slurm:SlurmScheduler",
     },
 )

@@ -21,7 +21,7 @@ from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.metrics import read
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import SubmissionRequest
-from slurmrl.scheduler.local import LocalScheduler
+from slurmrl.scheduler.local_chain import LocalScheduler
 from tests.fake_runs import write_config
 
 STAND_IN = Path(__file__).with_name("stand_in.py")

@@ -10,7 +10,7 @@ from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
 from slurmrl.scheduler import base, choose, extensions, make, states
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.local import LocalScheduler
+from slurmrl.scheduler.local_chain import LocalScheduler
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
 from tests.scheduler_contract import request_of

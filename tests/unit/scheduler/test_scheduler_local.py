@@ -15,8 +15,7 @@ from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import end
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState
-from slurmrl.scheduler.local import LocalScheduler
-from slurmrl.scheduler.local_chain import ChainState, chain_process
+from slurmrl.scheduler.local_chain import ChainState, LocalScheduler, chain_process
 from slurmrl.scheduler.submission import ProcessId
 from tests.scheduler_contract import (
     STAY,

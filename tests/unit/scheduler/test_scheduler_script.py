@@ -15,7 +15,7 @@ from slurmrl.errors import UsageError
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import batch_script
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.local import LocalScheduler
+from slurmrl.scheduler.local_chain import LocalScheduler
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.support.trials import wait_until
 
