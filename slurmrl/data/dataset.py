@@ -18,9 +18,8 @@ from slurmrl.data.meta import SampleMeta
 from slurmrl.data.prepared import PreparedRow, PreparedRows
 from slurmrl.data.rows import reference
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.types import type_of_rows
+from slurmrl.data.types import RowType, type_of_rows
 from slurmrl.data.types.prompt import Prompts
-from slurmrl.data.types.row_type import RowType
 from slurmrl.registry import resolve
 
 Item = tuple[int, int]

@@ -20,8 +20,7 @@ from typing import Any, Final, NamedTuple
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.conversations import wrong_text
 from slurmrl.data.sources import open_source
-from slurmrl.data.types import type_of_rows
-from slurmrl.data.types.row_type import (
+from slurmrl.data.types import (
     ABSENT,
     Requirement,
     RowField,
@@ -29,6 +28,7 @@ from slurmrl.data.types.row_type import (
     curriculum_field,
     has,
     paths,
+    type_of_rows,
     value_at,
 )
 from slurmrl.errors import ConfigError, Problem, SlurmrlError

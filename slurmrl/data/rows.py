@@ -13,9 +13,8 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Continuations, Encoder, RowTokens
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
 from slurmrl.data.tokenizer import text_ids
-from slurmrl.data.types import own_convert, type_of_rows
+from slurmrl.data.types import ABSENT, Row, RowType, own_convert, type_of_rows, value_at
 from slurmrl.data.types.prompt import Prompts, conversation, tools
-from slurmrl.data.types.row_type import ABSENT, Row, RowType, value_at
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
 
 if TYPE_CHECKING:

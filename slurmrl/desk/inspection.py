@@ -18,9 +18,8 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import reference
-from slurmrl.data.types import own_convert, type_of_rows
+from slurmrl.data.types import has, own_convert, type_of_rows
 from slurmrl.data.types.prompt import Prompts
-from slurmrl.data.types.row_type import has
 from slurmrl.desk import trial_code
 from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, Code, ask_inspector, job_variables
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError

@@ -31,7 +31,7 @@ from slurmrl.data.preparation import TokenReader
 from slurmrl.data.records import NumberedRow, id_of
 from slurmrl.data.rows import ROWS, Remarks
 from slurmrl.data.tokenizer import end_id, load_tokenizer
-from slurmrl.data.types.row_type import Row
+from slurmrl.data.types import Row
 from slurmrl.desk.input_checks import datasets, inputs
 from slurmrl.desk.inspection import FoundRows, Item, Selection, find_items, undescribed
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError

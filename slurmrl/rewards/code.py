@@ -10,7 +10,7 @@ from math import inf
 from typing import Any, Literal, get_args
 
 from slurmrl import log, package
-from slurmrl.data.types.row_type import ABSENT, value_at
+from slurmrl.data.types import ABSENT, value_at
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from slurmrl import log
 from slurmrl.config.schema import Reward, RewardPart, RewardPool
 from slurmrl.config.schema.reward import ALONE
-from slurmrl.data.types.row_type import ABSENT, value_at
+from slurmrl.data.types import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
 from slurmrl.rewards.checked_reward import NO_EXTRAS, Extras, Stats, of_completion

@@ -1,20 +1,231 @@
 """The types of dataset: which keys a row has, and the sequences of tokens that it becomes.
 
-A new type is a class in a new file (`row_type.RowType`), a line below, one in
+A new type is a class in a new file (`RowType`), a line below, one in
 ``plan/dataflow.py`` (the keys of its samples) and one in the schema. Torch-free.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.types.row_type import Row, RowType
-from slurmrl.errors import UsageError
+from slurmrl.config.schema.data import DOUBLING, Template
+from slurmrl.data.conversations import is_messages, kind_of, wrong_text
+from slurmrl.data.encoder import RowTokens
+from slurmrl.errors import Problem, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.registry import Registry, import_own
+from slurmrl.registry import Registry, import_own, near
+
+if TYPE_CHECKING:
+    from slurmrl.data.encoder import Encoder
+
+Row = Mapping[str, Any]
+
+ABSENT: Final = object()
+"""The value of a key that a row does not have."""
+MOST_LEVELS: Final = 8
+"""Levels of nested keys that messages name."""
+
+
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """The value under ``key``, or ABSENT.
+
+    A key that is not in the row is a path: ``a.b`` is ``row["a"]["b"]``, and a number is a place in
+    a list.
+    """
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return ABSENT
+    return value
+
+
+def has(row: Mapping[str, Any], key: str) -> bool:
+    return value_at(row, key) is not ABSENT
+
+
+def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -> Iterator[str]:
+    """The keys of a row down to so many levels, nested ones after those that contain them."""
+    for key, value in row.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping) and levels > 1:
+            yield from paths(value, f"{prefix}{key}.", levels - 1)
+
+
+KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
+"""The settings with the row's key for a field of a template."""
+
+
+LARGEST: Final = 1e300
+"""Limit for the number of a curriculum."""
+
+
+class Requirement(Enum):
+    """Which rows have a key."""
+
+    EVERY = "every row"
+    EVERY_OR_NONE = "every row, or none"
+    ANY = "any rows"
+
+
+@dataclass(frozen=True)
+class RowField:
+    key: str
+    """The key in the row, which may be nested."""
+    setting: str
+    """The setting that names the key or has it in a template."""
+    wrong: Callable[[Any], str]
+    """Reason why a value cannot be used; "" if it can."""
+    requirement: Requirement = Requirement.EVERY
+    name: str = ""
+    """The field of the template that inserts the value."""
+    other: str = ""
+    """Another key that a row may have in its place."""
+
+    def key_in(self, row: Mapping[str, Any]) -> str:
+        """The key that a row has."""
+        return self.other if self.other and has(row, self.other) else self.key
+
+    def is_double(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has a value under both keys; a column of a table may be null."""
+        keys = [key for key in (self.key, self.other) if key]
+        return sum(value_at(row, key) not in (ABSENT, None) for key in keys) > 1
+
+    def value(self, row: Mapping[str, Any]) -> Any:
+        """The value, or ABSENT."""
+        return value_at(row, self.key_in(row))
+
+    def absence(self, path: str, present: list[str]) -> str:
+        """Return why no row has the key. ``present``: the keys that rows have."""
+        fact = f"is not a key of any line of {path}"
+        if self.name in KEYS:
+            return f"{{{self.name}}} inserts '{self.key}', which {fact}; {near(self.key, present)}"
+        if not self.name:
+            return f"'{self.key}' {fact}; {near(self.key, present)}"
+        fields = list(dict.fromkeys([*present, *KEYS]))
+        return f"'{self.key}' {fact}; {near(self.key, fields)}; {DOUBLING}"
+
+
+def template_fields(config: DatasetConfig, setting: str) -> list[RowField]:
+    """The fields of a template."""
+    fields = []
+    for name in Template.parse(getattr(config, setting)).fields:
+        if name in KEYS:
+            key = str(getattr(config, KEYS[name]))
+            fields.append(RowField(key, KEYS[name], wrong_full_text, name=name))
+        else:
+            fields.append(RowField(name, setting, wrong_text, name=name))
+    return fields
+
+
+def wrong_full_text(value: Any) -> str:
+    """Return the reason why a value is not a string with more than white space."""
+    return wrong_text(value) or ("" if value.strip() else "must not be empty")
+
+
+def curriculum_field(config: DatasetConfig) -> list[RowField]:
+    """The field by which a curriculum orders the rows, if there is one."""
+    key = config.curriculum_key
+    return [] if key is None else [RowField(key, "curriculum_key", _wrong_number)]
+
+
+def _wrong_number(value: Any) -> str:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return f"must be a number, but is {kind_of(value)}"
+    if abs(value) < LARGEST:
+        return ""
+    return f"must be a number between {-LARGEST:g} and {LARGEST:g}, but is {kind_of(value)}"
+
+
+class RowType(ABC):
+    """The keys that a row must have, its strings, and its sequences of tokens."""
+
+    dataset: ClassVar[str]
+    """``module:Class`` of the `data.dataset.TokenizedDataset` that makes samples of the rows."""
+    templates: ClassVar[tuple[str, ...]] = ()
+    """The settings with templates that the rows fill in."""
+
+    def __init__(self, config: DatasetConfig) -> None:
+        self.config = config
+        self._filled = {
+            setting: (Template.parse(getattr(config, setting)), template_fields(config, setting))
+            for setting in self.templates
+        }
+
+    def fields(self) -> list[RowField]:
+        """The keys of a row. Default: the fields of the templates."""
+        return [field for _, fields in self._filled.values() for field in fields]
+
+    def holds_messages(self, row: Row) -> bool:
+        """Whether a row has messages where the type allows them."""
+        values = (field.value(row) for field in self.message_fields())
+        return any(
+            is_messages(value) or (isinstance(value, list) and any(map(is_messages, value)))
+            for value in values
+        )
+
+    def message_fields(self) -> list[RowField]:
+        """The keys whose values may be messages."""
+        return [field for field in RowType.fields(self) if field.name in KEYS]
+
+    def difficulty(self, row: Row) -> float:
+        """The number of a checked row by which a curriculum orders it."""
+        key = self.config.curriculum_key
+        return 0.0 if key is None else float(value_at(row, key))
+
+    def wrong_settings(self) -> Iterator[Problem]:
+        """Problems of the settings that need no row."""
+        return iter(())
+
+    def wrong_row(self, row: Row) -> tuple[str, str] | None:
+        """The key of a problem between right values of a row, and the problem."""
+        return None
+
+    def stored(self, row: Row, raw: bytes) -> bytes:
+        """Fields of a row that samples need next to its tokens, as JSON. ``raw`` is the row."""
+        return b""
+
+    def fits(self, row: RowTokens) -> bool:
+        """Whether all sequences are within the length limits."""
+        most_prompt, most = self.config.max_prompt_tokens, self.config.max_tokens
+        return all(
+            (most_prompt is None or len(sequence.context) <= most_prompt)
+            and (most is None or len(sequence.tokens) <= most)
+            for sequence in row
+        )
+
+    def equal_pairs(self, row: RowTokens) -> int:
+        """How many pairs of answers are the same tokens, from which nothing can be learnt."""
+        return 0
+
+    def convert(self, row: Row) -> Row:
+        """A row of the file as one with the keys of the type.
+
+        A type of a user's own overrides this; its exceptions are problems of the row.
+        """
+        return row
+
+    @abstractmethod
+    def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        """The sequences of checked rows, or for a row that has none the reason."""
+
+    def filled(self, setting: str, row: Row) -> str:
+        """The template of a setting with the values of a row."""
+        template, fields = self._filled[setting]
+        return template.fill({field.name: field.value(row) for field in fields})
+
 
 ROW_TYPES = Registry(
     "dataset type",

@@ -24,15 +24,8 @@ from slurmrl.data.conversations import (
     wrong_answer,
 )
 from slurmrl.data.encoder import RowTokens, TokenSequence
+from slurmrl.data.types import ABSENT, Requirement, Row, RowField, value_at, wrong_full_text
 from slurmrl.data.types.prompt import WHOLE, PromptAnswers, wrong_chat
-from slurmrl.data.types.row_type import (
-    ABSENT,
-    Requirement,
-    Row,
-    RowField,
-    value_at,
-    wrong_full_text,
-)
 from slurmrl.errors import Problem
 
 if TYPE_CHECKING:

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slurmrl.data import conversations
 from slurmrl.data.conversations import ASSISTANT, Message, as_context
 from slurmrl.data.encoder import RowTokens, TokenSequence
-from slurmrl.data.types.row_type import (
-    Requirement,
-    Row,
-    RowField,
-    RowType,
-    value_at,
-    wrong_full_text,
-)
+from slurmrl.data.types import Requirement, Row, RowField, RowType, value_at, wrong_full_text
 
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder
