@@ -29,6 +29,7 @@ from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.hf_loading import make_model
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_targets import TRANSPOSED, adapted_tensors, matches, targets_of
+from slurmrl.models.hf_tensor import FIRST_INPUT
 from slurmrl.models.lora import Adapters
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.models.shapes import Shapes
@@ -59,7 +60,8 @@ class LayerAdapters(Adapters):
                     f"{len(flat)} of {len(self._own_keys)} tokens; set dropout to 0, or other "
                     "targets"
                 )
-            dropout = Dropout(self._own_keys, self._salts[layer], self.dropout)
+            first: int = vars(layer).get(FIRST_INPUT, 0)
+            dropout = Dropout(self._own_keys, self._salts[layer], self.dropout, first)
         a, b = (layer.get_parameter(matrix).to(x.dtype) for matrix in (LORA_A, LORA_B))
         if isinstance(layer, Conv1D):
             a, b = b.t(), a.t()
@@ -83,7 +85,7 @@ class LayerAdapters(Adapters):
             return output if more is None else output + more
 
         self.add(layer, name)
-        layer.register_forward_hook(added)
+        layer.register_forward_hook(added, prepend=True)
 
 
 def attach_to(model: HFModel, lora: Lora) -> LayerAdapters:
@@ -110,7 +112,8 @@ def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> N
     """Raise UsageError if a merge with the files of ``source`` would give another model.
 
     The files have to hold each weight with an adapter as the model does. Compare every
-    ``ranks``-th weight, from the number ``first`` on.
+    ``ranks``-th weight, from the number ``first`` on; of a weight that tensor ranks share, this
+    rank's part.
     """
     files = open_folder(source)
     weights = {
@@ -118,12 +121,17 @@ def require_as_stored(model: HFModel, source: Path, first: int, ranks: int) -> N
         for name, _ in model.named_parameters()
         if name.endswith(LORA_A) and (weight := adapted_weight(name)) is not None
     }
-    shapes = {weight: tuple(values.shape) for weight, values in weights.items()}
+    shapes: Shapes = {weight: tuple(values.shape) for weight, values in weights.items()}
+    boxes = {weight: Box.whole(shape) for weight, shape in shapes.items()}
+    if model.tensor is not None:
+        shapes = {weight: model.tensor.whole[weight] for weight in weights}
+        rank = model.tensor_rank
+        boxes = {name: model.tensor.box(name, shape, rank) for name, shape in shapes.items()}
     specs = files.specs()
     names = adapted_tensors(shapes, specs, source)
     for weight in sorted(weights)[first::ranks]:
         name, values = names[weight], weights[weight].detach()
-        stored = as_tensor(files.read(name, Box.whole(shapes[weight])), specs[name].dtype)
+        stored = as_tensor(files.read(name, boxes[weight]), specs[name].dtype)
         if not torch.equal(stored.to(values.dtype), values):
             raise UsageError(
                 f"transformers changes {name} of {source} as it loads it, so that its adapter "

@@ -53,6 +53,7 @@ class HFModel(PackedModel):
     rows: RowKind
     tensor: HFTensorSplit | None = None
     """How tensor ranks share the parameters, if there are several."""
+    tensor_rank = 0
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class HFModel(PackedModel):
 
     def split(self, axis: Axis) -> None:
         """Keep a tensor rank's part. Raises UsageError for a family that cannot be split."""
-        self.tensor = split_over(self.inner, axis)
+        self.tensor, self.tensor_rank = split_over(self.inner, axis), axis.rank
 
     @property
     def layers(self) -> Iterable[nn.Module]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from slurmrl.errors import UsageError
+from slurmrl.models.adapters import LORA_B, adapted_weight
 from slurmrl.models.hf_config import MODULE, tensor_refusal
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.layout import Box, Index
@@ -29,6 +31,8 @@ ROWS: Final = "rowwise"
 """Style of a linear layer whose inputs are split; the ranks' products are summed."""
 OF_PARTS: Final = "replicated_with_grad_allreduce"
 """Style of a norm of heads: each rank has a part of the gradient."""
+FIRST_INPUT: Final = "first"
+"""Attribute of a linear layer: the number of its first input in the whole layer."""
 WHOLE: Final = ("lm_head", "embed_tokens")
 """The embedding and the output layer: they may be one matrix, and each rank computes
 log-probabilities with the whole one."""
@@ -49,7 +53,7 @@ class HFTensorSplit:
 
     def box(self, name: str, shape: Index, rank: int) -> Box:
         """A rank's part of a parameter of ``shape``."""
-        dim = self.dims.get(name)
+        dim = self._dim(name)
         if dim is None:
             return Box.whole(shape)
         size = shape[dim] // self.ranks
@@ -58,15 +62,32 @@ class HFTensorSplit:
 
     def copies(self, name: str) -> int:
         """The number of ranks that have each element."""
-        return 1 if name in self.dims else self.ranks
+        return self.ranks if self._dim(name) is None else 1
 
     def sums(self, name: str) -> bool:
         """Whether the copies' gradients are partial and must be summed; else they are equal."""
-        return name in self.partial
+        weight = adapted_weight(name)
+        return name in self.partial or (weight in self.dims and self._dim(name) is None)
+
+    def whole_shape(self, name: str, own: Index) -> Index:
+        """Return the whole shape of a parameter or adapter of which a rank has a part ``own``."""
+        dim = self._dim(name)
+        return own if dim is None else (*own[:dim], own[dim] * self.ranks, *own[dim + 1 :])
 
     def head_of(self, rank: int) -> int:
         """The key and value head of a rank, if heads are replicated."""
         return rank
+
+    def _dim(self, name: str) -> int | None:
+        """The dim along which a parameter is split.
+
+        Of an adapter, ``lora_B`` is split with the rows of the weight, ``lora_A`` with its columns.
+        """
+        weight = adapted_weight(name)
+        if weight is None:
+            return self.dims.get(name)
+        dim = self.dims.get(weight)
+        return dim if dim == (0 if name.endswith(LORA_B) else 1) else None
 
 
 def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
@@ -79,13 +100,13 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
         raise UsageError(reason)
     whole = {MODULE + name: tuple(each.shape) for name, each in inner.named_parameters()}
     dims: dict[str, int] = {}
-    partial: set[str] = set()
+    of_parts: set[str] = set()
     linear: set[str] = set()
     blocks: set[str] = set()
     for name, module, style in _styled(inner):
         parameters = [f"{MODULE}{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         if style == OF_PARTS:
-            partial.update(parameters)
+            of_parts.update(parameters)
             continue
         if style not in (COLUMNS, ROWS) or not isinstance(module, nn.Linear):
             raise UsageError(
@@ -99,10 +120,10 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
         blocks.add(f"{MODULE}{name.rpartition('.')[0]}.")
         _cut(name, module, style, tensor)
     # Transformers before `OF_PARTS` leaves the norms of heads, between split layers, out of plans.
-    partial.update(each for each in whole if each not in linear and each.startswith(tuple(blocks)))
+    of_parts.update(each for each in whole if each not in linear and each.startswith(tuple(blocks)))
     if not dims:
         raise UsageError(f"{kind} models have no tp_plan of transformers: leave out t")
-    return HFTensorSplit(tensor.size, dims, frozenset(partial), whole)
+    return HFTensorSplit(tensor.size, dims, frozenset(of_parts), whole)
 
 
 def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
@@ -134,7 +155,9 @@ def _cut(name: str, module: nn.Linear, style: str, tensor: Axis) -> None:
         module.register_forward_pre_hook(_entering(tensor))
     else:
         module.in_features = own.shape[1]
-        vars(module)["forward"] = _leaving(module, tensor)
+        vars(module)[FIRST_INPUT] = tensor.rank * own.shape[1]
+        vars(module)["forward"] = partial(_product, module)
+        module.register_forward_hook(_leaving(tensor))
 
 
 def _entering(tensor: Axis) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
@@ -144,9 +167,16 @@ def _entering(tensor: Axis) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[T
     return enter
 
 
-def _leaving(module: nn.Linear, tensor: Axis) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        products = partial_to_whole(F.linear(x, module.weight), tensor.group)
-        return products if module.bias is None else products + module.bias
+def _product(module: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, module.weight)
 
-    return forward
+
+def _leaving(tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """Sum products over the ranks. Adapters add theirs before, by a hook in front."""
+
+    def leave(module: nn.Module, _: Any, products: Tensor) -> Tensor:
+        whole = partial_to_whole(products, tensor.group)
+        bias = cast(nn.Linear, module).bias
+        return whole if bias is None else whole + bias
+
+    return leave

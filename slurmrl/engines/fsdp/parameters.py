@@ -224,10 +224,8 @@ def attached(
         assert source is not None, "adapters without a path are refused at submission"
         from slurmrl.models import hf_adapters  # transformers takes seconds to import
 
-        if cast("HFModel", model).tensor is not None:
-            raise UsageError("models of transformers cannot have adapters on tensor ranks (t)")
         adapters = hf_adapters.attach_to(cast("HFModel", model), lora)
-        part = (context.rank, len(context.ranks))
+        part = (context.dp_rank, context.axis_size("dp"))
         hf_adapters.require_as_stored(cast("HFModel", model), source, *part)
         return adapters
     except UsageError as error:
@@ -238,8 +236,9 @@ def trained_specs(model: PackedModel, lora: Lora) -> dict[str, Index]:
     """The whole shape, by name, of every tensor that a model with adapters trains."""
     if isinstance(model.config, ModelConfig):
         return trained_shapes(model.config, model.head, lora)
-    parameters = model.named_parameters()
-    return {name: tuple(p.shape) for name, p in parameters if p.requires_grad}
+    own = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    split = cast("HFModel", model).tensor
+    return own if split is None else {n: split.whole_shape(n, s) for n, s in own.items()}
 
 
 def is_transposed(config: ModelConfig | HFConfig) -> bool:

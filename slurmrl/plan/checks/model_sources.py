@@ -113,15 +113,13 @@ def implementations(draft: Draft) -> Iterator[Problem]:
 def _hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
     if reason := lacking(allocation.backend, "transformers"):
         return [reason]
-    allowed = "dt" if split and model.lora is None else "d"
+    allowed = "dt" if split else "d"
     found = []
     others = [n for n, axis in AXIS_OF.items() if n not in allowed and allocation.sizes[axis] > 1]
     if others:
         names = " and ".join(allowed)
-        with_lora = " with lora" if model.lora is not None and "t" in others else ""
         found.append(
-            f"'{allocation}' uses {', '.join(others)}; models of transformers can only use "
-            f"{names}{with_lora}"
+            f"'{allocation}' uses {', '.join(others)}; models of transformers can only use {names}"
         )
     elif (ranks := allocation.sizes["tp"]) > 1:
         with suppress(UsageError):  # of a folder, reported by the check of weights

@@ -24,6 +24,8 @@ from tests.support import families
 CASES = "tests.distributed.engines.cases"
 LORA_CASES = "tests.distributed.engines.lora_cases"
 BOUND = 1e-5
+STEP_BOUND = 1e-4
+"""Of weights: a step divides small gradients by their size, so it magnifies their rounding."""
 FAMILIES = ("gpt2", "gpt_oss", "nemotron_h")
 """Transposed weights; experts and constants; names in files that differ from the model's."""
 
@@ -33,11 +35,76 @@ def tiny_model(family: str, folder: Path, seed: int = 0) -> None:
     families.tiny_model(family, folder, seed, vocab_size=ARCHITECTURE["vocab_size"])
 
 
-def setup(folder: Path, ranks: int, head: str = "lm", **lora: Any) -> Setup:
+def setup(
+    folder: Path, ranks: int, head: str = "lm", *, tensor_ranks: int = 1, **lora: Any
+) -> Setup:
     settings = {"rank": 3, "alpha": 5.0, "targets": "all-linear", **lora}
-    one = setup_of({"dp": ranks}, {}, head=head, layers=ranks > 1)
+    sizes = {"dp": ranks, "tp": tensor_ranks} if tensor_ranks > 1 else {"dp": ranks}
+    one = setup_of(sizes, {}, head=head, layers=ranks > 1)
     values = model(implementation="hf", lora=settings, gradient_checkpointing="full")
     return replace(one, source=folder, model={**values, "architecture": None})
+
+
+def assert_merged_as_exported(ranks: RankPool, found: Setup, folder: Path) -> set[str]:
+    """Compare each rank's merged weights with the export. Return the names of the matrices A."""
+    assert found.source is not None
+    saved = RoleCheckpoint(folder, "actor")
+    names = [name for name, _ in saved.weights()]
+    assert names
+    assert all(name.endswith((".lora_A", ".lora_B")) for name in names)
+    merged = MergedFolder(saved, open_folder(found.source), "lm", 5 / 3)
+    files = dict(merged.weights())
+    compared = set()
+    for _, _, chunks in ranks(found.ranks, f"{LORA_CASES}:loaded", found, folder):
+        for name, begin, chunk in chunks:
+            name = name.removeprefix(MODULE)
+            if name not in files:
+                continue  # under another name, or in another form
+            box = Box(begin, tuple(chunk.shape))
+            np.testing.assert_array_equal(chunk.numpy(), merged.read(name, box))
+            compared.add(f"{MODULE}{name.removesuffix('weight')}lora_A")
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("family", "data_ranks", "head", "dropout"),
+    [("llama", 1, "lm", 0.4), ("gemma3_text", 2, "lm", 0.0), ("starcoder2", 1, "value", 0.0)],
+)
+def test_tensor_ranks_train_adapters_as_one_rank(
+    ranks: RankPool, tmp_path: Path, family: str, data_ranks: int, head: str, dropout: float
+) -> None:
+    """Gradients, dropout and merged weights are equal, and checkpoints move between layouts."""
+    base = tmp_path / "base"
+    tiny_model(family, base)
+    alone = setup(base, 1, head, dropout=dropout)
+    split = setup(base, data_ranks, head, tensor_ranks=2, dropout=dropout)
+    count, folders = split.ranks, (tmp_path / "alone", tmp_path / "split")
+    for folder in folders:
+        folder.mkdir()
+    (wanted, _), *_ = ranks(1, f"{CASES}:train", alone, range(2), save=folders[0])
+    (found, _), *_ = ranks(count, f"{CASES}:train", split, range(2), save=folders[1])
+    for one, other in zip(wanted, found, strict=True):
+        assert other == pytest.approx(one, rel=BOUND)
+    assert wanted[0]["loss"] != wanted[1]["loss"]
+    one_rank, parts = map(saved_tensors, folders)
+    assert one_rank.keys() == parts.keys()
+    for name, values in one_rank.items():
+        assert np.abs(parts[name] - values).max() <= STEP_BOUND * np.abs(values).max(), name
+    (rest, _), *_ = ranks(count, f"{CASES}:train", split, range(2, 3), load=folders[0])
+    (again, _), *_ = ranks(1, f"{CASES}:train", alone, range(2, 3), load=folders[1])
+    assert rest[0] == pytest.approx(again[0], rel=BOUND)
+    if head == "lm":
+        compared = assert_merged_as_exported(ranks, split, folders[1])
+        assert {name for name in one_rank if name.endswith("lora_A") and "/" not in name} == (
+            compared & one_rank.keys()
+        )
+
+
+def saved_tensors(folder: Path) -> dict[str, Any]:
+    """Trained tensors and moments of a checkpoint; the first moments are the last gradients."""
+    saved = RoleCheckpoint(folder, "actor")
+    shapes = {name: spec.shape for name, spec in saved.layout.tensors.items()}
+    return {name: saved.read(name, Box.whole(shape)) for name, shape in shapes.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -58,22 +125,10 @@ def test_two_ranks_train_as_one_and_a_restart_changes_nothing(
     (rest, _), *_ = ranks(2, f"{CASES}:train", setup(base, 2), range(2, 3), load=folder)
     assert rest == both[2:]
 
+    compared = assert_merged_as_exported(ranks, setup(base, 2), folder)
     saved = RoleCheckpoint(folder, "actor")
-    names = [name for name, _ in saved.weights()]
-    assert names
-    assert all(name.endswith((".lora_A", ".lora_B")) for name in names)
-    merged = MergedFolder(saved, open_folder(base), "lm", 5 / 3)
-    files = dict(merged.weights())
-    compared = set()
-    for _, _, chunks in ranks(2, f"{LORA_CASES}:loaded", setup(base, 2), folder):
-        for name, begin, chunk in chunks:
-            name = name.removeprefix(MODULE)
-            if name not in files:
-                continue  # under another name, or in another form
-            box = Box(begin, tuple(chunk.shape))
-            np.testing.assert_array_equal(chunk.numpy(), merged.read(name, box))
-            compared.add(f"{MODULE}{name.removesuffix('weight')}lora_A")
-    assert family == "nemotron_h" or compared.issuperset(n for n in names if n.endswith("lora_A"))
+    matrices = {name for name, _ in saved.weights() if name.endswith("lora_A")}
+    assert family == "nemotron_h" or compared.issuperset(matrices)
 
     tiny_model(family, base, seed=1)
     with pytest.raises(RankError, match=f"actor.path holds other weights.*was {saved.frozen}"):
