@@ -26,13 +26,14 @@ from slurmrl.models.layer_parts import (
     PackedCore,
     Pieces,
     PlainMLP,
+    RingCore,
     RMSNorm,
     RotaryTable,
     Rotation,
     arranged,
     split_core,
 )
-from slurmrl.models.packed import inverse, length_order, packed_positions
+from slurmrl.models.packed import inverse, packed_positions
 from slurmrl.models.parallel.linear import (
     Adapter,
     LogProbs,
@@ -201,9 +202,13 @@ class Decoder(PackedModel):
             if isinstance(cu_seqlens, OnHost):
                 cu_seqlens = cu_seqlens.tensor
             # Adjacent sequences of equal length need fewer attention calls.
-            order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
-            positions = packed_positions(cu_sorted, input_ids.shape[0])
-            back, core = inverse(order), PackedCore(Packing(cu_sorted, max_len))
+            order, places, cu_sorted = self.split.packed(cu_seqlens, input_ids.shape[0])
+            positions = packed_positions(cu_sorted, input_ids.shape[0])[places]
+            back = inverse(order)
+            if self.split.ring:
+                core = RingCore(cu_sorted.tolist(), self.split)
+            else:
+                core = PackedCore(Packing(cu_sorted, max_len))
         order, back, positions = upload((order, back, positions), input_ids.device)
         if self.adapters is not None:
             self.adapters.arrange(order, self.split)

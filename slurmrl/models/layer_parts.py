@@ -4,9 +4,10 @@ The attention block has projections, optional q/k norms and the rotation. An ``A
 computes the attention itself: over packed sequences, over those that share prefixes, or over a
 cache.
 
-With context ranks, attention is over all packed tokens, called with one rank's part of them (Jacobs
-et al. 2023, DeepSpeed Ulysses): one all-to-all gives each context rank all tokens of some heads,
-another one reverses it.
+With context ranks, attention is over all packed tokens, called with one rank's part of them. One
+all-to-all gives each context rank all tokens of some heads, another one reverses it (Jacobs et al.
+2023, DeepSpeed Ulysses). If the ranks cannot share the heads, the ranks pass keys and values on
+(Liu et al. 2023, ring attention).
 
 T packed tokens, N tokens of a context rank, c context ranks. With shared prefixes, which the
 decoder reads once: N distinct tokens, S pieces.
@@ -15,6 +16,7 @@ decoder reads once: N distinct tokens, S pieces.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -42,6 +44,7 @@ from slurmrl.tensors.ops.elementwise import (
     rms_norm,
     rotate,
 )
+from slurmrl.tensors.ops.ring_attention import ring_attention
 
 
 class GatedMLP(nn.Module):
@@ -312,9 +315,29 @@ class SplitCore:
         return parts.transpose(0, 1).flatten(1, 2)
 
 
+class RingCore:
+    """An ``AttentionCore`` of packed sequences whose keys are passed round the context ranks.
+
+    It removes the padding of the last ranks' parts first.
+    """
+
+    def __init__(self, bounds: Sequence[int], split: Split) -> None:
+        """``bounds`` [S+1] are the boundaries of the sequences, which are sorted by length."""
+        self._bounds, self._split = bounds, split
+        first, last = split.own_range(bounds[-1])
+        self._own, self._part = last - first, split.part_tokens(bounds[-1])
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention [N, Hq, D] for q [N, Hq, D], k and v [N, Hkv, D]."""
+        filled, group = q.shape[0] - self._own, self._split.context.group
+        q, k, v = (x[: self._own] for x in (q, k, v))
+        out = ring_attention(q, k, v, self._bounds, self._part, group, spec.scale, spec.window)
+        return F.pad(out, (0, 0, 0, 0, 0, filled))
+
+
 def split_core(core: AttentionCore, split: Split, tokens: int) -> AttentionCore:
-    """``core`` itself if the rank has all ``tokens`` without padding."""
-    if split.context.size == 1 and split.part_tokens(tokens) == tokens:
+    """``core`` itself if the rank has all ``tokens`` without padding, or passes keys on."""
+    if split.ring or (split.context.size == 1 and split.part_tokens(tokens) == tokens):
         return core
     return SplitCore(core, split.context, tokens)
 

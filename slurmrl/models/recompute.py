@@ -34,6 +34,7 @@ ATTENTION = (
     "aten::_scaled_dot_product_cudnn_attention",
     "torch_attn::_varlen_attn",
     "flash_attn::_flash_attn_varlen_forward",
+    "slurmrl::ring_attention",
 )
 
 

@@ -56,6 +56,7 @@ from slurmrl.tensors.layout import Box, Index, Layout, TensorSpec
 from slurmrl.tensors.ops.collectives import gathered
 from slurmrl.tensors.ops.splitmix import hash64, mix, start
 from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import exchanges_heads
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
@@ -189,10 +190,13 @@ def split_of(
         only = ["a model of transformers supports d and t only"]
         problems = only if across.size > 1 or sequence else []
     else:
-        problems = list(refusals(config, tensor.size, across.size))
+        problems = list(refusals(config, tensor.size))
     if problems:
         raise UsageError(f"{role}: " + "; ".join(problems))
-    return Split(tensor, across, sequence)
+    ring = isinstance(config, ModelConfig) and not exchanges_heads(
+        config.num_heads, config.num_kv_heads, tensor.size, across.size
+    )
+    return Split(tensor, across, sequence, ring)
 
 
 def tensor_split(model: PackedModel, split: Split) -> SharedParameters | None:

@@ -113,10 +113,9 @@ class TensorSplit:
         return first, min(each, length - first)
 
 
-def refusals(config: ModelConfig, tensor_ranks: int, context_ranks: int) -> Iterator[str]:
+def refusals(config: ModelConfig, tensor_ranks: int) -> Iterator[str]:
     """The reasons why a model cannot be split like this."""
-    t, c = tensor_ranks, context_ranks
-    heads, kv = config.num_heads, config.num_kv_heads
+    t, heads, kv = tensor_ranks, config.num_heads, config.num_kv_heads
     if t > 1:
         sizes = {"num_attention_heads": heads, "intermediate_size": config.intermediate_size}
         if config.moe is not None:
@@ -130,15 +129,6 @@ def refusals(config: ModelConfig, tensor_ranks: int, context_ranks: int) -> Iter
             yield f"t{t} neither divides num_key_value_heads {kv} nor is a multiple of it"
         if -(-config.vocab_size // t) * (t - 1) >= config.vocab_size:
             yield f"t{t} leaves a rank without a token of the vocabulary of {config.vocab_size}"
-    if c > 1 and not heads % t:
-        own, own_kv = heads // t, max(1, kv // t)
-        if own % c:
-            yield f"c{c} does not divide the {own} attention heads of a tensor rank"
-        elif own_kv % c and c % own_kv:
-            yield (
-                f"c{c} neither divides the {own_kv} key and value heads of a tensor rank nor is a "
-                "multiple of them"
-            )
 
 
 def _in_layer(name: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmrl.models.packed import length_order
+from slurmrl.models.packed import inverse
 from slurmrl.models.parallel.split import Split
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.logprobs import (
@@ -137,15 +137,18 @@ def split_logprobs(
 
     The distributions are restricted to ``support``.
 
-    features [N, h] are in ``length_order``; weight is this rank's part of [V, h]; cu_seqlens [S+1]
-    is in host memory. A context rank computes the predictions for its tokens.
+    features [N, h] are in the order of ``Split.packed``; weight is this rank's part of [V, h];
+    cu_seqlens [S+1] is in host memory. A context rank computes the predictions for its tokens.
     """
     tokens = input_ids.shape[0]
-    order, cu_sorted = length_order(cu_seqlens, tokens)
+    order, places, cu_sorted = split.packed(cu_seqlens, tokens)
     first, last = split.own_range(tokens)
-    rest = following_tokens(cu_sorted)
-    rest = rest[(rest > first) & (rest <= last)]
-    before, places = upload((rest - 1 - first, order[rest]), input_ids.device)
+    follows = torch.zeros(tokens + 1, dtype=torch.bool).index_fill_(
+        0, following_tokens(cu_sorted), True
+    )
+    before = follows[places[first:last] + 1].nonzero().squeeze(1)
+    following = inverse(places)[places[first:last][before] + 1]
+    before, places = upload((before, order[following]), input_ids.device)
     hidden = split.enter(features).index_select(0, before)
     targets = input_ids[places]
     drawn_from = None if support is None else support.at(places)
@@ -168,7 +171,7 @@ def split_values(split: Split, values: Tensor, cu_seqlens: Tensor) -> Tensor:
     cu_seqlens [S+1] is in host memory.
     """
     tokens = int(cu_seqlens[-1])
-    order, _ = length_order(cu_seqlens, tokens)
+    order, _, _ = split.packed(cu_seqlens, tokens)
     first, last = split.own_range(tokens)
     own = split.together(values)[: last - first]
     (places,) = upload([order[first:last]], own.device)

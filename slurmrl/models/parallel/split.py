@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from slurmrl.models.packed import length_order
 from slurmrl.tensors.ops.collectives import (
     own_to_partial,
     own_to_whole,
@@ -18,6 +20,7 @@ from slurmrl.tensors.ops.collectives import (
     partial_to_whole,
     whole_to_partial,
 )
+from slurmrl.tensors.ops.ring_schedule import zigzag
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,15 @@ class Axis:
 class Split:
     """Tensor ranks hold parts of matrices; context ranks hold parts of the packed tokens.
 
-    With ``sequence``, tensor ranks hold parts of the tokens too, outside of matrix products.
+    With ``sequence``, tensor ranks hold parts of the tokens too, outside of matrix products. With
+    ``ring``, attention passes keys round the context ranks; otherwise they exchange tokens for
+    heads.
     """
 
     tensor: Axis = Axis()
     context: Axis = Axis()
     sequence: bool = False
+    ring: bool = False
 
     @property
     def whole(self) -> bool:
@@ -55,7 +61,7 @@ class Split:
         return self.sequence and self.tensor.size > 1
 
     def without_context(self) -> Split:
-        return replace(self, context=Axis())
+        return replace(self, context=Axis(), ring=False)
 
     # -- tokens ----------------------------------------------------------------------------------
 
@@ -69,6 +75,18 @@ class Split:
         part = self.part_tokens(tokens)
         first = self.context.rank * part
         return min(first, tokens), min(first + part, tokens)
+
+    def packed(self, cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the order of packed tokens in which context ranks have consecutive parts.
+
+        That is the place in the sample [T], and the place among sequences that are sorted by
+        length [T], whose boundaries [S+1] come last. All are in host memory.
+        """
+        order, cu_sorted = length_order(cu_seqlens, tokens)
+        if not self.ring:
+            return order, torch.arange(tokens), cu_sorted
+        places = zigzag(tokens, self.part_tokens(tokens), self.context.size)
+        return order[places], places, cu_sorted
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """This context rank's part of x [T], padded with zeros."""

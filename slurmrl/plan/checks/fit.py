@@ -101,7 +101,7 @@ def _divisions(fit: Fit) -> Found:
         split.append(("tp", f"t{tp}", tp, "the inner size of experts", shape.expert_inner))
     if not can(allocation.backend, "head_copies"):
         split.append(("tp", f"t{tp}", tp, "num_key_value_heads", shape.kv_heads))
-    if shape.heads % tp == 0:  # context-parallel ranks exchange tokens for heads
+    if shape.heads % tp == 0 and not can(allocation.backend, "ring"):
         split.append(("cp", f"c{cp}", cp, "the attention heads of a rank,", shape.heads // tp))
     if shape.experts:
         etp = allocation.etp
@@ -118,10 +118,10 @@ def _copied_heads(fit: Fit) -> Found:
     if shape is None or shape.heads % sizes["tp"]:
         return
     of_rank = shape.kv_heads_of_rank(sizes["tp"])
-    for axis, size, what, number in (
-        ("tp", sizes["tp"], "num_key_value_heads", shape.kv_heads),
-        ("cp", sizes["cp"], "the key and value heads of a rank,", of_rank),
-    ):
+    ranks = [("tp", sizes["tp"], "num_key_value_heads", shape.kv_heads)]
+    if not can(fit.allocation.backend, "ring"):
+        ranks.append(("cp", sizes["cp"], "the key and value heads of a rank,", of_rank))
+    for axis, size, what, number in ranks:
         if number % size and size % number:
             reason = (
                 f"{axis[0]}{size} neither divides {what} {number} nor is a multiple of it "

@@ -21,6 +21,7 @@ from slurmrl.plan.estimates.shape import (
     expert_tp,
     layer_parameters,
     parameters,
+    passes_keys,
     shard_parameters,
     trained_shard,
 )
@@ -361,12 +362,27 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
         elements += layer_activations(job)
     if job.model.recompute == "selective":
         elements -= layer_activations(job, selective=True)
-    size = elements * tokens * width
+    size = max(elements * tokens * width, _ring_backward(job, tokens))
     if job.allocation.backend in SHARDED:
         size += _gathered_layers(job) + _tied_projection(job) * width
         if not adapts(job):
             size += _layer_total(job) * (width + REDUCED) + _tied_projection(job) * width
     return size
+
+
+def _ring_backward(job: MemoryDemand, tokens: int) -> float:
+    """Return the bytes of ring attention's backward pass in addition to its inputs and result.
+
+    They are keys and values of this rank, of the one whose keys it uses and of the next one, their
+    gradients on this rank, two on their way and one that returns, and gradients of queries.
+    """
+    if not passes_keys(job.shape, job.allocation):
+        return 0
+    tp = job.allocation.sizes["tp"]
+    keys = 2 * job.shape.kv_heads_of_rank(tp) * job.shape.head_dim
+    queries = job.shape.queries / tp
+    size = 3 * keys * BYTES[job.model.dtype] + 4 * keys * FLOAT32 + queries * FLOAT32
+    return size * tokens
 
 
 def _tied_projection(job: MemoryDemand) -> float:

@@ -21,6 +21,7 @@ from slurmrl.plan.estimates.shape import (
     expert_tp,
     layer_parameters,
     parameters,
+    passes_keys,
     shard_parameters,
 )
 
@@ -59,6 +60,8 @@ class PassJob:
     """Whether weights and optimizer state are in the host's memory."""
 
 
+REDUCED: Final = 4
+"""Bytes of an element of a gradient of keys and values that another rank computed."""
 REPEATED: Final[Mapping[str, float]] = {"off": 0.0, "selective": 0.5, "full": 1.0}
 """Share of a layer's forward pass that activation checkpointing repeats."""
 
@@ -136,7 +139,8 @@ def _layer(
         "products": products,
         "attention": attention,
         "elementwise": elementwise + max(launched - busy, 0.0),
-        "communication": _exchanged(job, machine, own, moe=moe) * (forward + int(trained)),
+        "communication": _exchanged(job, machine, own, moe=moe) * (forward + int(trained))
+        + _passed_on(job, machine, own, attention, forward=forward, trained=trained),
         "weights": moved - min(moved * rates.overlap, busy),
     }
     if job.offloaded:
@@ -205,7 +209,7 @@ def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> floa
     if tp > 1:  # two sums over the ranks, each sends and receives every element
         sent = 4 * own * shape.hidden * job.width * (tp - 1) / tp
         seconds += sent / machine.ring(tp, 1)
-    if cp > 1:
+    if cp > 1 and not passes_keys(shape, job.allocation):
         sent = 2 * own * (shape.queries + shape.keys) / tp * job.width * (cp - 1) / cp
         seconds += sent / machine.exchange(cp, tp)
     if moe and ep > 1:
@@ -213,6 +217,32 @@ def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> floa
         sent = 2 * tokens * shape.hidden * job.width * (ep - 1) / ep
         seconds += sent / machine.exchange(ep, etp)
     return seconds
+
+
+def _passed_on(
+    job: PassJob,
+    machine: Machine,
+    own: float,
+    attention: float,
+    *,
+    forward: float,
+    trained: bool,
+) -> float:
+    """Seconds of ring attention's transfers that its computation does not hide.
+
+    Rank r of c needs 2 c - 2 - r chunks of the others, each of half of its tokens, or about half a
+    sequence before each of its two chunks. A backward pass sends keys and values again and returns
+    their gradients in float32.
+    """
+    shape, sizes = job.shape, job.allocation.sizes
+    tp, cp = sizes["tp"], sizes["cp"]
+    if not passes_keys(shape, job.allocation):
+        return 0.0
+    tokens = min(0.75 * (cp - 1) * own, job.length)
+    keys = 2 * tokens * shape.kv_heads_of_rank(tp) * shape.head_dim
+    moved = keys * (job.width * (forward + int(trained)) + (REDUCED if trained else 0))
+    seconds = moved / machine.exchange(cp, tp)
+    return seconds - min(seconds * machine.efficiency.overlap, attention)
 
 
 def _gathered(job: PassJob, machine: Machine, weights: Parameters) -> float:

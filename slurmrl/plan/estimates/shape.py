@@ -20,6 +20,7 @@ from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.dataflow import Head
 from slurmrl.plan.engine_rules import HF, LEAST_HEAD
 from slurmrl.registry import resolve
+from slurmrl.tensors.parallel.topology import exchanges_heads
 
 CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -282,6 +283,12 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
     shared = shape.mlp_matrices * shape.hidden * shape.shared_inner / tp
     own = shape.experts / allocation.sizes["ep"] * expert / expert_tp(allocation)
     return Parameters(attention + shape.hidden * shape.experts + shared, own)
+
+
+def passes_keys(shape: ModelShape, allocation: Allocation) -> bool:
+    """Whether context ranks pass keys and values on in attention, and do not exchange heads."""
+    tp, cp = allocation.sizes["tp"], allocation.sizes["cp"]
+    return cp > 1 and not exchanges_heads(shape.heads, shape.kv_heads, tp, cp)
 
 
 def expert_tp(allocation: Allocation) -> int:

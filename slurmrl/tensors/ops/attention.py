@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from slurmrl import log
 from slurmrl.errors import UsageError
 from slurmrl.tensors.ops.arguments import upload, wide
+from slurmrl.tensors.ops.partial_attention import attend, gradients, merged
 
 logger = log.get(__name__)
 HALF = (torch.bfloat16, torch.float16)
@@ -66,6 +67,13 @@ class Packing:
         lengths = self.cu_seqlens.diff().tolist()
         groups = ((length, len(list(group))) for length, group in groupby(lengths) if length)
         return tuple(Run(count, length) for length, count in groups)
+
+    def batches(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield views [count, H, length, ...] of each run of tensors [T, H, ...]."""
+        sizes = [run.count * run.length for run in self.runs]
+        parts = (x.split_with_sizes(sizes) for x in tensors)
+        for run, *part in zip(self.runs, *parts, strict=True):
+            yield tuple(x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in part)
 
 
 def packed_attention(
@@ -293,8 +301,8 @@ def prefix_attention_works() -> bool:
     """Whether this release of torch has the kernel's operators. They are not public."""
     x = torch.ones((1, 1, 2, 2))
     try:
-        out, normalizers = _attend(x, x, x, 1.0, causal=False)
-        grad, *_ = _gradients(out, x, x, x, out, normalizers, 1.0, causal=False)
+        out, normalizers = attend(x, x, x, 1.0, causal=False)
+        grad, *_ = gradients(out, x, x, x, out, normalizers, 1.0, causal=False)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
     return normalizers.shape == (1, 1, 2) and grad.shape == x.shape
@@ -316,26 +324,21 @@ def prefix_attention(
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Attention over a piece's own keys and over its prefix, merged.
-
-    The gradients of an attention depend on the other keys only through its result and its
-    normalizers. If these cover all keys, the gradients of the two partial attentions add up to the
-    gradient of the whole.
-    """
+    """Attention over a piece's own keys and over its prefix, merged."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: PrefixPacking, scale: float
     ) -> Tensor:
         own, readers = _empty_results(q), packing.readers
-        for *into, q_run, k_run, v_run in _runs(packing, *own, q, k, v):
-            _store(into, _attend(q_run, k_run, v_run, scale, causal=True))
+        for *into, q_run, k_run, v_run in packing.pieces.batches(*own, q, k, v):
+            _store(into, attend(q_run, k_run, v_run, scale, causal=True))
         reading = q[readers]
         seen = _empty_results(reading)
         for (*into, rows), (keys, values) in _prefixes(packing, (*seen, reading), (k, v)):
-            _store(into, _attend(rows, keys, values, scale, causal=False))
-        merged = _merged(tuple(x[readers] for x in own), seen)
-        out, normalizers = (x.index_copy_(0, readers, y) for x, y in zip(own, merged, strict=True))
+            _store(into, attend(rows, keys, values, scale, causal=False))
+        both = merged((own[0][readers], own[1][readers]), seen)
+        out, normalizers = (x.index_copy_(0, readers, y) for x, y in zip(own, both, strict=True))
         ctx.save_for_backward(q, k, v, out, normalizers)
         ctx.packing, ctx.scale = packing, scale
         return out
@@ -347,18 +350,18 @@ class _PrefixAttention(torch.autograd.Function):
         packing, scale, readers = ctx.packing, ctx.scale, ctx.packing.readers
         grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
         per_query = (grad.contiguous(), q, out, normalizers)
-        for *into, grad_run, q_run, out_run, norm_run, k_run, v_run in _runs(
-            packing, grad_q, grad_k, grad_v, *per_query, k, v
+        for *into, grad_run, q_run, out_run, norm_run, k_run, v_run in packing.pieces.batches(
+            grad_q, grad_k, grad_v, *per_query, k, v
         ):
             known = (grad_run, q_run, k_run, v_run, out_run, norm_run)
-            _store(into, _gradients(*known, scale, causal=True))
+            _store(into, gradients(*known, scale, causal=True))
         reading = [x[readers] for x in per_query]
         grad_reading = torch.empty_like(reading[1])
         for (into_q, grad_rows, rows, out_rows, norm_rows), (*totals, keys, values) in _prefixes(
             packing, (grad_reading, *reading), (grad_k, grad_v, k, v)
         ):
             known = (grad_rows, rows, keys, values, out_rows, norm_rows)
-            of_rows, *of_keys = _gradients(*known, scale, causal=False)
+            of_rows, *of_keys = gradients(*known, scale, causal=False)
             into_q.copy_(of_rows)
             for total, part in zip(totals, of_keys, strict=True):
                 total += part
@@ -368,23 +371,6 @@ class _PrefixAttention(torch.autograd.Function):
 def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
     """For the result [T, H, D] and the normalizers [T, H] of queries [T, H, D]."""
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
-
-
-def _merged(own: tuple[Tensor, ...], seen: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The result and the normalizers over two sets of keys from those over each."""
-    (a, norm_a), (b, norm_b) = own, seen
-    share = (norm_b - norm_a).sigmoid()[..., None]
-    both = a.to(share.dtype).lerp(b.to(share.dtype), share)
-    return both.to(a.dtype), torch.logaddexp(norm_a, norm_b)
-
-
-def _runs(packing: PrefixPacking, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views [count, H, length, ...] of each run of pieces of tensors [T, H, ...]."""
-    runs = packing.pieces.runs
-    sizes = [run.count * run.length for run in runs]
-    parts = (x.split_with_sizes(sizes) for x in tensors)
-    for run, *part in zip(runs, *parts, strict=True):
-        yield tuple(x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in part)
 
 
 def _prefixes(
@@ -409,30 +395,3 @@ def _one(x: Tensor) -> Tensor:
 def _store(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for place, value in zip(into, values, strict=True):
         place.copy_(value)
-
-
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """The result [S, H, L, D] and normalizers [S, H, L] of q [S, H, L, D], k and v [S, H, K, D]."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    results: tuple[Tensor, Tensor] = kernel(q, k, v, 0.0, causal, scale=scale)
-    return results
-
-
-def _gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    normalizers: Tensor,
-    scale: float,
-    *,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    inputs = (grad, q, k, v, out, normalizers, 0.0, causal)
-    results: tuple[Tensor, Tensor, Tensor] = kernel(*inputs, scale=scale)
-    return results

@@ -155,3 +155,14 @@ def topology_of(model: ModelRanks) -> ProcessTopology:
             f"the plan gives {len(model.ranks)}"
         )
     return topology
+
+
+def exchanges_heads(heads: int, kv_heads: int, tensor_ranks: int, context_ranks: int) -> bool:
+    """Whether context ranks exchange tokens for heads in attention.
+
+    Otherwise they pass keys round a ring, because each of them cannot have equally many heads.
+    """
+    own, own_kv = heads // tensor_ranks, max(1, kv_heads // tensor_ranks)
+    if own % context_ranks:
+        return False
+    return own_kv % context_ranks == 0 or context_ranks % own_kv == 0

@@ -1,0 +1,189 @@
+"""Attention over a part of the keys, with the normalizers that merge such parts.
+
+A normalizer is the logarithm of the sum of a query's exponentiated scores. The gradients of an
+attention depend on the other keys only through its result and its normalizers. If these cover all
+keys, the gradients of the parts add up to the gradient of the whole.
+
+S sequences, H heads, L queries, K keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slurmrl.tensors.ops.arguments import wide
+
+BLOCK_QUERIES: Final = 256
+BLOCK_SCORES: Final = 2**24
+"""Scores that `band_attention` has in memory at a time, unless one query has more."""
+
+
+class Band(NamedTuple):
+    """The keys that queries attend to, by their distance: the query's place minus the key's."""
+
+    offset: int
+    """The distance of the first query from the first key."""
+    window: int | None
+    """A query attends to keys at distances from 0 below the window; None for no upper bound."""
+
+    def cuts(self, queries: int) -> bool:
+        """Whether the window hides a key from any of the queries."""
+        return self.window is not None and self.offset + queries > self.window
+
+
+def merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the result [..., D] and the normalizers [...] over two sets of keys."""
+    (out_a, norm_a), (out_b, norm_b) = a, b
+    share = (norm_b - norm_a).sigmoid()[..., None]
+    both = out_a.to(share.dtype).lerp(out_b.to(share.dtype), share)
+    return both.to(out_a.dtype), torch.logaddexp(norm_a, norm_b)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the result [S, H, L, D] and the normalizers [S, H, L] of torch's kernel for CPUs.
+
+    q [S, H, L, D]; k, v [S, H, K, D].
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    results: tuple[Tensor, Tensor] = kernel(q, k, v, 0.0, causal, scale=scale)
+    return results
+
+
+def gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    normalizers: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for `attend`."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    inputs = (grad, q, k, v, out, normalizers, 0.0, causal)
+    results: tuple[Tensor, Tensor, Tensor] = kernel(*inputs, scale=scale)
+    return results
+
+
+def band_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+) -> tuple[Tensor, Tensor]:
+    """Return the result [S, H, L, D] and the normalizers [S, H, L] within a band of keys.
+
+    q [S, H, L, D]; k, v [S, H, K, D]. Each query attends to at least one key. It is computed in
+    float32 at least, by matrix products over blocks of queries.
+    """
+    out, normalizers = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    for rows, columns, scores in _blocks(q, k, scale, band):
+        norm = scores.logsumexp(-1)
+        normalizers[:, :, rows] = norm
+        shares = (scores - norm[..., None]).exp_()
+        out[:, :, rows] = (shares @ v[:, :, columns].to(shares.dtype)).to(out.dtype)
+    return out, normalizers
+
+
+def band_gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    normalizers: Tensor,
+    scale: float,
+    band: Band,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for `band_attention`, in float32 at least."""
+    grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
+    for rows, columns, scores in _blocks(q, k, scale, band):
+        shares = (scores - normalizers[:, :, rows, None]).exp_()
+        above = grad[:, :, rows].to(shares.dtype)
+        keys, values = (x[:, :, columns].to(shares.dtype) for x in (k, v))
+        grad_v[:, :, columns] += shares.transpose(-1, -2) @ above
+        mean = (above * out[:, :, rows]).sum(-1, keepdim=True)
+        of_scores = (above @ values.transpose(-1, -2) - mean) * shares * scale
+        grad_q[:, :, rows] = of_scores @ keys
+        grad_k[:, :, columns] += of_scores.transpose(-1, -2) @ q[:, :, rows].to(shares.dtype)
+    return grad_q, grad_k, grad_v
+
+
+def _blocks(
+    q: Tensor, k: Tensor, scale: float, band: Band
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield blocks of queries, their keys, and the scores, minus infinity outside of the band."""
+    (count, heads, queries, _), keys = q.shape, k.shape[2]
+    size = max(1, min(BLOCK_QUERIES, BLOCK_SCORES // max(count * heads * keys, 1)))
+    dtype = wide(q.dtype)
+    for first in range(0, queries, size):
+        stop = min(first + size, queries)
+        last = min(keys, stop + band.offset)
+        start = 0 if band.window is None else max(0, first + band.offset - band.window + 1)
+        scores = (q[:, :, first:stop].to(dtype) * scale) @ k[:, :, start:last].to(dtype).mT
+        distance = (
+            torch.arange(first + band.offset, stop + band.offset, device=q.device)[:, None]
+            - torch.arange(start, last, device=q.device)[None, :]
+        )
+        hidden = distance < 0
+        if band.window is not None:
+            hidden |= distance >= band.window
+        yield slice(first, stop), slice(start, last), scores.masked_fill_(hidden, -torch.inf)
+
+
+def flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    seen: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Return the result [T, Hq, D] and the normalizers [T, Hq] of torch's flash attention on GPUs.
+
+    q [T, Hq, D]; k, v [K, Hkv, D], in sequences at ``cu_q`` and ``cu_k`` [S+1] int32. A query sees
+    ``seen`` keys before and after its place, -1 for all. The last query and the last key of a
+    sequence have one place.
+    """
+    out, normalizers, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, k.contiguous(), v.contiguous(), cu_q, cu_k, longest_q, longest_k, 0.0),
+        *(seen == (-1, 0), False),
+        scale=scale,
+        window_size_left=seen[0],
+        window_size_right=seen[1],
+    )
+    return out, normalizers.transpose(0, 1).contiguous()
+
+
+def flash_gradients(
+    known: tuple[Tensor, ...],
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    scale: float,
+    seen: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for `flash`.
+
+    ``known`` are the result's gradient, q, the result and the normalizers.
+    """
+    grad, q, out, normalizers = known
+    random = torch.empty(2, dtype=torch.uint64, device=q.device)  # there is no dropout
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        *(grad, q, k.contiguous(), v.contiguous(), out, normalizers.transpose(0, 1).contiguous()),
+        *(cu_q, cu_k, longest_q, longest_k, 0.0, seen == (-1, 0)),
+        *(random, torch.empty(0, device=q.device)),
+        scale=scale,
+        window_size_left=seen[0],
+        window_size_right=seen[1],
+    )
+    return found

@@ -1,0 +1,328 @@
+"""Causal attention over packed sequences whose tokens are spread over ranks (Liu et al. 2023).
+
+Each rank keeps its queries and receives the keys and values of one other rank after the other, only
+the ones that its queries attend to. It merges the partial results by their normalizers. The next
+keys travel while the rank computes. The backward pass sends the keys again, and returns each rank
+the gradients of its keys.
+
+R ranks, T packed tokens, N tokens of this rank, Hq query heads, Hkv key and value heads, D head
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from slurmrl.tensors.ops.arguments import wide
+from slurmrl.tensors.ops.attention import Packing, flash_fits
+from slurmrl.tensors.ops.partial_attention import (
+    Band,
+    attend,
+    band_attention,
+    band_gradients,
+    flash,
+    flash_gradients,
+    gradients,
+    merged,
+)
+from slurmrl.tensors.ops.ring_schedule import Hop, KeyBlock, schedule
+
+Results = tuple[Tensor, Tensor]
+"""A result [L, Hq, D] and its normalizers [L, Hq]."""
+_group: Callable[[str], dist.ProcessGroup] = vars(distributed_c10d)["_resolve_process_group"]
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Sequence[int],
+    part: int,
+    group: dist.ProcessGroup,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Return the causal softmax attention [N, Hq, D] within each sequence. Collective.
+
+    q [N, Hq, D]; k, v [N, Hkv, D], where Hkv divides Hq: this rank's tokens in the order of
+    `zigzag`. ``bounds`` [S+1] are the first places of the packed sequences, and T. Scores are
+    multiplied by ``scale``. With a ``window``, a query attends to the last ``window`` tokens, its
+    own included. The results are kept where activation checkpointing keeps results of attention.
+    """
+    out, _ = torch.ops.slurmrl.ring_attention(
+        q, k, v, list(bounds), part, group.group_name, scale, window
+    )
+    result: Tensor = out
+    return result
+
+
+class _Transfer:
+    """Rows on their way from one rank to another, while other rows come."""
+
+    def __init__(
+        self, rows: Tensor, taker: int, giver: int, received: int, group: dist.ProcessGroup
+    ) -> None:
+        sent, came = [0] * group.size(), [0] * group.size()
+        sent[taker], came[giver] = rows.shape[0], received
+        self._rows = rows.contiguous()
+        self._came = rows.new_empty((received, *rows.shape[1:]))
+        self._work = dist.all_to_all_single(
+            self._came, self._rows, came, sent, group=group, async_op=True
+        )
+
+    def wait(self) -> Tensor:
+        assert self._work is not None
+        self._work.wait()
+        return self._came
+
+
+def _passed_on(
+    hops: Sequence[Hop], pairs: Tensor, group: dist.ProcessGroup
+) -> Iterator[tuple[Hop, Tensor]]:
+    """Start the first transfer; return each hop with its keys and values [rows, 2 Hkv, D].
+
+    The next ones are on their way while the caller computes.
+    """
+
+    def start(hop: Hop) -> _Transfer:
+        rows = torch.cat([pairs[rows] for rows in hop.sent])
+        return _Transfer(rows, hop.taker, hop.giver, hop.received, group)
+
+    def received(moving: _Transfer) -> Iterator[tuple[Hop, Tensor]]:
+        for index, hop in enumerate(hops):
+            came = moving.wait()
+            if index + 1 < len(hops):
+                moving = start(hops[index + 1])
+            yield hop, came
+
+    return received(start(hops[0])) if hops else iter(())
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Sequence[int],
+    part: int,
+    group_name: str,
+    scale: float,
+    window: int | None,
+) -> Results:
+    group = _group(group_name)
+    plan = schedule(tuple(bounds), part, group.size(), group.rank(), window)
+    own = torch.cat((k, v), 1)
+    coming = _passed_on(plan.hops, own, group)
+    out, normalizers = _own_results(q, k, v, plan.own, scale, window)
+    whole = out.to(wide(q.dtype))
+    _merge(whole, normalizers, plan.parts, q, own, scale, window)
+    for hop, pairs in coming:
+        _merge(whole, normalizers, hop.parts, q, pairs, scale, window)
+    return whole.to(q.dtype), normalizers
+
+
+def _merge(
+    out: Tensor,
+    normalizers: Tensor,
+    parts: Sequence[KeyBlock],
+    q: Tensor,
+    pairs: Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    for rows, places, offset in parts:
+        band = Band(offset, window)
+        seen = _part_results(q[rows], pairs[places], scale, band)
+        out[rows], normalizers[rows] = merged((out[rows], normalizers[rows]), seen)
+
+
+def _own_results(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
+) -> Results:
+    """The results over the keys of a token's own chunk."""
+    if flash_fits(q):
+        cu = packing.cu_seqlens_on(q.device)
+        both = (cu, cu, packing.max_len, packing.max_len)
+        return flash(q, k, v, *both, scale, (-1 if window is None else window - 1, 0))
+    out, normalizers = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+    k, v = _for_each_query_head(q, k, v)
+    for own, norm, *run in packing.batches(out, normalizers, q, k, v):
+        found = _results(run, scale, Band(0, window))
+        own.copy_(found[0])
+        norm.copy_(found[1])
+    return out, normalizers
+
+
+def _part_results(q: Tensor, pairs: Tensor, scale: float, band: Band) -> Results:
+    k, v = pairs.chunk(2, 1)
+    if flash_fits(q):
+        return flash(q, k, v, *_lengths(q, k), scale, _seen_of_part(q, k, band))
+    k, v = _for_each_query_head(q, k, v)
+    out, normalizers = _results([x.transpose(0, 1)[None] for x in (q, k, v)], scale, band)
+    return out[0].transpose(0, 1), normalizers[0].transpose(0, 1)
+
+
+def _results(inputs: Sequence[Tensor], scale: float, band: Band) -> Results:
+    """The results [S, H, L, D] and [S, H, L] of q [S, H, L, D] and k, v [S, H, K, D]."""
+    q, k, v = inputs
+    if q.is_cuda or band.cuts(q.shape[2]):
+        return band_attention(q, k, v, scale, band)
+    return attend(q, k, v, scale, causal=band.offset == 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
+    q, k, v, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    bounds, part, group_name, scale, window = ctx.rest
+    nothing = (None,) * len(ctx.rest)
+    if grad is None:
+        return (None, None, None, *nothing)
+    q, k, v, out, normalizers = ctx.saved_tensors
+    group = _group(group_name)
+    plan = schedule(tuple(bounds), part, group.size(), group.rank(), window)
+    known = (grad.contiguous(), q, out, normalizers)
+    own = torch.cat((k, v), 1)
+    coming = _passed_on(plan.hops, own, group)
+    of_q, of_pairs = _own_gradients(known, k, v, plan.own, scale, window)
+    _add(of_q, of_pairs, plan.parts, known, own, scale, window)
+    returning: list[tuple[Hop, _Transfer]] = []
+    for hop, pairs in coming:
+        theirs = torch.zeros_like(pairs, dtype=wide(pairs.dtype))
+        _add(of_q, theirs, hop.parts, known, pairs, scale, window)
+        _add_returned(of_pairs, returning)
+        rows = sum(rows.stop - rows.start for rows in hop.sent)
+        returning.append((hop, _Transfer(theirs, hop.giver, hop.taker, rows, group)))
+    _add_returned(of_pairs, returning)
+    of_k, of_v = of_pairs.to(k.dtype).chunk(2, 1)
+    return (of_q.to(q.dtype), of_k, of_v, *nothing)
+
+
+def _add_returned(of_pairs: Tensor, returning: list[tuple[Hop, _Transfer]]) -> None:
+    """Add the gradients of keys and values that other ranks computed, and forget the transfers."""
+    for hop, transfer in returning:
+        sizes = [rows.stop - rows.start for rows in hop.sent]
+        for rows, found in zip(hop.sent, transfer.wait().split_with_sizes(sizes), strict=True):
+            of_pairs[rows] += found
+    returning.clear()
+
+
+def _add(
+    of_q: Tensor,
+    of_pairs: Tensor,
+    parts: Sequence[KeyBlock],
+    known: tuple[Tensor, ...],
+    pairs: Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    """Add the gradients of parts; ``known`` are gradient, queries, result and normalizers."""
+    for rows, places, offset in parts:
+        own = tuple(x[rows] for x in known)
+        band = Band(offset, window)
+        found = _part_gradients(own, pairs[places], scale, band)
+        of_q[rows] += found[0]
+        of_pairs[places] += torch.cat(found[1:], 1)
+
+
+def _own_gradients(
+    known: tuple[Tensor, ...],
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of queries [N, Hq, D], and of keys and values [N, 2 Hkv, D]."""
+    q = known[1]
+    if flash_fits(q):
+        cu = packing.cu_seqlens_on(q.device)
+        both = (cu, cu, packing.max_len, packing.max_len)
+        seen = (-1 if window is None else window - 1, 0)
+        found = [x.to(wide(x.dtype)) for x in flash_gradients(known, k, v, *both, scale, seen)]
+        return found[0], torch.cat(found[1:], 1)
+    keys, values = _for_each_query_head(q, k, v)
+    found = [torch.empty_like(x, dtype=wide(x.dtype)) for x in (q, keys, values)]
+    for of_q, of_k, of_v, *run in packing.batches(*found, *known, keys, values):
+        made = _gradients(run, scale, Band(0, window))
+        for place, value in zip((of_q, of_k, of_v), made, strict=True):
+            place.copy_(value)
+    return found[0], torch.cat([_summed(x, k.shape[1]) for x in found[1:]], 1)
+
+
+def _part_gradients(
+    known: tuple[Tensor, ...], pairs: Tensor, scale: float, band: Band
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of queries [L, Hq, D], keys and values [K, Hkv, D]."""
+    k, v = pairs.chunk(2, 1)
+    q = known[1]
+    if flash_fits(q):
+        lengths, seen = _lengths(q, k), _seen_of_part(q, k, band)
+        return flash_gradients(known, k, v, *lengths, scale, seen)
+    run = [x.transpose(0, 1)[None] for x in (*known, *_for_each_query_head(q, k, v))]
+    of_q, *of_pair = (x[0].transpose(0, 1) for x in _gradients(run, scale, band))
+    of_k, of_v = (_summed(x.to(wide(x.dtype)), k.shape[1]) for x in of_pair)
+    return of_q, of_k, of_v
+
+
+def _gradients(inputs: Sequence[Tensor], scale: float, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients for `_results`, from gradient, q, result, normalizers, k and v."""
+    grad, q, out, norm, k, v = inputs
+    if q.is_cuda or band.cuts(q.shape[2]):
+        return band_gradients(grad, q, k, v, out, norm, scale, band)
+    return gradients(grad, q, k, v, out, norm, scale, causal=band.offset == 0)
+
+
+def _for_each_query_head(q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Keys and values [K, Hkv, D] repeated for the query heads that share them [K, Hq, D]."""
+    return tuple(
+        x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+        for x in tensors
+    )
+
+
+def _summed(x: Tensor, heads: int) -> Tensor:
+    """[K, Hq, D] summed over the query heads that share a key head: [K, Hkv, D]."""
+    if x.shape[1] == heads:
+        return x
+    return x.view(x.shape[0], heads, x.shape[1] // heads, x.shape[2]).sum(2)
+
+
+def _lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """The boundaries and lengths of one sequence of queries and one of keys."""
+    queries, keys = (
+        torch.arange(2, dtype=torch.int32, device=q.device) * x.shape[0] for x in (q, k)
+    )
+    return queries, keys, q.shape[0], k.shape[0]
+
+
+def _seen_of_part(q: Tensor, k: Tensor, band: Band) -> tuple[int, int]:
+    """The number of keys before and after a query's place that it sees; -1 for all.
+
+    The kernel aligns the last query with the last key. Each query of a part sees a key, so the
+    number is not negative.
+    """
+    if band.window is None or not band.cuts(q.shape[0]):
+        return (-1, -1)
+    return (band.window - 1 - band.offset + k.shape[0] - q.shape[0], -1)
+
+
+_library = torch.library.Library("slurmrl", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "ring_attention(Tensor q, Tensor k, Tensor v, int[] bounds, int part, str group, float scale, "
+    "int? window) -> (Tensor, Tensor)"
+)
+_library.impl(  # type: ignore[no-untyped-call]
+    "ring_attention", _forward, "CompositeExplicitAutograd"
+)
+torch.library.register_autograd(
+    "slurmrl::ring_attention", _backward, setup_context=_setup, lib=_library
+)

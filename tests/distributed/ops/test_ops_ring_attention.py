@@ -1,0 +1,68 @@
+"""Ring attention on several ranks, against the whole matrix of scores in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.distributed.ops.ring_cases import Case, exact
+from tests.pool import RankPool
+
+HERE = "tests.distributed.ops.ring_cases"
+MIXED = (1, 2, 3, 3, 5, 8, 8, 8, 21, 40, 40, 77)
+
+
+def assert_as_whole(ranks: RankPool, n: int, case: Case, near: float = 2e-6) -> list[list[int]]:
+    """Compare the result and all gradients; return the rows that each rank sent."""
+    found = ranks(n, f"{HERE}:attend", case)
+    for index, expected in enumerate(exact(case)):
+        ours = torch.stack([values[index].double() for values, _ in found]).sum(0)
+        assert (ours - expected).abs().max() <= near * max(1.0, expected.abs().max().item())
+    return [sent for _, sent in found]
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 30, 1000])
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (3, 3)])
+def test_values_and_gradients_equal_whole_scores(
+    ranks: RankPool, n: int, heads: int, kv_heads: int, window: int | None
+) -> None:
+    case = Case(MIXED, heads=heads, kv_heads=kv_heads, window=window)
+    assert_as_whole(ranks, n, case)
+
+
+@pytest.mark.parametrize("lengths", [(600,), (1, 700), (300, 301), (1,), (1, 1, 1), (5, 0, 9)])
+def test_few_sequences_and_tokens(ranks: RankPool, lengths: tuple[int, ...]) -> None:
+    """More queries than a block has, empty chunks and ranks without tokens."""
+    assert_as_whole(ranks, 4, Case(lengths))
+    assert_as_whole(ranks, 4, Case(lengths, window=290))
+
+
+def test_no_tokens_give_nothing(ranks: RankPool) -> None:
+    for found, sent in ranks(2, f"{HERE}:attend", Case(())):
+        assert all(x.shape[0] == 0 for x in found)
+        assert sent == []
+
+
+def test_bfloat16_results_are_near(ranks: RankPool) -> None:
+    assert_as_whole(ranks, 4, Case((9, 200), dtype=torch.bfloat16), near=2e-2)
+
+
+def test_large_scores_are_merged(ranks: RankPool) -> None:
+    assert_as_whole(ranks, 4, Case((33, 120), scale=40.0), near=1e-4)
+
+
+def test_ranks_send_only_keys_that_others_see(ranks: RankPool) -> None:
+    """Nothing for sequences within a chunk, and a window's keys for longer ones."""
+    within = assert_as_whole(ranks, 4, Case((8,) * 16))
+    assert within == [[]] * 4
+    whole = Case((640,))
+    every = sum(map(sum, assert_as_whole(ranks, 4, whole)))
+    # Rank r needs 6 - r of the other ranks' chunks of 80 keys. Both passes send keys, and the
+    # backward pass returns their gradients.
+    assert every == 3 * 80 * (6 + 5 + 4 + 3)
+    near = sum(map(sum, assert_as_whole(ranks, 4, replace(whole, window=11))))
+    # Ten keys cross each of seven boundaries; the middle one lies within the last rank.
+    assert near == 3 * 10 * 6
