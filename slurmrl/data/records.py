@@ -305,6 +305,8 @@ class RowChecks:
         """Whether all rows so far are right; the others' problems come at the end."""
         self._empty = True
         """Whether there was no row so far."""
+        self._lists: list[str] = []
+        """Keys of the only row whose values are lists of objects, which may be the rows."""
         self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
         """Whether no row so far has the id that the configuration asks for."""
         self._present: dict[str, None] = {}
@@ -313,6 +315,7 @@ class RowChecks:
         """The first rows that lack some keys, or that are wrong even without these."""
 
     def add(self, number: int, row: Mapping[str, Any]) -> None:
+        self._lists = [key for key in row if _has_rows(row[key])] if self._empty else []
         self._empty = False
         self._unnamed = self._unnamed and not has(row, self._kind.config.id_key)
         if not row.keys() <= self._present.keys():
@@ -361,7 +364,9 @@ class RowChecks:
             optional = field.requirement is Requirement.ANY
             unused = field.requirement is Requirement.EVERY_OR_NONE and key == field.name
             if key not in self._present and not optional and not unused:
-                yield Problem("", field.setting, field.absence(config.path, present))
+                message = field.absence(config.path, present)
+                remedy = "".join(REMEDY.format(key) for key in self._lists[:1])
+                yield Problem("", field.setting, message + remedy)
 
     def _wrong(self, row: Mapping[str, Any], keys: list[str]) -> list[tuple[str, str]]:
         """The keys whose values cannot be used, and why."""
@@ -383,6 +388,16 @@ class RowChecks:
         if field.requirement is Requirement.ANY:
             return ""
         return f"missing; the line has {', '.join(row) or 'no keys'}"
+
+
+REMEDY: Final = "; if the rows are in the list '{0}', run jq -c '.{0}[]' FILE > ROWS.jsonl"
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether a value is a list of objects that are no messages."""
+    return bool(value and isinstance(value, list)) and all(
+        isinstance(each, dict) and not each.keys() & {"role", "from"} for each in value
+    )
 
 
 MOST_BYTES: Final = 16 * 2**20

@@ -136,7 +136,7 @@ def parsed(number: int, raw: bytes) -> SourceRow:
     """A row from its JSON text. Raises UnicodeDecodeError."""
     message = NOT_AN_OBJECT
     try:
-        row = json.loads(raw.decode("utf-8-sig", "surrogatepass"))
+        row = DECODER.decode(raw.decode("utf-8-sig", "surrogatepass"))
         if isinstance(row, dict):
             return SourceRow(number, raw, row, "")
     except RecursionError:
@@ -146,8 +146,25 @@ def parsed(number: int, raw: bytes) -> SourceRow:
     except UnicodeDecodeError:
         raise
     except ValueError as error:
-        message = f"not JSON: {error}"
+        message = str(error)
     return SourceRow(number, raw, None, message)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a row. Raises ValueError for a key that it has twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in values if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {twice!r} twice; remove one of them")
+    return values
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value; write null, or leave its key out")
+
+
+DECODER: Final = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
 
 
 def _advice(raw: bytes) -> str:
@@ -230,7 +247,7 @@ class JsonArray(RowSource):
         number = len(self._lines)
         while True:
             try:
-                value, end = json.JSONDecoder().raw_decode(self._text, self._at)
+                value, end = DECODER.raw_decode(self._text, self._at)
                 if end < len(self._text) or isinstance(value, dict) or not self._read(file, 0):
                     break
             except RecursionError:
@@ -241,6 +258,8 @@ class JsonArray(RowSource):
                 if not (cut and self._read(file, len(self._text) - self._at)):
                     self._step(error.pos - self._at)
                     raise self._wrong(f"not JSON: {error.msg}") from error
+            except ValueError as error:
+                raise self._wrong(f"in the row that begins here: {error}") from error
             if len(self._text) - self._at > ROW_BYTES:
                 raise self._wrong(f"a row is longer than {ROW_BYTES >> 20} MiB")
         raw = self._text[self._at : end].encode()
@@ -383,10 +402,13 @@ def _converted(number: int, row: dict[str, Any]) -> SourceRow:
 
 
 def _with_own_keys(value: Any) -> Any:
-    """Return a value whose tools and tool calls have no null under a key.
+    """Return a value whose tools and tool calls have no null under a key, and null for each NaN.
 
-    Arrow gives all objects of a column the same keys, and a null where a row had none.
+    Arrow gives all objects of a column the same keys, and a null where a row had none. pandas
+    writes NaN for a missing number.
     """
+    if value != value:
+        return None
     if isinstance(value, list):
         return [_without_nulls(each) if _is_tool(each) else _with_own_keys(each) for each in value]
     if isinstance(value, dict):

@@ -105,7 +105,6 @@ def test_a_curriculum_goes_from_small_to_large_numbers(site: Site) -> None:
         ("3", ", but"),
         (None, ", but"),
         (True, ", but"),
-        (float("nan"), " between"),
         (10**400, " between"),
     ],
 )

@@ -7,16 +7,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from slurmrl.config.schema import Dataset
 from slurmrl.data.records import read_records
+from slurmrl.data.rows import DatasetRows
 from slurmrl.data.source_files import no_dataset
 from slurmrl.errors import ConfigError
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(3)]
 LINES = "".join(f"{json.dumps(row)}\n" for row in ROWS)
 PRETTY = "\n".join(json.dumps(row, indent=2) for row in ROWS)
+TWICE = '{"id": 1, "b": {"a": 1, "c": 2, "a": 1}}'
 COMMAS = "".join(f"{json.dumps({'prompt': 'x' * length})},\n" for length in range(5))
 TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
 
@@ -55,6 +59,11 @@ TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
         ),
         ("rows.jsonl", f"{ROWS[0]}\n", ":1: not JSON: .* Python printed this object"),
         ("rows.jsonl", LINES.replace("\n", "\r"), ":1: not JSON: .* only carriage returns"),
+        ("rows.jsonl", TWICE, ":1: an object has the key 'a' twice; remove one of them"),
+        ("rows.json", f"[{TWICE}]", ":1: in the row that begins here: an object has the key 'a' t"),
+        ("rows.jsonl", '{"b": {"c": NaN}}', ":1: NaN is not a JSON value; write null, or leave"),
+        ("rows.jsonl", '{"b": [-Infinity]}', ":1: -Infinity is not a JSON value"),
+        ("rows.json", '[{"b": Infinity}]', ":1: in the row that begins here: Infinity is not a"),
         ("rows.jsonl", COMMAS, ":1: .* a comma follows the object; .*in 5 rows, the next ones"),
         ("rows.yaml", "- prompt: 1+1\n  answer: 2\n", ":1: begins with '- prompt: 1\\+1', but a"),
         ("rows.py", "import json\n\nROWS = 3\n", ":1: begins with 'import json', but a dataset"),
@@ -109,6 +118,28 @@ def test_mistake_in_first_row_is_no_other_form(tmp_path: Path, content: str) -> 
         read_records(path, "id")
     (problem,) = caught.value.problems
     assert problem.message.startswith("not JSON: Expecting value in column 1")
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        ([{"data": ROWS}], "; if the rows are in the list 'data', run jq -c '.data[]' FILE"),
+        ([{"version": "1.1", "data": ROWS}], "in the list 'data', run jq -c '.data[]' FILE"),
+        ([{"data": ROWS}, {"data": ROWS}], "; allowed: data"),
+        ([{"messages": [{"role": "user", "content": "1+1="}]}], "; allowed: messages"),
+    ],
+)
+def test_remedy_for_rows_in_a_list_given_if_the_file_has_one_object(
+    tmp_path: Path, rows: list[dict[str, Any]], remedy: str
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with pytest.raises(ConfigError) as caught:
+        DatasetRows(Dataset.model_validate({"type": "prompt", "path": str(path)}))
+    (problem,) = caught.value.problems
+    assert problem.key == "prompt_key"
+    assert remedy in problem.message
+    assert ("jq" in problem.message) is ("jq" in remedy)
 
 
 def test_command_of_the_message_converts_a_table(tmp_path: Path) -> None:

@@ -168,9 +168,14 @@ def test_what_is_no_text_is_one_problem_that_says_what_to_do(
 
 
 def test_columns_become_json(tmp_path: Path) -> None:
-    """Dates become ISO texts; bytes have no JSON form."""
+    """Dates become ISO texts, and NaN null; bytes and infinity have no JSON form."""
     path = write(tmp_path, "parquet", [{"day": date(2026, 1, 2), "x": 1.5}])
     assert read_records(path, "id").rows == ({"day": "2026-01-02", "x": 1.5},)
+    path = write(tmp_path, "parquet", [{"x": [float("nan"), 1.0]}])
+    assert read_records(path, "id").rows == ({"x": [None, 1.0]},)
+    path = write(tmp_path, "parquet", [{"x": float("inf")}])
+    with pytest.raises(ConfigError, match=r"parquet, row 1: Infinity is not a JSON value"):
+        read_records(path, "id")
     path = write(tmp_path, "parquet", [{"image": b"\xff"}])
     with pytest.raises(ConfigError, match=r"parquet, row 1: holds a value of type bytes"):
         read_records(path, "id")
