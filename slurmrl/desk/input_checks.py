@@ -19,7 +19,7 @@ from slurmrl.data.records import MOST_PROBLEMS, listed
 from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.desk.changed_data import changed_data
-from slurmrl.desk.first_score import score_first_row
+from slurmrl.desk.first_score import score_first_row, unknown_metric, unrecorded_metric
 from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.architecture import Head, ModelConfig
@@ -55,13 +55,14 @@ class InputChecks:
 
     def __init__(self, settings: Settings, compared: Collection[str] = ()) -> None:
         self._compared = compared
-        self.config = settings.config
-        self.algorithm = settings.algorithm
+        self.config, self.algorithm = settings.config, settings.algorithm
+        self._metric = unknown_metric(self.config, self.algorithm)
         self.roles = uses_of(settings.config, settings.algorithm)
         self.rows: dict[str, DatasetRows] = {}
         """Valid data sets by the dotted key of their section."""
         self.left_out: dict[str, int] = {}
         """Lines of these that a length limit leaves out."""
+        self._with_stats: list[bool] = []  # for each reward that could be made
 
     def checks(self) -> dict[str, tuple[str, Callable[[], Iterator[Finding]]]]:
         """Return the checks by subject, with words for each activity."""
@@ -69,7 +70,7 @@ class InputChecks:
             "algorithm": ("importing the algorithm", self._algorithm),
             "weights": ("reading the headers of the weights", self._weights),
             "data": ("reading the data", self._data),
-            "changes": ("comparing the data with those of the last commit", self._changed),
+            "changes": ("comparing data with the last commit", lambda: changed_data(self.config)),
             "reward": ("importing and making the reward", self._reward),
             "episode": ("importing and making the episode", self._episode),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
@@ -193,17 +194,16 @@ class InputChecks:
                 )
                 yield Finding("data", Weight.WARNING, message, f"{key}.path")
 
-    def _changed(self) -> Iterator[Finding]:
-        yield from changed_data(self.config)
-
     def _reward(self) -> Iterator[Finding]:
         for where, reward in self.config.rewards().items():
             yield from self._one_reward(dotted(where), reward)
+        yield from unrecorded_metric(self.config, self.algorithm, self._with_stats)
 
     def _one_reward(self, key: str, reward: Reward) -> Iterator[Finding]:
         try:
             with closing(make_reward(reward)) as function:
                 function.check_rows([])
+                self._with_stats.append(function.has_stats)
                 if MODEL_SCORES in function.wanted() and not reward.uses_model:
                     message = (
                         f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
@@ -213,7 +213,7 @@ class InputChecks:
                 yield from self._judged_rows(function, sections)
                 prompts = (name for name, part in sources(sections) if part.kind == "prompt")
                 if rows := next((self.rows[name] for name in prompts if name in self.rows), None):
-                    yield from score_first_row(reward, key, function, rows)
+                    yield from score_first_row(reward, key, function, rows, self._metric)
         except UsageError as error:
             yield Finding("reward", *self._weighed(error), key)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything

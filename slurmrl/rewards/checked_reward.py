@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RewardError, UnusableRowError, UsageError
+from slurmrl.registry import near
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.scores import as_scores, shown
 
@@ -44,6 +45,7 @@ class CheckedReward:
     def __init__(self, name: str, kind: Any, options: Mapping[str, Any], cores: int) -> None:
         self.name = name
         self._loop: asyncio.Runner | None = None
+        _check_options(name, kind, options)
         self._object, keywords = kind, options
         if inspect.isclass(kind):
             self._object, keywords = _constructed(name, kind, options), {}
@@ -93,8 +95,12 @@ class CheckedReward:
     @property
     def checks_rows(self) -> bool:
         """Whether it reports the rows that it can score."""
-        method = getattr(type(self._object), "check_rows", None)
-        return callable(method) and method is not RewardFunction.check_rows
+        return self._defines("check_rows")
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether it may report metrics in addition to its scores."""
+        return self._defines("stats")
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`)."""
@@ -118,6 +124,10 @@ class CheckedReward:
             self._loop.close()
             self._loop = None
 
+    def _defines(self, name: str) -> bool:
+        method = getattr(type(self._object), name, None)
+        return callable(method) and method is not getattr(RewardFunction, name)
+
     def _optional(self, method: str, *arguments: Any) -> Any:
         function = getattr(self._object, method, None)
         return self._result(function, *arguments) if callable(function) else None
@@ -135,6 +145,23 @@ class CheckedReward:
 
 async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
+
+
+def _check_options(name: str, kind: Any, options: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that a class or function has no parameter for."""
+    try:
+        parameters = list(inspect.signature(kind).parameters.values())
+    except (TypeError, ValueError):  # no function, or a built-in one without a signature
+        return
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = 0 if inspect.isclass(kind) else len(ARGUMENTS)
+    allowed = [each.name for each in parameters[first:] if each.kind in named]
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        return
+    for option in options:
+        if option not in allowed:
+            hint = near(option, allowed) if allowed else "it has no options"
+            raise UsageError(f"reward '{name}' has no option '{option}'; {hint}")
 
 
 def _constructed(name: str, kind: type, options: Mapping[str, Any]) -> Any:

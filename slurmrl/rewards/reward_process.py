@@ -51,7 +51,8 @@ def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> WeightedReward | None
     settings = Reward.model_validate(setup["reward"])
     try:
         reward = make_reward(settings, cores=setup["cores"], of_one_prompt=setup["of_groups"])
-        facts = {"wanted": sorted(reward.wanted()), "checks_rows": reward.checks_rows}
+        facts: dict[str, Any] = {"wanted": sorted(reward.wanted()), "has_stats": reward.has_stats}
+        facts["checks_rows"] = reward.checks_rows
     except SlurmrlError as error:
         unreadable = isinstance(error, UnreadableInputError)
         send(replies, {"failed": _short(error), "unreadable": unreadable})

@@ -41,6 +41,9 @@ class Scorer(Protocol):
     @property
     def checks_rows(self) -> bool: ...
 
+    @property
+    def has_stats(self) -> bool: ...
+
     def wanted(self) -> Sequence[str]: ...
 
     def score(
@@ -82,6 +85,11 @@ class WeightedReward:
     def checks_rows(self) -> bool:
         """Whether a function reports the rows that it can score. Raises as `judge` does."""
         return any(part.scorer.checks_rows for part in self._parts.values())
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether a function may report additional metrics. Raises as `judge` does."""
+        return any(part.scorer.has_stats for part in self._parts.values())
 
     def wanted(self) -> set[str]:
         """The names of the additional arguments that functions ask for. Raises as `judge` does."""
@@ -187,7 +195,7 @@ def reward_program(
 ) -> PoolProgram:
     """Return the program of a process that has the whole reward (`reward_process`).
 
-    It reports ``wanted`` (arguments that the functions request) and ``checks_rows``.
+    It reports ``wanted`` (arguments that the functions request), ``checks_rows`` and ``has_stats``.
 
     :param cores: CPU cores that it may use.
     :param of_groups: each request has the completions of one prompt.
@@ -336,6 +344,11 @@ class PooledReward:
     def checks_rows(self) -> bool:
         """Whether it reports the rows that it can score."""
         return bool(self._pool.start()["checks_rows"])
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether it may report metrics in addition to its scores."""
+        return bool(self._pool.start()["has_stats"])
 
     def stats(self) -> Stats:
         """Metrics of the latest call: the reward's own, and ``reward_unjudged``."""

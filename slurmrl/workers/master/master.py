@@ -137,7 +137,7 @@ class Master:
         self.samples = KeptSampleWriter(paths.samples, writer.incarnation, state.last_step + 1)
         self.rows_left_out = 0
         """Rows of the training data that are too long."""
-        self._told_unknown = False
+        self._told_unknown = self._saw_metric = False
         self._publish_pauses = Backoff(*PUBLISH_AGAIN_S)
         self._publish_at = 0.0
         """When a version may be published again that tasks lack, by the monotonic clock."""
@@ -253,7 +253,8 @@ class Master:
     def _tell_unknown_metric(self, line: dict[str, Any]) -> None:
         """Warn once if ``stop_when`` names a metric that the line lacks."""
         condition = self.progress.stop_when
-        if condition is None or condition.metric in line or self._told_unknown:
+        self._saw_metric |= condition is not None and condition.metric in line
+        if condition is None or self._saw_metric or self._told_unknown:
             return
         evaluated = any(name.startswith("eval/") for name in line)
         if evaluated if condition.metric.startswith("eval/") else line["step"] > 0:
@@ -449,6 +450,9 @@ class Master:
         self.results.remove_parts()
         self.status.update(phase="finished")
         self.events.write("finished", step=step, reason=reason)
+        if self._told_unknown and not self._saw_metric:
+            logger.warning("no step had the metric of stop_when: %s", self.progress.stop_when)
+            self.events.write("no_such_metric", condition=str(self.progress.stop_when), step=step)
 
     def _let_sinks_catch_up(self) -> None:
         """Before the end of the trial, after which no incarnation would hand the rest over."""

@@ -88,8 +88,8 @@ def test_completions_are_shortened_in_messages() -> None:
     [
         (f"{MODULE}:single_argument", {}, r"accepts \(completion\), but is called with \(prompts,"),
         (f"{MODULE}:in_another_order", {}, "'completions' would get the prompts"),
-        (f"{MODULE}:returning", {"whta": 1}, "unexpected keyword argument 'whta'"),
-        (f"{MODULE}:Looks", {"scael": 1}, "unexpected keyword argument 'scael'"),
+        (f"{MODULE}:returning", {"whta": 1}, "has no option 'whta'"),
+        (f"{MODULE}:Looks", {"scael": 1}, "no option 'scael'; did you mean 'scale'"),
         (f"{MODULE}:Silent", {}, "it has no __call__"),
         (f"{MODULE}:CONSTANT", {}, "is a int; it must be a function or a class"),
         (f"{MODULE}:retruning", {}, "has no 'retruning'; did you mean 'returning'"),

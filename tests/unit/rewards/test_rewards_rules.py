@@ -36,8 +36,12 @@ def test_names_and_options_are_checked() -> None:
         assert make(name, {}).score(["p"], ["64 "], [{"answer": "64"}], ["1"]) == [1.0]
     with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
         make("exactmatch", {})
-    with pytest.raises(UsageError, match="nonsense"):
+    with pytest.raises(UsageError, match=r"'nonsense'; allowed: timeout_s, .*, literal, brackets"):
         make("math", {"nonsense": 1})
+    with pytest.raises(UsageError, match="'time_out_s'; did you mean 'timeout_s'"):
+        make("code", {"time_out_s": 1})
+    with pytest.raises(UsageError, match="'exact_match' has no option 'strip'; it has no options"):
+        make("exact_match", {"strip": True})
     with pytest.raises(UsageError, match="positive"):
         make("math", {"timeout_s": 0})
     with pytest.raises(UsageError, match="batch_timeout_s 0 must be positive"):

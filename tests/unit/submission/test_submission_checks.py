@@ -213,8 +213,43 @@ def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
     assert look(tmp_path, settings_of(tmp_path, right)) == []
     (found,) = look(tmp_path, settings_of(tmp_path, right.replace("bonus", "bonsu")))
     assert (found.subject, found.key) == ("reward", "reward")
-    assert "bonsu" in found.message
+    assert found.message == (
+        "reward 'mine:Good' has no option 'bonsu'; did you mean 'bonus'? allowed: bonus"
+    )
     assert not (tmp_path / "__pycache__").exists()
+
+
+STATS = f"{REWARD}    def stats(self):\n        return {{'brief': (1.0, 2.0)}}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "pool", "metric", "weight", "message"),
+    [
+        (REWARD, "", "breif", Weight.FAILED, "no reward has a method stats(); allowed: "),
+        (REWARD, "", "tokns", Weight.FAILED, "stats(); did you mean 'tokens'?"),
+        (STATS, "", "breif", Weight.WARNING, "it records brief, not 'breif'"),
+        (STATS, ", pool: {}", "breif", Weight.WARNING, "brief, reward_unjudged, not 'breif'"),
+        (STATS, "", "eval/breif", Weight.WARNING, "brief, not 'eval/breif'"),
+        (STATS, "", "brief", None, ""),
+        (STATS, "", "eval/brief", None, ""),
+    ],
+)
+def test_condition_on_metric_checked_with_metrics_of_own_reward(
+    tmp_path: Path, module: str, pool: str, metric: str, weight: Weight | None, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(module)
+    path = write_rows(tmp_path / "rows.jsonl", {"id": "1", "prompt": "1+1=", "answer": "2"})
+    held_out = f"evaluation={{every_steps: 1, dataset: {{type: prompt, path: {path}}}}}"
+    settings = settings_of(
+        tmp_path, held_out, f"reward={{name: 'mine:Good'{pool}}}", f"stop_when={metric} >= 1"
+    )
+    with importable([tmp_path]):
+        checks = input_checks.InputChecks(settings).checks()
+        assert list(checks["data"][1]()) == []
+        found = list(checks["reward"][1]())
+    sys.modules.pop("mine", None)
+    assert [(one.key, one.weight) for one in found] == ([("stop_when", weight)] if weight else [])
+    assert all(message in one.message for one in found)
 
 
 def test_an_episode_that_the_run_could_not_make_is_reported(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -52,12 +53,38 @@ def test_a_condition_on_a_metric_that_never_comes_is_reported_once(
     condition: str, lines: list[dict[str, Any]], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = SimpleNamespace(stop_when=StopWhen.parse(condition))
-    master: Any = SimpleNamespace(progress=progress, events=Events(), _told_unknown=False)
+    master: Any = SimpleNamespace(progress=progress, events=Events())
+    master._told_unknown = master._saw_metric = False
     with caplog.at_level(logging.WARNING):
         for line in lines:
             Master._tell_unknown_metric(master, line)
     assert [kind for kind, _ in master.events.said] == ["no_such_metric"] * told
     assert ("did you mean" in caplog.text) is told
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ([{"step": 1}, {"step": 2}], 2),
+        ([{"step": 1}, {"step": 2, "brief": 0.5}, {"step": 3}], 1),
+        ([{"step": 1, "brief": 0.5}, {"step": 2}], 0),
+    ],
+)
+def test_end_of_run_reports_metric_that_never_appeared(
+    lines: list[dict[str, Any]], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first report is about one step; the last is about the run."""
+    progress = SimpleNamespace(step=3, stop_when=StopWhen.parse("brief >= 1"))
+    checkpoint = SimpleNamespace(export_at_end=False)
+    master: Any = MagicMock(progress=progress, config=SimpleNamespace(checkpoint=checkpoint))
+    master.events, master._told_unknown, master._saw_metric = Events(), False, False
+    with caplog.at_level(logging.WARNING):
+        for line in lines:
+            Master._tell_unknown_metric(master, line)
+        Master._finish(master, "total_steps")
+    said = [kind for kind, _ in master.events.said]
+    assert said.count("no_such_metric") == told
+    assert ("no step had the metric of stop_when: brief >= 1" in caplog.text) is (told == 2)
 
 
 def test_a_mistake_of_the_user_s_has_no_traceback(
