@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -113,7 +113,8 @@ def generation(job: DecodeJob, machine: Machine) -> Seconds:
     flops = job.sequences / job.group * job.prompt * forward_flops_per_token(job.shape, "lm")
     tp = job.allocation.sizes["tp"]
     share = machine.efficiency.of_product(job.shape.queries / tp)
-    prefill = flops / tp / machine.flops(share, job.width)
+    parts = min(job.allocation.sizes["pp"], max(job.sequences / job.group, 1.0))
+    prefill = flops / tp / parts / machine.flops(share, job.width)
     return {"prefill": prefill, "decode": full + _until_the_last(job, machine, rows)}
 
 
@@ -133,33 +134,38 @@ def _until_the_last(job: DecodeJob, machine: Machine, rows: float) -> float:
 
 def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float) -> float:
     """Return the seconds of one token of ``rows`` sequences that have ``context`` tokens each."""
-    shape, tp = job.shape, job.allocation.sizes["tp"]
+    shape, tp, pp = job.shape, job.allocation.sizes["tp"], job.allocation.sizes["pp"]
     streamed = machine.gpu.bytes_per_s * machine.efficiency.decoding
-    weights = _read_elements(job, rows) * job.width / streamed
+    own = rows / min(pp, max(rows, 1.0))
+    """Sequences of one of the parts that the stages decode at a time; each part passes them all."""
+    weights = _read_elements(job, own) * job.width / streamed
     share = machine.efficiency.products
-    products = rows * forward_flops_per_token(shape, "lm") / tp / machine.flops(share, job.width)
+    products = own * forward_flops_per_token(shape, "lm") / tp / machine.flops(share, job.width)
     keys = 2 * shape.layers * shape.kv_heads_of_rank(tp) * shape.head_dim * job.width
     rates = machine.efficiency
     costs = ENGINES.get(job.allocation.backend, EngineCosts(rates.token, rates.row))
-    seconds = max(weights, products) + rows * context * keys / streamed
-    seconds += costs.batch + costs.row * rows
+    seconds = max(weights, products) + own * context * keys / streamed
+    seconds += pp * (costs.batch + costs.row * own)
     if tp > 1:
-        sent = 2 * rows * shape.hidden * job.width * (tp - 1) / tp / machine.ring(tp, 1)
+        sent = 2 * own * shape.hidden * job.width * (tp - 1) / tp / machine.ring(tp, 1)
         seconds += 2 * shape.layers * (machine.latency(tp, 1) + sent)
+    if pp > 1:
+        seconds += pp * machine.latency(pp, tp)
     return seconds
 
 
 def _read_elements(job: DecodeJob, rows: float) -> float:
-    """Elements of a rank's weights that a token of ``rows`` sequences reads.
+    """Elements of the weights that a token of ``rows`` sequences reads on a rank of each stage.
 
     It reads only the experts that a token chose, and only some rows of the embedding.
     """
     shape, tp = job.shape, job.allocation.sizes["tp"]
-    own = parameters(shape, job.allocation, "lm")
+    whole = replace(job.allocation, sizes={**job.allocation.sizes, "pp": 1})
+    own = parameters(shape, whole, "lm")
     dense = own.dense - (0 if shape.tied else shape.vocabulary * shape.hidden / tp)
     if not shape.experts:
         return dense
     chosen = 1 - math.pow(1 - shape.experts_per_token / shape.experts, rows)
-    of_layer = layer_parameters(shape, job.allocation, moe=True).experts
+    of_layer = layer_parameters(shape, whole, moe=True).experts
     split = tp // expert_tp(job.allocation)  # servers split each expert over the tensor ranks
     return dense + shape.expert_layers * of_layer * chosen / split

@@ -137,6 +137,16 @@ def test_decoding_reads_all_weights_for_each_token_of_the_longest_completion() -
     assert many > 3 * few, "few tokens choose few experts"
 
 
+def test_pipeline_stages_do_not_speed_up_a_single_sequence() -> None:
+    """Its tokens pass the stages one after the other and read all weights, as without stages."""
+    one = {"sequences": 1, "lengths": LengthDistribution(1023, 1024)}
+    alone, stages = decode("vllm:d1", **one), decode("vllm:d1p4", **one)
+    assert alone <= stages < 1.5 * alone
+    many = {"sequences": 2048, "cache_tokens": 1e9}
+    assert decode("vllm:d1", **many) / 4 < decode("vllm:d1p4", **many) < decode("vllm:d1", **many)
+    assert decode("vllm:d1p4", values=MOE, **one) > decode("vllm:d1", values=MOE, **one)
+
+
 def test_efficiency_of_a_product_grows_with_its_smallest_side() -> None:
     rates = H100.efficiency
     assert rates.of_product(128, 8192) < rates.of_product(4096, 8192) < rates.products
