@@ -197,7 +197,7 @@ def trial_costs(
         batch_size=round(settings.algorithm.batch_size * factor),
         hosts=round(trainers.hosts * factor),
         spares=trainers.spares,
-        gpus=round(_gpus(trainers) * factor) + trainers.spares * _gpus_of_host(trainers),
+        gpus=_gpus(trainers, tasks, factor),
         step_s=step_s,
         decoding_s=decoding_s,
         longest=longest,
@@ -221,12 +221,14 @@ def _of_trainers(predicted: StepSeconds | None, tasks: TaskCosts | None) -> floa
     return predicted.total if tasks is None else predicted.of_trainers
 
 
-def _gpus_of_host(group: GroupPlan) -> int:
-    return group.slots_per_host * group.gpus_per_worker
-
-
-def _gpus(group: GroupPlan) -> int:
-    return group.hosts * _gpus_of_host(group)
+def _gpus(trainers: GroupPlan, tasks: TaskCosts | None, factor: float) -> int:
+    """Return the GPUs of the trainers' job; spares have as many as each of its other hosts."""
+    of_trainers = trainers.hosts * trainers.workers_per_host * trainers.gpus_per_worker
+    total = round(of_trainers * factor)
+    if tasks is not None and tasks.inside:
+        total += tasks.count * tasks.gpus
+    hosts = max(round(trainers.hosts * factor), 1)
+    return total + math.ceil(total / hosts) * trainers.spares
 
 
 def _decoding(

@@ -278,6 +278,25 @@ def test_gpus_of_tasks_count_once_in_the_trainers_job(
         assert run["gpu_hours"] == pytest.approx(run["seconds"] * 8 / 3600)
 
 
+@pytest.mark.parametrize(
+    ("more", "gpus"),
+    [(("--tasks=8",), 12), (("--tasks=2",), 6), (("--hosts=3",), 24)],
+)
+def test_gpus_follow_the_number_of_tasks_in_the_trainers_job(
+    capsys: pytest.CaptureFixture[str], config: Path, more: tuple[str, ...], gpus: int
+) -> None:
+    layout = ("rollout.backend=native:d4", "rollout.tasks={}", "rollout.gpus=4-7")
+    trainers = ("actor.backend=fsdp:d4", "critic.backend=fsdp:d4", "ref.backend=fsdp:d4")
+    measured = (*MEASURED, "--groups-per-hour=10000", "--steps=20", "--runs=1")
+    found = simulated(capsys, config, *trainers, *layout, *measured, *more)
+    (run,) = found["time_limits"][0]["runs"]
+    assert found["gpus"] == gpus
+    assert run["gpu_hours"] == pytest.approx(run["seconds"] * gpus / 3600)
+    spare = ("cluster.workers_per_host=8", "cluster.slurm.spares=1")
+    found = simulated(capsys, config, *trainers, *layout, *spare, *measured, *more)
+    assert found["gpus"] == gpus + gpus // max(found["hosts"], 1)
+
+
 # -- options ---------------------------------------------------------------------------------
 
 
