@@ -11,6 +11,8 @@ from slurmrl.display.terminal import age, plain
 from slurmrl.fsio.documents import COUNT, SECONDS, FieldType
 from slurmrl.run.reports import TRAINERS
 
+COMPILING = "compiling the operators of slurmrl, once for this cache"
+"""The phase of a rank that compiles them, or waits for another process that does."""
 MOST_GROUPS = 50
 """Most groups to report, the first by rank."""
 _PATTERN = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from slurmrl.display.terminal import age, first_line, plain
 from slurmrl.fsio.calls import LEAST_BYTES
+from slurmrl.run.hang import COMPILING
 from slurmrl.run.history.slots import END_OF_DATASET
 from slurmrl.run.reports import TRAINERS
 
@@ -54,7 +55,13 @@ def diagnose(status: Status) -> list[StatusFinding]:
         return [*found, _interrupted(status), *_avoided(status)]
     if status["state"] == "PENDING":
         return [*found, _pending(status), *_avoided(status)]
-    found += [*_waiting(status), *_no_rollouts(status), *_checkpoints(status), *_lead(status)]
+    found += [
+        *_waiting(status),
+        *_compiling(status),
+        *_no_rollouts(status),
+        *_checkpoints(status),
+        *_lead(status),
+    ]
     found += [*_last_link(status), *_warned(status), _now(status)]
     return [*found, *_avoided(status)]
 
@@ -204,6 +211,16 @@ def _waiting(status: Status) -> Iterator[StatusFinding]:
         explained = f": {waiting['explained']}" if waiting.get("explained") else ""
         text = f"has been waiting {age(waiting['since_s'])} for {whom(waiting)}{explained}"
         yield StatusFinding("waiting", text)
+
+
+def _compiling(status: Status) -> Iterator[StatusFinding]:
+    busy = [one for one in status.get("doing", ()) if one["phase"] == COMPILING]
+    if busy:
+        ranks = ", ".join(
+            " ".join([*filter(None, [one.get("world")]), one["ranks"]]) for one in busy
+        )
+        text = f"{COMPILING}: 20 to 90 s (ranks {ranks})"
+        yield StatusFinding("compiling", text)
 
 
 def whom(waiting: Mapping[str, Any]) -> str:

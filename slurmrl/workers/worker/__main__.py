@@ -10,11 +10,12 @@ import gc
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurmrl import log
 from slurmrl.fsio import calls
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.run.hang import PendingCollective, RankProgress
+from slurmrl.run.hang import COMPILING, PendingCollective, RankProgress
 from slurmrl.run.reports import RankId, group_of
 from slurmrl.tensors.ops.native import libraries
 from slurmrl.workers.child_process import (
@@ -32,7 +33,8 @@ from slurmrl.workers.child_process import (
 )
 from slurmrl.workers.messages import FROM_FORK_SERVER, ImportFailed, Pulse
 
-COMPILING = "compiling the operators of slurmrl, once for this cache"
+if TYPE_CHECKING:
+    from slurmrl.tensors.parallel.groups import Activity
 
 
 def main() -> int:
@@ -53,7 +55,6 @@ def main() -> int:
     try:
         import numpy.random
 
-        from slurmrl.tensors.parallel.groups import Activity
         from slurmrl.workers.distributed import Collectives
         from slurmrl.workers.worker import fork_server
         from slurmrl.workers.worker.orders import serve
@@ -69,8 +70,7 @@ def main() -> int:
     log.configure(str(who))
     allow_tracing()
     numpy.random.seed()  # as in a fresh process; Python does this for its own generator
-    activity = Activity()
-    libraries.building.set(partial(activity.aside, COMPILING))
+    activity = new_activity()
     collectives = Collectives()
 
     def describe() -> Pulse:
@@ -99,6 +99,15 @@ def main() -> int:
     errand = Errand(stacks_wakeup(), tell_more)
     start_pulse(forked.pipe, options.pulse_s, describe, errand)
     return serve(options.run, who, forked.pipe, activity)
+
+
+def new_activity() -> Activity:
+    """Return the activity of this rank, which shows when the rank compiles operators."""
+    from slurmrl.tensors.parallel.groups import Activity
+
+    activity = Activity()
+    libraries.building.set(partial(activity.aside, COMPILING))
+    return activity
 
 
 def _explained(error: ImportError) -> str:

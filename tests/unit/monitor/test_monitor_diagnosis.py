@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl.run import hang
 from slurmrl.watch.diagnosis import diagnose
 from tests.fake_status import incarnation, pending, rollouts, status, timing
 
@@ -20,6 +21,7 @@ ENDED = incarnation(2, cause="preemption", how="preempted (SIGTERM), handed over
 NONE_RUNS = rollouts(tasks=[], waits_for="for a rollout task")
 FAILED_TASK = {"task": "rollout/5", "host": "n1", "why": "rank 0: ValueError: x"}
 FAILED_STARTS = {"count": 3, "host": "n3", "why": "python: not found"}
+COMPILES = {"ranks": "0-3", "call": "actor_gen", "phase": hang.COMPILING, "since_s": 3.0}
 AT_NINE = {"reason": "Resources", "words": "Resources", "since_s": 50.0}
 AT_NINE["expected_start"] = "2026-01-31T09:30:00"
 
@@ -87,6 +89,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "failed_starts",
         "3 starts in a row failed…on n3: python: not found",
     ),
+    "compiles": (
+        status(doing=[COMPILES], waiting={**WAITING, "since_s": 2.0}),
+        "compiling",
+        "compiling the operators of slurmrl, once for this cache: 20 to 90 s (ranks 0-3)",
+    ),
+    "compiles while it starts": (status(phase="starting", doing=[COMPILES]), "compiling", "…"),
     "waits long": (status(waiting=WAITING), "waiting", "…3.3 min for rank 3 (n1) to finish gen…"),
     "waits for all": (
         status(waiting={**WAITING, "for": [0, 1], "of": 2}),

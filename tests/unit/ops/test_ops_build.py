@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -24,12 +25,11 @@ import torch
 from filelock import FileLock
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
-from slurmrl.run.hang import RankProgress, describe
+from slurmrl.run.hang import COMPILING, RankProgress, describe
 from slurmrl.tensors.ops.native import libraries, loading
 from slurmrl.tensors.ops.native.libraries import Half, Recipe, Toolchain
 from slurmrl.tensors.ops.scan import packed_gae
-from slurmrl.tensors.parallel.groups import Activity
-from slurmrl.workers.worker.__main__ import COMPILING
+from slurmrl.workers.worker.__main__ import new_activity
 from tests.support.installs import pip
 from tests.support.trials import wait_until
 
@@ -472,7 +472,8 @@ def test_rank_shows_that_it_compiles_or_waits_for_a_compilation(
     cache: Path, host: Path, made: Recipe
 ) -> None:
     """Only while it does, and then what it did before, whether the build fails or not."""
-    activity = Activity()
+    alone = copy_context()
+    activity = alone.run(new_activity)
     activity.begin("actor_gen", 3)
     activity.phase("forward", 2, 8)
     before, shown = activity.current()[0], []
@@ -485,14 +486,11 @@ def test_rank_shows_that_it_compiles_or_waits_for_a_compilation(
         path.write_bytes(b"built")
         return path
 
-    token = libraries.building.set(partial(activity.aside, COMPILING))
-    try:
-        with pytest.raises(EnvironmentFailure):
-            libraries.library(made, cache, host, run=compile_there)
-        assert activity.current()[0] == before
-        libraries.library(made, cache, host, run=compile_there)
-    finally:
-        libraries.building.reset(token)
+    build = partial(alone.run, libraries.library, made, cache, host, run=compile_there)
+    with pytest.raises(EnvironmentFailure):
+        build()
+    assert activity.current()[0] == before
+    build()
     assert shown == [COMPILING, COMPILING]
     assert activity.current()[0] == before
     progress = RankProgress(rank=0, call="actor_gen", step=3, phase=COMPILING, since_s=70.0)
