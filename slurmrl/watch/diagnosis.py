@@ -261,6 +261,14 @@ def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
     if failed := rollouts["failed"]:
         host = f" on {failed['host']}" if failed["host"] else ""
         text += f"; the last one ({failed['task']}{host}) failed: {failed['why']}"
+    elif ended := [
+        task
+        for group in status["groups"]
+        for task in group["tasks"]
+        if group["name"] != TRAINERS and task["state"] not in (*ACTIVE, "COMPLETED")
+        if task["reason"]
+    ]:
+        text += f"; the last one: job {ended[-1]['job_id']} {ended[-1]['reason']}"
     yield StatusFinding("rollouts", text)
 
 

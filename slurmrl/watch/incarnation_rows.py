@@ -50,14 +50,27 @@ class End(NamedTuple):
     how: str
 
 
-def rows(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
-    """Return the documented objects, the oldest incarnation first."""
+def rows(
+    snapshot: TrialSnapshot, tasks: Sequence[TaskState], past: Sequence[TaskState], state: str
+) -> list[dict[str, Any]]:
+    """Return the documented objects, the oldest incarnation first.
+
+    ``tasks`` are of jobs that may run, ``past`` ones of other submissions.
+    """
     told = snapshot.incarnations
     after = [*told[1:], None]
     return [
-        _row(snapshot, one, next_one, tasks, state)
+        _row(snapshot, one, next_one, tasks, past, state)
         for one, next_one in zip(told, after, strict=False)
     ]
+
+
+def is_unclear(traces: Traces) -> bool:
+    """Return whether only the scheduler may know how an incarnation ended."""
+    end = traces.begun.end
+    finished = end is not None and end.kind is Kind.FINISHED
+    guessed = traces.warned is None or traces.warned.cause in GUESSED
+    return not finished and traces.failure is None and guessed
 
 
 def last_word(traces: Traces) -> float:
@@ -100,12 +113,13 @@ def _row(
     traces: Traces,
     after: Traces | None,
     tasks: Sequence[TaskState],
+    past: Sequence[TaskState],
     state: str,
 ) -> dict[str, Any]:
     begun, newest = traces.begun, traces.begun.number == snapshot.state.incarnation
     running = newest and state == "RUNNING" and traces.failure is None and _in_job(traces, tasks)
     reported = _reported(traces, after)
-    end = _running(snapshot) if running else ending(traces, reported, tasks)
+    end = _running(snapshot) if running else ending(traces, reported, [*tasks, *past])
     until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
     commit = begun.commit.data["step"] if begun.commit else None
     first = _from_step(traces)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from slurmrl.run.history.state import recent
 from slurmrl.run.lease import read_counter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
+from slurmrl.watch import incarnation_rows
 from slurmrl.watch.diagnosis import diagnose
-from slurmrl.watch.snapshot import DETAILED, GLANCE, TrialSnapshot, read
+from slurmrl.watch.snapshot import DETAILED, GLANCE, TrialSnapshot, read, scheduler_of
 from slurmrl.watch.status import ENDS, assemble
 
 logger = log.get(__name__)
@@ -69,6 +70,8 @@ class SchedulerAnswer:
 
     def __init__(self) -> None:
         self.tasks: list[TaskState] = []
+        self.past: list[TaskState] = []
+        """Jobs that show only how earlier incarnations ended."""
         self.problem: str | None = None
 
     @property
@@ -103,6 +106,7 @@ def collect(
         assemble(
             snapshot,
             found[snapshot.trial].tasks,
+            past=found[snapshot.trial].past,
             alive=snapshot.trial in alive,
             problem=found[snapshot.trial].problem,
         )
@@ -148,40 +152,63 @@ def _read_all(
 def ask(
     snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory
 ) -> dict[str, SchedulerAnswer]:
-    """Query each scheduler once for all trials that have not ended.
+    """Query each scheduler once, for jobs that may run and jobs that show how others ended.
 
-    ``problem`` holds the error of one that does not answer.
+    ``problem`` holds the error of a scheduler that does not answer about jobs that may run.
     """
     found = {snapshot.trial: SchedulerAnswer() for snapshot in snapshots}
-    by_kind: dict[str, list[TrialSnapshot]] = {}
+    by_kind: dict[str, list[tuple[TrialSnapshot, int]]] = {}
     for snapshot in snapshots:
-        if snapshot.state.end is None and snapshot.submission is not None:
-            by_kind.setdefault(snapshot.submission.scheduler, []).append(snapshot)
+        for kind, number in _submissions(snapshot):
+            by_kind.setdefault(kind, []).append((snapshot, number))
     for kind, asked in by_kind.items():
         try:
-            for snapshot, task in _query(schedulers(kind), asked):
-                found[snapshot.trial].tasks.append(task)
+            for snapshot, number, task in _query(schedulers(kind), asked):
+                answer = found[snapshot.trial]
+                (answer.tasks if _may_run(snapshot, number) else answer.past).append(task)
         except EnvironmentFailure as error:
-            for snapshot in asked:
-                found[snapshot.trial].problem = str(error)
+            for snapshot, number in asked:
+                if _may_run(snapshot, number):
+                    found[snapshot.trial].problem = str(error)
     return found
 
 
+def _submissions(snapshot: TrialSnapshot) -> Iterator[tuple[str, int]]:
+    """Yield the scheduler and the number of each submission whose jobs the status needs.
+
+    They are the newest one, unless the trial has ended, and each one with an incarnation whose end
+    the run directory does not tell.
+    """
+    newest = snapshot.submission
+    if newest is None:
+        return
+    if snapshot.state.end is None:
+        yield newest.scheduler, newest.number
+    unclear = (one for one in snapshot.incarnations if incarnation_rows.is_unclear(one))
+    for number in {one.begun.data.get("submission") for one in unclear}:
+        if isinstance(number, int) and not _may_run(snapshot, number):
+            with suppress(FileNotFoundError, CorruptFileError, EnvironmentFailure):
+                yield scheduler_of(snapshot.paths, number), number
+
+
+def _may_run(snapshot: TrialSnapshot, number: int) -> bool:
+    newest = snapshot.submission
+    return snapshot.state.end is None and newest is not None and newest.number == number
+
+
 def _query(
-    scheduler: QueryableScheduler, snapshots: Sequence[TrialSnapshot]
-) -> list[tuple[TrialSnapshot, TaskState]]:
+    scheduler: QueryableScheduler, asked: Sequence[tuple[TrialSnapshot, int]]
+) -> list[tuple[TrialSnapshot, int, TaskState]]:
     jobs: dict[str, tuple[str, ...]] = {}
-    owners: dict[str, tuple[TrialSnapshot, str]] = {}
-    for snapshot in snapshots:
-        assert snapshot.submission is not None
-        recovered = scheduler.recover(snapshot.paths, snapshot.submission.number)
-        for group, ids in recovered.items():
-            key = f"{snapshot.trial}:{group}"  # groups of several trials in one query
-            jobs[key], owners[key] = ids, (snapshot, group)
+    owners: dict[str, tuple[TrialSnapshot, int, str]] = {}
+    for snapshot, number in asked:
+        for group, ids in scheduler.recover(snapshot.paths, number).items():
+            key = f"{snapshot.trial}:{number}:{group}"  # groups of several trials in one query
+            jobs[key], owners[key] = ids, (snapshot, number, group)
     answers = []
     for task in scheduler.query(jobs):
-        snapshot, group = owners[task.group]
-        answers.append((snapshot, replace(task, group=group)))
+        snapshot, number, group = owners[task.group]
+        answers.append((snapshot, number, replace(task, group=group)))
     return answers
 
 

@@ -325,6 +325,12 @@ def newest_submission(paths: RunPaths) -> Submission | None:
     return None
 
 
+def scheduler_of(paths: RunPaths, number: int) -> str:
+    """Return the scheduler of a submission. Raises FileNotFoundError, CorruptFileError."""
+    found: str = documents.read(paths.submission_request(number), REQUEST, REQUIRED)["scheduler"]
+    return found
+
+
 def _submitting(paths: RunPaths, submission: Submission | None) -> str:
     """Return the process that submits the trial now; empty if none does."""
     made = paths.identity

@@ -129,18 +129,19 @@ def assemble(
     snapshot: TrialSnapshot,
     tasks: Sequence[TaskState],
     *,
+    past: Sequence[TaskState] = (),
     alive: bool | None = None,
     problem: str | None = None,
 ) -> dict[str, Any]:
     """Return the documented object.
 
-    ``alive``: whether the master's lease moved, None if that was not checked; ``problem``: why the
-    scheduler did not answer.
+    ``past``: jobs that show only how incarnations ended; ``alive``: whether the master's lease
+    moved, None if that was not checked; ``problem``: why the scheduler did not answer.
     """
     own = [task for task in tasks if task.group == TRAINERS]
     state = trial_state(snapshot, own, alive=bool(alive))
     end = snapshot.state.end
-    told = incarnation_rows.rows(snapshot, own, state)
+    told = incarnation_rows.rows(snapshot, own, past, state)
     lives = bool(told) and told[-1]["cause"] == "running"
     status: dict[str, Any] = {
         "trial": snapshot.trial,
@@ -303,8 +304,16 @@ def _task(
         "state": _task_state(snapshot, element, state),
         "attempt": number,
         "lease_age_s": said.get("lease_age_s") if beats else None,
-        "reason": (own if ends else "") or (element.reason if element else ""),
+        "reason": (own if ends else "") or _reason(element),
     }
+
+
+def _reason(element: TaskState | None) -> str:
+    """Return why an element waits, or how it failed."""
+    if element is None:
+        return ""
+    failed = not element.state.active and element.state is not JobState.COMPLETED
+    return (element.words if failed else "") or element.reason
 
 
 def _task_state(snapshot: TrialSnapshot, element: TaskState | None, state: str) -> str:

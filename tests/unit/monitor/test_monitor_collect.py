@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from slurmrl.errors import CorruptFileError
+from slurmrl.run import keys
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.lease import Lease
 from slurmrl.scheduler.base import JobState, Scheduler
@@ -124,3 +126,77 @@ def test_a_broken_run_directory_does_not_hide_the_others(tmp_path: Path) -> None
     assert told == [broken.paths.run]
     with pytest.raises(CorruptFileError):
         collect([broken.paths], lambda kind: FakeScheduler())
+
+
+SIGNAL = "was ended by signal 9 (SIGKILL)"
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> tuple[FakeRun, FakeScheduler]:
+    """A trial of two submissions: the first one's job was killed, the second one's waits."""
+    run = FakeRun(tmp_path)
+    run.submission(1, "slurm")
+    run.attempt("41_0", job="41.0.0")
+    run.begin(job="41.0.0", submission=1, link=0)
+    run.submission(2, "slurm")
+    killed = task(0, JobState.FAILED, job="41", signal=9, words=SIGNAL)
+    scheduler = FakeScheduler([killed, task(0, JobState.PENDING, job="42")])
+    scheduler.jobs[run.paths.run, 1] = {"trainer": ("41",)}
+    scheduler.jobs[run.paths.run, 2] = {"trainer": ("42",)}
+    return run, scheduler
+
+
+def seen(run: FakeRun, scheduler: FakeScheduler) -> dict[str, Any]:
+    time = Time()
+    make = lambda kind: scheduler  # noqa: E731
+    (status,) = collect([run.paths], make, detailed=True, sleep=time.sleep, clock=time.clock)
+    return status
+
+
+@pytest.mark.parametrize("end", [None, Kind.FINISHED, Kind.FAILED])
+def test_cause_known_to_the_scheduler_is_shown_after_a_resume(
+    resumed: tuple[FakeRun, FakeScheduler], end: Kind | None
+) -> None:
+    run, scheduler = resumed
+    if end is not None:
+        run.attempt("42_0", number=1, job="42.0.0")
+        run.begin(job="42.0.0", submission=2, link=0)
+        run.end(end, reason="total_steps", step=60)
+    status = seen(run, scheduler)
+    first = status["incarnations"][0]
+    assert (first["cause"], first["how"]) == ("killed", f"job 41_0: {SIGNAL}")
+    assert status["groups"][0]["tasks"][0]["job_id"] == "42_0", "not the earlier job"
+    assert status["state"] == {None: "PENDING", Kind.FINISHED: "COMPLETED"}.get(end, "FAILED")
+
+
+def test_signal_of_an_earlier_submission_is_explained(
+    resumed: tuple[FakeRun, FakeScheduler],
+) -> None:
+    """The signal alone looks like a preemption."""
+    run, scheduler = resumed
+    run.name(keys.warned(1), cause="preemption", signal="SIGTERM")
+    assert seen(run, scheduler)["incarnations"][0]["how"] == f"job 41_0: {SIGNAL}"
+
+
+def test_ended_trial_is_shown_where_the_scheduler_does_not_answer(
+    resumed: tuple[FakeRun, FakeScheduler],
+) -> None:
+    run, scheduler = resumed
+    run.begin(job="42.0.0", submission=2, link=0)
+    run.end(Kind.CANCELLED)
+    scheduler.problem = "squeue did not answer"
+    status = seen(run, scheduler)
+    assert "problem" not in status
+    assert status["incarnations"][0]["cause"] == "killed"
+    assert scheduler.questions == 0
+
+
+def test_scheduler_not_asked_where_the_run_directory_tells_each_end(
+    resumed: tuple[FakeRun, FakeScheduler],
+) -> None:
+    run, scheduler = resumed
+    run.name(keys.failure(1), cause="died", exit_code=-9, rank=3)
+    run.begin(job="42.0.0", submission=2, link=0)
+    run.end(Kind.FINISHED, reason="total_steps", step=60)
+    seen(run, scheduler)
+    assert scheduler.questions == 0

@@ -111,6 +111,13 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "rollouts",
         "…(JobArrayTaskLimit);…(rollout/5 on n1) failed: rank 0: ValueError: x",
     ),
+    "jobs of rollout tasks end": (
+        status(
+            rollouts=NONE_RUNS, groups=[group("rollout", "TIMEOUT", reason="reached its limit")]
+        ),
+        "rollouts",
+        "…none runs; the last one: job 42_0 reached its limit",
+    ),
     "no rollout task is wanted": (
         status(rollouts=rollouts(tasks=[], wanted=0)),
         "rollouts",

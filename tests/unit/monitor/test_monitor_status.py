@@ -331,6 +331,15 @@ def test_every_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
     assert group["links_left"] == 0
 
 
+def test_job_of_a_task_has_the_reason_of_its_end_in_words(run: FakeRun) -> None:
+    run.paths.plan.write_text('{"groups": [{"name": "rollout", "hosts": 2, "elastic": true}]}')
+    words = "used more memory than it requested"
+    ends = {"group": "rollout", "words": words, "reason": "NonZeroExitCode"}
+    elements = [task(0, JobState.OUT_OF_MEMORY, **ends), task(1, JobState.COMPLETED, **ends)]
+    (group,) = look(run, *elements)["groups"]
+    assert [one["reason"] for one in group["tasks"]] == [words, "NonZeroExitCode"]
+
+
 def test_tasks_of_other_groups_do_not_make_a_trial_run(run: FakeRun) -> None:
     """A rollout task that holds its GPUs while the trainers' job waits in the queue is no running
     trial: that has not begun, and its time left is not the task's.
