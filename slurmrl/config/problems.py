@@ -48,7 +48,15 @@ OTHER_NAMES = {
     "learning_rate": "lr",
     "train_batch_size": "batch_size",
     "model_path": "path",
-    "r": "rank",
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "rank"),
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    **dict.fromkeys(("epsilon", "adam_epsilon"), "eps"),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), "betas"),
+    **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule"), "schedule"),
+    **dict.fromkeys(("experiment_name", "project_name"), "experiment"),
+    **dict.fromkeys(("trial_name", "run_name"), "trial"),
 }
 """Names of settings in other systems, and their names here, within a section."""
 REMOVED: Mapping[KeyPath, tuple[object, str]] = {
@@ -73,7 +81,11 @@ PLACES: Mapping[str, str] = {
     for place, names in {
         "actor.optimizer.lr": "lr learning_rate",
         "actor.optimizer.gradient_clip": "max_grad_norm grad_clip clip_grad",
-        "actor.max_tokens_per_microbatch": "micro_batch_size gradient_accumulation_steps",
+        "actor.max_tokens_per_microbatch": (
+            "micro_batch_size gradient_accumulation_steps ppo_micro_batch_size "
+            "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu"
+        ),
+        "actor.optimizer.warmup_steps": "warmup_ratio lr_warmup_steps_ratio",
         "actor.dtype": "bf16 fp16 precision torch_dtype",
         "actor.path": "model model_path model_name_or_path",
         "algorithm.batch_size": (
@@ -92,12 +104,18 @@ PLACES: Mapping[str, str] = {
         "dataset.max_prompt_tokens": "max_prompt_length max_prompt_len",
         "dataset.path": "train_files dataset_name dataset_path data_path dataset.file dataset.name",
         "reward.name": "reward_funcs reward_fn reward_function reward.path reward.file",
-        "total_steps": "max_steps num_train_steps total_training_steps epochs num_train_epochs",
+        "total_steps": (
+            "max_steps num_train_steps total_training_steps "
+            "epochs num_epochs num_train_epochs total_epochs max_epochs"
+        ),
         "checkpoint.every_steps": "save_steps save_freq save_interval",
         "evaluation.every_steps": "eval_steps test_freq eval_interval",
         "evaluation": "eval validation",
+        "logging.every_steps": "logging_steps",
         "cluster.hosts": "num_nodes n_nodes nnodes nodes",
-        "cluster.workers_per_host": "gpus_per_node n_gpus_per_node gpus_per_host",
+        "cluster.workers_per_host": "gpus_per_node n_gpus_per_node gpus_per_host cluster.gpus",
+        "cluster.mem_per_worker": "cluster.memory cluster.mem slurm.mem slurm.memory",
+        "cluster.slurm.time": "cluster.walltime cluster.time_limit walltime time_limit",
         "seed": "random_seed",
         "root": "output_dir default_local_dir fileroot",
     }.items()
@@ -105,8 +123,41 @@ PLACES: Mapping[str, str] = {
 }
 """Settings of other sections that people look for, and names of other systems, with their place. A
 name with a section counts only there."""
+DIFFERENT: Mapping[str, str] = {
+    name: meaning
+    for meaning, names in {
+        "It is the opposite: `do_sample: true` is `greedy: false`": "do_sample",
+        "It counts steps: an epoch has rows / algorithm.batch_size of them": (
+            "epochs num_epochs num_train_epochs total_epochs max_epochs"
+        ),
+        "It counts steps, each of which trains a batch in n_minibatches updates": "max_steps",
+        "It counts the prompts (rows) of a whole step, on all GPUs": (
+            "per_device_train_batch_size rollout_batch_size"
+        ),
+        "It is the number of updates of a step, batch size / size of a minibatch": (
+            "mini_batch_size ppo_mini_batch_size"
+        ),
+        "It counts the tokens of a microbatch on a GPU; their number follows from it": (
+            "micro_batch_size gradient_accumulation_steps ppo_micro_batch_size "
+            "ppo_micro_batch_size_per_gpu"
+        ),
+        "It counts steps, and is no share of them": "warmup_ratio lr_warmup_steps_ratio",
+        "Rows with a longer prompt are left out, not cut": "max_prompt_length max_prompt_len",
+        "It counts GPUs of one host": "cluster.gpus",
+        "It is the memory of one worker": "cluster.memory cluster.mem slurm.mem slurm.memory",
+    }.items()
+    for name in names.split()
+}
+"""Names in other systems that mean something else than the setting that replaces them."""
+NO_SETTINGS: Final = (
+    *("evaluation.batch_size", "actor.dropout", "actor.attn_implementation"),
+    *("ref.alpha", "algorithm.tau", "name"),
+)
+"""Keys whose name is a setting elsewhere, with another meaning."""
 MOST_PLACES: Final = 3
 _SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
+LIKE: Final = 0.7
+"""Likeness of two names from which one is suggested for the other."""
 SURE: Final = 0.8
 """Likeness of two names from which one is a misspelling of the other."""
 
@@ -199,7 +250,17 @@ def _missing(schema: type[BaseModel], location: KeyPath) -> str:
 
 
 def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
-    """Return the message about a key that ``schema`` does not have, with the nearest names."""
+    """Return the message about a key that ``schema`` does not have, with the nearest names.
+
+    It says how the meaning differs if another system's key of this name means something else.
+    """
+    message, name = _unknown(schema, location, prefix), str(location[-1]).lower()
+    written = (dotted((*prefix, *location)[-2:]).lower(), name)
+    meaning = next((DIFFERENT[each] for each in written if each in DIFFERENT), "")
+    return f"{message} {meaning}" if meaning and message.endswith("?") else message
+
+
+def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
     owner = section_at(schema, location[:-1])
     known = sorted(key for key, _ in keys(owner)) if owner else []
     name = str(location[-1])
@@ -210,6 +271,8 @@ def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> 
     if (ours := OTHER_NAMES.get(name)) in known:
         return f"unknown key; write {ours}"
     whole = (*prefix, *location)
+    if dotted(whole[-2:]) in NO_SETTINGS:
+        return f"unknown key; allowed: {', '.join(known)}"
     own, inside = [dotted((*prefix, *path)) for path in paths(schema)], f"{dotted(prefix)}."
     written = (dotted(whole[-2:]), f"{whole[0]}.{name}", name)
     places = (PLACES.get(each.lower(), inside) for each in written)
@@ -222,7 +285,7 @@ def unknown_key(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> 
         return f"unknown key; did you mean {_either(elsewhere)}?"
     if words := [key for key in known if name in key.split("_")]:
         return f"unknown key; did you mean {_either(words)}?"
-    return f"unknown key; {near(name, known)}"
+    return f"unknown key; {near(name, known, LIKE)}"
 
 
 def _elsewhere(schema: type[BaseModel], key: KeyPath, prefix: KeyPath, place: str) -> list[str]:

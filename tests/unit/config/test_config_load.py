@@ -247,6 +247,39 @@ def test_unknown_key_is_answered_with_its_place(tmp_path: Path, key: str, place:
     assert place in re.split(r"[ ?]", found[0].message)[5]
 
 
+@pytest.mark.parametrize(
+    ("key", "meaning"),
+    [
+        ("rollout.do_sample", "greedy? It is the opposite: `do_sample: true` is `greedy: false`"),
+        ("evaluation.do_sample", "evaluation.greedy? It is the opposite"),
+        ("epochs", "total_steps? It counts steps: an epoch has rows / algorithm.batch_size of"),
+        ("total_epochs", "total_steps? It counts steps"),
+        ("actor.optimizer.warmup_ratio", "warmup_steps? It counts steps, and is no share"),
+        ("actor.ppo_micro_batch_size", "max_tokens_per_microbatch? It counts the tokens"),
+        ("mini_batch_size", "algorithm.n_minibatches? It is the number of updates of a step"),
+        ("per_device_train_batch_size", "batch_size? It counts the prompts (rows) of a whole step"),
+        ("max_prompt_length", "max_prompt_tokens? Rows with a longer prompt are left out, not cut"),
+        ("cluster.gpus", "cluster.workers_per_host? It counts GPUs of one host"),
+        ("cluster.memory", "cluster.mem_per_worker? It is the memory of one worker"),
+        ("actor.optimizer.epsilon", "write eps"),
+        ("actor.optimizer.lr_scheduler_type", "write schedule"),
+        ("logging_steps", "did you mean logging.every_steps?"),
+        ("lr_warmup", "unknown key; allowed: actor, "),
+        ("resume_mode", "unknown key; allowed: actor, "),
+        ("evaluation.batch_size", "unknown key; allowed: at_end, at_start, "),
+        ("actor.dropout", "unknown key; allowed: architecture, "),
+        ("actor.attn_implementation", "unknown key; allowed: architecture, "),
+    ],
+)
+def test_suggestion_says_how_the_meaning_differs(tmp_path: Path, key: str, meaning: str) -> None:
+    (found,) = [one for one in problems(tmp_path, f"{key}=3") if one.key == key]
+    assert meaning in found.message
+
+
+def test_names_with_another_meaning_have_a_place() -> None:
+    assert config_problems.DIFFERENT.keys() <= config_problems.PLACES.keys()
+
+
 def test_unknown_key_not_answered_with_setting_of_another_algorithm() -> None:
     assert (
         config_problems.unknown_key(SFT, ("gamma",), ("algorithm",))
