@@ -27,7 +27,7 @@ from slurmrl.display.terminal import hanging, plain, row_lines, table, width
 
 if TYPE_CHECKING:
     from slurmrl.config.source import KeyPath
-    from slurmrl.desk.doctor.check import Check
+    from slurmrl.desk.doctor import Check
     from slurmrl.desk.site_profile import Question, Survey
 
 

@@ -3,3 +3,63 @@
 A check measures something and gives advice. To add one, write a function that returns a `Check` and
 name it in `examine` (the login node) or in `probe.check_host` (a host of the job).
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from slurmrl.errors import SlurmrlError
+
+
+class State(StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    state: State
+    measured: str
+    advice: str = ""
+    """What to do; empty if nothing."""
+    where: str = ""
+    """The host on which it was measured."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Measurements for programs; seconds end in ``_s``, bytes in ``_bytes``."""
+
+    def at(self, host: str) -> Check:
+        return replace(self, where=host)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Check:
+        """Raises LookupError, ValueError or TypeError for what ``to_json`` did not make."""
+        return Check(**{**values, "state": State(values["state"])})
+
+
+def ok(name: str, measured: str, **values: float) -> Check:
+    return Check(name, State.OK, measured, values=values)
+
+
+def warning(name: str, measured: str, advice: str, **values: float) -> Check:
+    return Check(name, State.WARNING, measured, advice, values=values)
+
+
+def failed(name: str, measured: str, advice: str, **values: float) -> Check:
+    return Check(name, State.FAILED, measured, advice, values=values)
+
+
+def guarded(name: str, advice: str, measure: Callable[[], Check | list[Check]]) -> list[Check]:
+    """Return the checks that ``measure`` makes; its error is a failed check called ``name``."""
+    try:
+        result = measure()
+    except (SlurmrlError, OSError) as error:
+        return [failed(name, str(error), advice)]
+    return result if isinstance(result, list) else [result]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import child
-from slurmrl.desk.doctor.check import Check, failed, ok, warning
+from slurmrl.desk.doctor import Check, failed, ok, warning
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, calls, ownership

@@ -12,8 +12,17 @@ from slurmrl.config import profiles
 from slurmrl.config.load import load_profile
 from slurmrl.config.schema import Cluster
 from slurmrl.desk import trial_code
-from slurmrl.desk.doctor import directory, machine, server_checks
-from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok, warning
+from slurmrl.desk.doctor import (
+    Check,
+    State,
+    directory,
+    failed,
+    guarded,
+    machine,
+    ok,
+    server_checks,
+    warning,
+)
 from slurmrl.desk.doctor.job import GROUP, ProbeJob, Say, gpus_of, scratch
 from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import Proposal, begun_configuration, run_paths

@@ -20,8 +20,7 @@ from typing import Any, ClassVar
 
 from slurmrl.config.schema import Cluster
 from slurmrl.desk import copying
-from slurmrl.desk.doctor import directory, probe
-from slurmrl.desk.doctor.check import Check, failed, guarded, ok
+from slurmrl.desk.doctor import Check, directory, failed, guarded, ok, probe
 from slurmrl.desk.trial_jobs import Jobs, clear_away
 from slurmrl.env import user_name
 from slurmrl.fsio import atomic, documents

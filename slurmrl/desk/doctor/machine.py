@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slurmrl import env
-from slurmrl.desk.doctor.check import Check, failed, ok, warning
+from slurmrl.desk.doctor import Check, failed, ok, warning
 from slurmrl.desk.provenance import interpreter, torch_build, version_of
 from slurmrl.errors import OwnershipError, SchedulerError
 from slurmrl.plan.precision import slow_bfloat16

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.desk.doctor.check import Check, failed, ok, warning
+from slurmrl.desk.doctor import Check, failed, ok, warning
 from slurmrl.desk.doctor.directory import seconds
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic

@@ -25,8 +25,16 @@ from typing import Any
 
 from slurmrl import child, env
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.desk.doctor import directory, machine, meeting, server_checks
-from slurmrl.desk.doctor.check import Check, failed, guarded, ok
+from slurmrl.desk.doctor import (
+    Check,
+    directory,
+    failed,
+    guarded,
+    machine,
+    meeting,
+    ok,
+    server_checks,
+)
 from slurmrl.desk.doctor.directory import seconds
 from slurmrl.fsio import atomic, calls, documents
 from slurmrl.workers.agent.fork_environment import interpreter

@@ -17,7 +17,7 @@ from slurmrl import child
 from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.rollout import Address, ServerKeys, read_keys
-from slurmrl.desk.doctor.check import Check, failed, guarded, ok, warning
+from slurmrl.desk.doctor import Check, failed, guarded, ok, warning
 from slurmrl.errors import AllocationError, SlurmrlError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf_config import HFConfig

@@ -4,8 +4,7 @@ import pytest
 
 from slurmrl.cli import site as command
 from slurmrl.cli.main import main
-from slurmrl.desk.doctor import examine
-from slurmrl.desk.doctor.check import Check, failed, ok, warning
+from slurmrl.desk.doctor import Check, examine, failed, ok, warning
 
 CHECKS = [
     warning("open files", "limit 1024 (hard 4096), below 4096", "put 'ulimit -n 65536' in").at(

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurmrl.desk.doctor import directory, machine
-from slurmrl.desk.doctor.check import Check, State, failed, guarded, ok
+from slurmrl.desk.doctor import Check, State, directory, failed, guarded, machine, ok
 from slurmrl.desk.provenance import TorchBuild
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import atomic

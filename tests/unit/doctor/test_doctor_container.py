@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.desk.doctor import probe
-from slurmrl.desk.doctor.check import Check, State
+from slurmrl.desk.doctor import Check, State, probe
 from slurmrl.desk.doctor.examine import Examination, examine
 from tests.fake_runs import write_config
 

@@ -10,9 +10,9 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.schema import Cluster
 from slurmrl.desk import trial_jobs
+from slurmrl.desk.doctor import Check, State
 from slurmrl.desk.doctor import examine as examine_module
 from slurmrl.desk.doctor import job as job_module
-from slurmrl.desk.doctor.check import Check, State
 from slurmrl.desk.doctor.examine import Examination, examine
 from slurmrl.desk.trial_checks import Code
 from slurmrl.errors import SchedulerError
@@ -254,7 +254,7 @@ def test_the_command(
 
 def test_hosts_that_say_the_same_share_a_row() -> None:
     from slurmrl.cli.site import _together
-    from slurmrl.desk.doctor.check import ok, warning
+    from slurmrl.desk.doctor import ok, warning
 
     hosts = [f"n{index}" for index in range(6)]
     same = [ok("python", "3.11").at(host) for host in hosts[:2]]

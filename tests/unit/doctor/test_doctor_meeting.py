@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.desk.doctor import meeting
-from slurmrl.desk.doctor.check import Check, State
+from slurmrl.desk.doctor import Check, State, meeting
 from slurmrl.desk.doctor.meeting import ProbeHost
 from slurmrl.errors import EnvironmentFailure
 

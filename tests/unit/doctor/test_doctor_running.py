@@ -15,7 +15,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.roles import Model
 from slurmrl.config.schema.rollout import Rollout
-from slurmrl.desk.doctor.check import Check, State
+from slurmrl.desk.doctor import Check, State
 from slurmrl.desk.doctor.server_checks import check_running, running_settings
 from slurmrl.plan.engine_rules import SERVER_KINDS
 from tests.support.trials import ARCHITECTURE

@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.rollout import Rollout
-from slurmrl.desk.doctor.check import State
+from slurmrl.desk.doctor import State
 from slurmrl.desk.doctor.machine import optional_packages
 from slurmrl.desk.doctor.server_checks import check_environment
 from slurmrl.plan.engine_rules import SERVER_KINDS

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.desk.doctor import machine
-from slurmrl.desk.doctor.check import State
+from slurmrl.desk.doctor import State, machine
 from slurmrl.plan import precision
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import load_settings
