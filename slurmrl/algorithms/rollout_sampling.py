@@ -22,7 +22,7 @@ from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
 from slurmrl.rollouts.episodes import make_episode
 from slurmrl.rollouts.generation.base import GenerationOptions, RolloutEngine
 from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, TokenSampling, Waiting
-from slurmrl.rollouts.tools.toolbox import make_tools
+from slurmrl.rollouts.tools import make_tools
 
 
 def completions(context: CallContext) -> int:

@@ -38,7 +38,7 @@ from slurmrl.rewards.checked_reward import MODEL_SCORES
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.episodes import make_episode, message_role
 from slurmrl.rollouts.policy import Dialogue
-from slurmrl.rollouts.tools.toolbox import ToolSchemas, make_tools
+from slurmrl.rollouts.tools import ToolSchemas, make_tools
 from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import TensorSpec
 

@@ -40,7 +40,7 @@ from slurmrl.registry import describe
 from slurmrl.rewards.checked_reward import MODEL_SCORES
 from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.rewards.weighted import WeightedReward, make_reward
-from slurmrl.rollouts.tools.toolbox import ToolSchemas
+from slurmrl.rollouts.tools import ToolSchemas
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

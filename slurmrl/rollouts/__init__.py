@@ -13,7 +13,7 @@ EPISODES = Registry(
     {
         "single_turn": "slurmrl.rollouts.episodes:SingleTurn",
         "multi_turn": "slurmrl.rollouts.episodes:MultiTurn",
-        "verifiers": "slurmrl.rollouts.verifiers:VerifiersEpisode",
+        "verifiers": "slurmrl.rollouts.environments:VerifiersEpisode",
     },
 )
 ENVIRONMENTS = Registry(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slurmrl.rollouts.generation.base import Finish
-    from slurmrl.rollouts.tools.toolbox import Tools
+    from slurmrl.rollouts.tools import Tools
 
 
 @dataclass(frozen=True, kw_only=True)

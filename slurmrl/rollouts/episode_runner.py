@@ -17,7 +17,7 @@ from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Dialogue, Episode, EpisodeLimits, Policy, TokenSampling, Waiting
-from slurmrl.rollouts.tools.toolbox import Tools
+from slurmrl.rollouts.tools import Tools
 
 logger = log.get(__name__)
 

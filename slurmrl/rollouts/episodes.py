@@ -14,7 +14,7 @@ from slurmrl.rollouts import ENVIRONMENTS, EPISODES
 from slurmrl.rollouts.base import Environment, EpisodeItem
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.policy import Episode, Policy
-from slurmrl.rollouts.tools.toolbox import Tools
+from slurmrl.rollouts.tools import Tools
 
 _EXAMPLE = EpisodeItem(
     sample_id="example@0",

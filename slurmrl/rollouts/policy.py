@@ -29,7 +29,7 @@ from slurmrl.rollouts.generation.base import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from slurmrl.rollouts.tools.toolbox import Tools
+    from slurmrl.rollouts.tools import Tools
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.policy import Policy
-from slurmrl.rollouts.tools.toolbox import Tools
+from slurmrl.rollouts.tools import Tools
 
 
 async def once(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:

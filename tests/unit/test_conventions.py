@@ -71,7 +71,6 @@ TORCH_FREE = (
     "rollouts.policy",
     "rollouts.sample_files",
     "rollouts.tools*",
-    "rollouts.verifiers",
     "algorithms",
     "algorithms.schema",
     "algorithms.*_schema",

@@ -11,7 +11,7 @@ from typing import Final
 from slurmrl.errors import UsageError
 from slurmrl.rewards.code import Namespaces, check_isolation, check_limits, sandbox_program
 from slurmrl.rewards.process_pool import ProcessPool, Unanswered
-from slurmrl.rollouts.tools.toolbox import Job
+from slurmrl.rollouts.tools import Job
 
 GRACE_S: Final = 10.0
 """How long after the time limit of a program a sandbox may take to answer."""

@@ -14,7 +14,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.rollouts.generation.base import RolloutEngine, WeightVersion
 from slurmrl.rollouts.sample_files import SampleGroup
-from slurmrl.rollouts.tools.toolbox import in_thread
+from slurmrl.rollouts.tools import in_thread
 from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.paths import RunPaths

@@ -41,7 +41,7 @@ from slurmrl.rewards.weighted import reward_program
 from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
-from slurmrl.rollouts.tools.toolbox import Job, in_thread
+from slurmrl.rollouts.tools import Job, in_thread
 from slurmrl.workers.rollout_messages import RequestedItem
 
 if TYPE_CHECKING:

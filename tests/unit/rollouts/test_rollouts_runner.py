@@ -23,7 +23,7 @@ from slurmrl.rollouts.episodes import MultiTurn, SingleTurn
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, Policy, TokenSampling, Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
-from slurmrl.rollouts.tools.toolbox import Tools
+from slurmrl.rollouts.tools import Tools
 from tests.support.scripted_engine import ScriptedEngine
 
 STOP = 1

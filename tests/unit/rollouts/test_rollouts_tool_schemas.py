@@ -9,7 +9,7 @@ import pytest
 
 from slurmrl.config.schema import EpisodeSettings
 from slurmrl.errors import UsageError
-from slurmrl.rollouts.tools.toolbox import ToolSchemas, tool_schema
+from slurmrl.rollouts.tools import ToolSchemas, tool_schema
 
 
 class Lookup:

@@ -14,9 +14,9 @@ from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
 from slurmrl.rollouts.environments import GuessNumber, ToolCalls
 from slurmrl.rollouts.episodes import make_episode
+from slurmrl.rollouts.tools import Tools, make_tools
 from slurmrl.rollouts.tools.calculator import Calculator
 from slurmrl.rollouts.tools.python import PythonTool
-from slurmrl.rollouts.tools.toolbox import Tools, make_tools
 
 T = TypeVar("T")
 OWN = "tests.support.own_episodes"

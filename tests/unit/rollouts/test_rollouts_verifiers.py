@@ -11,7 +11,7 @@ import pytest
 from slurmrl.config.schema import EpisodeSettings
 from slurmrl.errors import MissingDependencyError, UsageError
 from slurmrl.rollouts.episodes import make_episode
-from slurmrl.rollouts.tools.toolbox import Tools
+from slurmrl.rollouts.tools import Tools
 from tests.support.scripted_engine import ScriptedEngine
 from tests.unit.rollouts.test_rollouts_runner import STOP, items, run, tokenizer
 
