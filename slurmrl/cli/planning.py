@@ -14,7 +14,7 @@ from slurmrl.cli import completion
 from slurmrl.cli.options import common, examples, json_option, overrides_argument
 
 if TYPE_CHECKING:
-    from slurmrl.display.blocks import Document
+    from slurmrl.display.terminal import Document
 
 
 class Shown(NamedTuple):
@@ -109,9 +109,9 @@ def plan(
     if as_json:
         click.echo(json.dumps(shown.values))
     elif as_table or with_moves or svg is None:
-        from slurmrl.display import blocks
+        from slurmrl.display import terminal
 
-        click.echo(blocks.as_text(shown.document))
+        click.echo(terminal.as_text(shown.document))
     for line in [] if as_json else shown.warnings:
         click.echo(f"warning: {line}", err=True)
     return 2 if any(not line.endswith(LATER) for line in shown.values.get("missing", ())) else 0
@@ -148,7 +148,7 @@ def _plan(
     from slurmrl.desk.proposal import kept_defaults
     from slurmrl.desk.submitting import refusal
     from slurmrl.desk.trials import chosen_root
-    from slurmrl.display.blocks import Lines
+    from slurmrl.display.terminal import Lines
     from slurmrl.plan import build, precision
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.dataflow import unread

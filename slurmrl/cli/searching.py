@@ -181,10 +181,10 @@ def search(
         values = presenting.values(*shown, fits=found.given_fits, searched=allowed)
         click.echo(json.dumps({**values, "calibration": compared} if compared else values))
         return 0
-    from slurmrl.display import blocks
+    from slurmrl.display import terminal
 
     table = presenting.document(*shown, fits=found.given_fits, searched=allowed)
-    click.echo(blocks.as_text(table))
+    click.echo(terminal.as_text(table))
     if compared:
         click.echo(f"\n{compared}")
     for line in found.assumed:

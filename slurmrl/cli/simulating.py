@@ -218,14 +218,14 @@ def simulate(config: str, overrides: tuple[str, ...], as_json: bool, **options: 
 
     The exit code is 1 if no run finishes.
     """
-    from slurmrl.display import blocks
+    from slurmrl.display import terminal
     from slurmrl.simulate.outcome_text import document, values
 
     answers, assumed = _simulate(Path(config), overrides, options)
     if as_json:
         click.echo(json.dumps(values(answers)))
     else:
-        click.echo(blocks.as_text(document(answers)))
+        click.echo(terminal.as_text(document(answers)))
     for line in assumed:
         click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
     return 0 if any(one.finished for one in answers.runs) else 1

@@ -23,7 +23,7 @@ from slurmrl.data.types.prompt import Prompts
 from slurmrl.desk import trial_code
 from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, Code, ask_inspector, job_variables
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
-from slurmrl.fsio import variables
+from slurmrl.fsio import inputs
 from slurmrl.plan.settings import Settings
 
 
@@ -186,7 +186,7 @@ class RewardData:
             raise ConfigError((settings.source.problem(("dataset",), message),))
         self.dataset = next(iter(prompts[0].parts.values()))
         file = config.cluster.variables_file
-        self.variables = variables.read(Path(file)) if file else {}
+        self.variables = inputs.read_variables(Path(file)) if file else {}
 
 
 def try_reward(

@@ -26,7 +26,7 @@ from slurmrl.desk import copying
 from slurmrl.desk.provenance import torch_build
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, SlurmrlError
-from slurmrl.fsio import variables
+from slurmrl.fsio import inputs
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.build import lacking_gpus
 from slurmrl.plan.engine_rules import ENGINES
@@ -146,7 +146,7 @@ def places(settings: Settings) -> list[Finding]:
         findings.append(Finding("logging", Weight.FAILED, str(error), "logging"))
     try:
         if file := config.cluster.variables_file:
-            variables.read(Path(file))
+            inputs.read_variables(Path(file))
     except SlurmrlError as error:
         findings.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
     name = config.notify.webhook
@@ -267,7 +267,7 @@ def job_variables(cluster: Cluster) -> dict[str, str]:
     """
     file = cluster.variables_file
     with contextlib.suppress(SlurmrlError):
-        return {**cluster.env, **(variables.read(Path(file)) if file else {})}
+        return {**cluster.env, **(inputs.read_variables(Path(file)) if file else {})}
     return dict(cluster.env)
 
 

@@ -8,8 +8,7 @@ from statistics import fmean
 from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from slurmrl.display.blocks import Document, Flow, Grid, Legend, Lines, Node, Table, elide
-from slurmrl.display.terminal import table
+from slurmrl.display.terminal import Document, Flow, Grid, Legend, Lines, Node, Table, elide, table
 
 COLORS: Final = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66ccee", "#aa3377")
 """For series, in order of appearance (Tol's bright palette)."""

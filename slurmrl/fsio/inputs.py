@@ -1,4 +1,4 @@
-"""Reading the user's files that a configuration names, such as models and tokenizers.
+"""Reading the user's files that a configuration names: models, tokenizers, files of variables.
 
 Libraries treat a file that they cannot read like one that does not exist: they fail with another
 error or fall back to a default. These functions tell the two apart.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
 import socket
 import stat
 from collections.abc import Iterable, Iterator
@@ -16,9 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurmrl.errors import UnreadableInputError, UsageError
+from slurmrl.errors import EnvironmentFailure, OwnershipError, UnreadableInputError, UsageError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
+from slurmrl.fsio.failures import explain
 
 MOST_JSON_BYTES = 64 * 2**20
 READ_BY_LIBRARIES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".safetensors")
@@ -155,3 +158,58 @@ def _system_error(error: BaseException | None) -> OSError | None:
             return error
         error = error.__cause__ or error.__context__
     return None
+
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_RESERVED = "SLURM"
+
+
+def read_variables(path: Path) -> dict[str, str]:
+    """Read ``NAME=VALUE`` lines in shell syntax.
+
+    Quotes, comments and ``export`` are allowed; nothing is expanded.
+
+    Raises:
+    - OwnershipError unless the file belongs to the user with mode 0600 or less;
+    - UsageError if it is not a regular file, and for any other line, which is not quoted because it
+      may be secret;
+    - EnvironmentFailure.
+    """
+    try:
+        with opened(path) as file:
+            _check_private(path, os.fstat(file.fileno()))
+            text = file.read().decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text") from error
+    except EnvironmentFailure:
+        raise
+    except OSError as error:
+        raise explain(error, "read", path) from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        for word in _shell_words(path, number, line):
+            assignment = _ASSIGNMENT.fullmatch(word)
+            if not assignment or word.startswith(_RESERVED):
+                raise UsageError(
+                    f"{path}:{number}: expected NAME=VALUE, NAME not starting with {_RESERVED}"
+                )
+            found[assignment[1]] = assignment[2]
+    return found
+
+
+def _check_private(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise OwnershipError(f"{path} belongs to user {found.st_uid}, not to you; not read")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise OwnershipError(
+            f"{path} has mode {mode:04o}, so other users can read secrets in it: chmod 600 '{path}'"
+        )
+
+
+def _shell_words(path: Path, number: int, line: str) -> list[str]:
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise UsageError(f"{path}:{number}: {error}") from error
+    return words[1:] if words[:1] == ["export"] else words

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
-from slurmrl.display.blocks import Document, Flow, Legend, Node, NodeLine
+from slurmrl.display.terminal import Document, Flow, Legend, Node, NodeLine
 from slurmrl.errors import GraphError
 from slurmrl.registry import near
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from slurmrl.config.problems import show
-from slurmrl.display.blocks import Block, Document, Grid, GridRow, Legend, Lines, Table
+from slurmrl.display.terminal import Block, Document, Grid, GridRow, Legend, Lines, Table
 from slurmrl.plan.estimates.call_costs import binary_size
 from slurmrl.plan.estimates.memory import EXPERTS, PASSING, STANDING
 from slurmrl.plan.plan_values import lines

@@ -9,7 +9,7 @@ from typing import Any, Final
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
-from slurmrl.display.blocks import Block, Document, Lines, Table
+from slurmrl.display.terminal import Block, Document, Lines, Table
 from slurmrl.plan.estimates.call_costs import binary_size
 from slurmrl.plan.estimates.hardware import Hardware
 from slurmrl.plan.estimates.pass_seconds import Seconds

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from slurmrl.display.blocks import Block, Document, Lines, Table
+from slurmrl.display.terminal import Block, Document, Lines, Table
 from slurmrl.simulate.several_runs import CommitAdvice, Runs, RunSpread
 from slurmrl.simulate.trial_costs import TrialCosts
 from slurmrl.simulate.trial_run import PARTS, QUEUE

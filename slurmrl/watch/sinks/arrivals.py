@@ -29,7 +29,7 @@ from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster, Logging
 from slurmrl.errors import CorruptFileError, SlurmrlError
-from slurmrl.fsio import atomic, calls, documents, variables
+from slurmrl.fsio import atomic, calls, documents, inputs
 from slurmrl.fsio.documents import COUNT, each
 from slurmrl.run import evaluated, metrics
 from slurmrl.run.paths import RunPaths
@@ -86,7 +86,7 @@ def hand_over(paths: RunPaths) -> None:
 def _set_variables(cluster: Cluster) -> None:
     os.environ.update(cluster.env)
     if file := cluster.variables_file:
-        os.environ.update(variables.read(Path(file)))
+        os.environ.update(inputs.read_variables(Path(file)))
 
 
 def _recorded(paths: RunPaths) -> list[dict[str, Any]]:

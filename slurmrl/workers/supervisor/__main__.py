@@ -22,7 +22,7 @@ from slurmrl.errors import (
     SlurmrlError,
     UsageError,
 )
-from slurmrl.fsio import calls, variables
+from slurmrl.fsio import calls, inputs
 from slurmrl.fsio.atomic import is_absent
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
@@ -145,7 +145,7 @@ def read_variables(file: Path) -> dict[str, str]:
     may lack a mount or map users in its own way.
     """
     try:
-        return variables.read(file)
+        return inputs.read_variables(file)
     except OwnershipError as error:
         if file.stat().st_uid != os.geteuid():
             raise

@@ -29,7 +29,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster
 from slurmrl.display.terminal import first_line
 from slurmrl.errors import SlurmrlError
-from slurmrl.fsio import atomic, variables
+from slurmrl.fsio import atomic, inputs
 from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import recent
 from slurmrl.run.paths import RunPaths
@@ -80,7 +80,7 @@ def _environment(cluster: Cluster) -> dict[str, str]:
     found = {**os.environ, **cluster.env}
     with suppress(SlurmrlError):  # has ended the trial, and is in its reason
         if file := cluster.variables_file:
-            found |= variables.read(Path(file))
+            found |= inputs.read_variables(Path(file))
     return found
 
 

@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from slurmrl.display import blocks, svg
-from slurmrl.display.blocks import (
+from slurmrl.display import svg, terminal
+from slurmrl.display.terminal import (
     Document,
     Flow,
     Grid,
@@ -38,7 +38,7 @@ def test_text_shows_every_block_once_and_in_order() -> None:
     node = Node("gen", 0, [NodeLine("ids", "out"), NodeLine("prompts", "in")], "generate")
     flow = Flow([node], [])
     shown = Document("e/1", [table, legend, grid(1), flow, Lines("notes:", ["one"])], "2 GPUs")
-    assert blocks.as_text(shown) == (
+    assert terminal.as_text(shown) == (
         "e/1: 2 GPUs\n\n"
         "sizes\n  NAME  SIZE\n  a     1\n  long  2\nin GiB\n\n"
         "  actor  trained\n  ref    not trained\n\n"
@@ -62,10 +62,10 @@ def test_a_series_has_one_color_in_the_whole_picture() -> None:
 @pytest.mark.parametrize(("hosts", "drawn"), [(16, 16), (17, 17), (64, 32)])
 def test_long_grids_lose_the_rows_before_their_last(hosts: int, drawn: int) -> None:
     shown = Document("e/1", [grid(hosts)])
-    lines = blocks.as_text(shown).splitlines()
+    lines = terminal.as_text(shown).splitlines()
     assert lines[-2].split()[0] == str(hosts - 1)
-    assert ("  …     …      …      …" in lines) == (hosts > blocks.MOST_ROWS)
-    assert sum("actor" in line for line in lines) == min(hosts, blocks.MOST_ROWS)
+    assert ("  …     …      …      …" in lines) == (hosts > terminal.MOST_ROWS)
+    assert sum("actor" in line for line in lines) == min(hosts, terminal.MOST_ROWS)
     words = texts(shown)
     assert f"host {hosts - 1}" in words
     assert sum(str(one).startswith("host ") for one in words) == drawn

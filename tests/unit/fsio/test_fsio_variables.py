@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
-from slurmrl.fsio import variables
+from slurmrl.fsio import inputs
 
 
 def private(folder: Path, text: str, mode: int = 0o600) -> Path:
@@ -20,7 +20,7 @@ def private(folder: Path, text: str, mode: int = 0o600) -> Path:
 
 def test_lines_as_a_shell_reads_them(tmp_path: Path) -> None:
     text = "# mine\n\nWANDB_API_KEY=a=b\nexport HF_TOKEN='$x \"y\"' # there\nEMPTY=\n"
-    assert variables.read(private(tmp_path, text)) == {
+    assert inputs.read_variables(private(tmp_path, text)) == {
         "WANDB_API_KEY": "a=b",
         "HF_TOKEN": '$x "y"',
         "EMPTY": "",
@@ -30,7 +30,7 @@ def test_lines_as_a_shell_reads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
 def test_a_file_that_others_can_read_is_not_read(tmp_path: Path, mode: int) -> None:
     with pytest.raises(OwnershipError, match="chmod 600"):
-        variables.read(private(tmp_path, "A=secret\n", mode))
+        inputs.read_variables(private(tmp_path, "A=secret\n", mode))
 
 
 def test_a_file_of_another_user_is_not_read(
@@ -40,13 +40,13 @@ def test_a_file_of_another_user_is_not_read(
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(OwnershipError, match="belongs to user"):
-        variables.read(path)
+        inputs.read_variables(path)
 
 
 @pytest.mark.parametrize("line", ["secret", "A='secret", "1A=secret", "SLURM_CONF=secret", "A B"])
 def test_what_is_no_assignment_is_refused_and_not_shown(tmp_path: Path, line: str) -> None:
     with pytest.raises(UsageError, match="tokens:2") as refused:
-        variables.read(private(tmp_path, f"OK=1\n{line}\n"))
+        inputs.read_variables(private(tmp_path, f"OK=1\n{line}\n"))
     assert "secret" not in str(refused.value)
 
 
@@ -54,12 +54,12 @@ def test_fifo_and_device_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(UsageError, match=f"{path} is not a regular file"):
-            variables.read(path)
+            inputs.read_variables(path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="tokens"):
-        variables.read(tmp_path / "tokens")
+        inputs.read_variables(tmp_path / "tokens")
     (tmp_path / "folder").mkdir()
     with pytest.raises(EnvironmentFailure):
-        variables.read(tmp_path / "folder")
+        inputs.read_variables(tmp_path / "folder")

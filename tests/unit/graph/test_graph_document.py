@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from slurmrl.display import blocks, svg
-from slurmrl.display.blocks import Flow, Legend
+from slurmrl.display import svg, terminal
+from slurmrl.display.terminal import Flow, Legend
 from slurmrl.plan.dataflow import Call, Method, document, values
 from slurmrl.plan.model import CallPlan, Offloading, Reallocation
 
@@ -55,7 +55,7 @@ def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
         "← rewards",
         "→ extra",
     } <= drawn
-    printed = blocks.as_text(shown)
+    printed = terminal.as_text(shown)
     assert (
         "gen: generate of rollout\n"
         "  before: reallocate <actor> -> rollout\n"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slurmrl.config.allocation import parse
-from slurmrl.display import blocks
+from slurmrl.display import terminal
 from slurmrl.models.experts import Replayed
 from slurmrl.models.parallel.split import WHOLE
 from slurmrl.plan.build import make_plan
@@ -106,11 +106,11 @@ def test_a_plan_shows_both(plan_ppo: Load) -> None:
     actor = shown["models"]["actor"]["memory"]
     assert actor["experts_bytes"] == memories(settings)["actor"].experts > 0
     assert shown["experts_host_bytes"] == server_experts_bytes(settings)
-    lines = blocks.as_text(document(shown))
+    lines = terminal.as_text(document(shown))
     assert "ACTIVATIONS  KV_CACHE  EXPERTS" in lines
     assert "a server keeps recorded experts in host memory" in lines
     plain = plan_ppo(architecture=EXPERTS)
-    lines = blocks.as_text(document(report(plain, make_plan(plain, scheduler="slurm"))))
+    lines = terminal.as_text(document(report(plain, make_plan(plain, scheduler="slurm"))))
     assert ("EXPERTS" in lines, "recorded experts" in lines) == (False, False)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.display import blocks
+from slurmrl.display import terminal
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.plan_document import document
 from slurmrl.plan.plan_values import report
@@ -33,4 +33,4 @@ def test_the_plan_of_an_example_is_the_one_on_file(example: Path, tmp_path: Path
     shown = report(settings, make_plan(settings, scheduler="slurm"))
     shown["missing"] = []
     check(GOLDEN / f"{example.stem}.json", json.dumps(shown, indent=1) + "\n")
-    check(GOLDEN / f"{example.stem}.txt", blocks.as_text(document(shown)) + "\n")
+    check(GOLDEN / f"{example.stem}.txt", terminal.as_text(document(shown)) + "\n")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from slurmrl.display import blocks
+from slurmrl.display import terminal
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks.fit import refusal
 from slurmrl.plan.estimates.call_costs import margin, memories
@@ -92,7 +92,7 @@ def test_the_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
     for size in (fits, fits // 2):
         wider = plan_ppo(*few, f"actor.backend=fsdp:d{size}", architecture=SEVEN_BILLION)
         assert bool(messages(wider)) == (size < fits)
-    shown = blocks.as_text(document(report(settings, make_plan(settings, scheduler="slurm"))))
+    shown = terminal.as_text(document(report(settings, make_plan(settings, scheduler="slurm"))))
     assert "of 40 GiB: " in shown
     assert " TOO MUCH" in shown
 

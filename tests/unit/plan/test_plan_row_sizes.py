@@ -12,7 +12,7 @@ import pytest
 from slurmrl.config.schema import Dataset
 from slurmrl.data import records
 from slurmrl.data.records import MARKS, TEMPLATE_TOKENS, longest_row
-from slurmrl.display import blocks
+from slurmrl.display import terminal
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.call_costs import PROCESS
 from slurmrl.plan.plan_document import document
@@ -70,7 +70,7 @@ def test_memory_of_cpus_counts_the_rows_of_the_data(tmp_path: Path) -> None:
     assert found["memory"]["bytes"] == memory["together_bytes"] + PROCESS
     planned = make_plan(settings, scheduler="local")
     assert figures(settings, planned)["memory"]["bytes"] == found["memory"]["bytes"]
-    shown = blocks.as_text(document(found))
+    shown = terminal.as_text(document(found))
     assert f"with the rows of the data: at most {row} tokens in a sequence" in shown
 
 
