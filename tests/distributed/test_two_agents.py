@@ -24,7 +24,7 @@ from slurmrl.run.events import read_all
 from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers.agent.agent import AGAIN, FAILED, OK
+from slurmrl.workers.agent.__main__ import AGAIN, FAILED, OK
 from slurmrl.workers.rollout_messages import (
     RESULT_LOG,
     Leaving,

@@ -54,10 +54,10 @@ from slurmrl.tensors.layout import Box, Layout, Shard, TensorSpec
 from slurmrl.watch import published
 from slurmrl.watch.overview import collect
 from slurmrl.workers.link import reason_to_leave
+from slurmrl.workers.master.__main__ import restore
 from slurmrl.workers.master.committer import choose
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.serve import restore
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 SECONDS = 60.0

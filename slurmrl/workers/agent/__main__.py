@@ -1,14 +1,226 @@
-"""Run ``python -m slurmrl.workers.agent --run RUN --submission N --group G [--task T]``."""
+"""The agent's main loop: serve one incarnation after another, or supervise a rollout task.
+
+Run ``python -m slurmrl.workers.agent --run RUN --submission N --group G [--task T]``. It ends when
+the trial ends, when the job is about to end, or when this host cannot continue.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from slurmrl import env, log
-from slurmrl.fsio import calls
-from slurmrl.workers.agent.agent import serve
+from slurmrl.backoff import retry
+from slurmrl.errors import (
+    EnvironmentFailure,
+    RunGoneError,
+    SlurmrlError,
+    StaleIncarnationError,
+    TrialEndedError,
+    UsageError,
+)
+from slurmrl.fsio import calls, ownership
+from slurmrl.run import hosts
+from slurmrl.run.endings import HOST_LOSSES
+from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import TRAINERS, Cause, Failure
+from slurmrl.watch import published
+from slurmrl.workers.agent.agent_host import Host
+from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
+from slurmrl.workers.agent.loss_detection import leave_without
+from slurmrl.workers.agent.rollout_task import RolloutTask
+from slurmrl.workers.failure import publish_loss
+from slurmrl.workers.link import end_as_failed
+from slurmrl.workers.polling import Presence, make_channels
+
+logger = log.get(__name__)
+T = TypeVar("T")
+
+LOOK_TIMEOUT_S = 60.0
+"""Seconds without an answer from the directory after which this host gives up after a failure."""
+OK = 0
+"""The trial has ended, or belongs to another job now."""
+FAILED = 1
+"""This job cannot continue here."""
+AGAIN = 75
+"""The agents of this job must be restarted without the lost host (EX_TEMPFAIL)."""
+
+
+class Agent:
+    """Serves incarnations on ``host``."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._served = 0
+        """The newest incarnation that has ended on this host."""
+        self._unborn = 0
+        """Consecutive failures before an incarnation began."""
+        self._without = ""
+        """The first agent's host if it is lost, and with it the job's batch process."""
+
+    def run(self) -> int:
+        """Serve until the end; return the exit code."""
+        identity = self.host.identity
+        self._take_log()
+        self.host.events.write("start", host=identity.host, job=identity.job, round=env.ROUND.get())
+        self.host.warnings.listen()
+        code = FAILED
+        try:
+            code = self._serve() if identity.trains else self._roll_out()
+        finally:
+            self.host.close()
+            self.host.events.write("end", code=code)
+        if self._without:
+            host = self.host
+            leave_without(self._without, host.paths, host.submission, host.identity)
+        return code
+
+    def _serve(self) -> int:
+        while True:
+            code = self._serve_one()
+            if code is not None:
+                return code
+            logger.info("incarnation %d has ended; waiting for the next one", self._served)
+
+    def _roll_out(self) -> int:
+        """Supervise a rollout task to its end.
+
+        Another task replaces one that fails, or in the trainers' job another attempt.
+        """
+        task = RolloutTask(self.host, orphan_s=self.host.orphan_s)
+        try:
+            task.run()
+        except TrialEndedError as end:
+            logger.info("%s", end)
+        except RunGoneError as error:
+            logger.error("%s", error)
+            return FAILED
+        except SlurmrlError as error:
+            if task.fail(error).cause == Cause.GPU_FAULT and not self.host.inside:
+                self._give_up_host(self.host.serving)
+            return FAILED
+        return OK
+
+    def _serve_one(self) -> int | None:
+        """Serve one incarnation. Return the exit code, or None to serve another one."""
+        incarnation = Incarnation(self.host, self._served)
+        failed = None
+        try:
+            incarnation.run()
+            return OK
+        except TrialEndedError as end:
+            logger.info("%s", end)
+            return OK
+        except RunGoneError as error:
+            logger.error("%s", error)
+            return FAILED
+        except StaleIncarnationError as error:
+            logger.info("%s", error)
+        except SlurmrlError as error:
+            failed = incarnation.fail(error)
+            if failed.cause == Cause.LOST_HOST:
+                self._without = failed.host or ""
+            elif failed.cause == Cause.GPU_FAULT:
+                self._give_up_host(incarnation.number)
+        finally:
+            incarnation.close()
+        self._unborn = 0 if incarnation.number else self._unborn + 1
+        self._served = max(self._served, incarnation.number)
+        if failed is not None and self._unborn and failed.cause == Cause.ENVIRONMENT:
+            self._record_start(failed)
+        return self._verdict(failed)
+
+    def _verdict(self, failed: Failure | None) -> int | None:
+        """Return the exit code after an incarnation that failed, or None to serve another one."""
+        try:
+            superseded, first = self._retry("read how the incarnation ended", self._look)
+        except TrialEndedError as end:
+            logger.info("%s", end)
+            return OK
+        except EnvironmentFailure as error:
+            logger.error("%s", error)
+            return FAILED
+        if superseded:
+            logger.info("the newest incarnation belongs to another job; this one ends")
+            return OK
+        if failed is not None and failed.final and self._unborn:
+            end_as_failed(self.host.paths, self.host.submission, failed.reason)
+            return FAILED
+        if self.host.warnings.received:
+            logger.info("this job will end soon: no further incarnation is formed")
+            return FAILED
+        ends = [failure.cause for failure in (failed, first) if failure is not None]
+        if self._without or any(cause in HOST_LOSSES for cause in ends):
+            return AGAIN
+        if failed is not None and failed.cause == Cause.ENVIRONMENT and not failed.echo:
+            return FAILED
+        if self._unborn > self.host.most_failures:
+            logger.error(
+                "gave up: failed %d times in a row before an incarnation began", self._unborn
+            )
+            return FAILED
+        return None
+
+    def _look(self) -> tuple[bool, Failure | None]:
+        """Return whether another job began the newest incarnation, and our first failure."""
+        superseded = self.host.superseded(self._served)
+        return superseded, published.failure(self.host.names, self._served)
+
+    def _give_up_host(self, incarnation: int) -> None:
+        """Let this job continue on its other hosts."""
+        identity = self.host.identity
+        try:
+            publish_loss(self.host.names, identity.host, incarnation, identity.job)
+        except EnvironmentFailure as error:
+            logger.warning("cannot report this host as lost: %s", error)
+
+    def _record_start(self, failed: Failure) -> None:
+        """Record that this host cannot serve, so that other hosts are tried."""
+        identity = self.host.identity
+        start = identity.job.rpartition(".")[0]
+        try:
+            slots = self.host.history.count()
+            hosts.record_start(self.host.paths, slots, start, identity.host, failed.reason)
+        except EnvironmentFailure as error:
+            logger.warning("cannot record the failed start: %s", error)
+
+    def _retry(self, what: str, action: Callable[[], T]) -> T:
+        return retry(what, action, timeout_s=LOOK_TIMEOUT_S)
+
+    def _take_log(self) -> None:
+        """Redirect the output of this process to the task's log."""
+        with retry("open a log", lambda: self.host.open_log(self.host.group.name)) as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+
+
+def serve(run: Path, submission: int, group: str, task: int | None = None) -> int:
+    """Run an agent; return its exit code.
+
+    ``task``: see `Host`. A user error that the trainers meet ends the trial. Raises SlurmrlError if
+    the agent cannot start for another reason.
+    """
+
+    def start() -> Host:
+        for warning in ownership.check(run):
+            logger.warning("%s", warning)
+        make_channels(paths)
+        return Host(paths, submission, group, task)
+
+    paths = RunPaths(run)
+    pause = Presence(paths).sleep
+    try:
+        host = retry("start the agent", start, pause, timeout_s=FORM_TIMEOUT_S)
+    except UsageError as error:
+        if group != TRAINERS:
+            raise  # the trainers get the same error and end the trial
+        end_as_failed(paths, submission, str(error))
+        return FAILED
+    return Agent(host).run()
 
 
 def main() -> int:

@@ -25,8 +25,8 @@ from slurmrl.run.history.state import IncarnationWriter, begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state, verify
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum
+from slurmrl.workers.master.__main__ import _clean
 from slurmrl.workers.master.committer import Committer, Outcome
-from slurmrl.workers.master.serve import _clean
 from slurmrl.workers.messages import Done, Save, Saved
 from tests.support.chaos.control import setup
 from tests.support.chaos.histories import check_history

@@ -11,7 +11,7 @@ from slurmrl.run.channel.message_log import LogReader, LogWriter
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import begin, fold
 from slurmrl.run.paths import RunPaths
-from slurmrl.workers.master.serve import _clean
+from slurmrl.workers.master.__main__ import _clean
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
 

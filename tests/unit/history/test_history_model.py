@@ -41,8 +41,8 @@ from slurmrl.run.history.state import (
     fold,
     resume,
 )
+from slurmrl.workers.master import __main__
 from slurmrl.workers.master import committer as committer_module
-from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer
 
 STEPS = 3
@@ -144,7 +144,7 @@ def master(replay: Replay) -> None:
     ranks: Any = ModelRanks()
     writer = begin(history, {})
     state = fold(history.read())
-    serve._clean(paths, state)
+    __main__._clean(paths, state)
     base = state.last_commit.step if state.last_commit is not None else 0
     if state.last_commit is not None:
         replay.act("load", state.last_commit.directory, writer.incarnation)
@@ -301,8 +301,8 @@ def _files_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def known_names(directory: ModelPath) -> list[str]:
         return [path.name for path in directory.iterdir()]
 
-    monkeypatch.setattr(serve, "known_names", known_names)
-    for module in (committer_module, serve):
+    monkeypatch.setattr(__main__, "known_names", known_names)
+    for module in (committer_module, __main__):
         monkeypatch.setattr(module, "shutil", SimpleNamespace(rmtree=remove))
     monkeypatch.setattr(committer_module, "make_private_directory", lambda path: None)
     monkeypatch.setattr(committer_module, "write_manifest", write)

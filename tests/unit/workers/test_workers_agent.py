@@ -27,9 +27,9 @@ from slurmrl.run.history.state import begin, end
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Failure
 from slurmrl.watch import published
-from slurmrl.workers.agent import agent as agent_module
+from slurmrl.workers.agent import __main__ as agent_module
 from slurmrl.workers.agent import incarnation as incarnation_module
-from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
+from slurmrl.workers.agent.__main__ import AGAIN, FAILED, OK, Agent
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 from slurmrl.workers.polling import PollIntervals

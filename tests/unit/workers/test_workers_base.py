@@ -25,8 +25,8 @@ from slurmrl.tensors.checkpoint.manifest import write_manifest
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum
 from slurmrl.watch import published
 from slurmrl.workers.failure import failure_of, publish
+from slurmrl.workers.master import __main__
 from slurmrl.workers.master import committer as base_module
-from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Damage, begin_on_base, choose, set_aside
 from slurmrl.workers.master.judgement import judge
 
@@ -73,7 +73,7 @@ class Past:
         )
         self.writer = writer
         set_aside(self.paths, writer, damages, EventWriter(self.paths, "master"))
-        serve._clean(self.paths, self.state)
+        __main__._clean(self.paths, self.state)
         return writer, damages
 
 

@@ -20,7 +20,7 @@ from slurmrl.run.history.state import TrialState, begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import read_state, verify
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum
-from slurmrl.workers.master import serve
+from slurmrl.workers.master import __main__
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Done, Save, Saved
@@ -73,7 +73,7 @@ class Trial:
     def committer(self, keep_last: int = 2, **settings: Any) -> Committer:
         """Of a new incarnation, which has cleaned up as the master does."""
         writer = begin(History(self.paths.history), {})
-        serve._clean(self.paths, self.state)
+        __main__._clean(self.paths, self.state)
         channel = cast(WorkerChannel, self.channel)
         checkpoint = Checkpoint(keep_last=keep_last, **settings)
         return Committer(self.paths, writer, channel, self.state.commits, checkpoint, 10.0)

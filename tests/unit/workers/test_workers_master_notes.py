@@ -11,7 +11,7 @@ import pytest
 
 from slurmrl.config.schema.config import StopWhen
 from slurmrl.errors import ConfigError, Problem
-from slurmrl.workers.master import serve
+from slurmrl.workers.master import __main__
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.messages import HeldOut, Ready
 
@@ -92,11 +92,11 @@ def test_a_mistake_of_the_user_s_has_no_traceback(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(serve, "publish", lambda *_: True)
+    monkeypatch.setattr(__main__, "publish", lambda *_: True)
     events: Any = Events()
     names: Any = None
     error = ConfigError((Problem("ppo.yaml:3", "seed", "is wrong"),))
-    failure = serve._fail(names, 1, events, error)
+    failure = __main__._fail(names, 1, events, error)
     assert failure.final
     assert "ppo.yaml:3: seed: is wrong" in caplog.text
     assert "Traceback" not in capsys.readouterr().err

@@ -30,8 +30,8 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity, Warned
 from slurmrl.watch import published
 from slurmrl.workers import child_process
-from slurmrl.workers.agent import agent as agent_module
-from slurmrl.workers.agent.agent import FAILED, OK, Agent
+from slurmrl.workers.agent import __main__ as agent_module
+from slurmrl.workers.agent.__main__ import FAILED, OK, Agent
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.rollout_task import FOLDER_GONE_S, RolloutTask, time_to_retire_s
 

@@ -38,7 +38,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Cause, Failure, Identity
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.failure import publish_attempt
-from slurmrl.workers.master import serve
+from slurmrl.workers.master import __main__
 from slurmrl.workers.master.progress import STATE
 from slurmrl.workers.master.rollout_tasks import LEAVE_S, RolloutTasks, TaskNumbers
 from slurmrl.workers.master.task_attempts import RolloutAttempt, TaskBells, parse_name, rollouts_of
@@ -918,13 +918,13 @@ MakeMaster: TypeAlias = Callable[[Settings, SampleLedger], RolloutTasks]
 @pytest.fixture
 def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
     """The tasks as the master of a trial makes them, without a doorbell."""
-    monkeypatch.setattr(serve, "fabric_bell", lambda *_: None)
+    monkeypatch.setattr(__main__, "fabric_bell", lambda *_: None)
     make_private_directory(paths.rollouts)
 
     def make(settings: Settings, ledger: SampleLedger) -> RolloutTasks:
         plan, lineage = make_plan(settings, scheduler="local"), Lineage({1: None})
         writer = EventWriter(paths, "master.1")
-        return serve._rollouts(paths, settings, plan, ledger, lineage, 1, None, writer)
+        return __main__._rollouts(paths, settings, plan, ledger, lineage, 1, None, writer)
 
     return make
 

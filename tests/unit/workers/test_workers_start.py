@@ -11,8 +11,8 @@ from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import begin, fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import write_manifest
+from slurmrl.workers.master.__main__ import restore
 from slurmrl.workers.master.progress import STATE, Progress
-from slurmrl.workers.master.serve import restore
 
 
 def commit(paths: RunPaths, state: dict[str, Any]) -> None:
