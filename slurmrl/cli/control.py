@@ -92,8 +92,8 @@ def resume(
     If the trial is running and few Slurm jobs are left in its chain, the command adds jobs.
     """
     from slurmrl.desk import trials
-    from slurmrl.desk.proposal import propose_resume
     from slurmrl.desk.job_counts import add_links, include
+    from slurmrl.desk.proposal import propose_resume
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:
@@ -212,7 +212,7 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
     from slurmrl.desk import trials
     from slurmrl.errors import EnvironmentFailure, UsageError
     from slurmrl.scheduler import make
-    from slurmrl.watch.stack_requests import Request
+    from slurmrl.watch.log_files import Request
     from slurmrl.watch.overview import collect
 
     folder = trials.root_folder(root)

@@ -48,7 +48,7 @@ COMMANDS = {
         "slurmrl.cli.searching:search", "Search for the layouts with which a step is fastest."
     ),
     "profile-cluster": Command(
-        "slurmrl.cli.profiling:profile_cluster", "Measure the hardware for plan and search."
+        "slurmrl.cli.site:profile_cluster", "Measure the hardware for plan and search."
     ),
     "simulate": Command(
         "slurmrl.cli.simulating:simulate", "Simulate a whole trial: queue, failures and steps."

@@ -1,4 +1,4 @@
-"""The log files of a trial's newest attempts, their parts, and their lines as people read them.
+"""The log files of a trial's newest attempts, their lines as people read them, and stacks.
 
 Lines of several files are merged by their times, entries kept together. An entry is a line of our
 own loggers (see `slurmrl.log`) with all that follows it in its file: a traceback, or output of a
@@ -8,11 +8,14 @@ library. A traceback without an announcing line is a separate entry.
 from __future__ import annotations
 
 import heapq
+import itertools
+import json
 import logging
 import os
 import re
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -20,15 +23,19 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmrl.errors import UnknownNameError
-from slurmrl.fsio import lines
+from slurmrl.backoff import Backoff
+from slurmrl.errors import NameExistsError, UnknownNameError, UsageError
+from slurmrl.fsio import atomic, lines, objects
+from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.lines import LineFile
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.registry import near
+from slurmrl.run import keys
 from slurmrl.run.history.state import begin_of
 from slurmrl.run.paths import RunPaths, rotated
-from slurmrl.run.reports import MASTER, TRAINERS
+from slurmrl.run.reports import MASTER, TRAINERS, StacksRequest
 from slurmrl.watch import published
+from slurmrl.watch.snapshot import read_groups
 
 AGENT_LOG = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.log")
 HEAD = re.compile(
@@ -337,3 +344,81 @@ class _Tail:
             if self._last is not None and enough >= self._last:
                 return offset
         return None
+
+
+POLL_S = (0.1, 2.0)
+"""First and longest pause between two looks for answers."""
+
+
+class Request:
+    """One request to the running incarnation, and the files that answer it: one per host."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
+        """Files that were not read yet, by ``group/task``."""
+
+    @classmethod
+    def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:
+        """Request the stacks of one rank of the trainers, or of all their processes.
+
+        Raises UsageError for a rank that does not exist, CorruptFileError for a plan that does not
+        name the ranks' hosts, EnvironmentFailure.
+        """
+        group = next((group for group in read_groups(paths) if group.name == TRAINERS), None)
+        if group is None:
+            lacks = "has no trainers" if paths.plan.exists() else "is missing"
+            raise corrupt(paths.plan, lacks)
+        count = group.hosts * group.workers_per_host
+        if rank is not None and rank >= count:
+            raise UsageError(f"no rank {rank}: the trial has ranks 0 to {count - 1}")
+        tasks = range(group.hosts) if rank is None else [rank // group.workers_per_host]
+        attempts = serving(paths, incarnation)
+        number = _ask(paths, incarnation, rank)
+        return cls(
+            {
+                f"{group.name}/{task}": paths.stacks(
+                    group.name, task, attempts[group.name, task], incarnation, number
+                )
+                for task in tasks
+                if (group.name, task) in attempts
+            }
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        """The hosts that have not answered."""
+        return list(self._files)
+
+    def answers(
+        self, timeout_s: float, sleep: Callable[[float], None] = time.sleep
+    ) -> Iterator[str]:
+        """Yield the stacks as they arrive, until all have arrived or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        backoff = Backoff(*POLL_S, sleep=sleep)
+        while self._files:
+            for label, path in tuple(self._files.items()):
+                try:
+                    text = atomic.read(path).decode(errors="replace")
+                except FileNotFoundError:
+                    continue
+                del self._files[label]
+                backoff.reset()
+                yield text
+            if time.monotonic() >= deadline:
+                return
+            if self._files:
+                backoff.sleep()
+
+
+def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
+    """Publish the request and return its number."""
+    ranks = None if rank is None else (rank,)
+    value = json.dumps(objects.to_json(StacksRequest(ranks, time.time())))
+    names = NameStore(paths.names)
+    for number in itertools.count(1):
+        try:
+            names.add(keys.stacks(incarnation, number), value)
+        except NameExistsError:
+            continue
+        return number
+    raise AssertionError("unreachable: requests are unbounded")

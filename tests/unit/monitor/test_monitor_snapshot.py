@@ -11,8 +11,8 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.history.slots import Kind
+from slurmrl.watch.log_files import Request
 from slurmrl.watch.snapshot import DETAILED, read
-from slurmrl.watch.stack_requests import Request
 from slurmrl.watch.status import assemble
 from tests.fake_runs import FakeRun
 
