@@ -1,6 +1,6 @@
-"""The command ``slurmrl``, also as ``python -m slurmrl``.
+"""The command ``slurmrl``, which is the same as ``python -m slurmrl``.
 
-Nothing is imported before Ctrl-C is handled.
+It imports other modules only after it has set up the handling of Ctrl-C.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Waiting and retrying: the pauses between polls, between looks and between attempts.
+"""Waiting and retrying: the pauses between polls and between attempts.
 
 `Backoff` spaces polls, `Interval` limits how often something is done, `attempts` repeats an
 operation a fixed number of times, and `retry` repeats one until the shared directory answers.
@@ -19,16 +19,16 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 UNCLEAR_PAUSES_S = (0.005, 0.02, 0.1, 0.5, 1.0)
-"""Between attempts at a single operation whose outcome is unclear."""
+"""Pauses between attempts at a single operation whose outcome is unclear."""
 HIDDEN_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Between looks for a file that must exist but is not visible: 64 s in all, because an NFS client
-may believe for a minute that a file is missing."""
+"""Pauses between checks for a file that must exist but is not visible yet: 64 s in all, because an
+NFS client may report a file as missing for a minute."""
 OUTAGE_S = (0.5, 15.0)
 """First and longest pause while the shared directory does not answer."""
 READ_S = 60.0
-"""How long a starting process waits for files that must be readable."""
+"""Seconds that a starting process waits for files that it must read."""
 ABSENT_S = 10.0
-"""How long an input that certainly does not exist may take to come back."""
+"""Seconds to wait for an input to come back if it certainly does not exist."""
 
 
 class Backoff:
@@ -74,7 +74,7 @@ class Backoff:
 
 
 class Interval:
-    """Limits something to once per ``interval_s``; the first time is now, or ``after_s`` later."""
+    """Limit an action to once per ``interval_s`` seconds, at first now or after ``after_s``."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Interval:
 def attempts(
     pauses_s: Sequence[float], sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[bool]:
-    """Iterate over attempts with these pauses between them; yields whether it is the last one."""
+    """Iterate over attempts with these pauses between them; yield True for the last attempt."""
     for pause_s in pauses_s:
         yield False
         sleep(pause_s)
@@ -115,8 +115,9 @@ def retry(
 ) -> T:
     """Repeat ``action`` until the directory answers.
 
-    It answers when ``action`` raises neither EnvironmentFailure nor UnreadableInputError. ``pause``
-    waits between attempts; ``what`` names the action in log messages.
+    The directory has answered if ``action`` raises neither EnvironmentFailure nor
+    UnreadableInputError. ``pause`` waits between attempts; ``what`` names the action in log
+    messages.
 
     Raises OwnershipError at once, and the other two errors after ``timeout_s``. For an input that
     certainly does not exist, it waits at most `ABSENT_S`.

@@ -1,7 +1,7 @@
-"""Child processes that run one command within a limit, and those that answer a request.
+"""Child processes that run one command within a time limit or answer a request.
 
-The caller waits for the child. A child leads its own process group, which is killed when the caller
-is done with it, and the kernel kills the child when the caller ends. It starts with no signal
+The caller waits for the child. A child leads its own process group, which the caller kills
+afterwards. The kernel kills the child when the caller ends. The child starts with no signal
 blocked.
 """
 
@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 
 PR_SET_PDEATHSIG: Final = 1
 KILLED_S: Final = 5.0
-"""Seconds to wait for a killed child. A call that a file system never answers takes longer."""
+"""Seconds to wait for a killed child. A child may hang longer in a call to a dead file system."""
 TAIL_BYTES: Final = 4096
 """Bytes kept of the end of a child's standard error."""
 
@@ -36,9 +36,9 @@ class ChildEnd:
     code: int | None
     """The exit code, negative for a signal; None for a child that was killed at its limit."""
     errors: str = ""
-    """The end of its standard error, unless that was shown."""
+    """The end of its standard error; empty if the errors were shown."""
     output: bytes = b""
-    """The beginning of its standard output, as much as `run` was to keep."""
+    """The beginning of its standard output, up to the limit given to `run`."""
 
     @property
     def last_line(self) -> str:
@@ -56,8 +56,8 @@ def run(
 ) -> ChildEnd:
     """Run a command without input.
 
-    Keep the first bytes of its standard output, and discard the rest; ``shown`` errors go to the
-    errors of this process.
+    Keep the first bytes of its standard output and discard later ones. With ``shown``, its standard
+    error goes to the standard error of this process.
 
     Raises OSError for a command that cannot be executed.
     """
@@ -84,7 +84,7 @@ class ChildRequest:
 
     Iterating starts the child and yields its replies as they come; `ended` is set afterwards.
 
-    Iterating raises OSError where no process can be started.
+    Iterating raises OSError if no process can be started.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ChildRequest:
         cwd: Path | None = None,
         shown: bool = False,
     ) -> None:
-        """``limit_s=None`` waits forever. ``shown`` output goes to the errors of this process."""
+        """``limit_s=None`` waits forever. ``shown``: other output goes to this standard error."""
         self.ended = ChildEnd(None)
         self._command = [sys.executable, "-P", "-m", module]
         self._request = json.dumps(request).encode()
@@ -108,7 +108,7 @@ class ChildRequest:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with ExitStack() as stack:
-            stdin = stack.enter_context(tempfile.TemporaryFile())  # a pipe may block
+            stdin = stack.enter_context(tempfile.TemporaryFile())  # writing to a pipe may block
             stdin.write(self._request)
             stdin.seek(0)
             errors = None if self._shown else stack.enter_context(tempfile.TemporaryFile())
@@ -131,14 +131,14 @@ class ChildRequest:
             self.ended = ChildEnd(_exit_code(process, left), _tail(errors))
 
     def last(self) -> dict[str, Any]:
-        """Return the last reply; empty without any."""
+        """Return the last reply; an empty one if there was none."""
         return next(reversed(list(self)), {})
 
 
 def answer(replies: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]]) -> None:
     """Answer the `ChildRequest` that started this process.
 
-    Other output, of the processes that it starts too, goes to standard error.
+    All other output goes to standard error, even output of processes that it starts.
     """
     request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
@@ -158,7 +158,7 @@ def _started(
     env: Mapping[str, str] | None,
     cwd: Path | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a child; kill its process group in the end."""
+    """Start a child; kill its process group when the block ends."""
     process = subprocess.Popen(
         command,
         stdin=stdin,
@@ -179,7 +179,7 @@ def _started(
 
 
 class _BeforeExec:
-    """Runs in the child between fork and exec. It imports and opens nothing there."""
+    """The function that runs in the child between fork and exec. It imports and opens nothing."""
 
     def __init__(self) -> None:
         self._parent = os.getpid()
@@ -193,7 +193,7 @@ class _BeforeExec:
 
 
 def _lines(pipe: IO[bytes], end: float | None) -> Iterator[bytes]:
-    """Yield the whole lines that come before ``end``, a monotonic time."""
+    """Yield the complete lines that arrive before the monotonic time ``end``."""
     rest = b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
@@ -215,7 +215,7 @@ def _reply(line: bytes) -> dict[str, Any] | None:
 
 
 def _exit_code(process: subprocess.Popen[bytes], limit_s: float | None) -> int | None:
-    """Wait for the end of a child, and kill its group before its number is free for another."""
+    """Wait until a child exits, and kill its group before another process can get its number."""
     exited = os.pidfd_open(process.pid)
     try:
         poll = select.poll()

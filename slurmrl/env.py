@@ -40,7 +40,7 @@ class Variable(NamedTuple, Generic[T]):
 
     @contextmanager
     def given(self, text: str) -> Iterator[None]:
-        """Give this process and its children another value within the context."""
+        """Set another value for this process and its children within the context."""
         before = os.environ.get(self.name)
         os.environ[self.name] = text
         try:
@@ -62,7 +62,7 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 USER, SITE, SLURM, SLURMRL = "user", "the site", "Slurm", "slurmrl"
-"""Who sets a variable."""
+"""The party that sets a variable."""
 
 ROOT: Variable[str] = Variable(
     "SLURMRL_ROOT", str, "", USER, "Directory of all runs, used without `--root`."
@@ -202,13 +202,13 @@ VARIABLES: tuple[Variable[Any], ...] = tuple(
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of one of slurmrl's caches of this user."""
+    """Return the folder of one of this user's caches."""
     home = os.path.expanduser("~")
     return Path(XDG_CACHE_HOME.get() or f"{home}/.cache").absolute() / "slurmrl" / name
 
 
 def reference() -> str:
-    """Return Markdown about the environment variables, for a page with a title."""
+    """Return the Markdown of the reference of environment variables, without a page title."""
     lines = ["An empty variable counts as unset.", ""]
     for one in VARIABLES:
         meaning, _, default = one.doc.partition(" Default: ")

@@ -1,4 +1,4 @@
-"""The exception tree: each error is also the fitting standard type, has an exit code and pickles.
+"""The exceptions: each also has the fitting standard type as a base, an exit code, and pickles.
 
 Subclasses keep everything they carry in ``args``, so that the default pickling works.
 """
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class SlurmrlError(Exception):
-    """Base of every error that slurmrl raises on purpose; the command line prints one message."""
+    """Base of all errors that slurmrl raises; commands print its message without a traceback."""
 
     exit_code = 1
 
@@ -101,7 +101,7 @@ class ConfigError(UsageError):
 
 
 class ChatTemplateError(UsageError):
-    """A chat template cannot render a conversation, or its turns cannot be told apart."""
+    """A chat template cannot render a conversation, or its output does not separate the turns."""
 
 
 class RewardError(UsageError):
@@ -109,7 +109,7 @@ class RewardError(UsageError):
 
 
 class EpisodeLimitError(SlurmrlError, RuntimeError):
-    """An episode has no turn or token left. It ends the episode, unfinished; it is no failure."""
+    """An episode has no turns or tokens left. The episode ends unfinished, but has not failed."""
 
 
 class EpisodeError(SlurmrlError, RuntimeError):
@@ -117,7 +117,7 @@ class EpisodeError(SlurmrlError, RuntimeError):
 
 
 class UnusableRowError(RewardError):
-    """A reward function cannot score one row. ``args``: the reason, the row's index in its call."""
+    """A reward function cannot score a row. ``args``: the reason, the row's index in the call."""
 
     @property
     def index(self) -> int:
@@ -130,8 +130,7 @@ class UnusableRowError(RewardError):
 class AllocationError(UsageError):
     """An allocation string is not valid.
 
-    ``args``: the message, and for a string that was refused while it was read `position` and
-    `reason`.
+    ``args``: the message; for a string with a syntax error also `position` and `reason`.
     """
 
     @property
@@ -156,7 +155,7 @@ class GraphError(UsageError):
 
 
 class MoveError(SlurmrlError, RuntimeError):
-    """After a move the ranks do not hold the same elements; the message names tensor and box."""
+    """After a move, replicas of a tensor differ between ranks; the message names tensor and box."""
 
 
 class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an OSError by nature
@@ -181,7 +180,7 @@ class SchedulerError(EnvironmentFailure):
 
 
 class NameExistsError(SlurmrlError, FileExistsError):
-    """The key of an exclusive add exists already."""
+    """An exclusive add failed because its key exists already."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -192,7 +191,7 @@ class NameNotFoundError(SlurmrlError, LookupError):
 
 
 class InvalidNameError(UsageError):
-    """The store does not accept a key or a value (too long, empty, control characters)."""
+    """The name store rejects a key or a value (too long, empty, control characters)."""
 
 
 class WaitTimeoutError(SlurmrlError, TimeoutError):
@@ -249,7 +248,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class WeightVersionError(SlurmrlError, RuntimeError):
-    """A weight version is missing, unfinished or damaged; its readers take a whole one."""
+    """A weight version is missing, unfinished or damaged; its readers take another version."""
 
 
 class SampleFileError(SlurmrlError, RuntimeError):

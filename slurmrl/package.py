@@ -1,7 +1,7 @@
-"""The files of this package, and the commit that it was made from.
+"""The files of this package, and the commit that it was built from.
 
-A trial's copy has its modules and data in an archive, with the bytecode of the modules
-(`desk.copying` makes it); only `PROGRAMS` are plain files there.
+In a trial's copy, modules, their bytecode and data are in an archive (`desk.copying` makes it).
+Only `PROGRAMS` are plain files there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def names(folder: str) -> list[str]:
     archive = FOLDER / ARCHIVE
     if not archive.exists():
         return [f"{folder}/{path.name}" for path in (FOLDER / folder).iterdir() if path.is_file()]
-    from zipfile import ZipFile  # slow, and only compilers of the operators need it
+    from zipfile import ZipFile  # slow to import, and needed only to compile operators
 
     with ZipFile(archive) as file:
         return [name for name in file.namelist() if name.rpartition("/")[0] == folder]

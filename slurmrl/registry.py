@@ -12,8 +12,8 @@ from typing import Any
 from slurmrl.errors import SlurmrlError, UnknownNameError, UnreadableInputError, UsageError
 
 FAULTS = (NameError, AttributeError, TypeError, LookupError, ValueError, ArithmeticError)
-"""Errors of a module that it raises again at each import."""
-SHOWN = 60  # names in a message
+"""Errors that a module with a fault raises at every import."""
+SHOWN = 60  # maximum number of names in a message
 
 
 def resolve(reference: str) -> Any:
@@ -23,7 +23,7 @@ def resolve(reference: str) -> Any:
 
 
 def import_own(what: str, reference: str) -> Any:
-    """The attribute that a user names as ``module:attribute``; ``what`` names its kind in messages.
+    """Return the user's ``module:attribute``; ``what`` names its kind in messages.
 
     Exceptions raised inside the module propagate, except FAULTS.
 
@@ -79,7 +79,7 @@ def _import(error: ImportError) -> str:
 def _line_of(error: BaseException) -> str:
     """Return the last line in the user's code, in parentheses; empty if there is none.
 
-    Libraries count only if no other file is left.
+    It returns a line of a library only if no other line is left.
     """
     frames = traceback.extract_tb(error.__traceback__)
     files = [each for each in frames if not _is_of_others(each.filename)]
@@ -90,17 +90,17 @@ def _line_of(error: BaseException) -> str:
 
 def _is_of_others(file: str) -> bool:
     """Whether a file is part of slurmrl or of Python's import system."""
-    ours = Path(describe.__code__.co_filename).parent  # in a trial, not the place of the file
+    ours = Path(describe.__code__.co_filename).parent  # the code's name: in a trial, not the path
     others = (ours, Path(importlib.__file__).parent)
     return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
 
 
 def near(name: str, known: list[str], likeness: float = 0.6) -> str:
-    """Return a hint for a misspelled name: the closest match, if any, and at most SHOWN names.
+    """Return a hint for a misspelled name: the closest match, or at most SHOWN known names.
 
     The match has at least this ``likeness`` (0 to 1).
     """
-    from difflib import get_close_matches as closest  # only for errors: it takes a while
+    from difflib import get_close_matches as closest  # slow to import, and needed only for errors
 
     close = closest(name, known, 1, likeness) or closest(name.lower(), known, 1, likeness)
     hint = f"did you mean '{close[0]}'? " if close else ""

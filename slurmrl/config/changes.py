@@ -60,8 +60,8 @@ MAY_CHANGE = frozenset(
         "evaluation.suites.*.reward.parts.*.pool",
     }
 )
-"""Dotted keys, including all keys below them (`*` is any text), that change how a run is executed,
-monitored or ended, but not its results."""
+"""Dotted keys (`*` is any string) that change how a run is executed, monitored or ended, but not
+its results. All keys below them belong to the set."""
 
 
 LAYOUT = frozenset(
@@ -83,8 +83,8 @@ LAYOUT = frozenset(
         for name in ("backend", "gpus", "tensor_parallel_size", "pipeline_parallel_size")
     }
 )
-"""Dotted keys that change the number of ranks and the micro-batches of the same computation. They
-may change too; `consequences` reports the resulting differences."""
+"""Dotted keys that change the number of ranks or the micro-batches, but not the mathematical
+result. They may change too; `consequences` reports the resulting differences."""
 
 
 SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in SECTIONS)
@@ -102,7 +102,7 @@ class Difference(NamedTuple):
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """Settings that keep a trial that began with ``old`` from continuing with ``new``.
+    """Return the settings that prevent a trial of ``old`` from continuing with ``new``.
 
     One line for each, ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree.
     """
@@ -115,13 +115,13 @@ def differences(old: Config, new: Config) -> list[str]:
 
 
 def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
-    """Settings at or below ``keys`` that differ."""
+    """Return the settings at or below ``keys`` that differ."""
     differing = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
     return [difference for difference in differing if _is_at_or_below(difference.key, keys)]
 
 
 def may_change() -> str:
-    """List the settings that may change, for a message; settings of models once for all models."""
+    """List the settings that may change, for a message. A setting of all models appears once."""
     keys = MAY_CHANGE | LAYOUT | SCHEDULES
     of_models = {key.removeprefix("actor.") for key in keys if key.startswith("actor.")}
     others = keys - {f"{role}.{name}" for role in SECTIONS for name in of_models}
@@ -141,7 +141,7 @@ def _differing(old: Any, new: Any, key: str) -> list[Difference]:
 
 
 def _is_at_or_below(key: str, keys: frozenset[str]) -> bool:
-    """Whether a dotted key, or a section that it lies in, is one of ``keys``."""
+    """Whether ``keys`` has this dotted key or a section that contains it."""
     parts = key.split(".")
     above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
     return any(fnmatchcase(name, pattern) for name in above for pattern in keys)
@@ -154,14 +154,14 @@ def _shown(value: Any) -> str:
 
 
 WHERE: Final = ("backend", "gpus", "model")
-"""Settings of a role that decide its layout."""
+"""Settings of a role that determine its layout."""
 
 
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
-    """Add overrides that move the critic and the reference along with the actor.
+    """Add overrides that give critic and reference the actor's new layout.
 
-    A role moves if it had the actor's layout and the overrides set none for it. Also add a layout
-    for another number of rollout tasks.
+    This applies to roles that had the actor's layout and for which the overrides set no layout.
+    Also add the layout that another number of rollout tasks needs.
     """
     added = _for_other_tasks(config, overrides)
     if not _moves("actor", overrides):
@@ -177,7 +177,7 @@ def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
 
 
 def _for_other_tasks(config: Config, overrides: Sequence[str]) -> list[str]:
-    """The layout of a single task, which `rollout.tasks.max` multiplies."""
+    """Return the layout of a single task; `rollout.tasks.max` sets the number of tasks."""
     keys = {text.partition("=")[0].strip() for text in overrides}
     if "rollout.tasks.max" not in keys or "rollout.backend" in keys or config.rollout.tasks is None:
         return []
@@ -188,7 +188,7 @@ def _for_other_tasks(config: Config, overrides: Sequence[str]) -> list[str]:
 def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
     """Return overrides that keep the data types with which a trial of ``old`` began.
 
-    They are for data types that the configuration does not set: the default depends on the hosts
+    They cover data types that the configuration does not set, because defaults depend on the hosts
     and on slurmrl's version.
     """
     overrides = []
@@ -232,7 +232,7 @@ def consequences(old: Config, new: Config) -> list[str]:
 
 
 def _ranks(config: Config) -> dict[str, int]:
-    """The ranks of each role in a checkpoint, which holds a random state of each rank."""
+    """Return the ranks of each role in a checkpoint, which has a random state for each rank."""
     models = {role: config.find_model(role) for role in config.roles}
     return {
         role: parse(model.backend).world_size
@@ -246,9 +246,9 @@ def moved_schedules(
 ) -> list[str]:
     """Describe how learning rates of ``trained`` roles change if the trial resumes after ``step``.
 
-    Return lines for the user; none if the rates do not change. The numbers of ``trained`` are steps
-    at the start of the run in which a role is not trained yet. Each further step has
-    ``optimizer_steps`` optimizer steps.
+    Return lines for the user; none if the rates do not change. ``trained`` gives, for each role,
+    the number of first steps that do not train it. Each further step has ``optimizer_steps``
+    optimizer steps.
     """
     lines = []
     old_steps, new_steps = old.total_steps or 0, new.total_steps or 0

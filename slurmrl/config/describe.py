@@ -80,7 +80,7 @@ _DOCS_PATH: Final = re.compile(r"\bdocs/([\w/-]+\.md(?:#[\w-]+)?)")
 
 @dataclass(frozen=True)
 class Chapter:
-    """A section class, with all places that it has in a configuration."""
+    """A section class, with all its places in a configuration."""
 
     section: type[BaseModel]
     places: list[KeyPath]
@@ -192,7 +192,7 @@ def _body(
 
 
 def _link(one: KeyFacts, chapters: Mapping[type[BaseModel], Chapter], page: str) -> str:
-    """Return the line about a section in the section that contains it."""
+    """Return the line about a section, for the page of the section that contains it."""
     assert one.section is not None
     chapter = chapters[one.section]
     there = "" if chapter.page == page or page.startswith("algorithm") else f"{chapter.page}.md"
@@ -231,7 +231,7 @@ def _slug(path: KeyPath) -> str:
 
 
 def _linked(text: str, docs: str = "../") -> str:
-    """Turn names of pages, such as docs/rewards.md, into links; ``docs`` is the way to docs/."""
+    """Turn names of pages (docs/rewards.md) into links; ``docs`` is the relative path of docs/."""
     return _DOCS_PATH.sub(lambda found: f"[{_title(found[1])}]({docs}{found[1]})", text)
 
 

@@ -1,11 +1,11 @@
 """Datasets, models and tokenizers of the Hugging Face hub, fetched on the login node.
 
-A reference (``hf://org/name@revision``) becomes a folder in a cache under the root of the runs,
-made for one commit of the repository: later trials and jobs read that folder, and need no network.
-The hub's own library runs in a child process (`hub_child`). Torch-free.
+A reference (``hf://org/name@revision``) becomes a folder in a cache under the root of the runs. The
+folder has one commit of the repository. Later trials and jobs read it without network access. The
+hub's own library runs in a child process (`hub_child`). Torch-free.
 
-A list of the folder's files is next to the folder. `damage` compares both to detect lost files:
-some file systems remove old files one by one, and people remove folders that look unused.
+A file next to the folder lists its files. `damage` compares both to detect lost files: some file
+systems remove old files one by one, and people remove folders that look unused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HubKind(StrEnum):
     DATASET = "datasets"
     MODEL = "models"
     TOKENIZER = "tokenizers"
-    """The tokenizer, and the architecture of a model."""
+    """The tokenizer and the architecture of a model, without its weights."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,22 @@ class HubReference:
         return f"{PREFIX}{self.repository}@{self.revision}"
 
     def home(self, cache: Path) -> Path:
-        """The folder of the repository in a cache."""
+        """Return the folder of the repository in a cache."""
         name = self.repository.replace("/", "--")
         if self.subset is not None:
             name = f"{name}--{quote(self.subset, safe=' ')}"
         return cache / self.kind / name
 
     def folder(self, cache: Path, commit: str) -> Path:
-        """The folder of a commit. It is made as a whole (see `contents`)."""
+        """Return the folder of a commit. It appears complete, by a rename."""
         return self.home(cache) / commit
 
     def mark(self, cache: Path, commit: str) -> Path:
-        """An empty file which says that the revision has been this commit."""
+        """Return the empty file that records that the revision once meant this commit."""
         return self.home(cache) / "revisions" / quote(self.revision, safe="") / commit
 
     def commits(self, cache: Path) -> Sequence[str]:
-        """The commits that the revision is known to have been, the newest first."""
+        """Return the recorded commits of the revision, newest first."""
         if self.is_commit:
             return [self.revision]
         marks = self.mark(cache, "").parent / quote(self.revision, safe="")
@@ -94,9 +94,9 @@ class HubReference:
 
 
 def of_folder(folder: Path, cache: Path, subset: str | None = None) -> HubReference | None:
-    """Return the reference by commit of a folder in a cache; ``subset`` is a dataset's subset.
+    """Return a reference to the commit that a folder of a cache has; ``subset`` is of a dataset.
 
-    None for any other folder.
+    Return None for a folder outside a cache.
     """
     parts = folder.relative_to(cache).parts if folder.is_relative_to(cache) else ()
     if len(parts) != 3 or parts[0] not in [*HubKind] or not COMMIT.fullmatch(parts[2]):
@@ -109,7 +109,7 @@ def of_folder(folder: Path, cache: Path, subset: str | None = None) -> HubRefere
 
 
 def parse(text: str, kind: HubKind, subset: str | None = None) -> HubReference:
-    """The reference in ``hf://[datasets/]org/name[@revision]``. Raises UsageError."""
+    """Parse ``hf://[datasets/]org/name[@revision]``. Raises UsageError."""
     rest = text.removeprefix(PREFIX).removeprefix(
         "datasets/" if kind is HubKind.DATASET else "models/"
     )
@@ -126,7 +126,7 @@ def is_plain(text: str, path: Path) -> bool:
 
 
 FIELDS: Final[Fields] = {"files": each(SIZE)}
-"""Bytes by the path in the folder."""
+"""Fields of the list: bytes of each file by its path in the folder."""
 
 
 def list_file(folder: Path) -> Path:
@@ -194,13 +194,13 @@ class HubCache:
         return reference
 
     def newest(self, reference: HubReference) -> Path | None:
-        """The newest whole folder of the revision, without asking the hub."""
+        """Return the newest complete folder of the revision, without a request to the hub."""
         commits = reference.commits(self.folder)
         folders = (reference.folder(self.folder, commit) for commit in commits)
         return next((folder for folder in folders if not damage(folder)), None)
 
     def fetch(self, reference: HubReference) -> Path:
-        """The folder of the revision as it is on the hub now.
+        """Return the folder of the commit that the revision means on the hub now.
 
         A commit is fetched once, and again if its folder has lost files. If the hub cannot be
         reached, the previously fetched commit is used.
@@ -242,9 +242,9 @@ class HubCache:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """The user's own environment, from which the hub's library takes the token.
+    """Return the user's environment, from which the hub's library takes the token.
 
-    It writes only to the cache: a home directory may be small.
+    The library writes only to the cache, because a home directory may be small.
     """
     place = home / "fetching"
     return {

@@ -1,8 +1,8 @@
 """The child process that fetches a repository.
 
-It downloads one commit into ``<home>/fetching``, resuming an interrupted download, makes the folder
-``<home>/<commit>.<pid>`` of it, and renames that to ``<home>/<commit>``. ``<commit>.json`` next to
-it lists its files. Progress is shown on stderr.
+It downloads one commit into ``<home>/fetching``, or resumes an interrupted download. It turns this
+into ``<home>/<commit>.<pid>`` and renames it to ``<home>/<commit>``. ``<commit>.json`` next to it
+lists its files. Progress is shown on stderr.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PATTERNS: Final = {
     HubKind.TOKENIZER: OF_TOKENIZERS,
     HubKind.MODEL: (*OF_TOKENIZERS, "*.json", "*.safetensors"),
 }
-"""Files of a repository that are fetched; all of a dataset's."""
+"""Files that are fetched from a repository, by its kind; datasets are fetched whole."""
 LEFT_OUT: Final = ("*/*", "consolidated*.safetensors")
-"""Other forms of the same weights."""
+"""Files that are not fetched: other forms of the same weights."""
 SIGN_IN: Final = "set HF_TOKEN, or sign in with: hf auth login"
 
 
@@ -78,9 +78,9 @@ class RepositoryFetcher:
         return commit
 
     def _publish(self, made: Path, target: Path) -> None:
-        """Give a folder its place, and replace a folder that has lost files.
+        """Move a folder to its place; replace a folder there that has lost files.
 
-        Runs that read those that it still had keep them open.
+        Runs that have opened files of the replaced folder can continue to read them.
         """
         record(made, target)
         old = made.with_name(f"{made.name}.old")
@@ -89,7 +89,7 @@ class RepositoryFetcher:
         try:
             os.rename(made, target)
         except OSError:
-            if damage(target):  # unless another process has made it
+            if damage(target):  # unless another process was first
                 raise
         shutil.rmtree(old, ignore_errors=True)
 
@@ -123,11 +123,11 @@ class RepositoryFetcher:
             source = os.path.realpath(snapshot / name)
             try:
                 os.link(source, made / name)
-            except OSError:  # a file system without links
+            except OSError:  # the file system has no links
                 shutil.copyfile(source, made / name)
 
     def _save_rows(self, snapshot: str, made: Path) -> None:
-        """Let `datasets` find the files of the subset and its splits, and convert them."""
+        """Find the files of the subset and its splits by `datasets`, and convert them."""
         try:
             import datasets
         except ImportError as error:
@@ -150,12 +150,12 @@ class RepositoryFetcher:
 
     @property
     def _url(self) -> str:
-        """The address of the repository, for people."""
+        """Return the address of the repository's web page."""
         folder = "datasets/" if self._type == "dataset" else ""
         return f"{self._endpoint}/{folder}{self._reference.repository}"
 
     def explained(self) -> dict[str, str]:
-        """The reply: ``commit``, ``unreachable`` or ``error``."""
+        """Return the reply: ``commit``, ``unreachable`` or ``error``."""
         import httpx2
         from huggingface_hub import errors
 

@@ -27,7 +27,7 @@ NAMED: Final = "<name>"
 """Part of a path that stands for a name of the user's choice."""
 REQUIRED: Final = "required"
 OF_KEYS: Final = "defaults of its keys"
-"""Default of a section that need not be given."""
+"""Default of an optional section."""
 _EXAMPLE: Final = re.compile(r"\s*Example:\s+`([^`]+)`\.?\s*\Z")
 _DEFAULT: Final = re.compile(r"(?:\A|\s)Default:\s+")
 _DETAIL: Final = re.compile(r" (?:[≥>≤<(]|from |or )")
@@ -42,7 +42,7 @@ _UNITS: Final = {
     "_epochs": "epochs",
     "_tokens": "tokens",
 }
-"""Units by the end of a key, unless its type has a `Unit`."""
+"""Unit by the suffix of a key; a `Unit` of its type takes precedence."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class KeyFacts:
     named: bool = False
     """Whether the value is a mapping from names to sections."""
     presets: Mapping[str, str] = field(default_factory=dict)
-    """Defaults of other values of ``algorithm.name``, by these values."""
+    """Other defaults, by the value of ``algorithm.name`` that sets them."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class KeyFacts:
 
     @property
     def defaults(self) -> str:
-        """The default, and the other defaults with the algorithms that have them."""
+        """Return the default, and each other default with the algorithms that set it."""
         others: dict[str, list[str]] = {}
         for name, value in self.presets.items():
             others.setdefault(value, []).append(f"`{name}`")
@@ -187,7 +187,7 @@ def _yaml(value: Any) -> str:
 
 
 def _example(one: FieldInfo, values: Sequence[str]) -> str:
-    """Return the default if it says something, else one of few allowed values."""
+    """Return the default if it is informative, else one of the allowed values if they are few."""
     default = None if one.is_required() else one.get_default(call_default_factory=True)
     if default not in (None, "", (), {}) and not isinstance(default, BaseModel):
         return _yaml(default)
@@ -202,7 +202,7 @@ def _unit(name: str, one: FieldInfo) -> str:
 
 
 def _marks(annotation: Any) -> Iterator[Any]:
-    """Yield the marks of the types in a union with null."""
+    """Yield the marks of the types that are in a union with null."""
     if get_origin(annotation) is Annotated:
         yield from get_args(annotation)[1:]
     elif get_origin(annotation) in (Union, UnionType):
@@ -264,7 +264,7 @@ def _number(value: float) -> str:
 
 
 def _limits(marks: Sequence[Any]) -> Iterator[Any]:
-    """Yield the bounds among the marks; a ``Field(...)`` inside an annotation holds several."""
+    """Yield the bounds among the marks; one ``Field(...)`` may contain several bounds."""
     for mark in marks:
         if isinstance(mark, FieldInfo):
             yield from _limits(mark.metadata)
@@ -287,7 +287,7 @@ def find(
 ) -> KeyFacts | None:
     """Return the facts of the key at ``path`` in a schema; None if it has no such key.
 
-    Where a path has a name of the user's choice, any part matches.
+    A part of the schema's path that is a name of the user's choice matches any string.
     """
     own = {one.name: one for one in facts_of(schema, prefix, presets)}
     one, rest = own.get(str(path[0])), path[1:]
@@ -307,7 +307,8 @@ def find(
 def children(parent: KeyPath, algorithms: Sequence[type[BaseModel]]) -> list[KeyFacts]:
     """Return the keys of the section at ``parent``; none if there is no such section.
 
-    ``algorithms`` are the schemas of the ``algorithm`` section. Its keys are the keys of all.
+    ``algorithms`` are the schemas of the ``algorithm`` section. This section has the keys of all of
+    them.
     """
     if parent[:1] != ("algorithm",):
         one = find(Config, parent) if parent else None

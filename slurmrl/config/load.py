@@ -1,7 +1,8 @@
 """Read, validate and write the configuration.
 
-A file gets the overrides of the command line (``dotted.key=value``), the site profile under it, and
-its values as their settings take them: strings as they are spelled, paths with their variables.
+Overrides of the command line (``dotted.key=value``) replace values of the file, and a site profile
+supplies missing values. The type of a setting decides how a value is read: strings keep their
+spelling, and paths may contain variables.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ logger = log.get(__name__)
 
 M = TypeVar("M", bound=BaseModel)
 Derive: TypeAlias = Callable[[Source], None]
-"""Makes another configuration of a file's values, in place."""
+"""Function that changes a file's values, in place, into another configuration."""
 
 
 def load(
@@ -58,9 +59,9 @@ def load(
 ) -> Source:
     """Read a file, put a site ``profile`` under it, and apply the overrides.
 
-    If given, ``derive`` makes another configuration of both before the overrides. Raises
-    ConfigError if a file cannot be read. ``parse`` reports all other problems, which are collected
-    in ``problems``.
+    If given, ``derive`` changes the merged values before the overrides apply. Raises ConfigError if
+    a file cannot be read. ``parse`` reports all other problems, which are collected in
+    ``problems``.
     """
     source = read(path)
     if profile is not None:
@@ -74,7 +75,7 @@ def load(
 
 
 def load_profile(path: Path) -> Profile:
-    """A site profile with absolute paths. Raises ConfigError and OwnershipError."""
+    """Return a site profile with absolute paths. Raises ConfigError and OwnershipError."""
     source, profile = _read_profile(path)
     if source.problems or profile is None:
         raise ConfigError(tuple(source.problems))
@@ -82,10 +83,10 @@ def load_profile(path: Path) -> Profile:
 
 
 def put_under(source: Source, profile: Path) -> None:
-    """Give a configuration the values of a site profile that it does not set itself.
+    """Add values of a site profile to a configuration that does not set them.
 
-    A profile with problems only adds these. Raises ConfigError and OwnershipError if it cannot be
-    read.
+    If the profile has problems, add only these. Raises ConfigError and OwnershipError if the
+    profile cannot be read.
     """
     below, _ = _read_profile(profile)
     source.profile = profile
@@ -123,7 +124,7 @@ def _merge(
 
 
 def _clear(values: dict[str, Any], schema: type[BaseModel]) -> None:
-    """Drop each null whose setting has a default but takes no null: it is as if left out."""
+    """Remove each null whose setting has a default but allows no null; then the default applies."""
     for name, field in schema.model_fields.items():
         value = values.get(name)
         kinds = {field.annotation, *get_args(field.annotation)}
@@ -150,8 +151,8 @@ def validate(
 ) -> tuple[M | None, list[Problem]]:
     """Check the values at ``prefix`` against a schema.
 
-    If there are problems, return them with the model that has defaults in place of the wrong
-    values, if that is valid, so that further checks can run and be reported together.
+    If there are problems, return them and, if possible, a valid model with defaults in place of the
+    wrong values. Further checks can then run, and all problems are reported together.
     """
     values = source.values
     for part in prefix:
@@ -174,8 +175,7 @@ def validate(
 def load_resolved(path: Path) -> Config:
     """Read back what ``dump`` wrote.
 
-    Raises ConfigError for its content, and EnvironmentFailure where the file system does not give
-    it.
+    Raises ConfigError for invalid content, EnvironmentFailure if the file cannot be read.
     """
     try:
         return parse(load(path))
@@ -187,7 +187,7 @@ def load_resolved(path: Path) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The configuration as YAML with every field."""
+    """Return the configuration as YAML with every field."""
     stream = io.StringIO()
     yaml = YAML(pure=True)
     yaml.width = 100
@@ -196,7 +196,7 @@ def dump(config: Config) -> str:
 
 
 def _writable(value: Any) -> Any:
-    """Return the values with lists for tuples, and with quotes around strings that need them.
+    """Return the values with lists for tuples, and with quotes around strings that need quotes.
 
     Strings with line breaks of YAML 1.1 or control characters need quotes.
     """
@@ -210,7 +210,7 @@ def _writable(value: Any) -> Any:
 
 
 def _remove(values: Any, location: KeyPath) -> None:
-    """Drop the value at a location, or the list that contains it."""
+    """Remove the value at a location, or the list that contains it."""
     for part in location[:-1]:
         below = values.get(part)
         if not isinstance(below, dict):
@@ -222,7 +222,7 @@ def _remove(values: Any, location: KeyPath) -> None:
 
 
 def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
-    """The model with every path made absolute."""
+    """Return the model with absolute paths."""
     changes: dict[str, Any] = {}
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
@@ -266,7 +266,7 @@ def paths_in(model: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, 
 
 
 def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> str:
-    """Return the absolute path, or the hub's repository: ``org/name`` if there is no such path."""
+    """Return the absolute path, or a hub reference for ``org/name`` if no such path exists."""
     if not text or (may_be_hub and text.startswith(hub.PREFIX)):
         return text
     if scheme := re.match(r"([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE):
@@ -300,12 +300,12 @@ _KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 
 
 def apply_overrides(source: Source, overrides: Sequence[str]) -> None:
-    """Apply each override; the last one of a key wins.
+    """Apply the overrides; if a key occurs twice, the last override counts.
 
     A value is parsed as YAML, so ``a.b=[1, 2]`` is a list and ``a.b=`` is null; a whole section
     replaces the file's. A string setting takes the characters as they are written: ``trial=007``,
-    ``dataset.prompt_template={question}``. Only null clears it, and quotes around the whole are
-    removed. Errors are added to the source's problems.
+    ``dataset.prompt_template={question}``. Only null clears it, and quotes around the entire value
+    are removed. Errors are added to the source's problems.
     """
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -347,14 +347,14 @@ def _is_quoted(node: Node | None, text: str) -> bool:
 
 
 def _is_text(path: KeyPath) -> bool:
-    """Return whether a setting is a string, in which 007 and no stand for themselves."""
+    """Return whether a setting is a string, so that 007 and no are strings too."""
     owner = section_at(Config, path[:-1])
     field = dict(keys(owner)).get(str(path[-1])) if owner else None
     return field is not None and set(types(field.annotation)) - {type(None)} == {str}
 
 
 def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
-    """The values of the section that contains a key; a missing section is created."""
+    """Return the values of the section that contains a key; create a missing section."""
     section = source.values
     for length, part in enumerate(path[:-1], start=1):
         below = section.get(str(part))
@@ -370,7 +370,7 @@ def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
 
 
 def _forget(source: Source, path: KeyPath) -> None:
-    """Drop the marks of the replaced value: its lines do not apply to the new one."""
+    """Remove the marks of the replaced value: its line numbers do not apply to the new one."""
     for old in [mark for mark in source.marks if mark[: len(path)] == path]:
         del source.marks[old]
 
@@ -380,8 +380,8 @@ def as_written(
 ) -> tuple[Any, list[Problem]]:
     """Return a copy of the values at ``prefix`` as the user wrote them, with the problems.
 
-    A number of a string setting becomes its literal spelling (``trial: 007``). ``~`` and variables
-    of a path are replaced.
+    A number that a string setting received becomes a string with its spelling (``trial: 007``).
+    ``~`` and variables of a path are replaced.
     """
     problems: list[Problem] = []
     return _written(schema, values, source, prefix, problems), problems
@@ -442,6 +442,6 @@ def _has_variables(annotation: Any) -> bool:
 
 
 def _path(text: str, source: Source, key: KeyPath) -> str:
-    """A dollar sign in an absolute path that a trial recorded is part of the path."""
+    """Return a path with replaced variables. In a path that a trial recorded, ``$`` is literal."""
     recorded = source.resolved and source.where(key) != COMMAND_LINE
     return text if recorded and os.path.isabs(text) else expanded(text)

@@ -58,7 +58,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("experiment_name", "project_name"), "experiment"),
     **dict.fromkeys(("trial_name", "run_name"), "trial"),
 }
-"""Names of settings in other systems, and their names here, within a section."""
+"""Names of settings in other systems, with slurmrl's name in the same section."""
 REMOVED: Mapping[KeyPath, tuple[object, str]] = {
     ("*", "optimizer", "alpha"): (0.99, "only rmsprop used it, which is no longer supported"),
     ("*", "optimizer", "rho"): (0.9, "only adadelta used it, which is no longer supported"),
@@ -72,10 +72,10 @@ REMOVED: Mapping[KeyPath, tuple[object, str]] = {
         "metrics.jsonl has every step; remove it, and read that file with pandas or slurmrl plot",
     ),
 }
-"""Settings of earlier releases: the default and the replacement. A first part of `*` stands
-for any section at any depth."""
+"""Settings of earlier releases: the default and the replacement. A path that begins with `*`
+matches at any depth."""
 LOGS: Final = frozenset({("logging", "csv")})
-"""Removed keys that changed no result: a trial that has one is read without it."""
+"""Removed keys that changed no result: slurmrl ignores them in the configuration of a trial."""
 PLACES: Mapping[str, str] = {
     name: place
     for place, names in {
@@ -121,8 +121,8 @@ PLACES: Mapping[str, str] = {
     }.items()
     for name in names.split()
 }
-"""Settings of other sections that people look for, and names of other systems, with their place. A
-name with a section counts only there."""
+"""Places of settings that people look for in the wrong section or by names of other systems. A name
+with a section matches only in that section."""
 DIFFERENT: Mapping[str, str] = {
     name: meaning
     for meaning, names in {
@@ -159,19 +159,19 @@ _SENTENCE: Final = re.compile(r"(?<=[.!?])\s+(?=[A-Z`])")
 LIKE: Final = 0.7
 """Likeness of two names from which one is suggested for the other."""
 SURE: Final = 0.8
-"""Likeness of two names from which one is a misspelling of the other."""
+"""Minimum likeness of two names of which one counts as a misspelling of the other."""
 
 
 def problems_from(
     error: ValidationError, source: Source, prefix: KeyPath, schema: type[BaseModel]
 ) -> list[Problem]:
-    """One problem for each violation of ``schema`` by the values at ``prefix``."""
+    """Return one problem for each violation of ``schema`` by the values at ``prefix``."""
     violations = error.errors()
     places = {details["loc"] for details in violations}
     return [
         _problem(details, source, prefix, schema)
         for details in violations
-        # (one message for both switches)
+        # one message for both switches
         if not (details["loc"][-1:] == ("bf16",) and (*details["loc"][:-1], "fp16") in places)
     ]
 
@@ -179,10 +179,10 @@ def problems_from(
 def drop_removed(
     values: dict[Any, Any], schema: type[BaseModel], prefix: KeyPath = (), *, resolved: bool = False
 ) -> None:
-    """Leave out settings of earlier releases that have their defaults, which changed nothing.
+    """Remove settings of earlier releases that have their default values and thus no effect.
 
-    Also leave out the settings of `LOGS` from a ``resolved`` configuration. Free-form values stay
-    as they are.
+    Also remove the settings in `LOGS` from a ``resolved`` configuration. Do not search free-form
+    values.
     """
     for name, value in list(values.items()):
         place = (*prefix, name)
@@ -219,7 +219,7 @@ def _problem(
 
 
 def refused(details: ErrorDetails) -> str:
-    """The value that breaks a rule, and the rule."""
+    """Return the value that breaks a rule, and the rule."""
     value = details["input"]
     context: Mapping[str, Any] = details.get("ctx", {})
     kind = details["type"]
@@ -236,7 +236,7 @@ def refused(details: ErrorDetails) -> str:
 
 
 def show(value: Any) -> str:
-    """A value in YAML notation, truncated if it is long."""
+    """Return a value in YAML notation, truncated if it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
@@ -291,7 +291,7 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
 def _elsewhere(schema: type[BaseModel], key: KeyPath, prefix: KeyPath, place: str) -> list[str]:
     """Return the places where a key of this name is known.
 
-    A section below the present one comes first, then ``place``.
+    Places below the current section come first, then ``place``.
     """
     name, section = str(key[-1]), key[:-1]
     named = (name, place.rpartition(".")[2])
@@ -308,7 +308,7 @@ def _either(names: Sequence[str]) -> str:
 
 
 def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | None:
-    """The section class at a location in the schema; None for a free-form value."""
+    """Return the section class at a location in the schema; None for a free-form value."""
     section: type[BaseModel] | None = schema
     named = False
     for part in location:
@@ -327,7 +327,7 @@ def names_sections(annotation: Any) -> bool:
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class in an annotation such as ``Model | None``."""
+    """Return the section class in an annotation such as ``Model | None``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for argument in get_args(annotation):
@@ -338,13 +338,13 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def keys(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """The keys of a section as they are written in a file, with their fields."""
+    """Return the keys of a section as a file spells them, with their fields."""
     for name, field in section.model_fields.items():
         yield field.alias or name, field
 
 
 def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """The path of every key of a schema."""
+    """Return the paths of all keys of a schema."""
     for name, field in keys(schema):
         yield (*prefix, name)
         section = section_of(field.annotation)
@@ -362,8 +362,8 @@ def summary(text: str) -> str:
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Return the docstrings of a section's fields by attribute, inherited ones included.
 
-    They are read from the source only where a person asks: reading them when the classes are made,
-    as pydantic offers, costs each process of a job more than compiling this package.
+    They are read from the source only when a person asks for them. Pydantic could read them when
+    the classes are made, but that would cost each process more time than compiling this package.
     """
     found: dict[str, str] = {}
     for kind in reversed(section.__mro__):
@@ -386,7 +386,7 @@ def _documented(kind: type[BaseModel]) -> Iterator[tuple[str, str]]:
 def _body(kind: type[BaseModel]) -> list[ast.stmt]:
     try:
         tree = ast.parse(inspect.getsource(sys.modules[kind.__module__]))
-    except (OSError, TypeError, KeyError):  # a class without a file
+    except (OSError, TypeError, KeyError):  # the class has no source file
         return []
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == kind.__name__:

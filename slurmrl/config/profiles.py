@@ -1,8 +1,8 @@
-"""Site profiles: settings that all configurations of a cluster share, in files of the user's.
+"""Site profiles: settings that all of a user's configurations for a cluster share.
 
 ``~/.config/slurmrl/NAME.yaml`` is merged under a configuration when its trial is submitted or
-planned (`load.put_under`). A trial records the result, so whatever reads its run directory needs no
-profile. Commands without a configuration take the folder of all runs from it.
+planned (`load.put_under`). A trial records the result, so readers of its run directory need no
+profile. Commands without a configuration take the folder of all runs from the profile.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ROOT_RULE: Final = (
 
 
 def folder() -> Path:
-    """The folder of all profiles."""
+    """Return the folder of all profiles."""
     base = env.XDG_CONFIG_HOME.get() or os.path.expanduser("~/.config")
     return Path(os.path.abspath(base)) / "slurmrl"
 
 
 def file_of(name: str) -> Path:
-    """Return where the profile of a name is or would be. Raises UsageError for an invalid name."""
+    """Return the path of a profile, which need not exist. Raises UsageError for an invalid name."""
     if not _NAME.fullmatch(name) or name == NONE:
         raise UsageError(
             f"profile '{name}': a name has 1 to 64 letters, digits, '.', '_' or '-', begins with a "
@@ -43,7 +43,7 @@ def file_of(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """The names of all profiles."""
+    """Return the names of all profiles."""
     try:
         entries = sorted(os.listdir(folder()))
     except (FileNotFoundError, NotADirectoryError):
@@ -53,9 +53,9 @@ def names() -> list[str]:
 
 
 def in_force() -> Path | None:
-    """The profile that `env.PROFILE` names, else ``default``, else the only one; None without any.
+    """Return the profile that `env.PROFILE` names, else ``default``, else the only one, else None.
 
-    Raises UsageError for one that does not exist, and where there are several to choose from.
+    Raises UsageError if the profile does not exist, or if several exist and none is selected.
     """
     wanted = env.PROFILE.get()
     if wanted == NONE:
@@ -78,11 +78,11 @@ def in_force() -> Path | None:
 
 
 def root() -> str | None:
-    """The folder of all runs in the profile in force; None if it has none. Raises UsageError."""
+    """Return the folder of all runs that the selected profile sets, or None. Raises UsageError."""
     path = in_force()
     if path is None:
         return None
-    from slurmrl.config.source import read  # YAML takes longer than most commands that ask for this
+    from slurmrl.config.source import read  # slow: YAML is slower to import than most commands
 
     ownership.check_file(path)
     source = read(path)
@@ -99,7 +99,7 @@ def root() -> str | None:
 
 
 def is_root(text: str) -> bool:
-    """Whether a profile may name this folder of all runs."""
+    """Whether a profile may set this folder of all runs."""
     return text.startswith(("/", "~", "$"))
 
 

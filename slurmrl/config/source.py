@@ -30,10 +30,10 @@ MOST_VALUES = 20_000
 """Limit for one file, counting each alias as all the values that it refers to."""
 MOST_DEPTH = 32
 MOST_DIGITS = 300
-"""Limit for a number; more digits do not fit into a float."""
+"""Maximum number of digits of a number; more do not fit into a float."""
 LARGEST = 10**MOST_DIGITS
 KEPT_TEXTS = 32
-"""Texts whose trees are kept: a command reads the configuration of its trial up to five times."""
+"""Number of cached node trees: a command reads the configuration of its trial up to five times."""
 ADVICE = {
     "'\\t'": "; indent with spaces, not tabs",
     "mapping values are not allowed": "; align the line, or quote a value that contains ': '",
@@ -43,7 +43,7 @@ ADVICE = {
 ENCODED = "convert it with iconv, or name a YAML file"
 ARCHIVE = ".tar"
 RESOLVED = "# The resolved configuration of this run: every setting, absolute paths."
-"""First line of the file that a trial writes."""
+"""First line of the configuration that a trial writes."""
 
 
 def dotted(path: KeyPath) -> str:
@@ -73,7 +73,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Source:
-    """The values of a file, the location of each, and the problems found in reading them."""
+    """The values of a file, the location of each, and the problems found while reading them."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Source:
         return str(self.path)
 
     def spelling(self, key_path: KeyPath) -> Any:
-        """The value at a key; a number as the string that is written there."""
+        """Return the value at a key; a number becomes a string with its spelling."""
         value, mark = self.at(key_path), self.marks.get(key_path)
         written = mark.text if mark is not None else None
         return value if written is None or isinstance(value, str) else written
@@ -127,11 +127,11 @@ class Source:
         return self.profile is not None and file == str(self.profile)
 
     def of_profile(self) -> list[KeyPath]:
-        """The settings that come from the profile."""
+        """Return the settings that come from the profile."""
         return [key for key in _settings(self.values) if self.is_of_profile(key)]
 
     def at(self, key_path: KeyPath) -> Any:
-        """The value at a key that is there."""
+        """Return the value at a key, which must exist."""
         value: Any = self.values
         for part in key_path:
             value = value[part]
@@ -200,13 +200,13 @@ def compose(text: str, name: str) -> Node | None:
 
 @lru_cache(maxsize=KEPT_TEXTS)
 def _composed(text: str) -> Node | None:
-    """Return the node tree, which nobody changes."""
+    """Return the cached node tree; callers must not change it."""
     _check_depth(text)
     return _yaml().compose(text)  # type: ignore[no-any-return]
 
 
 def _check_depth(text: str) -> None:
-    """Refuse brackets nested so deeply that composing them would take minutes."""
+    """Reject brackets that are nested so deeply that composing them would take minutes."""
     if text.count("[") + text.count("{") <= MOST_DEPTH:
         return
     depth = 0
@@ -299,7 +299,7 @@ class Builder:
         return self._refuse(path, f"{node.value!r} has the unsupported type {node.tag}")
 
     def text(self, text: str, path: KeyPath) -> str | None:
-        """The text, if it consists of characters."""
+        """Return the text if it contains only valid characters."""
         if _is_text(text):
             return text
         self._refuse(path, f"{text!r} contains a lone surrogate, which is not a character")
@@ -316,7 +316,7 @@ class Builder:
 
 
 def _settings(values: dict[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """The keys of all values that are no sections."""
+    """Yield the keys of all values except sections."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _settings(value, (*prefix, key))

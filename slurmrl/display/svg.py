@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 from slurmrl.display.terminal import Document, Flow, Grid, Legend, Lines, Node, Table, elide, table
 
 COLORS: Final = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66ccee", "#aa3377")
-"""For series, in order of appearance (Tol's bright palette)."""
+"""Colors of the series, in order of appearance (Tol's bright palette)."""
 NO_SERIES: Final = "#8c959f"
 MOST_ROWS: Final = 32
 """Maximum number of rows of a grid in the picture."""
@@ -20,9 +20,9 @@ LETTER: Final = 7.4
 LINE: Final = 20
 MARGIN: Final = 16
 LABEL_WIDTH: Final = 84
-"""Room for the labels left of a grid."""
+"""Width of the labels left of a grid."""
 GAP: Final = 8
-"""Between the cells of a grid."""
+"""Gap between the cells of a grid."""
 NODE_GAPS: Final = (12, 44)
 """Gaps between the nodes of a graph: horizontal and vertical."""
 LANE: Final = 10
@@ -61,7 +61,7 @@ class Rectangle(NamedTuple):
 
 
 class Drawing:
-    """SVG elements, and the size that they have reached."""
+    """A picture in progress: its SVG elements and its size so far."""
 
     def __init__(self, colors: Mapping[str, str]) -> None:
         self.elements: list[str] = []
@@ -75,7 +75,7 @@ class Drawing:
         self._reach(x + LETTER * len(words), y)
 
     def box(self, box: Rectangle, series: str | None) -> None:
-        """A box in a tint of the series' color that keeps text readable."""
+        """Draw a box in a light tint of the series' color."""
         color = self._colors.get(series or "", NO_SERIES)
         tint = f'fill="{color}" fill-opacity="0.22" stroke="{color}"'
         self.elements.append(f'<rect {box.attributes} rx="4" class="ground"/>')
@@ -87,7 +87,7 @@ class Drawing:
         self._reach(box.x + box.width, box.y + box.height)
 
     def arrow(self, boxes: Sequence[Rectangle]) -> None:
-        """A curve from the bottom of the first box through those between to the top of the last."""
+        """Draw a curve from below the first box through the others to the top of the last."""
         start, *others = boxes
         path = f"M{start.middle:g} {start.bottom:g}"
         for before, box in pairwise(boxes):
@@ -105,7 +105,7 @@ class Drawing:
 
 
 def render(document: Document) -> str:
-    """The picture of a document."""
+    """Return the picture of a document as SVG."""
     drawing = Drawing(dict(zip(_series(document), cycle(COLORS), strict=False)))
     drawing.text(MARGIN, 28, document.title, "head")
     for block in document.blocks:
@@ -138,7 +138,7 @@ def _file(title: str, drawing: Drawing) -> str:
 
 
 def _series(document: Document) -> Iterable[str]:
-    """All series of a document, in order of appearance."""
+    """Return all series of a document, in order of appearance."""
     series: dict[str, None] = {}
     for block in document.blocks:
         match block:
@@ -152,7 +152,7 @@ def _series(document: Document) -> Iterable[str]:
 
 
 def _lines(drawing: Drawing, title: str, lines: Iterable[str]) -> None:
-    """Lines below an optional title; spaces between words stay."""
+    """Draw lines below an optional title; keep repeated spaces."""
     drawing.height += GAP
     if title:
         drawing.text(MARGIN, drawing.height + GAP + 12, title, "head")
@@ -195,7 +195,7 @@ def _cell(drawing: Drawing, box: Rectangle, column: int, cell: Mapping[str, str]
 
 
 def _flow(drawing: Drawing, flow: Flow) -> None:
-    """Draw the arrows, then the nodes over them, in a row for each level."""
+    """Draw the arrows, then the nodes on top of them, with one row of nodes for each level."""
     levels = {node.name: node.level for node in flow.nodes}
     rows = _rows(flow, levels, drawing.height + 2 * GAP)
     for start, end in flow.arrows:
@@ -212,8 +212,8 @@ def _flow(drawing: Drawing, flow: Flow) -> None:
 def _rows(flow: Flow, levels: Mapping[str, int], top: float) -> list[dict[str, Rectangle]]:
     """Return the boxes of each level: a centered row in the order of the sources of its arrows.
 
-    A level has a box for each of its nodes. It also has lanes for arrows that pass it: a lane has
-    the name of the earlier node where the arrows start.
+    A level has a box for each of its nodes. It also has lanes for arrows that pass it: a lane's key
+    is the name of the earlier node where the arrows start.
     """
     parents: dict[str, list[str]] = {name: [] for name in levels}
     last = dict(levels)

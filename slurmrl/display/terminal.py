@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeAlias, TypeVar
 UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 GAP = "  "
 LEAST = 28
-"""Least columns for wrapped text; with fewer left it continues on the next line, further left."""
+"""Minimum width of wrapped text, in columns; with less room it starts on the next line."""
 BELOW = "    "
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -116,7 +116,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 T = TypeVar("T")
 MOST_ROWS: Final = 16
-"""Rows of a grid that are shown."""
+"""Maximum number of rows of a grid in text."""
 MARKS: Final = {"": "", "in": "<- ", "out": "-> "}
 
 
@@ -157,7 +157,7 @@ class GridRow:
 class Grid:
     """Series on rows and columns: models on hosts and their GPUs.
 
-    ``row``, ``column`` and ``series`` are the words for one of each.
+    ``row``, ``column`` and ``series`` are nouns in the singular: ``host``, ``GPU``, ``model``.
     """
 
     title: str
@@ -171,7 +171,7 @@ class Grid:
 class NodeLine:
     """A line of a node; ``mark`` is whether the node reads or produces the item.
 
-    ``source`` names the node that produces an item that is read. The text names it; a picture has
+    ``source`` names the node that produces an item to read. Text shows this name; a picture has
     arrows instead.
     """
 
@@ -207,18 +207,18 @@ class Document:
     title: str
     blocks: Sequence[Block]
     subtitle: str = ""
-    """Follows the title in text."""
+    """Words that follow the title in text."""
 
 
 def elide(rows: Sequence[T], most: int) -> list[T | None]:
-    """At most ``most`` rows: the first ones and the last, with None for those between them."""
+    """Return at most ``most`` rows: the first ones, None for omitted ones, and the last one."""
     if len(rows) <= most:
         return list(rows)
     return [*rows[: most - 1], None, rows[-1]]
 
 
 def as_text(document: Document) -> str:
-    """The title and the blocks, with an empty line between them."""
+    """Return the title and the blocks as text, with an empty line between them."""
     head = f"{document.title}: {document.subtitle}" if document.subtitle else document.title
     return "\n\n".join(part for part in (head, *map(_block, document.blocks)) if part)
 
@@ -239,7 +239,7 @@ def _block(block: Block) -> str:
 
 
 def _grid_rows(grid: Grid) -> Iterator[Sequence[str]]:
-    """One row for each series of each row of the grid."""
+    """Return a table row for each series of each row of the grid."""
     columns = max((len(row.cells) for row in grid.rows), default=0)
     numbered = (f"{grid.column} {index}" for index in range(columns))
     yield grid.row.upper(), grid.series.upper(), *numbered

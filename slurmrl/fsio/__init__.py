@@ -1,4 +1,4 @@
 """Robust file operations on a shared directory: exclusive create, replace, tolerant reads.
 
-`calls` is the seam to the operating system; other packages use `atomic`.
+Only `calls` calls the operating system; other packages use `atomic`.
 """

@@ -1,4 +1,4 @@
-"""Atomic whole-file operations: readers see no partial file, and exclusive creates one winner."""
+"""Atomic whole-file operations: readers see no partial file; one exclusive create succeeds."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def exclusive_create(
 ) -> bool:
     """Create ``path`` with ``data``; return True if this call created it, False if it exists.
 
-    The caller makes ``data`` unique with a nonce: after EEXIST, or an error that leaves open
-    whether the link was made, only the content of ``path`` tells who created it (link counts are
-    wrong under caching). ``durable`` syncs content and name to disk before True is returned.
-    Raises EnvironmentFailure.
+    The caller makes ``data`` unique with a nonce. After EEXIST or an error with an unclear outcome,
+    only the content of ``path`` shows who created it (cached link counts may be wrong). ``durable``
+    syncs content and name to disk before True is returned. Raises EnvironmentFailure.
     """
     for last in _attempts(calls):
         try:
@@ -75,7 +74,7 @@ def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls
 
 
 def replace_by_parts(path: Path, parts: Iterable[bytes], *, calls: SystemCalls = REAL) -> None:
-    """`replace` the content of ``path`` by one that need not fit into memory, durably.
+    """Replace the content of ``path`` durably by ``parts``, which need not fit into memory.
 
     Raises EnvironmentFailure, and whatever ``parts`` raises.
     """
@@ -123,9 +122,9 @@ def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
 
 
 def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> int:
-    """Append to a file with one writer at a time; create it if it is missing.
+    """Append to a file that only one process writes at a time; create it if it is missing.
 
-    Return the offset of the data. A crash can leave part of it. Raises EnvironmentFailure.
+    Return the offset of the data. A crash can leave part of the data. Raises EnvironmentFailure.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     try:
@@ -227,7 +226,7 @@ def sync_directory(directory: Path, *, calls: SystemCalls = REAL) -> None:
     try:
         calls.fsync_directory(directory)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems without a way to sync a directory
+        if error.errno != errno.EINVAL:  # the file system cannot sync a directory
             raise explain(error, "sync", directory) from error
 
 
@@ -250,12 +249,12 @@ def make_private_directory(path: Path, *, parents: bool = True, calls: SystemCal
 
 
 def _make_one(path: Path, calls: SystemCalls) -> None:
-    """Raises FileNotFoundError where its parent is missing, EnvironmentFailure otherwise."""
+    """Make one directory. Raises FileNotFoundError without its parent, else EnvironmentFailure."""
     try:
         calls.mkdir(path, DIRECTORY_MODE)
         mode = S_IMODE(calls.stat(path).st_mode)
         if mode & 0o777 != DIRECTORY_MODE:
-            calls.chmod(path, DIRECTORY_MODE | mode & S_ISGID)  # group quotas depend on setgid
+            calls.chmod(path, DIRECTORY_MODE | mode & S_ISGID)  # quotas depend on setgid
         sync_directory(path.parent, calls=calls)
     except FileExistsError as error:
         if not path.is_dir():
@@ -281,8 +280,8 @@ def open_log(path: Path) -> IO[bytes]:
 def sweep_temporaries(directory: Path, *, calls: SystemCalls = REAL) -> int:
     """Remove temporary files that killed writers left; return how many.
 
-    Safe at any time: a writer that loses its temporary file writes another one. (File ages are not
-    considered, because they depend on the clocks of other machines.)
+    This is safe at any time: a writer that loses its temporary file writes another one. (File ages
+    are not considered, because they depend on the clocks of other machines.)
     """
     leftovers = [name for name in _listing(directory, calls) if is_temporary(name)]
     return sum(remove(directory / name, calls=calls) for name in leftovers)
@@ -302,7 +301,7 @@ def probe_link(directory: Path, *, calls: SystemCalls = REAL) -> None:
 
 
 def _attempts(calls: SystemCalls) -> Iterator[bool]:
-    """Attempts at an operation that may fail for a moment, or whose outcome is unclear."""
+    """Yield attempts at an operation that may fail briefly or whose outcome may be unclear."""
     return attempts(UNCLEAR_PAUSES_S, lambda pause_s: calls.sleep(pause_s))
 
 

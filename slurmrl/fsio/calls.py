@@ -40,7 +40,7 @@ _STRUCT_BYTES = 512
 
 def is_local(directory: Path) -> bool:
     """Return whether a directory is on a local file system; False if that is unknown."""
-    import ctypes  # a command of the command line seldom needs it
+    import ctypes  # slow to import, and few commands need it
 
     buffer = (ctypes.c_long * (_STRUCT_BYTES // ctypes.sizeof(ctypes.c_long)))()
     library = ctypes.CDLL(None, use_errno=True)
@@ -50,7 +50,7 @@ def is_local(directory: Path) -> bool:
 
 
 class SystemCalls:
-    """The real operations. Errors are the OSErrors of the operating system."""
+    """The real file system operations. They raise the OSErrors of the operating system."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         """Open a regular file.
@@ -135,7 +135,7 @@ class SystemCalls:
 
 
 REAL = SystemCalls()
-"""The default everywhere; stateless."""
+"""The default of all functions of this package; it has no state."""
 
 
 TEMPORARY_PREFIX = ".tmp."
@@ -176,7 +176,7 @@ def pwrite_all(descriptor: int, data: bytes | memoryview, offset: int, calls: Sy
 
 
 def make_private(descriptor: int, calls: SystemCalls) -> None:
-    """Set mode 0600: the umask can remove bits that the owner needs."""
+    """Set mode 0600, because the umask may have removed bits that the owner needs."""
     if calls.mode(descriptor) != FILE_MODE:
         calls.chmod(descriptor, FILE_MODE)
 
@@ -208,7 +208,7 @@ def write_new_parts(path: Path, parts: Iterable[bytes], durable: bool, calls: Sy
 
 
 def discard(path: Path, calls: SystemCalls) -> None:
-    """Try to remove a temporary file; one that stays is swept later."""
+    """Try to remove a temporary file. If this fails, `sweep_temporaries` removes it later."""
     with suppress(OSError):
         calls.unlink(path)
 
@@ -217,12 +217,12 @@ PRIVATE_UMASK = 0o077
 
 
 def set_private_umask() -> None:
-    """Set a private umask for this process and its children: libraries create files, too."""
+    """Set a private umask for this process and its children, because libraries create files too."""
     os.umask(PRIVATE_UMASK)
 
 
 LEAST_BYTES = 64 << 20
-"""Minimum to start a run, which writes logs and events at once."""
+"""Minimum free space to start a run, which writes logs and events at once."""
 PROBE_BYTES = 1 << 20
 
 
@@ -237,7 +237,7 @@ def free_bytes(directory: Path) -> int | None:
 def require_space(directory: Path, *, calls: SystemCalls = REAL) -> None:
     """Raise EnvironmentFailure if a directory, which need not exist yet, lacks the space to start.
 
-    A probe file is written if it exists, because only a write reveals an exhausted quota.
+    If the directory exists, write a probe file, because only a write reveals an exhausted quota.
     """
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = free_bytes(existing)

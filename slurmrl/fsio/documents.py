@@ -57,7 +57,7 @@ def _file_name(value: Any) -> bool:
 MOST_COUNT = 10**7
 """Larger than any number of hosts, ranks or array elements, and small enough to loop over."""
 LONGEST_S = 1e11
-"""3,000 years, as a span and since the epoch."""
+"""Maximum of a duration, and of a time since the epoch: 3,000 years."""
 
 INTEGER = FieldType("a whole number", lambda value: _integer(value, -(2**53), 2**53))
 COUNT = FieldType(f"a whole number from 0 to {MOST_COUNT}", lambda v: _integer(v, 0, MOST_COUNT))
@@ -81,7 +81,7 @@ def list_of(kind: FieldType) -> FieldType:
 
 
 def items(*kinds: FieldType) -> FieldType:
-    """A list of fixed length."""
+    """Return the type of a list whose items have these types, one each."""
 
     def accepts(value: Any) -> bool:
         return (
@@ -138,7 +138,7 @@ def check(
 
 
 def shown(value: Any) -> str:
-    """Return a value as it appears in messages, which it must not fill."""
+    """Return a value as messages show it, shortened."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"
 
@@ -180,7 +180,7 @@ def read(
     *,
     calls: SystemCalls = REAL,
 ) -> dict[str, Any]:
-    """`parse` of a file. Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
+    """Read and `parse` a file. Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
     return parse(atomic.read(path, calls=calls), path, fields, required)
 
 
@@ -214,7 +214,7 @@ def _bounded(text: str) -> int:
 _DECODER = json.JSONDecoder(
     parse_float=_finite, parse_int=_bounded, parse_constant=lambda constant: None
 )
-"""NaN and Infinity, which are not JSON but which Python writes, count as null."""
+"""Decoder that reads NaN and Infinity as null: Python writes them, but they are not JSON."""
 
 
 def too_deep(value: Any) -> bool:

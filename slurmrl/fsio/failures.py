@@ -30,7 +30,7 @@ it may have happened, so the outcome has to be checked."""
 
 
 def cause(failure: EnvironmentFailure) -> int:
-    """Return the errno that `explain` was given; 0 for other failures."""
+    """Return the errno of an exception that `explain` made; 0 for other exceptions."""
     error = failure.__cause__
     return (error.errno or 0) if isinstance(error, OSError) else 0
 
@@ -48,7 +48,7 @@ NO_FILE = {
     errno.ENXIO: "a FIFO, a socket or a device",
 }
 REMEDY = "restore it from a backup, or start another trial: slurmrl submit CONFIG --new"
-"""For files that a trial needs."""
+"""Remedy in messages about damaged files that a trial needs."""
 MOVE_AWAY = "move it away: the run does not need it"
 
 

@@ -1,7 +1,7 @@
 """Reading the user's files that a configuration names: models, tokenizers, files of variables.
 
 Libraries treat a file that they cannot read like one that does not exist: they fail with another
-error or fall back to a default. These functions tell the two apart.
+error or fall back to a default. These functions distinguish the two cases.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read(path: Path) -> bytes:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file.
 
-    Anything else is refused at once: a pipe without a writer would block, and a device has no end.
+    Reject anything else at once: a pipe without a writer would block, and a device has no end.
     Raises UsageError, OSError.
     """
     with open(path, "rb", buffering=0, opener=_without_waiting) as file:
@@ -124,10 +124,10 @@ def check_file(path: Path) -> None:
 def check_folder(folder: Path) -> None:
     """Raise UnreadableInputError if a folder is empty or a file in it cannot be read.
 
-    Only files that libraries look for are checked.
+    Check only the files that libraries look for.
     """
     names = list_names(folder)
-    if not names:  # as a mount point is while nothing is mounted there
+    if not names:  # perhaps a mount point whose file system is not mounted
         raise UnreadableInputError(f"{folder} is empty")
     for name in sorted(names):
         if name.endswith(READ_BY_LIBRARIES):
@@ -152,7 +152,7 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The error of the system that caused an exception, if any."""
+    """Return the error of the system that caused an exception, if any."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error

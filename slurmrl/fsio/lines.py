@@ -17,7 +17,7 @@ from slurmrl.fsio.calls import opened as opened_file
 from slurmrl.fsio.failures import MOVE_AWAY, unreadable
 
 FIRST_BYTES = 64 << 10
-"""First chunk from the end: often enough."""
+"""Size of the first chunk read from the end; it often suffices."""
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 8 << 20
 
@@ -64,7 +64,7 @@ class LineFile:
         Each item is the offset at which a line begins, and the line.
         """
         start, rest, chunk = self.size, b"", min(FIRST_BYTES, CHUNK_BYTES)
-        skip = True  # whatever follows the last line end is incomplete
+        skip = True  # text after the last line end: an incomplete line
         while start > stop:
             end = start + len(rest)
             start = max(stop, start - chunk)

@@ -1,4 +1,4 @@
-"""JSON objects as frozen dataclasses, which are checked where they are read.
+"""JSON objects as frozen dataclasses, which are checked when they are read.
 
 The annotation of a field decides which values it accepts: ``int``, ``float``, ``str``, ``bool`` or,
 with other bounds, ``Annotated[int, COUNT]`` (see `documents`); ``tuple``, ``Mapping`` and
@@ -59,7 +59,7 @@ class _Form(NamedTuple):
 
 
 def to_json(value: Dataclass) -> dict[str, Any]:
-    """Return the object to write; fields that have their default are left out."""
+    """Return the JSON object of a dataclass, without fields that have their default value."""
     return {
         field.name: _plain(content)
         for field in fields(value)
@@ -79,7 +79,7 @@ def from_json(
 
 
 def shape(kind: type[Dataclass]) -> FieldType:
-    """Return the type of a field that holds such an object.
+    """Return the type of a field whose value is an object of this dataclass.
 
     The annotations are read at the first check: it takes a while, and many documents lack the
     field.
@@ -133,12 +133,12 @@ def _form(hint: Any) -> _Form:
         return _Form(_SCALARS[hint], _same)
     if is_dataclass(hint) and isinstance(hint, type):
         return _Form(table(_accepted(hint), _required(hint)), partial(_read, hint))
-    if origin in (Union, UnionType):  # with None, which counts as missing
+    if origin in (Union, UnionType):  # also None, which counts as missing
         return _form(next(option for option in arguments if option is not type(None)))
     if origin is tuple and arguments[-1] is Ellipsis:
         item = _form(arguments[0])
         return _Form(list_of(item.accepted), lambda values: tuple(map(item.read, values)))
-    if origin is tuple:  # of scalars
+    if origin is tuple:  # items are scalars
         return _Form(items(*(_form(argument).accepted for argument in arguments)), tuple)
     if origin is Mapping:
         content = _form(arguments[1])

@@ -38,7 +38,7 @@ def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
 
 
 def check_file(path: Path, *, calls: SystemCalls = REAL) -> list[str]:
-    """Check that no other user but root can change a file of settings; return warnings.
+    """Check that only the user and root can change a file of settings; return warnings.
 
     Others may read it.
 

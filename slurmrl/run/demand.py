@@ -1,10 +1,10 @@
-"""Limits of the jobs of a submission: wanted tasks, missing trainers, a stop.
+"""Reasons to start fewer jobs of a submission: wanted tasks, missing trainers, a stop.
 
-- A group has as many tasks as planned, unless a user has set another number (``slurmrl scale``),
-  which holds until they set another one or the plan changes.
-- A task of an elastic group records trainers that were gone for too long. Later tasks need not wait
-  again: no task starts until the trainers are back. They are back when a new incarnation has begun,
-  or when one of their links removes the record.
+- A group has as many tasks as planned, unless a user has set another number (``slurmrl scale``).
+That number applies until the user sets another one or the plan changes.
+- If the trainers are absent for too long, a task of an elastic group records this. No later task
+starts until the trainers are back: until a new incarnation has begun, or one of the trainers' links
+removes the record.
 - A user stops a submission (``slurmrl stop``): its trainers commit, and no other job starts.
 """
 
@@ -24,7 +24,7 @@ _FIELDS: Fields = {"tasks": COUNT, "planned": COUNT}
 
 
 def wanted_tasks(run: RunPaths, group: str, planned: int) -> int:
-    """Return the number of tasks; ``planned`` is the plan's.
+    """Return the wanted number of tasks; ``planned`` is the number in the plan.
 
     Raises CorruptFileError, EnvironmentFailure.
     """
@@ -44,7 +44,7 @@ def set_wanted_tasks(run: RunPaths, group: str, tasks: int, planned: int) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Orphaned:
-    """The newest incarnation, and the lease of its first agent."""
+    """Record of absent trainers: the newest incarnation and the lease of its first agent."""
 
     incarnation: Annotated[int, COUNT]
     attempt: Annotated[int, COUNT]
@@ -66,12 +66,12 @@ def write_orphaned(run: RunPaths, group: str, seen: Orphaned) -> None:
 
 
 def remove_orphaned(run: RunPaths, group: str) -> None:
-    """The trainers are back."""
+    """Remove the record, because the trainers are back."""
     atomic.remove(run.orphaned(group))
 
 
 def is_orphaned(run: RunPaths, group: str) -> bool:
-    """Return whether tasks of the group have nobody to work for.
+    """Return whether tasks of the group have no trainers to work for.
 
     Raises CorruptFileError, EnvironmentFailure.
     """

@@ -1,7 +1,7 @@
 """Ends of incarnations, read from the reports of their processes. Pure functions.
 
-The master decides by it whether another start makes sense (`workers.master.judgement`), and the
-status shows it (`watch.incarnation_rows`).
+The master uses it to decide whether to start again (`workers.master.judgement`), and the status
+shows it (`watch.incarnation_rows`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from slurmrl.run.reports import Cause, Failure, Hang, Report, Warned
 HOST_LOSSES = (Cause.LOST_HOST, Cause.GPU_FAULT)
 """Failures after which a job continues without the host."""
 HANGS = (Cause.HUNG, Cause.DEADLINE)
-"""Failures for which stacks are collected, to explain who waited for whom."""
+"""Failures for which agents collect stacks, to explain who waited for whom."""
 RAISED = (Cause.EXCEPTION, Cause.MASTER)
-"""Failures that code of a worker or the master raised, and would raise again."""
+"""Failures raised by code of a worker or the master, which would probably raise them again."""
 OWN_FAULTS = (*RAISED, *HANGS, Cause.GPU_FAULT, Cause.OOM)
-"""Failures that explain an end better than a warning that the job got as well."""
+"""Failures that explain an end better than a warning that the same job received."""
 UNFAULTED = ("preemption", "interrupt")
-"""Warnings of ends that are no fault of the trial: such starts do not count against it."""
+"""Warnings of ends that the trial did not cause, which do not count as failed starts."""
 MOST_WORDS = 200
-"""Characters of the failure of a rollout task."""
+"""Maximum length of the failure of a rollout task, in characters."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class JobTag:
 
     @classmethod
     def of(cls, begin: Mapping[str, Any]) -> JobTag:
-        """Return the tag in the data of a BEGIN record."""
+        """Return the tag of the round that the data of a BEGIN record names."""
         return cls(str(begin.get("job") or ""))
 
     @property
@@ -49,7 +49,7 @@ class JobTag:
 
     @property
     def restarts(self) -> int | None:
-        """How often Slurm has requeued the job; None if unknown."""
+        """Number of times that Slurm has requeued the job; None if unknown."""
         count = self.start.partition(".")[2]
         return int(count) if count.isdecimal() else None
 
@@ -60,7 +60,7 @@ class JobTag:
 
 @dataclass(frozen=True)
 class Ending:
-    """How an incarnation ended, as far as it was reported."""
+    """The end of an incarnation, as far as it was reported."""
 
     incarnation: int
     job: JobTag = JobTag()
@@ -70,11 +70,12 @@ class Ending:
     """The warning that its job would end."""
     hang: Hang | None = None
     requeued: bool = False
-    """Slurm has requeued its job since, or ended it together with its host."""
+    """Whether Slurm has since requeued its job, or ended the job together with its host."""
     repeated: bool = False
-    """A GPU fault that a change of hosts did not remedy."""
+    """Whether the failure is a GPU fault that occurred again on other hosts."""
     shared_loss: bool = False
-    """The next incarnation of the same start of the job was lost with its host: so was this one."""
+    """Whether the next incarnation in the same start of the job was lost with its host. Then this
+    one was lost with it too."""
 
     @property
     def cause(self) -> str:
@@ -84,7 +85,7 @@ class Ending:
     def what(self) -> str:
         """The first failure, without the rank; empty if nothing failed.
 
-        The rank is omitted because it is random which of several ranks fails first.
+        The rank is omitted, because which of several ranks fails first is random.
         """
         failure = self.failure
         what = failure.exception or failure.reason or failure.damage
@@ -110,41 +111,41 @@ class Ending:
     def hang_words(self) -> str:
         """One line that says which ranks waited for which.
 
-        It is only for people: its times differ from one incarnation to the next.
+        It is only for display, because its times differ between incarnations.
         """
         return first_line(self.hang.text) if self.hang is not None else ""
 
     @property
     def is_own_fault(self) -> bool:
-        """Whether the failure explains the end better than a warning."""
+        """Whether the failure explains the end better than a warning does."""
         return self.cause in OWN_FAULTS
 
     @property
     def lost(self) -> bool:
-        """Whether it was lost together with a host."""
+        """Whether the incarnation was lost together with a host."""
         taken = self.requeued and (not self.reason or self.failure.echo)
         remedied = self.cause in HOST_LOSSES and not self.repeated
         return taken or self.shared_loss or remedied
 
     @property
     def counts(self) -> bool:
-        """Whether the ending counts against another start.
+        """Whether the ending counts as a failed start.
 
-        It does not count if the job was taken away, or if the incarnation could not read the
+        It does not count if Slurm took the job away, or if the incarnation could not read the
         checkpoint from which it resumed.
         """
         return not (self.lost or self.warning in UNFAULTED or self.failure.damaged)
 
     @property
     def damages(self) -> str:
-        """Which of its reports are damaged."""
+        """Description of damaged reports about this end; empty if all are readable."""
         reports: tuple[Report | None, ...] = (self.failure, self.warned, self.hang)
         damages = (report.damage for report in reports if report is not None)
         return "".join(f"; {damage}" for damage in damages if damage)
 
 
 def cause_of(failure: Failure) -> str:
-    """Return the cause; empty if nothing was reported. Very old versions reported no cause."""
+    """Return the cause, which very old versions did not report; empty if nothing was reported."""
     if failure.cause:
         return failure.cause
     if failure.exception or failure.traceback:
@@ -159,7 +160,7 @@ def failure_words(failure: Failure) -> str:
     worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"
     match cause_of(failure):
         case Cause.DIED if failure.rank is None and reason:
-            return reason  # it names the fork server, with the import that failed
+            return reason  # the message names the fork server and the failed import
         case Cause.DIED:
             code = failure.exit_code
             return f"{worker} died: {reason if code is None else exit_words(code)}"
@@ -182,13 +183,13 @@ def failure_words(failure: Failure) -> str:
 
 
 def attempt_failure_words(failure: Failure) -> str:
-    """Return why an attempt at a rollout task failed, without its host, on one short line."""
+    """Return the failure of an attempt at a rollout task, without the host, on one short line."""
     words = failure_words(replace(failure, host="")) + failure.damage
     return words if len(words) <= MOST_WORDS else f"{words[: MOST_WORDS - 1]}…"
 
 
 def _silence(failure: Failure, reason: str) -> str:
-    """Return how long a process was silent; the reason where a report does not have that."""
+    """Return how long a process was silent; if a report lacks this, its reason."""
     if failure.silent_s is not None:
         return f": no heartbeat for {failure.silent_s:g} s"
     return f": {reason}" if reason else ""

@@ -1,7 +1,8 @@
 """Results of ``slurmrl eval`` for the checkpoints of a trial.
 
-The readers of the trial look for them there. So a result counts once, however often its trial was
-interrupted, even long after training has ended. (Other programs cannot look: `sinks.arrivals`.)
+Readers of the trained trial read the results in the evaluation trials. So each result counts once,
+however often its trial was interrupted, even long after training has ended. (Sinks get them from
+`sinks.arrivals`.)
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ HEAD: Fields = {
 }
 REQUIRED: Final = ("model", "algorithm", "estimates")
 SCORES: Final = b' "scores": ['
-"""The line of a summary behind which the scores of single items begin."""
+"""The line of a summary after which the scores of single items begin."""
 _STEP: Final = re.compile(r".*-step-(\d{1,9})(?:-.*)?")
 _MODEL: Final = re.compile(r"step-(\d{1,9})(?:\.(\d{1,9})-checkpoint)?")
-"""The folder of a step, and the incarnation that has written a checkpoint."""
+"""Pattern of a folder's name: its step and, for a checkpoint, the incarnation that wrote it."""
 _MEAN: Final = re.compile(r"avg@\d+")
-"""The mean reward, which evaluations during training call ``reward``."""
+"""Pattern of the mean reward; evaluations during training call it ``reward``."""
 LONG: Final = 60
-"""Characters of a name whose beginning may be cut off (`desk.evaluating`)."""
+"""Length from which on the start of a trial's name may have been cut off (`desk.evaluating`)."""
 ENDS: Final = {"value": "", "low": "/low", "high": "/high"}
 
 
@@ -46,15 +47,15 @@ class _Evaluation(NamedTuple):
 
 
 def read(paths: RunPaths) -> list[dict[str, Any]]:
-    """Lines of metrics with the evaluations of all checkpoints, by step.
+    """Return lines of metrics with the evaluations of all checkpoints, by step.
 
-    Damaged results are left out, and results of checkpoints that training did not continue from.
+    Omit damaged results, and results of checkpoints from which training did not continue.
     """
     return _read(paths, trials(paths))
 
 
 def lines_of(paths: RunPaths) -> list[dict[str, Any]]:
-    """All lines of a trial's metrics, and the lines of `read`."""
+    """Return all lines of a trial's metrics, merged with the lines of `read`."""
     return merged(metrics.read(paths.metrics), read(paths))
 
 
@@ -69,7 +70,7 @@ def newest(paths: RunPaths) -> dict[str, Any]:
 def merged(
     own: Iterable[Mapping[str, Any]], more: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The lines of a trial and of `read`, by step. Its own values win."""
+    """Merge the lines of a trial and of `read`, by step; values of the trial take precedence."""
     found = {line["step"]: dict(line) for line in more}
     for line in own:
         found[line["step"]] = {**found.get(line["step"], {}), **line}
@@ -77,7 +78,7 @@ def merged(
 
 
 def trials(paths: RunPaths) -> list[tuple[int, RunPaths]]:
-    """The trials that may have evaluated a checkpoint, with its step, by step."""
+    """Return the trials that may have evaluated a checkpoint, with its step, ordered by step."""
     folder = paths.evaluated()
     try:
         names = atomic.list_names(folder)
@@ -107,8 +108,8 @@ def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[
                 written = trial.summary.stat().st_mtime
                 found.append(_Evaluation(step, written, _metrics(head)))
         except (OSError, CorruptFileError, EnvironmentFailure):
-            continue  # it has not finished, or says nothing
-    found.sort(key=lambda each: each[:2])  # of two about the same, the later one counts
+            continue  # the evaluation has not finished or has no metrics
+    found.sort(key=lambda each: each[:2])  # of two results for one step, the later one counts
     return [
         {"step": step} | {name: value for each in same for name, value in each.metrics.items()}
         for step, same in groupby(found, key=lambda each: each.step)
@@ -116,14 +117,14 @@ def _read(paths: RunPaths, trials: Iterable[tuple[int, RunPaths]]) -> list[dict[
 
 
 def checkpoint_of(paths: RunPaths, model: Path) -> re.Match[str] | None:
-    """Whether a model is a checkpoint or an export of the trial, wherever its root was then."""
+    """Whether a model is a checkpoint or export of the trial, even if its root has moved since."""
     folders = (paths.exports.name, paths.being_evaluated.name)
     own = model.parts[-4:-2] == (paths.experiment, paths.trial) and model.parts[-2] in folders
     return _MODEL.fullmatch(model.name) if own else None
 
 
 def _head(summary: Path) -> dict[str, Any]:
-    """A summary without the scores, of which there may be very many."""
+    """Return a summary without its scores, which may be very many."""
     with lines.opened(summary) as file:
         parts: list[bytes] = []
         for raw in file.forward():

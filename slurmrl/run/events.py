@@ -84,7 +84,7 @@ END_BYTES = 32 * 1024
 
 
 class EventWriter:
-    """Appends to the file of one writer, such as ``master.3``; closed after every event."""
+    """Appends events to the file of a writer, such as ``master.3``; closes it after each event."""
 
     def __init__(self, paths: RunPaths, writer: str) -> None:
         self._path = paths.event_file(writer)
@@ -95,13 +95,13 @@ class EventWriter:
         event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
         try:
             self._append(json.dumps(event).encode() + b"\n")
-        except EnvironmentFailure as error:  # a missing line is no reason to end the run
+        except EnvironmentFailure as error:  # the run continues without the line
             logger.warning("event %s was not written: %s", kind, error)
 
     def _append(self, line: bytes) -> None:
-        """Append to the file, whose folder a user or a purge of empty folders may have removed.
+        """Append to the file. Make its folder again if a user or a purge has removed it.
 
-        Of a removed trial nothing is made again.
+        If the whole trial was removed, make nothing again.
         """
         try:
             atomic.append(self._path, line)
@@ -134,7 +134,7 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
 def read_kind(paths: RunPaths, writer: str, kind: str) -> list[Event]:
     """Return the events of one kind of one writer, however long its file is.
 
-    Raises CorruptFileError if that is not a regular file, EnvironmentFailure.
+    Raises CorruptFileError if the file is not a regular file, EnvironmentFailure.
     """
     path = paths.event_file(writer)
     sought = json.dumps(kind).encode()
@@ -173,11 +173,11 @@ class EventReader:
         try:
             with lines.opened(path) as file:
                 read = self._offsets.get(name, 0)
-                begin = read if read <= file.size else 0  # another file, made after a deletion
+                begin = read if read <= file.size else 0  # a new file, made after a deletion
                 found = _parse(file.forward(begin), path)
                 self._offsets[name] = file.offset
         except FileNotFoundError:
-            return []  # the listing is older than a deletion by hand
+            return []  # someone deleted the file after it was listed
         return found
 
 
@@ -192,6 +192,6 @@ def _parse(raw_lines: Iterable[bytes], path: Path) -> list[Event]:
         try:
             event = documents.parse(raw, path, FIELDS, ("time", "kind"))
         except CorruptFileError:
-            continue  # torn by a crash
+            continue  # a line torn by a crash
         events.append({**event, "writer": path.name.removesuffix(SUFFIX)})
     return events

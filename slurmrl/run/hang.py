@@ -14,7 +14,7 @@ from slurmrl.run.reports import TRAINERS
 COMPILING = "compiling the operators of slurmrl, once for this cache"
 """The phase of a rank that compiles them, or waits for another process that does."""
 MOST_GROUPS = 50
-"""Most groups to report, the first by rank."""
+"""Maximum number of groups in a report; the groups with the lowest ranks are reported."""
 _PATTERN = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
 SPANS = FieldType(
     "ranks such as 0-2,5",
@@ -26,24 +26,24 @@ SPANS = FieldType(
 class _Collective:
     name: str = ""
     number: int | None = None
-    """Its number in the group; None for a message from one rank to another."""
+    """Number of the collective in its group; None for a message from one rank to another."""
     group: str = ""
     """Torch's name of the group."""
     since_s: Annotated[float, SECONDS] = 0.0
-    """Its age."""
+    """Seconds since it began."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCollective(_Collective):
-    """The collective that a rank is in, or the message that it waits for."""
+    """The collective in which a rank is, or the message for which it waits."""
 
     ranks: tuple[Annotated[int, COUNT], ...] = ()
-    """The ranks of the group, empty if unknown; the sender of a message."""
+    """The ranks of the group, empty if unknown; for a message, its sender."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCollective(_Collective):
-    """The collective that several ranks are in."""
+    """The collective in which several ranks are."""
 
     ranks: Annotated[str, SPANS] = ""
 
@@ -52,23 +52,23 @@ class SharedCollective(_Collective):
 class _Progress:
     world: str = TRAINERS
     call: str = ""
-    """Empty for a rank that waits for the master's next message."""
+    """Name of the call; empty for a rank that waits for the master's next message."""
     step: int | None = None
     phase: str = ""
     part: Annotated[int, COUNT] = 0
-    """Micro-batch, from 1; 0 outside of them."""
+    """Number of the micro-batch, from 1; 0 outside of micro-batches."""
     parts: Annotated[int, COUNT] = 0
     since_s: Annotated[float, SECONDS] = 0.0
-    """Time in the call."""
+    """Seconds since the call began."""
     silent_s: Annotated[float, SECONDS] = 0.0
-    """0 for a rank that gives signs of life."""
+    """Seconds without a heartbeat; 0 for a rank that sends them."""
     frame: str = ""
-    """Place in the code, where stacks were taken."""
+    """Place in the code; empty if no stacks were collected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProgress(_Progress):
-    """Activity of one rank."""
+    """The activity of one rank."""
 
     rank: Annotated[int, COUNT]
     collective: PendingCollective | None = None
@@ -76,7 +76,7 @@ class RankProgress(_Progress):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupProgress(_Progress):
-    """Common activity of ranks of one world, with the largest of their ages."""
+    """Common activity of several ranks of one world; times are the maximum over the ranks."""
 
     ranks: Annotated[str, SPANS]
     collective: SharedCollective | None = None
@@ -93,12 +93,12 @@ class LeaseNote:
     """The note that an agent writes after the counter of its lease."""
 
     incarnation: Annotated[int, COUNT]
-    """0 while it serves none."""
+    """The incarnation that the agent serves; 0 for none."""
     doing: tuple[RankProgress, ...] = ()
 
 
 def grouped(rows: Iterable[RankProgress]) -> list[GroupProgress]:
-    """Return the groups, the trainers' groups first, in the order of their first ranks."""
+    """Group ranks by activity: the trainers' groups first, each world's in order of first ranks."""
     found: dict[RankProgress, list[RankProgress]] = {}
     for row in rows:
         found.setdefault(_kind(row), []).append(row)
@@ -149,7 +149,7 @@ def _oldest(ages_s: Iterable[float]) -> float:
 
 
 def explain(groups: Sequence[GroupProgress]) -> str:
-    """Return one sentence about the trainers, empty if no rank waits or is late.
+    """Return one sentence about the trainers; empty if no rank waits or is late.
 
     ``ranks 0-2 have waited 140 s in actor_train (all_reduce #1841) for rank 3, which has been in
     reward_inf for 140 s``
@@ -173,7 +173,7 @@ def explain(groups: Sequence[GroupProgress]) -> str:
 
 
 def _missing(waiting: Iterable[tuple[GroupProgress, SharedCollective]]) -> str:
-    """Return the ranks of the collective that have reported nothing."""
+    """Return the ranks of the collective that have not reported any progress."""
     there, members = set[int](), set[int]()
     for group, collective in waiting:
         there |= _ranks(group.ranks)
@@ -183,7 +183,7 @@ def _missing(waiting: Iterable[tuple[GroupProgress, SharedCollective]]) -> str:
 
 
 def _is_in(other: GroupProgress, collective: SharedCollective) -> bool:
-    """Whether one of these ranks belongs to the group of that collective."""
+    """Whether one of the ranks belongs to the group of the collective."""
     return not collective.ranks or bool(_ranks(collective.ranks) & _ranks(other.ranks))
 
 

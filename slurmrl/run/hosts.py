@@ -1,21 +1,22 @@
-"""Records of host failures and of the hosts that a trial's jobs avoid, and the shell text for both.
+"""Records of host failures and of hosts that a trial's jobs avoid, and shell code that writes them.
 
 ``hosts/start.SLOTS.START.HOST.json``: a start failed before an incarnation began, when the history
 had SLOTS records. ``lost.INCARNATION.HOST.json``: an incarnation failed because of the host itself.
-``lost.INCARNATION-TASK-ATTEMPT.HOST.json``: an attempt at a rollout task did, in that incarnation.
-``avoid.HOST.json``: jobs avoid it. Each file is created whole and never changed.
+``lost.INCARNATION-TASK-ATTEMPT.HOST.json``: an attempt at a rollout task failed because of the host
+during that incarnation.
+``avoid.HOST.json``: jobs avoid the host. Each file is created atomically and never changed.
 
-Batch scripts make the first and the last, for a job leaves by shell text when nothing can start in
-it: Python may be missing. A batch script tries its interpreter before it becomes the supervisor;
-each host of a job does the same before it becomes an agent. The supervisor runs the same text when
-its agents could not start. It records the failure, excludes the host from the queued jobs of the
-trial, waits longer the more starts in a row have failed, and requeues the job, so that no link is
-used up. After MOST_FAILED failures in a row the job ends instead.
+Shell code in batch scripts also writes the first and the last kind, because Python may be missing.
+A batch script tries its interpreter before it becomes the supervisor; each host of a job does the
+same before it becomes an agent. The supervisor runs the same shell code when its agents could not
+start. The code records the failure and excludes the host from the queued jobs of the trial. It then
+waits, longer after each failed start in a row, and requeues the job, so that no link is used up.
+After MOST_FAILED failures in a row the job ends instead.
 
-A failing line of ``cluster.slurm.setup`` is handled in the same way at first. If it fails in the
-same way on SEVERAL_HOSTS, or repeatedly on one without which no job could start, and has not worked
-for this submission, it is the user's: the trial ends as FAILED with the line in the reason, and the
-hosts are not excluded for it.
+A failing line of ``cluster.slurm.setup`` is handled in the same way at first. It counts as a fault
+of the line if it has never worked for this submission and fails in the same way on SEVERAL_HOSTS,
+or repeatedly on a host that every job needs. The trial then ends as FAILED with the line in the
+reason, and the hosts are not excluded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from slurmrl.run.history.slots import History
 from slurmrl.run.paths import RunPaths
 
 LOSSES = 2
-"""Failures of incarnations and rollout tasks because of one host, after which jobs avoid it."""
+"""Number of failures of incarnations and rollout tasks because of one host, after which jobs avoid
+it."""
 LONGEST_WHY = 400
 
 FIELDS = {"host": TEXT, "why": TEXT, "start": TEXT, "time": SECONDS}
@@ -54,7 +56,7 @@ class BadHost:
     """A host and its failure."""
 
     host: str
-    """Empty where the host is unknown."""
+    """Name of the host; empty if it is unknown."""
     why: str
     start: str = ""
     """The job that found the failure, ``JOBID.RESTARTCOUNT``."""
@@ -66,7 +68,7 @@ def avoided(run: RunPaths) -> list[BadHost]:
 
 
 def failed_starts(run: RunPaths, start: str | None = None) -> list[BadHost]:
-    """Return the failed starts of the trial, or of one start of a job."""
+    """Return the failed starts of the trial, or only those in one start of a job."""
     return [
         _read(run, file)
         for file in _names(run)
@@ -110,7 +112,7 @@ def blame(
 
 
 def blamed(run: RunPaths) -> dict[str, int]:
-    """Return the hosts to blame for failures, each with the incarnation of the newest one."""
+    """Return the hosts that caused failures, each with the incarnation of its newest failure."""
     newest: dict[str, int] = {}
     for file in _names(run):
         if match := _LOST.fullmatch(file):
@@ -138,7 +140,7 @@ def chosen(run: RunPaths, wanted: Iterable[str]) -> list[str]:
 
 
 def include(run: RunPaths, names: Collection[str]) -> None:
-    """Delete the records of these hosts."""
+    """Delete the records of these hosts, so that jobs may use them again."""
     for file in _names(run):
         found = _AVOID.fullmatch(file) or _LOST.fullmatch(file) or _START.fullmatch(file)
         if found and found["host"] in names:
@@ -165,13 +167,13 @@ def _names(run: RunPaths) -> list[str]:
 
 FIRST_S = 5
 LONGEST_S = 300
-"""Pauses, in seconds: after the first failed start, and the longest."""
+"""Pauses in seconds: after the first failed start, and the maximum."""
 MOST_FAILED = 20
 """Failed starts in a row, since the history last grew, after which jobs are not requeued."""
 SEVERAL_HOSTS = 3
-"""Hosts on which the same failure of the set-up lines is not the fault of the hosts."""
+"""Number of hosts with the same failure of a set-up line after which the line is at fault."""
 TRY_S = 300
-"""Seconds an interpreter may take to import a module."""
+"""Maximum seconds that an interpreter may take to import a module."""
 
 EARLY_TRAPS = """\
 shopt -s execfail
@@ -179,12 +181,13 @@ trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_code=$?
 [ $slurmrl_code = 0 ] || slurmrl_ended $slurmrl_code "${BASH_COMMAND:-}"' EXIT
 slurmrl_setup=yes"""
-"""From here on a bash script that ends early does not use up its link; without execfail, a failing
-exec would skip the trap. The set-up lines follow."""
+"""Shell code before the set-up lines: after it, a script that ends early does not use up its link.
+Without execfail, a failing exec would skip the trap."""
 AFTER_SETUP = """\
 slurmrl_setup=
 command -v srun >/dev/null || export PATH=$PATH:$slurmrl_own_path"""
-"""The set-up lines have run. ``module purge`` may have taken Slurm's commands from PATH."""
+"""Shell code after the set-up lines. ``module purge`` may have removed Slurm's commands from PATH.
+"""
 RECORD_AND_EXIT = (
     'slurmrl_record "$slurmrl_said" "$slurmrl_host"; printf "%s\\n" "$slurmrl_said"; exit 1'
 )
@@ -193,11 +196,11 @@ RECORD_AND_EXIT = (
 def leave_functions(
     run: Path, script: Path, job: str, exclude: str, number: int = 0, fail: str = "false"
 ) -> str:
-    """Return the shell functions.
+    """Return the shell functions with which a job leaves a host.
 
     ``job``: name of the group's first array; ``exclude``: hosts that the user excludes, in Slurm's
-    form. Where set-up lines follow: ``number`` of the submission, ``fail``: command that ends the
-    trial with its last argument as the reason.
+    form. If set-up lines follow, ``number`` is the submission's number, and ``fail`` is the command
+    that ends the trial with its last argument as the reason.
     """
     values = {
         "run": str(run),
@@ -220,7 +223,7 @@ def _leave_text() -> str:
 
 
 def shorten_script(script: str) -> str:
-    """Return a batch script for people, with one line in place of the functions."""
+    """Return a batch script for display, with one line in place of the functions."""
     text = _leave_text()
     before, found, after = script.partition(text)
     begin = before.find("\nslurmrl_run=")
@@ -234,7 +237,7 @@ def shorten_script(script: str) -> str:
 def guard_command(run: Path, python: str, module: str) -> list[str]:
     """Return the prefix of a module's command on each host of a job.
 
-    Where the module cannot run, the prefix records that with the host's name.
+    If the module cannot run, the prefix records this with the host's name.
     """
     functions = leave_functions(run, Path("/dev/null"), "", "")
     text = f"trap '' USR1 USR2\n{functions}\n{try_module(python, module)}"
@@ -242,6 +245,6 @@ def guard_command(run: Path, python: str, module: str) -> list[str]:
 
 
 def try_module(python: str, module: str) -> str:
-    """Return a command that fails, with the reason in ``slurmrl_said``, if a module cannot run."""
+    """Return a command that fails if a module cannot run; ``slurmrl_said`` then has the reason."""
     tried = shlex.join([python, "-P", "-c", f"import {module}.__main__"])
     return f"slurmrl_said=$(timeout {TRY_S} {tried} 2>&1)"

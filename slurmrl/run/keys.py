@@ -7,7 +7,7 @@ ATTEMPTS = "attempt"
 
 
 def attempt(group: str, task: int, number: int) -> str:
-    """Claim of one start of a task; the value holds its job, host and process."""
+    """Claim of one start of a task; the value has its job, host and process."""
     return f"attempt/{group}/{task}/{number}"
 
 
@@ -21,12 +21,12 @@ def incarnation(number: int) -> str:
 
 
 def attempt_failures(group: str) -> str:
-    """Root of the failures of a group's attempts."""
+    """Root of the failures of attempts at a group's tasks."""
     return f"failed/{group}"
 
 
 def attempt_failure(group: str, task: int, number: int) -> str:
-    """Why one start of a rollout task failed, as JSON."""
+    """Failure of one start of a rollout task, as JSON."""
     return f"{attempt_failures(group)}/{task}.{number}"
 
 
@@ -35,7 +35,7 @@ def group_attempts(group: str) -> str:
 
 
 def failure(incarnation: int) -> str:
-    """The first failure of an incarnation, as JSON; later ones lose the exclusive add."""
+    """The first failure of an incarnation, as JSON. Later failures cannot replace it."""
     return f"incarnation/{incarnation}/failure"
 
 
@@ -45,21 +45,21 @@ def warned(incarnation: int) -> str:
 
 
 def leader_locks() -> str:
-    """Root of the leader locks: the jobs that took the trial over, in order.
+    """Root of the leader locks: the jobs that took over the trial, in order.
 
-    Its name must not change: jobs of an older slurmrl and of a resume with ``--update-code``
-    exclude each other by it.
+    Its name must not change: jobs of an older slurmrl and jobs resumed with ``--update-code`` use
+    it to exclude each other.
     """
     return "baton"
 
 
 def leader_lock(number: int) -> str:
-    """The ``number``-th job that took the trial over, as JSON; of concurrent adds one wins."""
+    """The ``number``-th job that took over the trial, as JSON. If several add it, one succeeds."""
     return f"{leader_locks()}/{number}"
 
 
 def hang(incarnation: int) -> str:
-    """Key of the ranks that waited when an incarnation was ended for silence or a deadline.
+    """Key of the ranks that waited when silence or a deadline ended an incarnation.
 
     Its value is JSON: ``text`` says which ranks waited for which, and ``files`` lists files with
     stacks.

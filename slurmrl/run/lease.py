@@ -1,6 +1,6 @@
 """Leases: the holder increments a counter; observers check by their own clocks whether it moves.
 
-No clock and no file time of another machine is used. The observer's clock advances only while
+Observers use no clock and no file time of another machine. An observer's clock advances only while
 the directory answers, so a stalled file system does not look like a dead holder.
 """
 
@@ -20,12 +20,12 @@ from slurmrl.fsio.failures import explain, unreadable
 DIGITS = 20
 NOTE_BYTES = 64 * 1024
 GAPS_PER_TTL = 4
-"""The time between two looks counts for at most 1/4 of the TTL, because an observer that was
-suspended, or hung in its own write, was not watching."""
+"""The time between two reads counts as at most 1/4 of the TTL, because the observer may have been
+suspended or stuck in a write in between."""
 
 
 class Lease:
-    """The holder's side: a file with a single writer."""
+    """The holder's side of a lease: a file with a single writer."""
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
         self._path = path
@@ -50,7 +50,7 @@ class Lease:
 
 
 def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
-    """Return the counter; None if there is none yet (no file, or a partial first write).
+    """Return the counter; None if there is none yet (no file, or an incomplete first write).
 
     Raises EnvironmentFailure if the directory does not answer or is gone, CorruptFileError if the
     path is not a regular file.
@@ -85,14 +85,14 @@ def _look_again(directory: Path, calls: SystemCalls) -> None:
 class LeaseView:
     alive: bool
     age_s: float
-    """Seconds for which the counter was observed not to move."""
+    """Seconds for which the observer saw no change of the counter."""
     counter: int | None
     note: bytes = b""
     """The note that the holder wrote after the counter."""
 
 
 class LeaseObserver:
-    """The observer's side. Look at least four times per TTL: a death takes four looks to see."""
+    """The observer's side. Observe at least 4 times per TTL: it takes 4 reads to detect a death."""
 
     def __init__(
         self,
@@ -110,10 +110,10 @@ class LeaseObserver:
         self._note = b""
         self._age_s = 0.0
         self._looked_at: float | None = None
-        """When the last look ended, if it succeeded."""
+        """Time at which the last read ended; None if it failed."""
 
     def observe(self) -> LeaseView:
-        """Look once. A failed look only stops the clock until the next one."""
+        """Read the lease once. If this fails, the clock stands still until the next read."""
         before = self._clock()
         try:
             counter, note = _read(self._path, self._calls)
@@ -135,7 +135,7 @@ class LeaseObserver:
 class LeaseBoard:
     """Observers of the leases in a directory, by file name.
 
-    Each lease is read at most once per ``look_s``, however often its view is requested.
+    Each lease is read at most once per ``look_s``, however often callers request its view.
     """
 
     def __init__(

@@ -18,40 +18,40 @@ from slurmrl.fsio.documents import INTEGER, Fields
 STEP_S = "time/total"
 """The metric of a step's time, including its evaluation."""
 TIME = "time"
-"""When a line was written, in seconds since the epoch by the master's clock; no result of the step.
-Lines of older versions lack it."""
+"""Key of the time at which a line was written, in seconds since the epoch by the master's clock. It
+is not a result of the step. Lines of older versions lack it."""
 FIELDS: Fields = {"step": INTEGER}
 LATEST_BYTES = 64 << 20
-"""Most bytes that `read_latest` reads from the end."""
+"""Maximum number of bytes that `read_latest` reads from the end."""
 MIXED_BYTES = 1 << 20
-"""How far before the last line to keep `cut` searches for lines to drop."""
+"""Number of bytes before the last line to keep in which `cut` searches for lines to drop."""
 _EVALUATION = b'"eval/'
-"""Keys that the lines of steps with an evaluation contain."""
+"""Start of the keys in lines of steps with an evaluation."""
 NO_STEP = 2**60
-"""Greater than any step."""
+"""A number greater than any step."""
 
 
 class MetricsWriter:
     """Appends to the file.
 
-    Each line is one write: a reader sees complete lines and perhaps a torn last one.
+    Each line is one write: a reader sees complete lines and perhaps an incomplete last one.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = lines.LineWriter(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Raises EnvironmentFailure; the write can be retried."""
+        """Append a line. Raises EnvironmentFailure; the write can be retried."""
         self._file.write(encode(values))
 
     def sync(self) -> None:
-        """Flush all lines to disk: a commit must not be ahead of its metrics."""
+        """Flush all lines to disk, because a commit must not be newer than the metrics on disk."""
         if self._file.path.exists():
             atomic.sync_file(self._file.path)
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
-    """Return one line. JSON has no NaN and no infinity: they become null."""
+    """Return one line. NaN and infinity, which JSON lacks, become null."""
     return json.dumps(finite(values), allow_nan=False).encode() + b"\n"
 
 
@@ -82,9 +82,9 @@ def cut(path: Path, last_step: int) -> None:
 
 
 def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
-    """Return where the lines to keep end, and whether some lines before that must be dropped.
+    """Return where the lines to keep end, and whether some lines before this place must go.
 
-    Some must be dropped if the master of an earlier incarnation was still writing next to the
+    This happens if the master of an earlier incarnation was still writing at the same time as the
     master of a later one.
     """
     end = None
@@ -100,7 +100,7 @@ def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return all lines; a torn last line and a missing file count as not written yet."""
+    """Return all complete lines; none if the file does not exist yet."""
     try:
         with lines.opened(path) as file:
             return list(_parsed(file.forward(), path))
@@ -137,12 +137,12 @@ def read_between(path: Path, after: int, last: int) -> list[dict[str, Any]]:
 
 
 def evaluates(line: Mapping[str, Any]) -> bool:
-    """Return whether a line holds an evaluation."""
+    """Return whether a line has metrics of an evaluation."""
     return any(name.startswith("eval/") for name in line)
 
 
 def read_evaluation(path: Path, n: int) -> dict[str, Any]:
-    """Return the newest of the last ``n`` lines that holds an evaluation; empty if none does.
+    """Return the newest of the last ``n`` lines that has an evaluation; empty if none has.
 
     Other lines are not parsed.
     """
@@ -156,7 +156,7 @@ def read_evaluation(path: Path, n: int) -> dict[str, Any]:
 
 
 def read_values(path: Path, name: str) -> Iterator[float]:
-    """Yield the numbers that the lines hold under a name.
+    """Yield the numbers of one metric in the lines.
 
     Lines are not parsed, because a long run has very many.
     """
@@ -172,7 +172,7 @@ def read_values(path: Path, name: str) -> Iterator[float]:
 
 
 def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the last of the lines, completed by the values of the last evaluation among them."""
+    """Return the last line, completed by the values of the last line with an evaluation."""
     newest: dict[str, Any] = {}
     for line in lines:
         evaluated = {name: value for name, value in newest.items() if name.startswith("eval/")}
@@ -181,9 +181,9 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines that hold an object with a step.
+    """Yield the lines that are an object with a step.
 
-    Skips a torn line in the middle of the file, which a crash leaves if a later line is appended.
+    Skip incomplete lines in the middle of the file, which remain where later lines follow a crash.
     """
     for raw in raw_lines:
         with suppress(CorruptFileError):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 DAMAGED_PREFIX = "damaged-"
 EVALUATED = "-eval"
-"""Suffix of an experiment's name in the name of the evaluations of its checkpoints."""
+"""Suffix that turns an experiment's name into the experiment of its evaluation trials."""
 BEING_EVALUATED = "being_evaluated"
 """The folder of a trial with the checkpoints that ``evaluation.tasks`` evaluates."""
 EVALUATION = "evaluation-"
@@ -25,7 +25,7 @@ def evaluation_prefix(step: int, incarnation: int, call: int) -> str:
 
 
 def rotated(log: Path) -> Path:
-    """The previous part of a rotated output file."""
+    """Return the path of the previous part of a rotated output file."""
     return log.with_name(f"{log.name}.1")
 
 
@@ -130,19 +130,19 @@ class RunPaths:
         return self.rollouts / f"{group}.{task}.{attempt}"
 
     def rollout_requests(self, group: str, task: int, attempt: int, incarnation: int) -> Path:
-        """Log that the master of an incarnation writes and the task reads."""
+        """Log of requests that the master of an incarnation writes and the task reads."""
         return self.rollout_task(group, task, attempt) / f"{incarnation:08d}.requests"
 
     def rollout_results(self, group: str, task: int, attempt: int) -> Path:
-        """Log that the task writes and the masters of all incarnations read."""
+        """Log of results that the task writes and the masters of all incarnations read."""
         return self.rollout_task(group, task, attempt) / "results"
 
     def rollout_samples(self, group: str, task: int, attempt: int) -> Path:
-        """The files of samples that this log names."""
+        """Folder of the sample files that the result log names."""
         return self.samples_of(self.rollout_task(group, task, attempt).name)
 
     def samples_of(self, attempt: str) -> Path:
-        """The same, by the name of the attempt's directory."""
+        """Folder of the sample files of an attempt, by the name of the attempt's directory."""
         return self.rollouts / attempt / "samples"
 
     def rollout_meeting(self, group: str, task: int, attempt: int) -> Path:
@@ -154,7 +154,7 @@ class RunPaths:
         return self.run / f"scale.{group}.json"
 
     def orphaned(self, group: str) -> Path:
-        """Record of its last task about trainers that were gone for too long."""
+        """Record that the trainers were absent for too long, written by the group's last task."""
         return self.run / f"orphaned.{group}.json"
 
     @property
@@ -167,12 +167,12 @@ class RunPaths:
 
     @property
     def results(self) -> Path:
-        """A line about each item, of a trial that records them."""
+        """Results of a trial that records a line for each item."""
         return self.run / "results.jsonl"
 
     @property
     def summary(self) -> Path:
-        """Summary of these lines."""
+        """Summary of the results."""
         return self.run / "summary.json"
 
     @property
@@ -182,7 +182,7 @@ class RunPaths:
 
     @property
     def parts(self) -> Path:
-        """The lines of single steps."""
+        """Folder of the results of single steps."""
         return self.run / "parts"
 
     def part(self, prefix: str, number: int) -> Path:
@@ -190,7 +190,7 @@ class RunPaths:
         return self.parts / f"{prefix}.{number}.jsonl"
 
     def evaluated(self) -> Path:
-        """The folder of the trials in which ``slurmrl eval`` evaluates checkpoints of this one."""
+        """The folder of trials in which ``slurmrl eval`` evaluates this trial's checkpoints."""
         return self.run.parent.parent / f"{self.experiment}{EVALUATED}"
 
     @property
@@ -203,7 +203,7 @@ class RunPaths:
         return self.evaluations / f"step-{step:08d}{name}.json"
 
     def evaluation_mark(self, directory: str, suite: str) -> Path:
-        """Whose existence says that the evaluation of a commit, by its directory, is submitted."""
+        """Empty file whose existence says that the evaluation of a commit was submitted."""
         name = f".{suite}" if suite else ""
         return self.evaluation_marks / f"{directory}{name}"
 
@@ -217,7 +217,7 @@ class RunPaths:
 
     @property
     def arrived(self) -> Path:
-        """The results of the trials that evaluate checkpoints of this one, as they arrived."""
+        """Results of trials that evaluate checkpoints of this trial, in order of arrival."""
         return self.run / "evaluations.jsonl"
 
     @property
@@ -228,14 +228,14 @@ class RunPaths:
     def notice(self, slot: int) -> Path:
         """Return the claim file of a notice.
 
-        The process that creates it (exclusively) may post the notice of the end in this slot of the
-        history.
+        The process that creates it (exclusively) may post the notice of the end that this slot of
+        the history records.
         """
         return self.run / f"notice.{slot}.json"
 
     @property
     def timeline(self) -> Path:
-        """When the ranks executed the calls of the newest steps."""
+        """Times at which the ranks executed the calls of the newest steps."""
         return self.run / "timeline.json"
 
     @property
@@ -260,17 +260,17 @@ class RunPaths:
         return self.run / "mlflow"
 
     def sink(self, name: str) -> Path:
-        """Up to which step a sink holds the metrics."""
+        """Record of the step up to which a sink has the metrics."""
         return self.run / "sinks" / f"{name}.json"
 
     @property
     def arrived_sinks(self) -> Path:
-        """How many of the arrived evaluations each sink holds."""
+        """Record of how many of the arrived evaluations each sink has."""
         return self.sink("evaluations")
 
     @property
     def arrived_turns(self) -> Path:
-        """Whose turn it is to hand them over, see `watch.sinks.arrivals.turn`."""
+        """Claims of the right to send arrived results to sinks, see `watch.sinks.arrivals.turn`."""
         return self.run / "sinks" / "turns"
 
     @property
@@ -289,7 +289,7 @@ class RunPaths:
         return self.submissions / str(number)
 
     def submission_request(self, number: int) -> Path:
-        """The request; its exclusive creation creates the submission."""
+        """The request of a submission; its exclusive creation creates the submission."""
         return self.submission(number) / "request.json"
 
     def submission_script(self, number: int, group: str) -> Path:
@@ -301,7 +301,7 @@ class RunPaths:
         return self.submission(number) / "jobs.json"
 
     def submission_stop(self, number: int) -> Path:
-        """The request that the submission stops."""
+        """A user's request that the submission stops."""
         return self.submission(number) / "stop"
 
     def submission_environment(self, number: int) -> Path:
@@ -313,7 +313,7 @@ class RunPaths:
         return self.submission(number) / f"{group}.more.{index}.json"
 
     def extension_job(self, number: int, group: str, index: int) -> Path:
-        """Job id of that array."""
+        """Job id of the array that an extension added."""
         return self.submission(number) / f"{group}.more.{index}.job.json"
 
     def local_chain(self, number: int, group: str) -> Path:
@@ -357,12 +357,12 @@ class RunPaths:
         return self.exports / f"step-{step:08d}{other}"
 
     def pinned(self, directory: str) -> Path:
-        """A model folder with links to the files of a commit, by the commit's directory."""
+        """A model folder with links to the files of a commit, named like its directory."""
         return self.exports / f"{directory}-checkpoint"
 
     @property
     def being_evaluated(self) -> Path:
-        """The same for the trials of ``evaluation.tasks``, as long as they need them."""
+        """Such a folder for a trial of ``evaluation.tasks``, as long as the trial needs it."""
         return self.run / BEING_EVALUATED
 
     def checkpoint_to_evaluate(self, directory: str) -> Path:
@@ -374,7 +374,8 @@ class RunPaths:
     def stacks(self, group: str, task: int, attempt: int, incarnation: int, number: int) -> Path:
         """Return the file for the stacks of a host's processes.
 
-        They are taken before an incarnation ended (``number`` 0) or for the request ``number``.
+        The stacks are collected before an incarnation ends (``number`` 0) or for the request
+        ``number``.
         """
         return self.logs / group / f"{task}.{attempt}.stacks-{incarnation}.{number}.txt"
 

@@ -1,10 +1,10 @@
-"""Publications of a trial's processes: their identity, and reports about the end of an incarnation.
+"""Publications of a trial's processes: their identities, and reports about ends of incarnations.
 
 The first failure of an incarnation counts. Reports may come from older versions of slurmrl and lack
 fields. See `watch.published` for the readers and `workers.failure` for the writers.
 
-A world is a set of processes that share one process group and one fate, with ranks 0..n-1 of their
-own. The group of the trainers is one world on all of its hosts. In every other group each task is a
+A world is a set of processes that share one process group and fail together; its ranks are 0..n-1.
+The group of the trainers is one world on all of its hosts. In every other group, each task is a
 separate world.
 """
 
@@ -18,11 +18,11 @@ from typing import Annotated, Final
 from slurmrl.fsio.documents import COUNT, FILE_NAME, NUMBER, SECONDS, SIZE
 
 TRAINERS: Final = "trainer"
-"""The group of the trainers, and the name of their world. Its end is the end of an incarnation."""
+"""The group of the trainers, and the name of their world. When it ends, the incarnation ends."""
 
 MASTER: Final = "master"
-"""The name of the master among the groups, for its output. Its log has the number of the agent that
-starts it: the trainers' first agent."""
+"""Name under which the master's output is filed, as if it were a group. Its log has the number of
+the agent that starts it: the trainers' first agent."""
 
 
 def group_of(world: str) -> str:
@@ -48,19 +48,20 @@ class RankId:
 
 class Cause(StrEnum):
     EXCEPTION = "exception"
-    """Code raised an exception; mostly in a rank, so ``rank``, ``call`` and ``step`` are known."""
+    """Code raised an exception. It is usually the code of a rank; then ``rank``, ``call`` and
+    ``step`` are known."""
     DIED = "died"
     """A worker ended unexpectedly."""
     OOM = "oom"
     """A process was killed, or an allocation failed, for lack of memory."""
     HUNG = "hung"
-    """A process gave no sign of life and was killed."""
+    """A process sent no heartbeat and was killed."""
     DEADLINE = "deadline"
     """Ranks were alive but did not finish in time."""
     LOST_HOST = "lost_host"
     """An agent stopped renewing its lease."""
     GPU_FAULT = "gpu_fault"
-    """A GPU failed (see `tensors.parallel.gpu`); its host is given up like a lost one."""
+    """A GPU failed (see `tensors.parallel.gpu`); its host is treated like a lost one."""
     MASTER = "master"
     """The master ended unexpectedly."""
     ENVIRONMENT = "environment"
@@ -103,7 +104,7 @@ class StacksRequest:
     """A user's request for the stacks of ranks of the trainers."""
 
     ranks: tuple[Annotated[int, COUNT], ...] | None = None
-    """None: all of them, and the master."""
+    """The ranks; None for all ranks and the master."""
     time: Annotated[float, SECONDS] | None = None
 
 
@@ -120,11 +121,11 @@ class Failure(Report):
     """Reason why an incarnation failed."""
 
     cause: str = ""
-    """A `Cause`, or one of another version; empty in reports of very old ones."""
+    """A `Cause`, or a cause of another version; empty in reports of very old versions."""
     reason: str = ""
-    """One sentence."""
+    """The reason in one sentence."""
     host: str | None = None
-    """Where it happened; empty if no host is to blame."""
+    """Host on which it happened; empty if no host caused it."""
     world: str = TRAINERS
     """The world of the rank."""
     rank: Annotated[int, COUNT] | None = None
@@ -136,11 +137,11 @@ class Failure(Report):
     exit_code: int | None = None
     """Exit code of the process that ended, negative for a signal."""
     silent_s: Annotated[float, SECONDS] | None = None
-    """How long a process that was killed for it had given no sign of life."""
+    """Seconds without a heartbeat, for a process that was killed because of this silence."""
     gpu: str = ""
     """The GPU that failed."""
     certain: bool = False
-    """Whether nothing but the GPU's hardware can be the reason."""
+    """Whether only the GPU's hardware can be the reason."""
     damaged: str = ""
     """Directory of a damaged checkpoint."""
     absent: str = ""
@@ -148,9 +149,9 @@ class Failure(Report):
     agent: str = ""
     """The agent that hangs."""
     echo: bool = False
-    """It looks like a consequence of another rank's end."""
+    """Whether the failure looks like a consequence of another rank's end."""
     final: bool = False
-    """A user error, after which no other incarnation is tried."""
+    """Whether it is a user error, after which no other incarnation starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,7 @@ class Warned(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class Hang(Report):
-    """Who waited for whom when silence or a deadline ended an incarnation."""
+    """Description of who waited for whom when silence or a deadline ended an incarnation."""
 
     text: str = ""
     files: tuple[str, ...] = ()
@@ -175,31 +176,31 @@ class Hang(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class LostHost(Report):
-    """A host that is of no further use in a start of a job."""
+    """A host that a start of a job no longer uses."""
 
     incarnation: Annotated[int, COUNT] = 0
-    """The one that gave it up."""
+    """The incarnation that stopped using the host."""
     job: str = ""
     """``JOBID.RESTARTCOUNT.ROUND``"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutTaskView:
-    """An attempt of a task that is alive, as far as the master knows."""
+    """An attempt at a task that is alive as far as the master knows."""
 
     task: str
     """``rollout/3``"""
     attempt: Annotated[int, COUNT]
     host: str = ""
-    """Empty until the task has joined."""
+    """Host of the task; empty until the task has joined."""
     version: str = ""
-    """The weights that it holds; empty if it has none yet."""
+    """The weight version that it uses; empty if it has none yet."""
     leased: Annotated[int, SIZE] = 0
-    """Items that it works on."""
+    """Number of items on which it works."""
     silent_s: Annotated[float, SECONDS] = 0.0
-    """Since its last message."""
+    """Seconds since its last message."""
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
-    """Sums since the attempt began."""
+    """Counters since the attempt began."""
     problem: str = ""
     """Reason why it cannot take newer weights; empty if it can."""
     leaving: bool = False
@@ -217,26 +218,28 @@ class RolloutTaskView:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutsView:
-    """The rollout tasks of a run. Sums are since the incarnation began."""
+    """The rollout tasks of a run. Counters start with the incarnation."""
 
     wanted: Annotated[int, SIZE] = 0
-    """Tasks that may run at a time."""
+    """Number of tasks that may run at a time."""
     waits_for: str = ""
-    """Reason why the trainers wait; empty if there is a batch for the next step, or one in work."""
+    """Reason why the trainers wait; empty if the batch of the next step exists or is in progress.
+    """
     finished: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
-    """Groups that wait for a step, by their staleness in steps: age of the oldest weights."""
+    """Number of finished groups that wait for a step, by staleness in steps (age of the oldest
+    weights)."""
     trained: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
-    """Groups that steps have taken, by their staleness then."""
+    """Number of groups that steps have trained on, by their staleness at that step."""
     dropped: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
-    """Groups that are never trained, by reason, since the trial began."""
+    """Number of dropped groups, which are never trained on, by reason, since the trial began."""
     refused: Mapping[str, Annotated[int, SIZE]] = field(default_factory=dict)
-    """Results that did not count, by reason."""
+    """Number of rejected results, by reason."""
     damaged: Annotated[int, SIZE] = 0
-    """Groups whose samples could not be read; they are made again."""
+    """Number of groups whose samples could not be read; they are generated again."""
     aborted: Annotated[int, SIZE] = 0
-    """Items that were taken back, because their samples would have been too stale."""
+    """Number of items that the master withdrew because their samples would have been too stale."""
     given_back: Annotated[int, SIZE] = 0
-    """Items that tasks gave back."""
+    """Number of items that tasks returned unfinished."""
     lost: Annotated[int, SIZE] = 0
-    """Items of tasks that were lost or left."""
+    """Number of items of tasks that were lost or left."""
     tasks: tuple[RolloutTaskView, ...] = ()

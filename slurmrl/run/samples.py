@@ -1,13 +1,13 @@
-"""Completions or rows that steps keep, as JSON lines.
+"""Completions or rows of steps, kept as JSON lines.
 
-``samples/`` has readable samples. Each incarnation appends to files that no other one writes:
-``step-<s>.<incarnation>.jsonl`` of training and ``eval-step-<s>.<incarnation>.jsonl`` of
-evaluations hold step ``s`` and later ones, ``<s>.<incarnation>.index`` names the place of each step
-in them. The ``s`` of an index is the first step of its incarnation. Earlier versions wrote one file
-per step, ``step-<s>.jsonl``.
+``samples/`` has readable samples. Each incarnation writes its own files:
+``step-<s>.<incarnation>.jsonl`` for training and ``eval-step-<s>.<incarnation>.jsonl`` for
+evaluations contain step ``s`` and later steps. ``<s>.<incarnation>.index`` gives the place of each
+step in them; its ``s`` is the first step of its incarnation. Earlier versions wrote one file per
+step, ``step-<s>.jsonl``.
 
-Part files hold one line about each item of a step or an evaluation. Ranks write them, and the
-master reads them.
+Part files have one line for each item of a step or an evaluation. Ranks write them, and the master
+reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
 
 FILE_BYTES = 64 << 20
-"""Size from which on the samples of later steps go to another file."""
+"""Size of a file after which the samples of later steps go to another file."""
 FIELDS: Fields = {"step": SIZE, "file": FILE_NAME, "start": SIZE, "stop": SIZE}
 """The fields of a line of an index. The lines of the step are the bytes from ``start`` to ``stop``
 of the file."""
@@ -61,11 +61,11 @@ class KeptSampleWriter:
         self._files: dict[str, lines.LineWriter] = {}
 
     def begin(self) -> None:
-        """Make the index: from its step on, samples of earlier incarnations no longer count."""
+        """Create the index. Samples of earlier incarnations from its step on no longer count."""
         self._append(self._index, b"")
 
     def write(self, step: int, rows: bytes, *, evaluation: bool) -> None:
-        """Write the lines of a step. Readers find them once the index names them."""
+        """Write the lines of a step. Readers find them after the index names them."""
         prefix = _prefix(evaluation)
         file = self._files.get(prefix)
         if file is None or file.size >= FILE_BYTES:
@@ -87,7 +87,8 @@ class KeptSampleWriter:
 def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
     """Return where the samples of each step are, in the order of the steps.
 
-    Those of a step that was trained again are the newest incarnation's. Raises EnvironmentFailure.
+    For a step that was trained again, the samples of the newest incarnation count. Raises
+    EnvironmentFailure.
     """
     try:
         names = set(atomic.list_names(folder))
@@ -109,7 +110,7 @@ def places(folder: Path, *, evaluation: bool) -> dict[int, SamplePlace]:
 
 
 def _lines(index: Path) -> Iterator[dict[str, Any]]:
-    """The lines of an index; torn lines from a kill or a full disk are skipped."""
+    """Return the lines of an index, without lines that a kill or a full disk has cut off."""
     with suppress(FileNotFoundError), lines.opened(index) as file:
         for raw in file.forward():
             with suppress(CorruptFileError):
@@ -167,7 +168,7 @@ def _place(line: Mapping[str, Any]) -> int:
 
 
 def _part_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Raises CorruptFileError, EnvironmentFailure."""
+    """Return the lines of a part file. Raises CorruptFileError, EnvironmentFailure."""
     try:
         with (
             opened(path, os.O_RDONLY | os.O_NOFOLLOW, REAL) as descriptor,

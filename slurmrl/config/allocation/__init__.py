@@ -2,8 +2,8 @@
 
 ``allocation`` has the table of engines with their dimensions (a new engine is one line there) and
 the meaning of a string, which may join allocations by ``+`` (on separate ranks) or ``|`` (on the
-same ranks). ``parser`` reads strings, ``legacy_spellings`` reads strings of earlier systems with
-their lists of hosts.
+same ranks). ``parser`` reads strings. ``legacy_spellings`` reads strings and host lists of earlier
+systems.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from slurmrl.errors import AllocationError, UnknownNameError
 from slurmrl.registry import near
 
 AXIS_OF: Final = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
-"""The axis of each letter, in the order in which strings are written."""
+"""The axis of each letter; strings have the letters in this order."""
 AXES: Final = tuple(AXIS_OF.values())
 ATTENTION_LETTERS: Final = "dtpc"
 EXPERT_LETTERS: Final = "dtpe"
@@ -21,13 +21,13 @@ EXPERT_LETTERS: Final = "dtpe"
 class Backend:
     name: str
     dimensions: str
-    """The letters that it supports."""
+    """The letters that the engine supports."""
     trains: bool = True
-    """Whether it can train; if not, it only generates."""
+    """Whether the engine can train; otherwise it only generates."""
     halves: bool = False
     """Whether attention and experts may have different layouts: ``(attn:…|ffn:…)``."""
     serves: bool = False
-    """Whether it runs as servers, whose copies are tasks of an elastic group."""
+    """Whether it runs as servers; each copy of the model is then a task of an elastic group."""
 
 
 BACKENDS: Final = {
@@ -47,8 +47,8 @@ BACKENDS: Final = {
 class ExpertSizes:
     """The experts' layout over the ranks of a pipeline stage.
 
-    There are ``dp`` copies of ``ep`` parts of all experts, and each expert is split over ``tp``
-    ranks. (These are edp, ep and etp of the whole model.)
+    All experts are divided into ``ep`` parts, each expert is split over ``tp`` ranks, and there are
+    ``dp`` copies of everything. (Megatron calls these sizes ep, etp and edp.)
     """
 
     dp: int
@@ -60,7 +60,7 @@ class ExpertSizes:
 class Allocation:
     """A backend and the size of every axis (1 unless the string sets it).
 
-    ``experts`` is None if the model's experts, if any, have the layout of the rest.
+    ``experts`` is None if the model has no experts, or if they have the layout of its other layers.
 
     ``str`` gives a string that parses back to an equal allocation. Raises AllocationError if the
     two halves need different numbers of ranks.
@@ -103,7 +103,7 @@ class Allocation:
         return self.experts.dp if self.experts else self.sizes["dp"]
 
     def explain(self) -> dict[str, Any]:
-        """The sizes as plain values, with both halves if experts have their own layout."""
+        """Return the sizes as plain values, with both halves if experts have a separate layout."""
         shown: dict[str, Any] = {
             "backend": self.backend,
             "name": self.name or None,
@@ -135,13 +135,13 @@ class Allocation:
 
     @property
     def _has_halves(self) -> bool:
-        """Whether the short form would have another meaning."""
+        """Whether the string must have two halves: the short form would mean another layout."""
         if self.experts is None:
             return False
         return self.sizes["ep"] == 1 or self.experts != self._spread_experts()
 
     def _spread_experts(self) -> ExpertSizes:
-        """Whole experts, spread over all ranks of a stage."""
+        """Return the default layout: whole experts, divided among all ranks of a stage."""
         ep = self.sizes["ep"]
         if self.stage_size % ep:
             raise AllocationError(
@@ -164,7 +164,7 @@ def _written(sizes: Mapping[str, int]) -> str:
 
 
 def _divisors(number: int) -> str:
-    """At most a dozen divisors, from the smallest."""
+    """Return at most a dozen divisors, smallest first."""
     divisors = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
     return ", ".join(divisors[:12]) + (", …" if len(divisors) > 12 else "")
 
@@ -191,7 +191,7 @@ class Components:
         return sum(len(place) for place in self.places)
 
     def __getitem__(self, name: str) -> Allocation:
-        """The component of that name. Raises UnknownNameError."""
+        """Return the component with this name. Raises UnknownNameError."""
         for allocation in self:
             if allocation.name == name:
                 return allocation
@@ -204,7 +204,7 @@ class Components:
         return list(accumulate(sizes[:-1], initial=0))
 
     def explain(self) -> dict[str, Any]:
-        """The sizes as plain values; if there are several allocations, with their first ranks."""
+        """Return the sizes as plain values, and the first rank of each of several allocations."""
         if len(self) == 1:
             return next(iter(self)).explain()
         parts = [

@@ -1,6 +1,6 @@
 """Layout strings of earlier systems and their current spelling.
 
-They are read only for the field ``allocation_mode``.
+Only the field ``allocation_mode`` accepts them.
 
     ReaL 2024     d2m2p2   actor_gen:d4m2p1,*:d2m2p2   pipe_model   pipe_data   heuristic
                   manual as  actor:node[01-02]:d4m2p2,ref:node01:0,1:d1m2p1
@@ -45,17 +45,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class HostShape:
-    """Hosts, and GPUs per host, that words such as ``pipe_model`` spread a model over."""
+    """The hosts and GPUs per host over which words such as ``pipe_model`` spread a model."""
 
     hosts: int
     gpus_per_host: int
 
 
 def parse_legacy(text: str, shape: HostShape, *, trains: bool = True) -> dict[str, Placed]:
-    """The roles in a legacy string.
+    """Return the roles in a legacy string.
 
-    The actor is always among them if the trial ``trains``; critic and reference are left out if
-    they have the actor's layout.
+    If the trial ``trains``, the actor is one of them. Critic and reference are left out if they
+    have the actor's layout.
 
     Raises AllocationError that points at the character.
     """
@@ -243,7 +243,7 @@ class _Reader:
 
 
 def _shifted(scanner: Scanner, prefix: str) -> Allocation:
-    """Read dimensions as if ``prefix`` preceded them; errors point into the string itself."""
+    """Read dimensions as if ``prefix`` preceded them; errors give positions without the prefix."""
     start = scanner.position
     end = _end_of_dimensions(scanner.text, start)
     inner = Scanner(prefix + _renamed(scanner.text[start:end]))
@@ -261,7 +261,7 @@ def _renamed(text: str) -> str:
 
 
 def _end_of_dimensions(text: str, start: int) -> int:
-    """The end of the dimensions at ``start``; the ``|`` between two halves does not end them."""
+    """Return the end of the dimensions at ``start``; a ``|`` between two halves is part of them."""
     halves = "attn" in text[start:].replace("(", "").lstrip()[:4]
     position = start
     while position < len(text):
@@ -282,20 +282,20 @@ def _trained(sizes: Mapping[str, int]) -> Allocation:
 
 
 def _generating(allocation: Allocation) -> Allocation:
-    """The layout with the engine that generates in it."""
+    """Return the layout with the engine that generates in it."""
     if allocation.sizes["pp"] == allocation.sizes["cp"] == allocation.sizes["ep"] == 1:
         return Allocation("native", sizes=allocation.sizes)
     return allocation
 
 
 def _unsplit(server: Allocation) -> Allocation:
-    """The layout of a server with as many GPUs and no pipeline, which no server here splits."""
+    """Return a server's layout with as many GPUs but without a pipeline, which none supports."""
     tp = server.sizes["tp"] * server.sizes["pp"]
     return replace(server, sizes={**server.sizes, "tp": tp, "pp": 1})
 
 
 def _same_layout(rollout: Placed, actor: Placed) -> bool:
-    """Whether generation has the actor's training layout."""
+    """Whether generation uses the actor's training layout."""
     if rollout.gpus != actor.gpus or BACKENDS[rollout.allocation.backend].serves:
         return False
     first, second = rollout.allocation, actor.allocation
@@ -303,7 +303,7 @@ def _same_layout(rollout: Placed, actor: Placed) -> bool:
 
 
 def spelled(placed: Mapping[str, Placed]) -> Iterator[str]:
-    """The current spelling of each role: ``actor.backend: fsdp:d2``."""
+    """Return the current spelling of each role: ``actor.backend: fsdp:d2``."""
     for role, place in placed.items():
         yield f"{role}.backend: {place.backend}"
         if place.gpus:
@@ -323,14 +323,14 @@ class Mesh:
     gpus: tuple[int, ...] = ()
 
     def numbers(self, hosts: Sequence[str], gpus_per_host: int) -> tuple[int, ...]:
-        """The GPUs' numbers in a trial on ``hosts``, in that order."""
+        """Return the numbers of the GPUs in a trial that runs on ``hosts``, in this order."""
         own = self.gpus or tuple(range(gpus_per_host))
         starts = sorted(hosts.index(host) * gpus_per_host for host in self.hosts)
         return tuple(start + gpu for start in starts for gpu in own)
 
 
 def mesh(scanner: Scanner, gpus_per_host: int) -> Mesh:
-    """Parse a mesh. It uses 1, 2, 4, … consecutive GPUs of a host."""
+    """Parse a mesh. On one host, it uses 1, 2, 4, … consecutive GPUs."""
     scanner.skip_blanks()
     start = scanner.position
     hosts = _hosts(scanner)

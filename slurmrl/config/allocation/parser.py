@@ -50,8 +50,8 @@ def parse(text: str) -> Allocation:
 def parse_components(text: str) -> Components:
     """Parse one or more allocations.
 
-    Three or more must all have names, and so must each that shares the ranks of a previous one,
-    which needs as many ranks.
+    Three or more allocations must all have names. An allocation that shares the ranks of a previous
+    one must have a name and the same number of ranks.
     """
     scanner = Scanner(text)
     places: list[list[Allocation]] = [[]]
@@ -150,7 +150,7 @@ def _name(scanner: Scanner) -> str:
 
 
 def _dimensions(scanner: Scanner, owner: str, allowed: str, *, strict: bool = False) -> Dimensions:
-    """``strict`` refuses letters that are not allowed even with size 1."""
+    """``strict`` rejects letters that the backend lacks even with size 1."""
     dimensions = Dimensions()
     listed = ", ".join(allowed)
     while scanner.character not in ENDS and scanner.character != ")":
@@ -213,7 +213,7 @@ def _half(scanner: Scanner, backend: Backend, word: str, letters: str) -> Dimens
 
 
 def _experts(scanner: Scanner, sizes: dict[str, int], ffn: Dimensions, start: int) -> ExpertSizes:
-    """The experts' sizes; a missing ``d`` follows from the others."""
+    """Return the experts' sizes; a missing ``d`` is computed from the others."""
     pp, tp, ep = sizes["pp"], ffn.sizes.get("t", 1), ffn.sizes.get("e", 1)
     if ffn.sizes.get("p", pp) != pp:
         scanner.fail(f"attention has p{pp}: both halves must have the same p", ffn.starts["p"])
@@ -243,12 +243,12 @@ class Scanner:
 
     @property
     def character(self) -> str:
-        """The next character that is not blank; empty at the end."""
+        """Return the next character that is not blank; an empty string at the end."""
         self.skip_blanks()
         return self.text[self.position : self.position + 1]
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """Consume and return the string that matches at the position; it may be empty."""
+        """Consume and return the match at the position, which may be an empty string."""
         self.skip_blanks()
         match = pattern.match(self.text, self.position)
         if match is None:
@@ -303,7 +303,7 @@ _NUMBER: Final = re.compile(r"[0-9]+")
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """The numbers in a list of numbers and ranges, in order.
+    """Return the numbers in a list of numbers and ranges, in order.
 
     Raises AllocationError that points at the character.
     """
@@ -327,7 +327,7 @@ def parse_gpus(text: str) -> tuple[int, ...]:
 
 
 def format_gpus(numbers: Sequence[int]) -> str:
-    """The shortest list that parses back to these ascending numbers."""
+    """Return the shortest list that parses to these ascending numbers."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -19,7 +19,7 @@ CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys refused, described by field docstrings."""
+    """Base of every section: frozen; it rejects unknown keys; docstrings describe its fields."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -30,7 +30,8 @@ class Section(BaseModel):
         validate_default=False,
     )
     null_means: ClassVar[str] = ""
-    """Value of keys that are null, in Markdown, if all of them take it from one place."""
+    """Where null keys of this section take their values from, in Markdown; empty if this differs.
+    """
 
 
 class HasVariables:
@@ -38,7 +39,7 @@ class HasVariables:
 
 
 class IsPath(HasVariables):
-    """Marks a field that holds a path: relative ones are resolved against the config's folder."""
+    """Marks a field that is a path; relative paths start at the folder of the configuration."""
 
 
 class IsHubPath(IsPath):
@@ -88,7 +89,7 @@ HubPathText = Annotated[Word, IsHubPath()]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-"""Bounded so that its product with the number of ranks fits into a 64-bit generator seed."""
+"""Seed of a trial. Its bound lets its product with the number of ranks fit into 64 bits."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -1,4 +1,4 @@
-"""Placement of the run's processes, and the resources that the scheduler is asked to allocate."""
+"""Placement of the run's processes, and the resources that slurmrl requests from the scheduler."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _check_env(variables: dict[str, str]) -> dict[str, str]:
 
 
 def time_limit_s(text: str) -> float:
-    """Seconds of a time limit in one of Slurm's forms; infinite for a word such as UNLIMITED."""
+    """Return the seconds of a time limit in one of Slurm's forms; infinity for UNLIMITED."""
     if not text[:1].isdigit():
         return inf
     days, _, clock = text.rpartition("-")
@@ -126,7 +126,7 @@ class JobOptions(Section):
     """GPU type in the request for GPUs. Example: `a100`"""
 
     def over(self, trainers: Slurm) -> Slurm:
-        """All options of the array. Raises ValueError for options that exclude each other."""
+        """Return all options: these over the trainers'. Raises ValueError for a conflict."""
         given = self.model_dump(exclude_none=True)
         return Slurm.model_validate({**trainers.model_dump(), **given})
 
@@ -251,7 +251,7 @@ class Cluster(Section):
 
     @property
     def asks_slurm(self) -> bool:
-        """Whether a setting has a meaning only on a cluster. Local chains have links, too."""
+        """Whether a setting applies only to a cluster, unlike `links` and `continue`."""
         local = {"links", "continue_"}
         return self.slurm.model_dump(exclude=local) != Slurm().model_dump(exclude=local)
 

@@ -1,4 +1,4 @@
-"""The whole configuration, with its checkpoints, logs, notices and conditions."""
+"""The whole configuration, and its sections for checkpoints, logs and notices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _check_variable(name: str) -> str:
 
 
 def _check_tracking_uri(uri: str) -> str:
-    """The secret of a server must not stand in files that others may read."""
+    """Reject a URL with a password or token, because others may read the files that contain it."""
     parts = urlsplit(uri)
     if "@" in parts.netloc and parts.scheme in ("http", "https"):
         raise ValueError(
@@ -127,7 +127,7 @@ class Mlflow(Section):
 
     @property
     def is_database(self) -> bool:
-        """Whether the library itself must access a database."""
+        """Whether the URL names a database, which the library accesses directly."""
         scheme = (self.tracking_uri or "").partition(":")[0].partition("+")[0]
         return scheme in DATABASES
 
@@ -196,12 +196,12 @@ RoleName = Annotated[str, AfterValidator(_check_role)]
 
 
 def role_key(role: str) -> KeyPath:
-    """The key of a role's section."""
+    """Return the key of a role's section."""
     return (role,) if role in ROLES else ("models", role)
 
 
 def evaluation_key(suite: str) -> KeyPath:
-    """The key of the section of a suite; of an evaluation without suites, that of the whole."""
+    """Return the key of a suite's section, or of the evaluation section if there are no suites."""
     return ("evaluation",) if suite == WHOLE else ("evaluation", "suites", suite)
 
 
@@ -271,29 +271,29 @@ class Config(Section):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The built-in roles and those of `models`."""
+        """Return the built-in roles and the roles in `models`."""
         return (*ROLES, *self.models)
 
     def find_model(self, role: str) -> Model | None:
-        """The section of a role; None if there is none."""
+        """Return the section of a role, or None."""
         section: Model | None = getattr(self, role) if role in ROLES else self.models.get(role)
         return section
 
     def model(self, role: str) -> Model:
-        """The section of a role that the algorithm uses."""
+        """Return the section of a role that the algorithm uses."""
         section = self.find_model(role)
         assert section is not None, f"no section of {role}"
         return section
 
     def with_models(self, models: Mapping[str, Model]) -> Config:
-        """The configuration with other sections of roles."""
+        """Return the configuration with other sections for some roles."""
         own = {role: model for role, model in models.items() if role not in ROLES}
         known = {role: model for role, model in models.items() if role in ROLES}
         return self.model_copy(update={**known, "models": {**self.models, **own}})
 
     @property
     def evaluations(self) -> dict[str, Config]:
-        """The configuration that the evaluation of each suite sees, by the suite's name.
+        """Return the configuration that the evaluation of each suite uses, by the suite's name.
 
         It has the suite's dataset, settings and reward. The name is `WHOLE` for an evaluation
         without suites.
@@ -312,7 +312,7 @@ class Config(Section):
 
     @property
     def asks_slurm(self) -> bool:
-        """Whether a setting has a meaning only on a cluster."""
+        """Whether a setting applies only to a cluster."""
         tasks = self.evaluation.tasks if self.evaluation is not None else None
         options = [self.rollout.slurm, *([tasks.slurm] if tasks is not None else [])]
         return self.cluster.asks_slurm or any(
@@ -321,14 +321,14 @@ class Config(Section):
 
     @property
     def trainers_evaluate(self) -> bool:
-        """Whether the trainers evaluate, rather than trials of their own or nobody."""
+        """Whether the trainers evaluate; if not, separate trials do, or nobody does."""
         return self.evaluation is not None and self.evaluation.tasks is None
 
     @property
     def rollout_evaluates(self) -> bool:
         """Whether the engine of `rollout.backend` generates for evaluations too.
 
-        Rollout tasks do not: the trainers' own ranks generate then.
+        With rollout tasks, the trainers' ranks generate for evaluations instead.
         """
         return self.trainers_evaluate and self.rollout.tasks is None
 
@@ -342,13 +342,13 @@ class Config(Section):
 
     @property
     def held_out(self) -> Dataset:
-        """The dataset of the evaluation of one suite, see `evaluations`."""
+        """Return the evaluation dataset of a configuration that `evaluations` returned."""
         assert self.evaluation is not None, "the caller evaluates"
         assert self.evaluation.dataset is not None, "one of `evaluations`"
         return self.evaluation.dataset
 
     def datasets(self) -> dict[KeyPath, Dataset]:
-        """All datasets by the keys of their sections: of training, and of each evaluation."""
+        """Return the datasets for training and evaluations, by the keys of their sections."""
         held_out = {
             (*evaluation_key(suite), "dataset"): own.held_out
             for suite, own in self.evaluations.items()
@@ -358,7 +358,7 @@ class Config(Section):
     def with_datasets(self, changed: Callable[[KeyPath, Dataset], Dataset]) -> Config:
         """Return the configuration with other datasets.
 
-        ``changed`` makes them of a section's key and each dataset.
+        ``changed`` returns the new dataset for a section's key and its dataset.
         """
         update: dict[str, Any] = {"dataset": changed(("dataset",), self.dataset)}
         if (evaluation := self.evaluation) is not None:
@@ -378,7 +378,7 @@ class Config(Section):
         return self.model_copy(update=update)
 
     def rewards(self) -> dict[KeyPath, Reward]:
-        """All rewards by the keys of their sections: the trial's, and those of suites."""
+        """Return the trial's reward and the rewards of suites, by the keys of their sections."""
         found: dict[KeyPath, Reward | None] = {("reward",): self.reward}
         for name, suite in (self.evaluation.suites if self.evaluation else {}).items():
             found[*evaluation_key(name), "reward"] = suite.reward
@@ -386,15 +386,15 @@ class Config(Section):
 
     @property
     def evaluates_completions(self) -> bool:
-        """Whether evaluations of a model that learns from given answers generate completions.
+        """Whether trials that train on given answers evaluate by generating completions.
 
-        They complete held-out prompts then, instead of reading held-out answers.
+        It then completes held-out prompts instead of computing the loss of held-out answers.
         """
         return self.evaluation is None or self.held_out.kind == "prompt"
 
     @property
     def default_pass_score(self) -> float | None:
-        """The reward from which on a completion is correct, where rewards can be 1 and 0 only."""
+        """Return the minimum reward of a correct completion if rewards are 1 or 0, else None."""
         episode = self.rollout.episode
         earns = episode.has_turns and (
             episode.environment is None or episode.environment.name != EARNS_NOTHING
@@ -402,7 +402,7 @@ class Config(Section):
         return 1.0 if self.reward is not None and self.reward.is_binary and not earns else None
 
     def data_paths(self) -> tuple[str, ...]:
-        """The files and folders of all datasets."""
+        """Return the files and folders of all datasets."""
         sections = self.datasets().values()
         paths = [part.path for section in sections for part in section.parts.values()]
         return tuple(dict.fromkeys(paths))
@@ -457,10 +457,10 @@ def _number(text: str) -> float | None:
 
 
 class Frequency:
-    """Decide when an action is due: after a number of steps, seconds or epochs, whichever is first.
+    """Decide when an action is due: after some steps, seconds or epochs, whichever comes first.
 
-    All counters restart when it is due. ``state`` is committed with the run, so that a resumed run
-    continues with the same steps and epochs; seconds count from the start of the process.
+    All counters restart when the action is due. ``state`` is committed with the run, so that a
+    resumed run continues with the same steps and epochs; seconds start again with each process.
     """
 
     def __init__(
@@ -479,10 +479,10 @@ class Frequency:
         self._time_s = now_s
 
     def check(self, step: int, epochs: int, now_s: float) -> bool:
-        """True when due.
+        """Return whether the action is due.
 
-        ``step`` and ``epochs`` are numbers of completed ones; ``now_s`` is any monotonic clock in
-        seconds.
+        ``step`` and ``epochs`` are numbers of completed steps and epochs. ``now_s`` is the time of
+        a monotonic clock in seconds.
         """
         due = (
             (self.every_steps is not None and step - self._step >= self.every_steps)

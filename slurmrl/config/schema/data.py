@@ -1,4 +1,4 @@
-"""Datasets, and the templates of their prompts and answers: ``Question: {prompt}``."""
+"""Datasets, and templates for their prompts and answers: ``Question: {prompt}``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_TYPES: Final[dict[str, tuple[str, ...]]] = {
     "label_key": ("kto",),
     "messages_key": ("messages",),
 }
-"""Settings that only some types use."""
+"""Settings that only some types use, with these types."""
 SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 BOTH: Final = "has both path and sources; a path belongs to each source"
 FIRST_SETTINGS: Final = (
@@ -53,7 +53,7 @@ FIRST_SETTINGS: Final = (
     "max_prompt_tokens",
     "max_tokens",
 )
-"""Settings that are in every fingerprint, see `Dataset.rules`."""
+"""Settings that every fingerprint includes, see `Dataset.rules`."""
 
 
 def _check_source_name(name: str) -> str:
@@ -261,7 +261,7 @@ class Dataset(Section):
 
     @property
     def parts(self) -> dict[str, Dataset]:
-        """A dataset for each source, by its name; "" for a dataset without sources."""
+        """Return a dataset for each source, by name; "" is the name if there are no sources."""
         if not self.sources:
             return {"": self}
         return {
@@ -276,29 +276,29 @@ class Dataset(Section):
 
     @property
     def title(self) -> str:
-        """The paths, for messages."""
+        """Return the paths, for messages."""
         return ", ".join(part.path for part in self.parts.values())
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Weights of the sources; empty if they have none."""
+        """Return the weights of the sources; empty if they have none."""
         return tuple(each.weight for each in self.sources.values() if each.weight is not None)
 
     @property
     def kind(self) -> BuiltIn:
-        """The built-in type that this one is, or is derived from."""
+        """Return the type if it is built-in, else the built-in type from which it is derived."""
         return self.like or cast(BuiltIn, self.type)
 
     @property
     def is_chat(self) -> bool:
-        """Whether a chat template makes the texts."""
+        """Whether a chat template formats the rows."""
         return self.kind == "messages" or self.chat_template not in (None, False)
 
     def rules(self) -> dict[str, Any]:
-        """What determines the rows except the file, as JSON values.
+        """Return the settings that determine how the rows are read, as JSON values.
 
-        Settings that slurmrl 1 did not have are left out at their defaults, so that fingerprints in
-        older commits stay valid. `chat_template: false` was the default before the rows decided.
+        Newer settings are omitted if they have their defaults, so that fingerprints in older
+        commits stay valid. `chat_template: false` was the default of earlier versions.
         """
         plain = {"chat_template"} if self.chat_template is False else set()
         values = self.model_dump(mode="json", exclude={"path", "shuffle", *plain})
@@ -316,7 +316,7 @@ DOUBLING = "write {{ and }} for braces in the text"
 
 @dataclass(frozen=True)
 class Template:
-    """Literal strings with a field between any two.
+    """Literal strings, with a field between each two neighbors.
 
     ``literals`` has one entry more than ``fields``.
     """
@@ -328,7 +328,7 @@ class Template:
     def parse(text: str) -> Template:
         """``{name}`` is a field; ``{{`` and ``}}`` are braces.
 
-        Raises UsageError for an unbalanced brace, an empty name, and a text without fields.
+        Raises UsageError for an unbalanced brace, an empty name or a template without fields.
         """
         literals, fields, at = [""], [], 0
         while at < len(text):

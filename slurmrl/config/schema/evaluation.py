@@ -1,4 +1,4 @@
-"""Evaluations: on one held-out set or on several, by the trainers or in trials of their own."""
+"""Evaluations on one or several held-out sets, by the trainers or in separate trials."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OF_TRAINERS: Final = (
     "at_end",
     "keep_last",
 )
-"""Settings of evaluations that the trainers make."""
+"""Settings that apply only to evaluations by the trainers."""
 WHOLE: Final = ""
 """Name of the only part of an evaluation without suites."""
 
@@ -151,21 +151,21 @@ class Evaluation(Section):
 
     @property
     def attempts(self) -> tuple[int, ...]:
-        """Each k of pass@k, and of maj@k without 1.
+        """Return each k of pass@k; maj@k has the same values except 1.
 
-        Empty for a single completion, or if no reward says which completions are correct.
+        The result is empty for a single completion, or if no reward says which are correct.
         """
         return subset_sizes(self.n) if self.n > 1 and self.pass_score is not None else ()
 
     @property
     def rates(self) -> tuple[str, ...]:
-        """The metrics of several completions, which have confidence intervals."""
+        """Return the metrics over several completions, which have confidence intervals."""
         agreed = (f"maj@{k}" for k in self.attempts[1:])
         return (*(f"pass@{k}" for k in self.attempts), *agreed)
 
     @property
     def parts(self) -> dict[str, Evaluation]:
-        """An evaluation of a single dataset for each suite, by its name; `WHOLE` without suites."""
+        """Return an evaluation of one dataset for each suite, by name (`WHOLE` without suites)."""
         if not self.suites:
             return {WHOLE: self}
         return {name: self._of(suite) for name, suite in self.suites.items()}

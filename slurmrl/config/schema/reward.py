@@ -20,11 +20,11 @@ from slurmrl.config.schema.base import PositiveFloat, PositiveInt, Section, Sequ
 
 PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
-"""The name of a user's own reward."""
+"""Pattern of the name of a user's own reward."""
 BINARY: Final = ("exact_match", "math", "code")
-"""The built-in rewards that can tell right from wrong."""
+"""The built-in rewards that can be 1 for a correct completion and 0 otherwise."""
 WITH_PROCESSES: Final = ("math", "code")
-"""The built-in rewards that judge in processes of their own."""
+"""The built-in rewards that score in separate processes."""
 MODEL: Final = "model"
 """The name of the reward that a model computes."""
 ALONE: Final = ""
@@ -88,7 +88,7 @@ class RewardPart(Section):
 
     @property
     def has_processes(self) -> bool:
-        """Whether it judges in processes of its own."""
+        """Whether it scores in separate processes."""
         return self.pool is not None or self.name in WITH_PROCESSES
 
     @property
@@ -144,14 +144,14 @@ class Reward(Section):
 
     @property
     def functions(self) -> dict[str, RewardPart]:
-        """The functions by the names of the parts; a single one has the name `ALONE`."""
+        """Return the functions by the names of their parts (`ALONE` for a single function)."""
         if self.name is None:
             return dict(self.parts)
         return {ALONE: RewardPart(name=self.name, options=self.options, pool=self.pool)}
 
     @property
     def title(self) -> str:
-        """Its name for messages."""
+        """Return its name for messages."""
         return self.name or " + ".join(self.parts)
 
     @property
@@ -169,8 +169,8 @@ class Reward(Section):
     def is_binary(self) -> bool:
         """Whether each completion scores 1 if it is correct, else 0.
 
-        This holds if every function that counts says so with weight 1, and no two of them score the
-        same row.
+        This holds if every function with a weight is binary and has weight 1, and no two of them
+        score the same row.
         """
         counted = [part for part in self.functions.values() if part.weight]
         plain = all(part.weight == 1.0 and part.is_binary for part in counted)
@@ -180,12 +180,12 @@ class Reward(Section):
 
     @property
     def has_own(self) -> bool:
-        """Whether a user's own function is among them."""
+        """Whether one of the functions is a user's own."""
         return any(OWN_REWARD.fullmatch(part.name) for part in self.functions.values())
 
 
 def _may_share_rows(one: RewardPart, other: RewardPart) -> bool:
-    """Whether two parts may judge the same row."""
+    """Whether two parts may score the same row."""
     shared = one.where.keys() & other.where.keys()
     return all(_values(one, key) & _values(other, key) for key in shared)
 

@@ -56,7 +56,7 @@ class ParallelSizes(Section):
 
 ALL_LINEAR: Final = "all-linear"
 TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a decoder's layer, by their names in the files."""
+"""The linear layers in a decoder layer, by their names in weight files."""
 
 
 class Lora(Section):
@@ -104,7 +104,7 @@ class Lora(Section):
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     def adapts(self, name: str) -> bool:
-        """Whether a layer of the built-in decoder, by its name's last part, has an adapter."""
+        """Whether a layer of the built-in decoder has an adapter; ``name`` ends its full name."""
         return name in (TARGETS if self.targets in (None, ALL_LINEAR) else self.targets)
 
 
@@ -116,14 +116,14 @@ MOMENTS: Final[Mapping[Kind, tuple[str, ...]]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
     "sgd": ("momentum",),
 }
-"""State of each optimizer for a parameter, by the names in checkpoints."""
+"""Names, in checkpoints, of the state tensors of a parameter, by optimizer."""
 
 USERS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "betas": ("adamw", "adam"),
     "momentum": ("sgd",),
     "eps": ("adamw", "adam"),
 }
-"""Settings that only some optimizers use."""
+"""Settings that only some optimizers use, with these optimizers."""
 
 _WHOLE: Final = "it needs whole matrices, and a rank holds only a part of each"
 LEFT_OUT: Final[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""Sampling of completions, episodes, servers that run already, and moves of weights to engines."""
+"""Settings of sampling, episodes, existing servers, and moves of weights to engines."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SINGLE_TURN: Final = "single_turn"
 MULTI_TURN: Final = "multi_turn"
 VERIFIERS: Final = "verifiers"
 EARNS_NOTHING: Final = "tools"
-"""The environment whose turns earn no rewards of their own."""
+"""The environment whose turns earn no rewards."""
 CALLS_IN_JSON: Final = "json"
-"""The default of that environment's option `format`."""
+"""The default of the option `format` of the environment `tools`."""
 OWN: Final = re.compile(r"[\w.]+:\w+")
-"""The name of a user's own episode, environment or tool."""
+"""Pattern of the name of a user's own episode, environment or tool."""
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
 
 
@@ -66,7 +66,7 @@ ServerAddress = Annotated[Word, AfterValidator(_check_address)]
 
 
 def subset_sizes(n: int) -> tuple[int, ...]:
-    """Each k of pass@k and maj@k with n completions: the powers of 2 below n, and n."""
+    """Return each k of pass@k and maj@k with n completions: the powers of 2 below n, and n."""
     return (*(2**power for power in range(n.bit_length()) if 2**power < n), n)
 
 
@@ -89,7 +89,7 @@ class Publish(Section):
 
     @property
     def copies(self) -> int:
-        """Copies of a rank's tensors in host memory."""
+        """Number of copies of a rank's tensors in host memory."""
         return 2 if self.whole_every > 1 else 1
 
 
@@ -214,7 +214,7 @@ class EpisodeSettings(Section):
     def describes_tools(self) -> bool:
         """Whether chat templates may describe the tools.
 
-        Templates ask for calls in JSON, so not where the environment reads another form.
+        Templates ask for calls in JSON, so this is false if the environment expects another form.
         Environments of `verifiers` have their own tools.
         """
         environment = self.environment
@@ -224,7 +224,7 @@ class EpisodeSettings(Section):
 
     @property
     def own(self) -> dict[str, str]:
-        """What the settings name as ``package.module:name``, by their keys."""
+        """Return the settings' ``package.module:name`` of the user's own code, by their keys."""
         named = {"name": self.name}
         if self.environment is not None:
             named["environment.name"] = self.environment.name
@@ -307,12 +307,10 @@ class Rollout(Section):
     generation shares GPUs with other models."""
     tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each matrix, instead of or in addition to the `t` of `backend`.
-    Default: the size in `backend`, or 1. Example: `2`
-    """
+    Default: the size in `backend`, or 1. Example: `2`"""
     pipeline_parallel_size: PositiveInt | None = None
     """Stages that share the layers, instead of or in addition to the `p` of `backend`.
-    Default: the size in `backend`, or 1. Example: `2`
-    """
+    Default: the size in `backend`, or 1. Example: `2`"""
     n: PositiveInt = 1
     """Completions of each prompt. A step trains on `algorithm.batch_size` times this number.
     Default: set by `algorithm.name`: 1, or more if the algorithm compares completions of a
@@ -361,12 +359,12 @@ class Rollout(Section):
 
     @property
     def needs_text(self) -> bool:
-        """Whether a server needs the tokenizer to draw completions."""
+        """Whether a server needs the tokenizer to sample completions."""
         return self.min_new_tokens > 0 or bool(self.stop_strings)
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens behind a prompt, those between the policy's turns included."""
+        """Maximum number of tokens after a prompt, with messages between the policy's turns."""
         episode = self.episode
         if not episode.has_turns:
             return self.max_new_tokens
@@ -407,7 +405,7 @@ OTHER_USERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens: ``http://host:port``, ``https://host:port`` or ``unix:/path``."""
+    """Address of a server: ``http://host:port``, ``https://host:port`` or ``unix:/path``."""
 
     text: str
 
@@ -428,22 +426,22 @@ class Address:
 
     @property
     def socket(self) -> str | None:
-        """The path of the Unix socket; None for TCP."""
+        """Return the path of the Unix socket; None for TCP."""
         scheme, _, path = self.text.partition(":")
         return path if scheme == "unix" else None
 
     def url(self, path: str) -> str:
-        """The URL of ``/path``. A Unix socket needs a host name as well, which means nothing."""
+        """Return the URL of ``/path``. For a Unix socket, the URL has a meaningless host name."""
         return (self.text.rstrip("/") if self.socket is None else "http://localhost") + path
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerKeys:
-    """What requests carry as ``Authorization: Bearer KEY``; empty: no such header."""
+    """Keys that requests send as ``Authorization: Bearer KEY``; an empty key sends no header."""
 
     api: str = field(default="", repr=False)
     admin: str = field(default="", repr=False)
-    """For routes that change the server, where it has a key of its own for them."""
+    """Key for routes that change the server, if the server has a separate key for them."""
 
 
 def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> ServerKeys:
@@ -482,7 +480,7 @@ def read_keys(path: Path | None, environ: Mapping[str, str] = os.environ) -> Ser
 
 
 def _checked_key(key: str, where: str) -> str:
-    """Return the key; reject one with a line break, which would add headers to the request."""
+    """Return the key; reject a key with a line break, which would add headers to the request."""
     if not all("!" <= character <= "~" for character in key):
         raise UsageError(
             f"the key in {where} has spaces or other characters that a header cannot hold"

@@ -1,9 +1,9 @@
-"""Doorbells: datagrams that say that the sender's log has grown, and the addresses they use.
+"""Wake-ups: datagrams that say that the sender's log has grown, and the addresses they use.
 
-They are only a hint, sent once and never answered: the files are the truth, and logs are polled
-whether or not anything rings. A ring consists of the secret token of the bell that is rung. Which
-log has grown follows from the address that it comes from. The master, the agents and the rollout
-tasks each have a bell at their host's address on the network between the hosts.
+They are only a hint, sent once and never answered: readers poll the logs anyway, and only the files
+count. Each receiver has a *bell*, and a sender *rings* it: it sends the bell's secret token. The
+sender's address says which log has grown. The master, the agents and the rollout tasks each have a
+bell at their host's address on the network between the hosts.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ Source: TypeAlias = tuple[str, int]
 
 TOKEN_BYTES = 16
 RINGS_AT_ONCE = 4096
-"""Most datagrams that are received before the caller looks at other things."""
+"""Maximum number of datagrams received in one call, so that the caller can do other work."""
 RECEIVE_BUFFER_BYTES = 1 << 20
-"""Requested for rings that arrive while logs are read; the kernel may grant less."""
+"""Requested buffer for rings that arrive while logs are read; the kernel may grant less."""
 LOOK_S = 0.02
-"""Shortest interval in which rings have their hearer look at files, however many there are."""
+"""Minimum time between two reads of files that rings cause, however many rings arrive."""
 SEND_S = 0.01
-"""Longest wait per round of rings for room in the kernel's buffer."""
+"""Maximum wait for room in the kernel's buffer, in each round of rings."""
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("9I")
 _DROPS = 8
-"""Index in `_MEMINFO` of the datagrams that found the buffer full."""
+"""Index in `_MEMINFO` of the number of datagrams dropped because the buffer was full."""
 
 
 def _is_address(value: object) -> bool:
-    """Whether it is an address already: a name would be looked up, which can block."""
+    """Whether this is an address. A name would need a lookup, which can block."""
     try:
         return isinstance(value, str) and bool(ipaddress.IPv4Address(value))
     except ValueError:
@@ -65,7 +65,7 @@ TOKEN = FieldType(f"{2 * TOKEN_BYTES} hexadecimal digits", _is_token)
 
 @dataclass(frozen=True)
 class BellAddress:
-    """Address and token for a wake-up; secret, because of the token."""
+    """Address and token of a bell. It is secret because of the token."""
 
     host: Annotated[str, ADDRESS]
     port: Annotated[int, PORT]
@@ -73,7 +73,7 @@ class BellAddress:
 
     @property
     def source(self) -> Source:
-        """Where the rings of this bell's owner come from."""
+        """The address from which this bell's owner sends its rings."""
         return self.host, self.port
 
 
@@ -82,9 +82,9 @@ class Rings:
     """Return the wake-ups received since the last call."""
 
     sources: frozenset[Source]
-    """Where rings with the right token came from."""
+    """The addresses that sent rings with the right token."""
     overflowed: bool
-    """Whether the kernel dropped datagrams, which may have been rings."""
+    """Whether the kernel dropped datagrams, some of which may have been rings."""
 
 
 class Bell:
@@ -108,16 +108,16 @@ class Bell:
         return BellAddress(host, port, self._token.hex())
 
     def fileno(self) -> int:
-        """Readable when `hear` has something to do."""
+        """Return a descriptor that is readable when `hear` has something to receive."""
         return self._socket.fileno()
 
     def hear(self) -> Rings:
-        """Receive the rings that have arrived, without waiting. Anything else is dropped."""
+        """Receive the rings that have arrived, without waiting. Drop other datagrams."""
         sources = set()
         for _ in range(RINGS_AT_ONCE):
             try:
                 token, source = self._socket.recvfrom(TOKEN_BYTES + 1)
-            except OSError:  # none is left, or the network is down
+            except OSError:  # none left, or the network is down
                 break
             if hmac.compare_digest(token, self._token):
                 sources.add(source)
@@ -145,7 +145,7 @@ class Bell:
     def _count_drops(self) -> int:
         try:
             known = self._socket.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
-        except OSError:  # an old kernel does not count them
+        except OSError:  # an old kernel does not count drops
             return 0
         return int(_MEMINFO.unpack(known)[_DROPS]) if len(known) == _MEMINFO.size else 0
 
@@ -187,7 +187,7 @@ def default_address() -> str | None:
 
 
 def fabric_address(interface: str | None, hosts: int) -> str:
-    """Return the address to bind; a job of several hosts never gets loopback.
+    """Return the address to bind: never loopback for a job with several hosts.
 
     The first of these that applies is used:
 
@@ -220,14 +220,14 @@ def fabric_address(interface: str | None, hosts: int) -> str:
 def install_bell(control: Path, interface: str | None, hosts: int) -> Bell | None:
     """Return a bell on this host's fabric address for the logs in ``control``.
 
-    None where the kernel reports their changes, and where no bell is possible: then they are only
-    polled.
+    Return None if the kernel reports changes of these logs, or if no bell is possible; then they
+    are only polled.
     """
     return None if is_local(control) else fabric_bell(interface, hosts)
 
 
 def fabric_bell(interface: str | None, hosts: int) -> Bell | None:
-    """Return a bell on this host's fabric address; None where none is possible."""
+    """Return a bell on this host's fabric address; None if no bell is possible."""
     try:
         return Bell(fabric_address(interface, hosts))
     except (EnvironmentFailure, OSError) as error:

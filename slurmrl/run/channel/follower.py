@@ -2,8 +2,8 @@
 
 Inotify is used on a local file system, polling and wake-ups elsewhere.
 
-Notification by inotify is only a hint: callers also poll now and then. On a shared file system, or
-when the kernel has no watches left, nothing is reported.
+Notification by inotify is only a hint: callers also poll occasionally. On a shared file system, or
+when the kernel has no watches left, inotify reports nothing.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ logger = log.get(__name__)
 
 FIRST_POLL_S = 0.001
 RINGING_FIRST_POLL_S = 1.0
-"""The same for logs whose writers ring: how late the news of a lost ring is at most, or a tenth of
-the time waited if that is longer."""
+"""First pause between polls of logs whose writers ring. If a ring is lost, its message is late by
+at most this, or by a tenth of the time waited if that is longer."""
 POLL_GROWTH = 1.1
-"""A poll is late by at most a tenth of the time waited, until pauses reach their maximum."""
+"""Growth of the pauses: a poll is late by at most a tenth of the time waited, until pauses reach
+their maximum."""
 SPARE_LOOKS = 8
-"""Looks at a log that rings may cause without news. Each poll without news allows one more, so
-that rings without end cost no more than the polls."""
+"""Reads of a log without news that rings may cause. Each poll without news allows one more, so
+endless rings cost no more than the polls."""
 SAFETY_S = 1.0
-"""Longest pause between polls while every change is reported."""
+"""Maximum pause between polls while the kernel reports every change."""
 _EVENT_BYTES = 65536
 _IN_MODIFY = 0x2
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # the values of IN_NONBLOCK and IN_CLOEXEC
 
 
 class _Polls:
-    """When some of the logs are polled: pauses grow from ``first_s`` to ``longest_s``."""
+    """Schedule of the polls of some logs: pauses grow from ``first_s`` to ``longest_s``."""
 
     def __init__(self, first_s: float, longest_s: float, clock: Callable[[], float]) -> None:
         self._backoff = Backoff(min(first_s, longest_s), longest_s, growth=POLL_GROWTH)
         self._clock = clock
         self.next_at = clock()
         self.logs = 0
-        """How many logs are polled then."""
+        """Number of logs with this schedule."""
 
     @property
     def due(self) -> bool:
@@ -65,7 +66,7 @@ class _Polls:
 
 
 class _Followed:
-    """A log, when it is polled, and how many more looks its writer's rings may cause."""
+    """A log, the schedule of its polls, and how many more reads its writer's rings may cause."""
 
     def __init__(self, reader: LogReader, polls: _Polls) -> None:
         self.reader = reader
@@ -93,10 +94,10 @@ class _Followed:
 class Follower:
     """The logs of several writers in one directory.
 
-    ``longest_poll_s`` bounds the pauses between polls where the kernel does not report changes.
-    There the writers send wake-ups to ``bell``. Logs whose last news was announced by a ring are
-    polled less often at first; as long as nothing rings, nothing is different from having no bell.
-    While the directory does not answer, logs appear to have no news; see `answers`.
+    ``longest_poll_s`` is the maximum pause between polls if the kernel does not report changes. In
+    this case the writers send wake-ups to ``bell``. A log whose last news was announced by a ring
+    is polled less often at first. Without rings, polls are the same as without a bell. While the
+    directory does not answer, logs appear to have no news; see `answers`.
     """
 
     def __init__(
@@ -116,15 +117,15 @@ class Follower:
         self._wakeup = Wakeup(directory)
         self._bell = bell
         self._sources: dict[Source, _Followed] = {}
-        """Where the rings of each log's writer come from."""
+        """The log of each address from which a writer sends its rings."""
         self._rung: set[_Followed] = set()
         """Logs whose writers have rung since the last look."""
         self._clock = clock
         self._next_at = clock()
-        """When the next read is due without a report."""
+        """Time of the next read if no change is reported."""
 
     def listen_for(self, source: Source, number: int) -> None:
-        """Take rings from ``source`` for reports of changes of the ``number``-th log."""
+        """Treat rings from ``source`` as reports of changes of the ``number``-th log."""
         self._sources[source] = self._logs[number]
 
     @property
@@ -139,8 +140,7 @@ class Follower:
     def read_due(self) -> list[Message]:
         """Return the new messages of the logs whose writers sent a wake-up or whose poll is due.
 
-        Where the kernel reports changes, return the new messages of all logs. Raises
-        CorruptFileError.
+        If the kernel reports changes, return the new messages of all logs. Raises CorruptFileError.
         """
         if self._wakeup.fileno() >= 0:
             return self.read()
@@ -165,7 +165,7 @@ class Follower:
             self._hear(self._bell)
 
     def expect_news(self) -> None:
-        """Poll logs whose writers do not ring with short pauses again: news is likely soon."""
+        """Start again with short pauses for logs whose writers do not ring: news is likely soon."""
         if self._wakeup.fileno() < 0:
             self._silent.restart()
             self._next_at = self._next_poll_at()
@@ -203,7 +203,7 @@ class Follower:
         self.woken = bool(self._rung)
 
     def _look(self, logs: Sequence[_Followed], due: Collection[_Polls]) -> list[Message]:
-        """Read some of the logs; those with polls in ``due`` regardless of any ring."""
+        """Read these logs, of which those with a schedule in ``due`` are due for a poll."""
         self.woken = False
         paths = [one.reader.path for one in logs]
         told = self._wakeup.follow(paths)
@@ -212,7 +212,7 @@ class Follower:
             found = one.read()
             self._account(one, news=bool(found), polled=one.polls in due)
             news += found
-        moved = paths != [one.reader.path for one in logs]  # on to files that are not watched yet
+        moved = paths != [one.reader.path for one in logs]  # to files that are not watched yet
         for polls in due:
             polls.polled()
         if news:
@@ -241,7 +241,7 @@ class Follower:
 
 
 class Wakeup:
-    """Reports writes to the files that it follows, in one directory."""
+    """Notification of writes to followed files in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)
@@ -256,7 +256,7 @@ class Wakeup:
         return int(self._descriptor)
 
     def follow(self, paths: Iterable[Path]) -> bool:
-        """Follow the existing files; return whether all of them are followed now.
+        """Follow those files that exist; return whether all files are followed now.
 
         Changes after the return are reported, so first follow, then read, then wait.
         """

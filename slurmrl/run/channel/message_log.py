@@ -1,4 +1,4 @@
-"""A log of messages on the shared directory: one writer, any number of readers, one order.
+"""A log of messages on the shared directory. It has one writer, and all readers see one order.
 
 Each message is a frame, which pipes and leases use as well: magic, length and checksum, then a JSON
 object.
@@ -7,7 +7,7 @@ object.
 | SRL1 | length | crc32 | JSON ...          integers little-endian, crc32 over length and JSON
 
 A log consists of segment files (``name``, ``name~1``, …). Each begins with a frame that holds its
-writer's nonce. A full segment ends with a frame that names the next one, which exists by then.
+writer's nonce. A full segment ends with a frame that names the next segment, which already exists.
 Readers never see these frames.
 """
 
@@ -33,13 +33,13 @@ MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")
 LENGTH = struct.Struct("<I")
 MESSAGE_BYTES = 64 << 20
-"""Longest message; a frame that claims more is damaged."""
+"""Maximum length of a message; a frame with a greater length is damaged."""
 
 Message = dict[str, Any]
 
 
 def encode(message: Message) -> bytes:
-    """Raises UsageError for a message that is too long."""
+    """Encode a message as a frame. Raises UsageError for a message that is too long."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > MESSAGE_BYTES:
         raise UsageError(f"a message of {len(body)} bytes is too long: limit {MESSAGE_BYTES}")
@@ -49,9 +49,9 @@ def encode(message: Message) -> bytes:
 def decode(buffer: bytes | bytearray, *, torn: bool = True) -> tuple[list[Message], int]:
     """Return the complete messages at the start of ``buffer`` and the number of bytes they take.
 
-    The rest is incomplete. With ``torn`` it may include bytes that are not a frame, because a file
-    can show half a write; otherwise such bytes raise CorruptFileError. So does a frame with a
-    correct checksum whose content is not a JSON object.
+    Later bytes are an incomplete frame. With ``torn``, they may also be no frame at all, because a
+    file can show half a write; without ``torn``, such bytes raise CorruptFileError. A frame with a
+    correct checksum whose content is not a JSON object always raises it.
     """
     messages: list[Message] = []
     start = 0
@@ -89,17 +89,17 @@ SEGMENT_BYTES = 64 << 20
 """Size at which a log continues in a new segment."""
 CHUNK_BYTES = 1 << 20
 TAIL_BYTES = 256 << 20
-"""More than a writer appends between two reads."""
+"""Bytes read at the end of a log: usually more than its writer appends between two reads."""
 LOOK_AGAIN_EVERY = 16
-"""Reads of a missing file until its directory is listed: an NFS client may believe that a file is
-missing until it notices that the directory has changed."""
+"""Number of reads of a missing file after which its directory is listed: an NFS client may report a
+file as missing until it notices that the directory has changed."""
 OWN = "$log"
 """Key of the log's internal frames."""
 
 
 @dataclass(frozen=True)
 class LogPosition:
-    """A place between two messages of a log, which a later reader may begin at."""
+    """A place between two messages of a log, at which a later reader may begin."""
 
     segment: Annotated[int, COUNT] = 0
     offset: Annotated[int, SIZE] = 0
@@ -112,7 +112,7 @@ def segment_path(path: Path, number: int) -> Path:
 
 
 class LogWriter:
-    """The only writer of a log during its life; it creates the file, which must not exist.
+    """The only writer that a log ever has; it creates the file, which must not exist.
 
     To retry after an EnvironmentFailure of the constructor, pass the same ``nonce``. ``durable``
     syncs each append to disk. Raises FileExistsError, EnvironmentFailure.
@@ -152,9 +152,9 @@ class LogWriter:
         self._queued = b""
 
     def _rotate(self) -> None:
-        """Continue in a new segment, which exists before the old one names it.
+        """Create a new segment, name it at the end of the old one, and continue in it.
 
-        Every part can be repeated after a failure.
+        Each of these can be repeated after a failure.
         """
         start = self._create(self._segment + 1)
         self._write(encode({OWN: {"next": self._segment + 1}}))
@@ -162,7 +162,7 @@ class LogWriter:
         self._offset = start
 
     def _create(self, segment: int) -> int:
-        """Create a segment, unless we did already; return the offset of its first message."""
+        """Create a segment unless this writer has done so; return its first message's offset."""
         path = segment_path(self._path, segment)
         head = encode({OWN: {"nonce": self._nonce}})
         if not atomic.exclusive_create(path, head, durable=self._durable, calls=self._calls):
@@ -191,18 +191,18 @@ class LogReader:
     ) -> None:
         """``start``: the `position` of an earlier reader of the log; None: its first message."""
         self.position = start or LogPosition()
-        """Behind the last message that `read` returned."""
+        """Place after the last message that `read` returned."""
         self._first = path
         self._calls = calls
         self._segment = self.position.segment
         self._offset = self.position.offset
         self._misses = 0
         self._messages: list[Message] = []
-        """Read but not returned yet."""
+        """Messages that were read but not returned yet."""
 
     @property
     def path(self) -> Path:
-        """The segment that the next message comes from."""
+        """Path of the segment that has the next message."""
         return segment_path(self._first, self._segment)
 
     def read(self) -> list[Message]:
@@ -220,7 +220,7 @@ class LogReader:
         return messages
 
     def _read_segment(self) -> bool:
-        """Read new messages of the current segment; return whether the log continues in another."""
+        """Read new messages of the current segment; return whether another segment follows."""
         path = self.path
         try:
             with opened(path, os.O_RDONLY | os.O_NOFOLLOW, self._calls) as descriptor:

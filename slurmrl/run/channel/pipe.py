@@ -18,12 +18,12 @@ from slurmrl.run.channel.message_log import Message, decode, encode
 
 CHUNK_BYTES = 1 << 16
 FDS_PER_MESSAGE = 2
-"""Most descriptors of one message."""
+"""Maximum number of descriptors in one message."""
 
 
 @dataclass
 class Outgoing:
-    """Queued bytes, and the descriptors that are sent with the first of them."""
+    """Queued bytes, and the descriptors that are sent with the first byte."""
 
     data: memoryview
     descriptors: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Outgoing:
 class Connection:
     """One end of a socket pair; it owns the socket.
 
-    The end of the peer raises no exception: `closed` becomes true once all its messages were
+    No exception is raised when the peer closes: `closed` becomes true once all its messages were
     received. Bytes that are not frames raise CorruptFileError.
     """
 
@@ -64,18 +64,18 @@ class Connection:
         return cls(ours), cls(theirs)
 
     def fileno(self) -> int:
-        """Readable when `receive_available` has something to do; -1 after `close`."""
+        """Return a descriptor that is readable when messages may have arrived; -1 after `close`."""
         return self._socket.fileno()
 
     @property
     def closed(self) -> bool:
-        """The peer has gone and all its messages were received, or `close` was called."""
+        """Whether the peer has closed and all its messages were received, or `close` was called."""
         return self.fileno() < 0 or (self._eof and not self._inbox)
 
     # -- sending -----------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send, or queue the rest; drop it if the peer has gone (see `closed`)."""
+        """Send a message; queue bytes that do not fit; drop all if the peer has closed."""
         self._queue(Outgoing(memoryview(encode(message))))
 
     def send_with_fds(self, message: Message, *descriptors: int) -> None:
@@ -130,7 +130,7 @@ class Connection:
         return messages
 
     def receive(self, timeout_s: float | None) -> Message | None:
-        """Return the next message; None on timeout or if the peer has gone (see `closed`).
+        """Return the next message; None on timeout or if the peer has closed (see `closed`).
 
         ``timeout_s`` None waits without a limit.
         """
@@ -168,7 +168,7 @@ class Connection:
         poller.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
 
     def _fill(self) -> None:
-        """Receive the bytes that the kernel has buffered."""
+        """Receive the bytes that the kernel has buffered for this end."""
         while self.fileno() >= 0 and not self._eof:
             try:
                 data, descriptors, _, _ = socket.recv_fds(

@@ -31,7 +31,7 @@ from slurmrl.fsio.documents import (
 from slurmrl.fsio.failures import corrupt, explain
 
 END_OF_DATASET: Final = "the end of the dataset"
-"""The ``reason`` for which a single pass over the dataset is finished, after all of its rows."""
+"""``reason`` of the end of a trial that reads the dataset once and has read all rows."""
 
 
 class Kind(StrEnum):
@@ -39,7 +39,7 @@ class Kind(StrEnum):
     """An incarnation begins: ``base``, the directory of the commit that it resumes from, or null;
     if absent, the newest commit."""
     COMMIT = "commit"
-    """A checkpoint exists from here on: ``step``, ``directory``."""
+    """A checkpoint counts from now on: ``step``, ``directory``."""
     DELETE = "delete"
     """A commit is deleted; its files may be removed from now on: ``step``, ``directory``, and the
     ``reason`` if it was damaged."""
@@ -49,7 +49,7 @@ class Kind(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     RESUME = "resume"
-    """The previous end of the trial is lifted."""
+    """The trial continues after its previous end."""
 
     @property
     def is_end(self) -> bool:
@@ -116,9 +116,9 @@ def unpack(data: bytes, slot: int, where: object = "") -> Record:
 SLOT_DIGITS = 8
 _SLOT = re.compile(r"[0-9]{8}|[1-9][0-9]{8,11}")
 UNCACHED_PAUSES = 3
-"""Pauses before a missing slot counts as lost, where no cache can hide it."""
+"""Number of pauses after which a missing slot counts as lost if no cache can hide it."""
 LONG_PAUSE_S = 1.0
-"""The pause before which the wait is logged."""
+"""The wait is logged before the first pause of this length."""
 
 logger = log.get(__name__)
 
@@ -126,9 +126,9 @@ logger = log.get(__name__)
 class History:
     """The records of one trial. Records never change, so each is read once per object.
 
-    ``directory`` is created with the run directory. Without it there are no records, and `append`
-    raises EnvironmentFailure; `read` does so too once it has seen the directory. ``clock`` provides
-    the records' timestamps.
+    ``directory`` is created with the run directory. Without it, there are no records, and `append`
+    raises EnvironmentFailure. If the directory existed at an earlier `read`, `read` raises it too.
+    ``clock`` provides the records' timestamps.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class History:
         self._single: dict[int, Record] = {}
         """Records that `record` has read, by slot."""
         self._listed_once = False
-        """The directory existed, so its absence is a failure and not an empty history."""
+        """Whether the directory has existed. Then its absence is a failure, not an empty history.
+        """
 
     def read(self, *, at_least: int = 0) -> list[Record]:
         """Return all records from slot 0 without a gap, and no fewer than ``at_least``.
@@ -165,7 +166,7 @@ class History:
     def count(self) -> int:
         """Return the number of records without reading them."""
         count = self._listed()
-        while self._look_at(count):  # created since the listing, or hidden from it
+        while self._look_at(count):  # created after the listing, or missing in it
             count += 1
         return count
 
@@ -179,9 +180,9 @@ class History:
         raise self._missing(slot, self._listed() - 1)
 
     def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
-        """Number the looks for a slot that must exist, with pauses between them.
+        """Count attempts to find a slot that must exist, with pauses between them.
 
-        Where a cache may hide the slot, this lasts about a minute and is logged.
+        If a cache may hide the slot, this takes about a minute and is logged.
         """
         yield 0
         cached = self._calls.caches(self._directory)
@@ -206,7 +207,7 @@ class History:
         return slot in self._single
 
     def append(self, kind: Kind, incarnation: int, data: dict[str, Any], *, after: int) -> Record:
-        """Win slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
+        """Write slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
 
         Raises SlotTakenError if another writer has it, EnvironmentFailure.
         """

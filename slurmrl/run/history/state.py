@@ -1,13 +1,13 @@
 """The state of a trial, from the records of its history, and safe appending to the history.
 
-Decisions fold the whole history. `recent` is a quick view of its end for display, where every
-refresh of ``slurmrl status`` would otherwise read thousands of files. It reads few records however
-many there are, and relies on two invariants: incarnations do not interleave, so BEGINs are found by
-bisection; and after an end, a COMMIT or a BEGIN requires a RESUME first.
+Decisions use the whole history. `recent` reads only its end, for display: otherwise every refresh
+of ``slurmrl status`` would read thousands of files. It relies on two invariants. Incarnations do
+not interleave, so it finds BEGINs by bisection. After an end, a COMMIT or a BEGIN requires a RESUME
+first.
 
-Incarnations append, which newer ones fence off, and so do commands. Why that is safe: slots are won
-one by one, and a writer of slot n + 1 has read all slots up to n. So a record that an incarnation
-wins precedes any newer BEGIN and any end that it has not seen.
+Incarnations and commands append records. A newer incarnation excludes older ones: a writer of slot
+n + 1 has read all slots up to n. So a record of an incarnation precedes each newer BEGIN and each
+end that the incarnation has not seen.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class TrialState:
     last_commit: Commit | None = None
     """The newest commit, from which the next incarnation resumes."""
     end: Record | None = None
-    """The end of the trial, unless resumed since."""
+    """The end of the trial; None if it was resumed since."""
     base: str | None = None
-    """Directory of the commit that the newest incarnation resumed from; None: a fresh start."""
+    """Directory of the commit from which the newest incarnation resumed; None for a fresh start."""
     begins_without_commit: int = 0
-    """Incarnations begun since the last commit or resume."""
+    """Number of incarnations that began since the last commit or resume."""
     exports: tuple[Export, ...] = ()
-    """In order of creation."""
+    """All exports, in order of creation."""
     begin_data: dict[str, Any] = field(default_factory=dict)
     """Data of the newest BEGIN."""
     begin_slot: int = -1
     """Slot of the newest BEGIN."""
     ended_slot: int = -1
-    """Slot of the newest end, resumed since or not."""
+    """Slot of the newest end, even if the trial was resumed since."""
 
     @property
     def last_step(self) -> int:
@@ -82,7 +82,7 @@ class TrialState:
 
 
 def fold(records: Iterable[Record]) -> TrialState:
-    """Fold records into a state. Raises CorruptFileError if they contradict each other."""
+    """Compute the state from the records. Raises CorruptFileError if they contradict each other."""
     fields: dict[str, Any] = {}
     commits: dict[str, Commit] = {}
     incarnation = 0
@@ -143,9 +143,9 @@ def _is_name(directory: str) -> bool:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The last step that counts of each incarnation which led to the newest incarnation.
+    """For each incarnation that led to the newest one, its last step that still counts.
 
-    None means that all of its steps count.
+    None means that all steps of an incarnation count.
 
     An incarnation repeats the steps after the commit from which it resumes, so there may be two
     versions of a step's weights. Results of an earlier incarnation for steps after its last commit
@@ -178,7 +178,7 @@ class Lineage:
         return Lineage(last_steps)
 
     def has(self, step: int, incarnation: int) -> bool:
-        """Whether the weights of an incarnation after a step led to the newest weights."""
+        """Whether the newest weights come from the weights of an incarnation after a step."""
         if incarnation not in self.last_steps:
             return False
         last = self.last_steps[incarnation]
@@ -186,7 +186,7 @@ class Lineage:
 
 
 BACK = 64
-"""How many slots before a BEGIN are searched for the previous commit."""
+"""Number of slots before a BEGIN that are searched for the previous commit."""
 
 
 @dataclass(frozen=True)
@@ -198,22 +198,22 @@ class Begun:
     data: dict[str, Any]
     """Data of its BEGIN."""
     base: int | None
-    """Step of the last commit before it; None if there was none, or only far back."""
+    """Step of the last commit before it; None if there is none within `BACK` slots."""
     commit: Record | None
     """Its last commit."""
     end: Record | None
-    """The first end of the trial between this BEGIN and the next, whether resumed since or not."""
+    """The first end of the trial between this BEGIN and the next, even if it was resumed since."""
 
 
 @dataclass(frozen=True)
 class Recent:
-    """The end of a history; fields have the same meaning as in `TrialState`."""
+    """The newest part of a history; fields have the same meaning as in `TrialState`."""
 
     incarnation: int = 0
     last_commit: Commit | None = None
     end: Record | None = None
     export: Export | None = None
-    """The newest."""
+    """The newest export."""
     begun: tuple[Begun, ...] = field(default=())
     """The newest incarnations, oldest first."""
 
@@ -221,10 +221,10 @@ class Recent:
 def recent(
     directory: Path, *, incarnations: int = 1, exports: bool = True, calls: SystemCalls = REAL
 ) -> Recent:
-    """Read the end of a history.
+    """Read the newest part of a history.
 
-    Without ``exports`` the search for the newest export is skipped, which reads all records if
-    there is none. Raises as `History.read`.
+    Without ``exports``, do not search for the newest export: the search reads all records if there
+    is none. Raises as `History.read`.
     """
     history = History(directory, calls=calls)
     count = history.count()
@@ -277,7 +277,7 @@ def _end(history: History, count: int) -> Record | None:
 
 
 def _ended(history: History, before: int) -> Record | None:
-    """Return the first end after an incarnation's last BEGIN or COMMIT, whatever followed."""
+    """Return the first end after an incarnation's last BEGIN or COMMIT, even if resumed since."""
     first = None
     for record in _backwards(history, before):
         if record.kind.is_end:
@@ -314,7 +314,7 @@ def _commit_before(history: History, slot: int, stop: int) -> Record | None:
 
 
 TRIES = 100
-"""Slots lost in a row before giving up; each loss means progress of another writer."""
+"""Number of slots in a row that other writers may win before this writer fails."""
 
 
 class IncarnationWriter:
@@ -355,13 +355,13 @@ def begin(
     data: dict[str, Any] | Callable[[TrialState], dict[str, Any]],
     judge: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
 ) -> IncarnationWriter:
-    """Begin a new incarnation; ``data`` may be computed from the state that it begins on.
+    """Begin a new incarnation; ``data`` may be computed from the state at that moment.
 
     Raises TrialEndedError if the trial has ended.
 
     ``judge`` gets all previous records. If it returns data for a FAILED record, the trial ends with
-    that instead, and TrialEndedError is raised. No record can come between those that it saw and
-    the one that is written.
+    this record instead, and TrialEndedError is raised. The new record directly follows the records
+    that ``judge`` got.
     """
 
     def next_record(records: list[Record]) -> tuple[Kind, int, dict[str, Any]]:
@@ -414,7 +414,7 @@ def _append(
 def _win(
     history: History, decide: Callable[[list[Record]], tuple[Kind, int, dict[str, Any]]]
 ) -> Record:
-    """Append the kind, incarnation and data that ``decide`` returns for the previous records."""
+    """Append the record (kind, incarnation, data) that ``decide`` makes from the previous ones."""
     known = 0
     for _ in range(TRIES):
         records = history.read(at_least=known)
