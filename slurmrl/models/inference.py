@@ -34,7 +34,7 @@ Apply = Callable[[Tensor], Tensor]
 PACKED_BYTES = 2**30
 """Models of up to this size are copied for faster products, where there are any.
 
-The limit bounds the memory of the copy, which a plan does not count.
+The limit bounds the memory of the copy, which a plan counts (`plan.estimates.memory`).
 """
 
 

@@ -173,6 +173,7 @@ def demand_of(checked: Checked, name: str, placement: Placement) -> MemoryDemand
         replays_experts=name in ("actor", ROLLOUTS) and replays_experts(checked),
         cache_bytes=config.rollout.episode.cache_bytes,
         copies=config.checkpoint.asynchronous,
+        on_cpus=config.cluster.gpus_per_worker == 0,
     )
 
 

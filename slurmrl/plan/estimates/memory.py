@@ -44,6 +44,8 @@ PAGE_TOKENS: Final = 16
 """Tokens of a page of the native engine's key-value cache."""
 DRAWING_BYTES: Final = 20
 """To sample a token, each of its logits is held in float32 and its probability twice in 64 bits."""
+PACKED_BYTES: Final = 2**30
+"""Largest model of which generation on CPUs copies the matrices (`models.inference`)."""
 GPU: Final = "gpu"
 LOCKED: Final = "locked"
 """Page-locked host memory, which torch may round up."""
@@ -143,6 +145,8 @@ class MemoryDemand:
     """Limit of the key-value cache, beyond which sequences wait."""
     copies: bool = False
     """Whether it keeps copies for checkpoints, which are written while it computes."""
+    on_cpus: bool = False
+    """Whether it runs on CPUs."""
 
 
 def adapts(job: MemoryDemand) -> bool:
@@ -453,8 +457,25 @@ def _generation(job: MemoryDemand) -> int:
     if job.allocation.backend in SHARDED:
         size += whole_weights(job.shape, job.allocation, job.model.dtype)
     if job.allocation.backend in BUILT_IN:
-        size += max(_prefill(job, job.lengths), _drawing(job, sequences))
+        size += max(_prefill(job, job.lengths), _drawing(job, sequences)) + packed_bytes(job)
     return round(size)
+
+
+def packed_bytes(job: MemoryDemand) -> float:
+    """Return the bytes of the copies of matrices with which the built-in engine generates on CPUs.
+
+    They are the matrices of the layers and of the head. Layers with adapters, and split layers with
+    experts or sequence parallelism, are not copied.
+    """
+    own, split = parameters(job.shape, job.allocation, "lm"), job.allocation.sizes["tp"] > 1
+    copied = job.on_cpus and job.model.dtype == "float32" and job.model.implementation != "hf"
+    if not copied or own.total * FLOAT32 > PACKED_BYTES:
+        return 0
+    sparse = job.shape.expert_layers or uses_sequence_parallel(job.model, job.allocation)
+    embedding = job.shape.vocabulary_of_rank(job.allocation.sizes["tp"]) * job.shape.hidden
+    ends = embedding if job.shape.tied else 2 * embedding
+    layers = 0 if adapts(job) or (split and sparse) else own.dense - ends
+    return (layers + embedding) * FLOAT32
 
 
 def _cache(job: MemoryDemand, sequences: int) -> int:

@@ -4,14 +4,18 @@ figures.
 
 from __future__ import annotations
 
+import ctypes
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from slurmrl.config.allocation import parse
-from slurmrl.config.schema import Cluster, Model, Optimizer, Slurm
+from slurmrl.config.schema import Cluster, Lora, Model, Optimizer, Slurm
+from slurmrl.models import inference
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.dataflow import Method
@@ -247,6 +251,61 @@ def test_generation_needs_a_micro_batch_of_prompts_or_the_logits_of_one_token_ea
     more = estimate(drawing).kv_cache - estimate(narrow).kv_cache
     weights = 2 * 2 * WIDE.hidden * (WIDE.vocabulary - 1000)
     assert more - weights > 0.9 * 64 * 22 * (WIDE.vocabulary - 1000)
+
+
+def resident() -> int:
+    """Return the resident bytes of this process, without memory that was freed."""
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("tied", "split"),
+    [(False, False), (True, False), (False, True)],
+    ids=["untied", "tied", "with adapters"],
+)
+def test_copies_for_generation_on_cpus_are_as_large_as_measured(tied: bool, split: bool) -> None:
+    values = {
+        "model_type": "llama",
+        "vocab_size": 16384,
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": tied,
+    }
+    decoder = Decoder(ModelConfig.from_hf(values))
+    if not inference.packs(decoder):
+        pytest.skip("the compiled operators are missing here")
+    for parameter in decoder.parameters():
+        parameter.data.normal_()
+    began = resident()
+    kept = [inference.head_product(decoder), None if split else inference.short_forward(decoder)]
+    grown = resident() - began
+    assert all(kept[: 1 if split else 2])
+    model = Model(dtype="float32", lora=Lora(rank=1) if split else None)
+    demand = job(values, "fsdp:d1", model=model, generates=True, computes=False, on_cpus=True)
+    more = estimate(demand).kv_cache - estimate(replace(demand, on_cpus=False)).kv_cache
+    assert more == pytest.approx(grown, rel=0.05)
+
+
+def test_copies_for_generation_count_where_they_are_made() -> None:
+    """Not on GPUs, in bfloat16, of models of transformers, or of models above the limit."""
+    assert memory.PACKED_BYTES == inference.PACKED_BYTES
+    values = {**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 100}
+    small = Model(dtype="float32")
+    demand = job(values, "native:d1", model=small, trained=False, generates=True, on_cpus=True)
+    assert memory.packed_bytes(demand) > 0.9 * estimate(demand).weights
+    for change in (
+        {"on_cpus": False},
+        {"model": Model(dtype="bfloat16")},
+        {"model": Model(dtype="float32", implementation="hf")},
+        {"shape": replace(demand.shape, layers=2)},
+    ):
+        assert memory.packed_bytes(replace(demand, **change)) == 0
+    halves = replace(demand, shape=replace(demand.shape, layers=2), allocation=parse("native:t2"))
+    assert memory.packed_bytes(halves) > 0
 
 
 @pytest.mark.parametrize(
