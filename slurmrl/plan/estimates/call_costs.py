@@ -27,7 +27,6 @@ from slurmrl.plan.estimates.memory import (
     MemoryDemand,
     estimate,
     kv_bytes_per_token,
-    uses_sequence_parallel,
     whole_weights,
 )
 from slurmrl.plan.estimates.pass_seconds import REPEATED, PassJob, Seconds, inference, training
@@ -37,6 +36,7 @@ from slurmrl.plan.estimates.shape import (
     forward_flops_per_token,
     lengths_of,
     shape_of,
+    uses_sequence_parallel,
 )
 from slurmrl.plan.placement import (
     LARGEST_HOST,

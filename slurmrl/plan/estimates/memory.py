@@ -24,6 +24,7 @@ from slurmrl.plan.estimates.shape import (
     passes_keys,
     shard_parameters,
     trained_shard,
+    uses_sequence_parallel,
 )
 
 BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
@@ -245,14 +246,6 @@ def _tokens_of_rank(job: MemoryDemand, lengths: Lengths, *, whole: bool = False)
     return -(-lengths.sequences // (job.allocation.sizes["dp"] * parts)) * lengths.longest
 
 
-def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
-    """The role's setting; by default megatron uses it with tensor parallelism."""
-    setting = model.model.sequence_parallel if model.model else None
-    if setting is None:
-        return allocation.backend == "megatron" and allocation.sizes["tp"] > 1
-    return setting
-
-
 def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
     """Return the elements per token that one layer keeps for its backward pass.
 
@@ -462,20 +455,20 @@ def _generation(job: MemoryDemand) -> int:
 
 
 def packed_bytes(job: MemoryDemand) -> float:
-    """Return the bytes of the copies of matrices with which the built-in engine generates on CPUs.
+    """Bytes of the copies of matrices with which the built-in engine generates on CPUs.
 
-    They are the matrices of the layers and of the head. Layers with adapters, and split layers with
-    experts or sequence parallelism, are not copied.
+    Of layers with adapters, and of split layers with experts or sequence parallelism, none is made.
     """
-    own, split = parameters(job.shape, job.allocation, "lm"), job.allocation.sizes["tp"] > 1
-    copied = job.on_cpus and job.model.dtype == "float32" and job.model.implementation != "hf"
+    own, model = parameters(job.shape, job.allocation, "lm"), job.model
+    copied = job.on_cpus and (model.dtype, model.implementation) == ("float32", "builtin")
     if not copied or own.total * FLOAT32 > PACKED_BYTES:
         return 0
-    sparse = job.shape.expert_layers or uses_sequence_parallel(job.model, job.allocation)
-    embedding = job.shape.vocabulary_of_rank(job.allocation.sizes["tp"]) * job.shape.hidden
-    ends = embedding if job.shape.tied else 2 * embedding
-    layers = 0 if adapts(job) or (split and sparse) else own.dense - ends
-    return (layers + embedding) * FLOAT32
+    head = job.shape.vocabulary_of_rank(job.allocation.sizes["tp"]) * job.shape.hidden
+    layers = own.dense - (head if job.shape.tied else 2 * head)
+    sparse = job.shape.expert_layers or uses_sequence_parallel(model, job.allocation)
+    if adapts(job) or (sparse and job.allocation.sizes["tp"] > 1):
+        layers = 0
+    return (layers + head) * FLOAT32
 
 
 def _cache(job: MemoryDemand, sequences: int) -> int:

@@ -296,6 +296,14 @@ def expert_tp(allocation: Allocation) -> int:
     return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
 
 
+def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
+    """The role's setting; by default megatron uses it with tensor parallelism."""
+    setting = model.model.sequence_parallel if model.model else None
+    if setting is None:
+        return allocation.backend == "megatron" and allocation.sizes["tp"] > 1
+    return setting
+
+
 def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Parameters:
     """The parameters of the fullest pipeline stage."""
     pp, tp = allocation.sizes["pp"], allocation.sizes["tp"]

@@ -240,7 +240,7 @@ def test_the_graph_of_an_evaluation_needs_one(
 def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "ask", lambda config: {"trainer": [HostRow("n1", "idle", 1)]})
+    monkeypatch.setattr(build, "ask_hosts", lambda config: {"trainer": [HostRow("n1", "idle", 1)]})
     monkeypatch.setattr(checks, "torch_build", lambda: None)  # else one for CPUs is refused
     config = str(write_config(tmp_path))
     arguments = ("submit", config, "--dry-run", "--scheduler", "slurm")
