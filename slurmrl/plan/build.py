@@ -15,8 +15,7 @@ from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
 from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.shape import uses_sequence_parallel
-from slurmrl.plan.estimates.shape import shape_of, vllm_on_cpus
+from slurmrl.plan.estimates.shape import shape_of, uses_sequence_parallel, vllm_on_cpus
 from slurmrl.plan.estimates.worker_memory import slot_bytes
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of, slurm_of

@@ -455,10 +455,7 @@ def _generation(job: MemoryDemand) -> int:
 
 
 def packed_bytes(job: MemoryDemand) -> float:
-    """Bytes of the copies of matrices with which the built-in engine generates on CPUs.
-
-    Of layers with adapters, and of split layers with experts or sequence parallelism, none is made.
-    """
+    """Bytes of the copies of matrices with which the built-in engine generates on CPUs."""
     own, model = parameters(job.shape, job.allocation, "lm"), job.model
     copied = job.on_cpus and (model.dtype, model.implementation) == ("float32", "builtin")
     if not copied or own.total * FLOAT32 > PACKED_BYTES:
@@ -467,7 +464,7 @@ def packed_bytes(job: MemoryDemand) -> float:
     layers = own.dense - (head if job.shape.tied else 2 * head)
     sparse = job.shape.expert_layers or uses_sequence_parallel(model, job.allocation)
     if adapts(job) or (sparse and job.allocation.sizes["tp"] > 1):
-        layers = 0
+        layers = 0  # short_forward does not copy them
     return (layers + head) * FLOAT32
 
 
