@@ -30,7 +30,7 @@ from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.algorithms.token_notes import noted
 from slurmrl.config.schema import Logging
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
-from slurmrl.data.sample import SequenceSample
+from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingOptions
 from slurmrl.rollouts.base import EpisodeItem
@@ -125,8 +125,11 @@ def _single_turns(
             seed=sampling_seed(context),
             step=context.step,
             options=options,
+            pictures=pictures,
         )
-        for number, (start, stop) in enumerate(pairwise(ends))
+        for number, ((start, stop), pictures) in enumerate(
+            zip(pairwise(ends), pictures_of(sample), strict=True)
+        )
     ]
     how = ServingOptions(decode=decoding(context.tokenizer), turns=False, support=options.support)
     with engine.serving(str(context.step), how) as served:

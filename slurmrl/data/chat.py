@@ -175,7 +175,9 @@ class ChatTemplate:
     def _whole(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with the system prompt, and with contents that the template can read."""
         whole = [self._open(each) for each in with_system(messages, self._system)]
-        if any(isinstance(each.get("content"), list) for each in whole) and self._joins_parts:
+        contents = [each["content"] for each in whole if isinstance(each.get("content"), list)]
+        has_images = any(part.get("type") == "image" for parts in contents for part in parts)
+        if contents and not has_images and self._joins_parts:
             return [{**each, "content": text_of(each)} for each in whole]
         return whole
 

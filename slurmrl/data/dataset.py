@@ -21,6 +21,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.data.types import RowType, type_of_rows
 from slurmrl.data.types.prompt import Prompts
 from slurmrl.registry import resolve
+from slurmrl.tensors.pictures import METADATA
 
 Item = tuple[int, int]
 """(epoch, index of a usable row)"""
@@ -116,6 +117,11 @@ class TokenizedDataset:
         ids = [f"{name}@{epoch}" for name, (epoch, _) in zip(names, items, strict=True)]
         return self._sample(rows, tuple(ids))
 
+    def _pictures(self, rows: Sequence[PreparedRow]) -> dict[str, list[Any]]:
+        """The metadata about images of rows, of which there may be none."""
+        known = self._prepared.manifest.pictures
+        return {METADATA: [row.pictures for row in rows]} if known else {}
+
     def _sample(self, rows: Sequence[PreparedRow], ids: tuple[str, ...]) -> SequenceSample:
         """Rows of the file as a sample."""
         lengths = _lengths(rows)
@@ -123,6 +129,7 @@ class TokenizedDataset:
         return SequenceSample(
             ids,
             {"input_ids": lengths, "prompt_mask": lengths},
+            self._pictures(rows),
             data={"input_ids": _joined(rows), "prompt_mask": torch.tensor(mask, dtype=torch.bool)},
         )
 
@@ -148,6 +155,7 @@ class PromptDataset(TokenizedDataset):
             "row": [
                 {**row.row, "answer": answer} for row, answer in zip(rows, answers, strict=True)
             ],
+            **self._pictures(rows),
         }
         data: dict[str, torch.Tensor | None] = {"prompt_ids": _joined(rows)}
         return SequenceSample(ids, {"prompt_ids": _lengths(rows)}, metadata, data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache, cached_property
 from itertools import accumulate, chain, groupby, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
@@ -19,6 +20,8 @@ from slurmrl.errors import ChatTemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slurmrl.data.picture_encoder import PictureEncoder
+
 
 class TokenSequence(NamedTuple):
     """The tokens of one sequence, and which of them are targets (trained on)."""
@@ -26,6 +29,8 @@ class TokenSequence(NamedTuple):
     tokens: Sequence[int]
     runs: Sequence[int]
     """Lengths of alternate runs of tokens: context, targets, context, …"""
+    pictures: bytes = b""
+    """Content key of its pictures (`tensors.pictures`); empty without pictures."""
 
     @staticmethod
     def of(prompt: Sequence[int], answer: Sequence[int]) -> TokenSequence:
@@ -78,7 +83,14 @@ class Encoder:
     :raises ConfigError: there is no chat template, though the dataset needs one.
     """
 
-    def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: DatasetConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        directory: Path | None = None,
+    ) -> None:
+        """``directory``: the prepared data, which gets the rows' pictures; None to write none."""
+        self._config, self._directory = config, directory
         self._tokenizer = tokenizer
         self._continuations = Continuations(tokenizer)
         self.chat = ChatTemplate(config, tokenizer) if config.is_chat else None
@@ -121,6 +133,41 @@ class Encoder:
                 reasons[place] = str(error)
         ids = iter(self.texts(texts, begin=False))
         return [reasons[place] if place in reasons else next(ids) for place in range(len(chats))]
+
+    @cached_property
+    def _pictures(self) -> PictureEncoder:
+        from slurmrl.data.picture_encoder import PictureEncoder  # only datasets with images need it
+
+        return PictureEncoder(self._config, self._tokenizer, self._directory)
+
+    def pictured(
+        self, messages: Sequence[Message], tools: Any, images: Sequence[str], *, prompt: bool
+    ) -> RowTokens | str:
+        """Return the tokens of a conversation with images, or why there are none.
+
+        It is a prompt, which ends with the beginning of the assistant's turn, or a whole
+        conversation with the assistant's turns as targets.
+        """
+        assert self.chat is not None
+        try:
+            if prompt:
+                marked = MarkedText(self.chat.prompt(messages, tools), [])
+            else:
+                marked = self.chat.conversation(messages, tools)
+        except ChatTemplateError as error:
+            return str(error)
+        if not images and prompt:
+            (ids,) = self.texts([marked.text], begin=False)
+            return [TokenSequence.of(ids, [])] if ids else self.no_token("prompt")
+        if not images:
+            return self._tokens([marked])[0]
+        made = self._pictures.encode(marked, images)
+        if isinstance(made, str):
+            return made
+        if prompt:
+            return [TokenSequence(made.tokens, [len(made.tokens)], made.key)]
+        masked = self._masked(made.tokens, made.offsets, made.marked)
+        return masked if isinstance(masked, str) else [masked[0]._replace(pictures=made.key)]
 
     def conversations(self, chats: Sequence[Chat]) -> list[RowTokens | str]:
         """Return the tokens of conversations with the assistant's turns as targets.

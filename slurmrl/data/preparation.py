@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Final
 from slurmrl import log
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import RowTokens
-from slurmrl.data.prepared import MANIFEST, VERSION, PreparedRows, PreparedWriter, read_manifest
+from slurmrl.data.prepared import VERSION, PreparedRows, PreparedWriter, read_manifest
 from slurmrl.data.records import MOST_PROBLEMS, NumberedRow, RecordReader, RowChecks, id_of
-from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
+from slurmrl.data.rows import CHUNK_ROWS, IMAGE_ROWS, RowTokenizer
 from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.data.sources import open_source
 from slurmrl.data.types import own_convert, own_source, type_of_rows
@@ -31,6 +31,7 @@ from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Pr
 from slurmrl.fsio import atomic, inputs
 from slurmrl.fsio.calls import REAL, SystemCalls, discard
 from slurmrl.fsio.failures import cause
+from slurmrl.tensors.pictures import MANIFEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,10 +187,12 @@ def _make(
     calls: SystemCalls,
 ) -> None:
     _remove(directory, calls)  # an earlier attempt
-    reader = TokenReader(config, tokenizer, progress)
+    reader = TokenReader(config, tokenizer, progress, directory)
     small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
     began = time.monotonic()
-    with closing(PreparedWriter(directory, 2 if small else 4, calls=calls)) as writer:
+    pictures = config.images_key is not None
+    made = PreparedWriter(directory, 2 if small else 4, pictures=pictures, calls=calls)
+    with closing(made) as writer:
         for record, row in reader:
             name = id_of(record.row, config.id_key, record.number)
             stored = reader.kind.stored(record.row, record.raw)
@@ -221,14 +224,20 @@ class TokenReader:
     """
 
     def __init__(
-        self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress
+        self,
+        config: DatasetConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: Progress,
+        directory: Path | None = None,
     ) -> None:
+        """``directory`` gets the pictures of rows with images; None to write none."""
         self.kind = type_of_rows(config)
         self.records = RecordReader(
             Path(config.path), config.id_key, config.split, convert=own_convert(self.kind)
         )
         self._checks = RowChecks(self.kind, self.records.where)
-        self._tokens = RowTokenizer(self.kind, tokenizer, self.records.where)
+        self._tokens = RowTokenizer(self.kind, tokenizer, self.records.where, directory)
+        self._most_rows = CHUNK_ROWS if config.images_key is None else IMAGE_ROWS
         self._progress = progress
 
     @property
@@ -271,7 +280,7 @@ class TokenReader:
         for record in self.records:
             chunk.append(record)
             size += len(record.raw)
-            if len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            if len(chunk) >= self._most_rows or size >= CHUNK_BYTES:
                 yield chunk
                 chunk, size = [], 0
         if chunk:

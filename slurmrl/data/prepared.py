@@ -3,8 +3,10 @@
 A directory has three files. All numbers are little-endian.
 
 - ``rows.bin``: row after row, the token ids of all sequences (uint16 or uint32), for each sequence
-  the number of its runs and their lengths (uint32, see `TokenSequence`), the id (UTF-8), and what
-  else samples need of the row (JSON, see `RowType.stored`);
+  the number of its runs and their lengths (uint32, see `TokenSequence`), the id (UTF-8), in a
+  dataset with images the content key of its pictures (`KEY_BYTES`, zeros for none), and what else
+  samples need of the row (JSON, see `RowType.stored`);
+- ``pictures/``: the pictures of a dataset with images (`tensors.pictures`);
 - ``index.bin``: an `Entry` of seven int64 and a float64 for each row, and one for the end;
 - ``manifest.json``: written last. Without it the directory does not count.
 
@@ -32,11 +34,12 @@ from slurmrl.data.encoder import RowTokens
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls, discard, make_private
-from slurmrl.fsio.documents import INTEGER, SIZE, TEXT, Fields, FieldType, check
+from slurmrl.fsio.documents import FLAG, INTEGER, SIZE, TEXT, Fields, FieldType, check
 from slurmrl.fsio.failures import corrupt, explain, unreadable
+from slurmrl.tensors.pictures import KEY_BYTES, MANIFEST, NONE, path_of
 
-VERSION: Final = 4
-ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"
+VERSION: Final = 5
+ROWS, INDEX = "rows.bin", "index.bin"
 BUFFER_BYTES: Final = 1 << 20
 INDEX_ROWS: Final = 1 << 14
 """Entries that are read together."""
@@ -85,6 +88,8 @@ class PreparedManifest:
     token_bytes: int
     row_bytes: int
     """Size of ``rows.bin``."""
+    pictures: bool
+    """Whether rows may have pictures."""
 
 
 _FIELDS: Fields = {
@@ -95,6 +100,7 @@ _FIELDS: Fields = {
     "left_out": SIZE,
     "token_bytes": FieldType("2 or 4", lambda value: type(value) is int and value in (2, 4)),
     "row_bytes": SIZE,
+    "pictures": FLAG,
 }
 
 
@@ -123,6 +129,8 @@ class PreparedRow(NamedTuple):
     """The runs of each sequence (`TokenSequence`)."""
     row: dict[str, Any]
     """See `RowType.stored`."""
+    pictures: str | None
+    """The path of its pictures, or `tensors.pictures.NONE`; None in a dataset without images."""
 
 
 class PreparedRows:
@@ -186,13 +194,12 @@ class PreparedRows:
         row = name + entry.name
         tokens = np.frombuffer(content, self._dtype, entry.tokens).astype(np.int64)
         runs = self._runs(index, content[name - entry.runs : name], entry.tokens)
-        return PreparedRow(
-            self._decoded(index, content[name:row]),
-            entry.line,
-            tokens,
-            runs,
-            json.loads(content[row:]) if content[row:] else {},
-        )
+        label, pictures = self._decoded(index, content[name:row]), None
+        if self.manifest.pictures:
+            key, row = content[row : row + KEY_BYTES], row + KEY_BYTES
+            pictures = str(path_of(self._directory, key)) if any(key) else NONE
+        values = json.loads(content[row:]) if content[row:] else {}
+        return PreparedRow(label, entry.line, tokens, runs, values, pictures)
 
     def _open(self, name: str, size: int) -> None:
         path = self._directory / name
@@ -262,8 +269,16 @@ class PreparedWriter:
     Raises EnvironmentFailure.
     """
 
-    def __init__(self, directory: Path, token_bytes: int, *, calls: SystemCalls = REAL) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        token_bytes: int,
+        *,
+        pictures: bool = False,
+        calls: SystemCalls = REAL,
+    ) -> None:
         self._directory = directory
+        self._pictures = pictures
         self._calls = calls
         self._dtype = np.dtype(f"<u{token_bytes}")
         self._number = 0
@@ -278,7 +293,8 @@ class PreparedWriter:
         runs = [number for each in tokens for number in (len(each.runs), *each.runs)]
         packed = np.array(runs, _RUN).tobytes()
         encoded = name.encode(errors="surrogatepass")  # refused at the end of the file
-        content = b"".join((ids.tobytes(), packed, encoded, row))
+        key = tokens[0].pictures.ljust(KEY_BYTES, b"\0") if self._pictures else b""
+        content = b"".join((ids.tobytes(), packed, encoded, key, row))
         entry = (len(ids), len(packed), len(encoded), line, zlib.crc32(content), difficulty)
         self._add_entry(self._rows.size, *entry)
         self._rows.write(content)
@@ -286,7 +302,10 @@ class PreparedWriter:
     def publish(self, recipe: str, source: str, source_state: str, left_out: int) -> None:
         """Make the rows durable, and then the manifest."""
         sizes = self._dtype.itemsize, self._rows.size
-        manifest = PreparedManifest(recipe, source, source_state, self._number, left_out, *sizes)
+        rows = self._number
+        manifest = PreparedManifest(
+            recipe, source, source_state, rows, left_out, *sizes, self._pictures
+        )
         self._add_entry(self._rows.size, 0, 0, 0, 0, 0, 0.0)
         self._rows.finish()
         self._index.finish()

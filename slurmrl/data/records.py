@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.conversations import wrong_text
+from slurmrl.data.images import wrong_images
 from slurmrl.data.sources import open_source
 from slurmrl.data.types import (
     ABSENT,
@@ -378,7 +379,9 @@ class RowChecks:
         if texts and all(isinstance(text, str) and not text.strip() for text in texts.values()):
             return [(", ".join(texts), "must not all be empty")]
         complete = self._required <= set(keys)
-        problem = self._kind.wrong_row(row) if complete else None
+        problem = None
+        if complete:
+            problem = self._kind.wrong_row(row) or wrong_images(self._kind.config, row)
         return [problem] if problem else []
 
     def _reason(self, row: Mapping[str, Any], key: str) -> str:
@@ -423,7 +426,7 @@ def longest_row(dataset: DatasetConfig) -> int | None:
 
 
 def _longest_of(part: DatasetConfig) -> int | None:
-    if part.like is not None:
+    if part.like is not None or part.images_key is not None:
         return None
     path = Path(part.path)
     try:

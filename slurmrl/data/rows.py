@@ -23,20 +23,26 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 4096
 """Rows that are tokenized together."""
+IMAGE_ROWS: Final = 32
+"""Rows with images that are prepared together, and that a submission tries."""
 
 
 class RowTokenizer:
     """Tokenizes rows and leaves out those above the length limits."""
 
     def __init__(
-        self, kind: RowType, tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str]
+        self,
+        kind: RowType,
+        tokenizer: PreTrainedTokenizerBase,
+        where: Callable[[int], str],
+        directory: Path | None = None,
     ) -> None:
-        """``where`` gives the place of a row."""
+        """``where`` gives the place of a row; ``directory``: see `Encoder`."""
         self.kept = 0
         self.left_out = 0
         self._kind = kind
         self._config = kind.config
-        self._encoder = Encoder(kind.config, tokenizer)
+        self._encoder = Encoder(kind.config, tokenizer, directory)
         self._where = where
         self._problems: list[Problem] = []
 
@@ -56,13 +62,17 @@ class RowTokenizer:
         self.kept += len(kept) - kept.count(None)
         return kept
 
+    def require_tokens(self) -> None:
+        """:raises ConfigError: rows without tokens."""
+        if self._problems:
+            raise ConfigError(listed(self._problems))
+
     def finish(self) -> None:
         """:raises ConfigError: rows without tokens, or no row within the limits."""
         if not self._problems and not self.kept:
             message = "every row is longer than max_prompt_tokens or max_tokens allows"
             self._problems.append(Problem("", "", f"{message}: {self._config.path}"))
-        if self._problems:
-            raise ConfigError(listed(self._problems))
+        self.require_tokens()
 
 
 class LongRows(NamedTuple):
@@ -72,6 +82,8 @@ class LongRows(NamedTuple):
     """Above the length limits."""
     beyond: int
     """Others with more tokens than the models have positions."""
+    whole: bool = True
+    """Whether all rows were counted."""
 
 
 class DatasetRows:
@@ -122,10 +134,15 @@ class DatasetRows:
     ) -> LongRows:
         """Tokenize all rows, or only those that may have more than ``most`` tokens.
 
-        ``limited`` tokenizes all rows. Raises ConfigError, see `RowTokenizer`.
+        ``limited`` tokenizes all rows. Images take long, so only the first `IMAGE_ROWS` rows are
+        tried in a dataset with images, and not counted. Raises ConfigError, see `RowTokenizer`.
         """
         made = RowTokenizer(type_of_rows(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
+        if self._config.images_key is not None:
+            made.tokens(numbered[:IMAGE_ROWS])
+            made.require_tokens()
+            return LongRows(0, 0, whole=False)
         if not limited and most is not None:
             numbered = [(number, row) for number, row in numbered if _may_be_longer(row, most)]
         beyond = 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.data.meta import SampleMeta, one_each, repeated
+from slurmrl.tensors.pictures import METADATA, NONE
 
 
 @dataclass
@@ -182,6 +183,12 @@ class SequenceSample(SampleMeta):
         pairs = zip(self.ids, other.ids, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
         return f"{self.bs} and {other.bs} items, first difference {first}"
+
+
+def pictures_of(sample: SampleMeta) -> list[str]:
+    """Return the path of each item's pictures (`tensors.pictures`); "" for an item without any."""
+    found: list[str] = sample.metadata.get(METADATA, [NONE] * sample.bs)
+    return found
 
 
 def _join(parts: Iterable[list[Any]]) -> list[Any]:

@@ -334,7 +334,8 @@ class InputChecks:
             except ConfigError as error:
                 yield from (_of_data(key, problem) for problem in error.problems)
                 continue
-            self.left_out[key] = found.left_out
+            if found.whole:
+                self.left_out[key] = found.left_out
             if left := found.left_out:
                 weight = Weight.WARNING if 2 * left > len(rows) else Weight.NOTE
                 what = f"longer than {limits(dataset)} and are left out"

@@ -206,17 +206,24 @@ class HFBatch:
         """Return a session of rows, and the logits [S, V] after the tokens that it has read.
 
         It has read the prompts of new rows, and all tokens except the last one of the others. It
-        reads equal tokens once. ``width``: see `HFModel.session`.
+        reads equal tokens with equal pictures once. ``width``: see `HFModel.session`.
         """
-        texts: dict[tuple[int, ...], int] = {}
+        texts: dict[tuple[str, tuple[int, ...]], int] = {}
         order = [
-            texts.setdefault(tuple(row.tokens[:-1] if row.logprobs else row.tokens), len(texts))
+            texts.setdefault(
+                (row.request.pictures, tuple(row.tokens[:-1] if row.logprobs else row.tokens)),
+                len(texts),
+            )
             for row in rows
         ]
         session = self._model.session(
-            [len(text) for text in texts], self._prefill_tokens, width, experts=self._experts
+            [len(text) for _, text in texts],
+            self._prefill_tokens,
+            width,
+            experts=self._experts,
+            pictures=[pictures for pictures, _ in texts],
         )
-        tokens = torch.tensor([token for text in texts for token in text])
+        tokens = torch.tensor([token for _, text in texts for token in text])
         logits = session.prompts(upload([tokens], self._device)[0])
         if order != list(range(len(texts))):
             (index,) = upload([torch.tensor(order)], self._device)

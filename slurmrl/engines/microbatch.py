@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from slurmrl.data.meta import EXPERTS, IDS, SIZES
+from slurmrl.data.meta import EXPERTS, IDS, SIZES, repeated
 from slurmrl.data.order import microbatches, row_microbatches
-from slurmrl.data.sample import SequenceSample
+from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.base import RowKind
-from slurmrl.models.experts import UNKNOWN
+from slurmrl.models.base import PackedModel, RowKind
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.experts import UNKNOWN, Replayed
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.models.packed import ranges
 from slurmrl.tensors.ops import collectives
@@ -34,7 +36,8 @@ from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 if TYPE_CHECKING:
-    from slurmrl.models.hf_routers import HFRouters  # transformers takes seconds to import
+    from slurmrl.models.hf_model import HFModel  # transformers takes seconds to import
+    from slurmrl.models.hf_routers import HFRouters
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """Statistics of `Engine.train_batch` itself, in addition to the loss function's."""
@@ -85,12 +88,14 @@ def agree(
 ) -> MicrobatchSchedule:
     """Cut the sample into micro-batches and exchange their numbers with the other ranks.
 
-    With ``rows``, padding counts as tokens. With ``shared``, equal adjacent prefixes count once.
+    With ``rows``, padding counts as tokens, and sequences with pictures do not share rows. With
+    ``shared``, equal adjacent prefixes count once.
     """
     if shared:
         cut = shared_microbatches(sample, max_tokens)
     elif rows is not None:
-        cut = row_microbatches(sample.lengths[TOKENS], max_tokens, packed=rows == "packed")
+        packed = rows == "packed" and not any(pictures_of(sample))
+        cut = row_microbatches(sample.lengths[TOKENS], max_tokens, packed=packed)
     else:
         cut = microbatches(item_tokens(sample), max_tokens)
     parts = tuple(map(tuple, cut))
@@ -222,6 +227,25 @@ def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
         )
     named: list[str] = json.loads(encoded)
     return named
+
+
+def replaying(decoder: PackedModel, sample: SequenceSample | None) -> AbstractContextManager[None]:
+    """Use the recorded experts of a micro-batch in its forward and backward passes."""
+    if sample is None or EXPERTS not in sample.keys:
+        return nullcontext()
+    if isinstance(decoder, Decoder):
+        return decoder.routed(Replayed(experts_of(sample, decoder.config)))
+    model = cast("HFModel", decoder)
+    return model.routed(Replayed(experts_of(sample, model.routers)))
+
+
+def showing(decoder: PackedModel, sample: SequenceSample) -> AbstractContextManager[None]:
+    """While entered, a model of transformers reads a micro-batch with its pictures."""
+    paths = pictures_of(sample)
+    if not any(paths):
+        return nullcontext()
+    counts = sample.sequence_counts(TOKENS)
+    return cast("HFModel", decoder).showing(repeated(paths, counts))
 
 
 def support_of(sample: SequenceSample | None) -> Support | None:

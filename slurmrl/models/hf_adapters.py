@@ -28,6 +28,7 @@ from slurmrl.models.hf import as_tensor
 from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.hf_loading import make_model
 from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_pictures import PictureReader
 from slurmrl.models.hf_targets import TRANSPOSED, adapted_tensors, matches, targets_of
 from slurmrl.models.hf_tensor import FIRST_INPUT
 from slurmrl.models.lora import Adapters
@@ -227,9 +228,11 @@ def _missing(
 def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], list[str]]:
     """Return linear layers by name, and the names of layers whose weights are read directly.
 
-    They do not include the output layer and a value head.
+    They do not include the output layer, a value head and an image encoder.
     """
     ends = [_head(model), getattr(model, "score", None)]
+    reader = PictureReader.of(model)
+    ends += [] if reader is None else reader.tower.modules()
     layers: dict[str, nn.Module] = {}
     bypassed = []
     for name, layer in model.named_modules():

@@ -13,9 +13,14 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from slurmrl.errors import UsageError
@@ -31,7 +36,6 @@ from slurmrl.tensors.layout import Box, Index, TensorSpec
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|image|audio|relative")
 """Names of position embeddings, and of those among them that do not limit the length of text."""
-TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 
 
 def _stated(config: HFConfig) -> dict[str, Any]:
@@ -64,10 +68,22 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
         raise UsageError(reason)
 
 
+def task_of(model_type: str, head: Head) -> Any:
+    """Return transformers' automatic class of a family's models with a head.
+
+    A family without a class for text has a class that also reads images.
+    """
+    if head == "value":
+        return AutoModelForSequenceClassification
+    text = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    both = not text and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if both else AutoModelForCausalLM
+
+
 def make_model(
     config: HFConfig, head: Head, source: Path | None, seed: int, dtype: torch.dtype
 ) -> PreTrainedModel:
-    task: Any = TASKS[head]
+    task = task_of(config.model_type, head)
     more = {} if head == "lm" else {"num_labels": 1}
     try:
         if source is not None:

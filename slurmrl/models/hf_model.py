@@ -25,6 +25,7 @@ from slurmrl.models.base import PackedModel, RowKind
 from slurmrl.models.experts import Replayed
 from slurmrl.models.hf_config import HFConfig, cache_refusal
 from slurmrl.models.hf_loading import count_positions, make_model, only_multiplies, reject_dropout
+from slurmrl.models.hf_pictures import PictureReader
 from slurmrl.models.hf_routers import HFRouters
 from slurmrl.models.hf_rows import choose_rows, row_places
 from slurmrl.models.hf_session import HFSession
@@ -84,6 +85,9 @@ class HFModel(PackedModel):
                 f"{type(self.inner).__name__} has no linear layer 'score' to compute values with"
             )
         self._recomputes = self._generates = False
+        self.pictures = PictureReader.of(self.inner)
+        """Reads the pictures of batches; None for a model that reads only text."""
+        self._shown: Sequence[str] = ()
         self.rows = choose_rows(self, self.inner)
 
     def split(self, axis: Axis) -> None:
@@ -92,7 +96,13 @@ class HFModel(PackedModel):
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        return _blocks(self.inner)
+        """The blocks of the language model.
+
+        An image encoder belongs to the root unit: batches without images do not run it, and ranks
+        must agree on the units that they gather.
+        """
+        inner = set() if self.pictures is None else set(self.pictures.tower.modules())
+        return [block for block in _blocks(self.inner) if block not in inner]
 
     def constants(self) -> dict[str, Tensor]:
         persistent = self.state_dict().keys()
@@ -133,7 +143,7 @@ class HFModel(PackedModel):
         self._made.check_length(max_len)
         if isinstance(cu_seqlens, OnHost):
             cu_seqlens = cu_seqlens.tensor
-        places = row_places(cu_seqlens, max_len, self.rows)
+        places = row_places(cu_seqlens, max_len, "single" if self._shown else self.rows)
         rows, columns = upload((places.rows, places.columns), input_ids.device)
         ids = input_ids.new_zeros(places.shape).index_put((rows, columns), input_ids)
         if self._replayed is not None:
@@ -141,12 +151,19 @@ class HFModel(PackedModel):
         if self.adapters is not None:
             self.adapters.arrange_padded((rows, columns), places.shape)
         given = {"input_ids": ids}
+        if self.pictures is not None:
+            given = self.pictures.arguments(ids, self.pictures.load(self._shown, ids.device))
         if places.positions is not None:
             (given["position_ids"],) = upload((places.positions,), input_ids.device)
         whole = self.head == "lm" and not self._multiplies
         inner = self.inner if whole else self.inner.base_model
         output = inner(**given, use_cache=False)
-        return (output.logits if whole else output.last_hidden_state)[rows, columns]
+        found = (output.logits if whole else output.last_hidden_state)[rows, columns]
+        if self.pictures is None or not torch.is_grad_enabled():
+            return found
+        for parameter in self.pictures.trained():  # FSDP needs a gradient of each on all ranks
+            found = found + 0.0 * parameter.sum()
+        return found
 
     def logprobs(
         self,
@@ -181,17 +198,37 @@ class HFModel(PackedModel):
         finally:
             self._replayed = self.routers.routes = None
 
+    @contextmanager
+    def showing(self, paths: Sequence[str]) -> Iterator[None]:
+        """While entered, a batch has these prepared pictures, one path for each sequence.
+
+        Its sequences are padded, not packed. See `tensors.pictures`.
+        """
+        assert self.pictures is not None, "the plan rejects images for other models"
+        self._shown = paths
+        try:
+            yield
+        finally:
+            self._shown = ()
+
     def check_length(self, tokens: int) -> None:
         """See `HFConfig.check_length`, with transformers' defaults."""
         self._made.check_length(tokens)
 
     def session(
-        self, lengths: Sequence[int], prefill_tokens: int, width: int = 0, *, experts: bool = False
+        self,
+        lengths: Sequence[int],
+        prefill_tokens: int,
+        width: int = 0,
+        *,
+        experts: bool = False,
+        pictures: Sequence[str] = (),
     ) -> HFSession:
         """A session for prompts of ``lengths``, padded to at least ``width`` columns.
 
         Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
-        ``experts``: whether they are recorded.
+        ``experts``: whether they are recorded. ``pictures``: the paths of the
+        prompts' pictures, as for `showing`.
 
         Raises UsageError if the family's cache does not give the outputs of the training pass.
         """
@@ -201,7 +238,10 @@ class HFModel(PackedModel):
             check_generation(self, self.inner)
             self._generates = True
         routers = self.routers if experts else None
-        return HFSession(self, self.inner, lengths, prefill_tokens, width, routers)
+        reader = self.pictures
+        return HFSession(
+            *(self, self.inner, lengths, prefill_tokens, width, routers, reader, pictures)
+        )
 
 
 def _blocks(inner: PreTrainedModel) -> list[nn.Module]:

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from slurmrl.errors import UsageError
 from slurmrl.models.hf import as_tensor
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_files import file_form
+from slurmrl.models.hf_loading import task_of
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.checkpoint.tensors import file_tensors
@@ -53,7 +53,7 @@ def _read_converted(model: HFModel, folder: Path, name: str) -> None:
     options = {"dtype": next(model.parameters()).dtype, "output_loading_info": True}
     made: Any = None
     try:
-        load: Any = AutoModelForCausalLM.from_pretrained
+        load = task_of(model.config.model_type, "lm").from_pretrained
         made, report = load(folder, **options)
         problem = bool(report["missing_keys"] or report["mismatched_keys"])
     except (ValueError, KeyError, OSError, RuntimeError):

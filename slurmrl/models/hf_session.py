@@ -6,7 +6,7 @@ T packed tokens, S rows, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_config import generation_limit
+from slurmrl.models.hf_pictures import PictureReader
 from slurmrl.models.hf_routers import HFRouters, RecordedReads
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.tensors.ops.arguments import upload
@@ -36,16 +37,22 @@ class HFSession:
         prefill_tokens: int,
         width: int = 0,
         routers: HFRouters | None = None,
+        reader: PictureReader | None = None,
+        pictures: Sequence[str] = (),
     ) -> None:
         """``width``: the least number of columns that prompts are padded to.
 
-        ``routers``: of the model, if experts are to be recorded.
+        ``routers``: of the model, if experts are to be recorded. ``reader``: of a model that reads
+        images. ``pictures``: the prepared pictures of each row (`tensors.pictures`), if any.
         """
         self._prompts = torch.tensor(lengths, dtype=torch.int64)
         device = next(inner.parameters()).device
         (self.lengths,) = upload([self._prompts], device)
         self._model, self._inner, self._prefill_tokens = model, inner, prefill_tokens
         self._least_width, self._routers = width, routers
+        self._reader, self._pictures = reader, pictures
+        self._offsets = torch.zeros_like(self.lengths)
+        """[S]: the position of a row's next token minus the number of its tokens."""
         self._parameters = frozenset(inspect.signature(inner.forward).parameters)
         self._limit = generation_limit(inner.config.to_dict())
         self._begin(len(lengths))
@@ -86,7 +93,8 @@ class HFSession:
         for first in range(0, len(ids), each):
             part = slice(first, first + each)
             self._begin(len(ids[part]))
-            logits.append(self._read(ids[part], mask[part], positions[part]))
+            places, more = self._with_pictures(part, ids[part], mask[part], positions[part])
+            logits.append(self._read(ids[part], mask[part], places, more))
             caches.append(self._cache)
             experts += self._experts
         self._cache, self._mask = _joined(caches), mask
@@ -99,15 +107,17 @@ class HFSession:
         Return the logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their
         logits are meaningless.
         """
-        logits = self._read(
-            tokens[:, None], self._mask.new_ones((len(tokens), 1)), self.lengths[:, None]
-        )
+        if self._reader is not None:
+            tokens = self._reader.text_only(tokens)
+        places = (self.lengths + self._offsets)[:, None]
+        logits = self._read(tokens[:, None], self._mask.new_ones((len(tokens), 1)), places)
         self.lengths = self.lengths + alive
         return logits
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these rows only, in this order; a row may occur several times."""
         self.lengths, self._mask = self.lengths[rows], self._mask[rows]
+        self._offsets = self._offsets[rows]
         if self._routers is not None:
             self._experts = [torch.cat(self._experts, dim=1)[rows]]
         # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
@@ -117,6 +127,7 @@ class HFSession:
         """Add the rows of a session of equal width after the rows of this one; use it no more."""
         assert other.width == self.width, "columns are the same for all rows"
         self.lengths = torch.cat((self.lengths, other.lengths))
+        self._offsets = torch.cat((self._offsets, other._offsets))
         self._mask = torch.cat((self._mask, other._mask))
         self._cache = _joined([self._cache, other._cache])
         if self._routers is not None:
@@ -129,7 +140,25 @@ class HFSession:
         read: Tensor = self._experts[0][row][self._mask[row] > 0]
         return read[:tokens]
 
-    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    def _with_pictures(
+        self, part: slice, ids: Tensor, mask: Tensor, positions: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the positions and the other arguments of a part of the prompts."""
+        if self._reader is None:
+            return positions, {}
+        more = self._reader.arguments(ids, self._reader.load(self._pictures[part], ids.device))
+        found = self._reader.positions(more, mask)
+        if found is not None:
+            positions, self._offsets[part] = found
+        return positions, more
+
+    def _read(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         self._mask = torch.cat((self._mask, mask), dim=1)
         if self._limit is not None and self.width > self._limit.tokens:
             raise UsageError(f"{type(self._inner).__name__}: {self._limit.reason}")
@@ -142,6 +171,7 @@ class HFSession:
             "cache": self._cache,
             "use_cache": True,
             "logits_to_keep": 1,
+            **(more or {}),
         }
         if not self._parameters & {"past_key_values", "cache_params", "cache"}:
             name = type(self._inner).__name__

@@ -22,6 +22,7 @@ from slurmrl.plan.checks import (
     Draft,
     completion_checks,
     generators,
+    image_checks,
     layouts,
     model_sources,
     sections,
@@ -78,6 +79,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     completion_checks.sampling,
     completion_checks.experts,
     completion_checks.publication,
+    image_checks.images,
     sections.length_of_run,
     sections.untrained_steps,
     sections.stop_when,
@@ -97,6 +99,7 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     model_sources.tokenizer,
     model_sources.stop_tokens,
     sections.dataset_files,
+    image_checks.pillow,
 )
 """Additional checks of a submission: memory, existing files and engines. (A layout that no
 engine runs in this version can still be planned.)"""

@@ -190,6 +190,10 @@ class Dataset(Section):
     messages_key: Word = "messages"
     """With type `messages`: key of the conversation, a list of messages with `role` and `content`.
     """
+    images_key: Word | None = None
+    """Key of the images of a row: a list of paths, relative to the data file (docs/images.md). Set
+    it too if only messages have images, as parts `{type: image, image: PATH}`. Requires a chat
+    template. Default: none; rows have no images. Example: `images`"""
     tools_key: Word = "tools"
     """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
     may lack it."""

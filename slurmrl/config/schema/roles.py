@@ -301,6 +301,9 @@ class Model(Section):
     """Train low-rank adapters of frozen weights, for a trained role with a `path`. The reference is
     then the actor without its adapters, on the actor's GPUs and without additional memory, unless
     `ref` sets weights, a layout or a `dtype`. Default: train all weights."""
+    train_vision: bool = False
+    """Train the image encoder of a vision-language model too (docs/images.md). By default it keeps
+    its weights, and the optimizer has no state for it."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from slurmrl.data import conversations
 from slurmrl.data.conversations import ASSISTANT, Message, as_context
-from slurmrl.data.encoder import RowTokens, TokenSequence
+from slurmrl.data.encoder import Chat, RowTokens, TokenSequence
+from slurmrl.data.images import with_images
 from slurmrl.data.types import Requirement, Row, RowField, RowType, value_at, wrong_full_text
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ class Prompts(RowType):
         return raw
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        if self.config.images_key is not None:
+            chats = [(conversation(self, row), tools(self, row)) for row in rows]
+            return _pictured(self, rows, chats, encoder, prompt=True)
         found = prompts(self, rows, encoder)
         return [ids if isinstance(ids, str) else [TokenSequence.of(ids, [])] for ids in found]
 
@@ -96,6 +100,29 @@ def tools(kind: RowType, row: Row) -> list[Any] | None:
     return list(own) if own else None
 
 
+def conversations_of(
+    kind: RowType, rows: Sequence[Row], chats: Sequence[Chat], encoder: Encoder
+) -> list[RowTokens | str]:
+    """The tokens of whole conversations, with the images of their rows."""
+    if kind.config.images_key is not None:
+        return _pictured(kind, rows, chats, encoder, prompt=False)
+    return encoder.conversations(chats)
+
+
+def _pictured(
+    kind: RowType, rows: Sequence[Row], chats: Sequence[Chat], encoder: Encoder, *, prompt: bool
+) -> list[RowTokens | str]:
+    """The tokens of conversations with the images of their rows; see `Encoder.pictured`."""
+    made: list[RowTokens | str] = []
+    for row, (messages, wanted) in zip(rows, chats, strict=True):
+        found = with_images(kind.config, row, messages)
+        if not isinstance(found, str):
+            made.append(encoder.pictured(found.messages, wanted, found.images, prompt=prompt))
+        else:
+            made.append(found)
+    return made
+
+
 def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], value: Any) -> str:
     """Return the reason why a value is neither a string nor messages for the field ``name``."""
     if not isinstance(value, list):
@@ -128,7 +155,9 @@ class Conversations(RowType):
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
         key = self.config.messages_key
-        return encoder.conversations([(value_at(row, key), tools(self, row)) for row in rows])
+        return conversations_of(
+            self, rows, [(value_at(row, key), tools(self, row)) for row in rows], encoder
+        )
 
 
 class PromptAnswers(RowType):
@@ -148,9 +177,8 @@ class PromptAnswers(RowType):
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
         if encoder.chat is not None:
-            return encoder.conversations(
-                [(self._conversation(row), tools(self, row)) for row in rows]
-            )
+            chats = [(self._conversation(row), tools(self, row)) for row in rows]
+            return conversations_of(self, rows, chats, encoder)
         texts = [encoder.without_end(self.filled("answer_template", row)) for row in rows]
         contexts = prompts(self, rows, encoder)
         answers = encoder.answers(texts, contexts)

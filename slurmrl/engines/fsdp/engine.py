@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import cached_property, partial
 from math import inf, isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -50,11 +49,12 @@ from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
     Sums,
     agree,
-    experts_of,
     in_order,
     longest,
     no_outputs,
+    replaying,
     shared_tokens,
+    showing,
     support_of,
 )
 from slurmrl.engines.native_engine import GatheredGeneration
@@ -63,8 +63,7 @@ from slurmrl.engines.role_weights import Fingerprint, initial_weights, model_con
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import adapted_weight
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.decoder import Decoder
-from slurmrl.models.experts import Balance, Replayed
+from slurmrl.models.experts import Balance
 from slurmrl.models.layer_parts import Pieces
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
 from slurmrl.tensors.layout import Layout
@@ -72,9 +71,6 @@ from slurmrl.tensors.ops import attention
 from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.ops.sampling import Support
 from slurmrl.tensors.parallel.groups import ParallelContext
-
-if TYPE_CHECKING:
-    from slurmrl.models.hf_model import HFModel
 
 
 class FSDPEngine(TrainEngine, GatheredGeneration):
@@ -128,6 +124,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             context.rank,
             tensor_split(decoder, self._split),
             constant_specs(decoder, trained=trained and lora is None),
+            still=parameters.frozen_tower(decoder, model) if trained else frozenset(),
         )
         self._trained_placing = self._placing
         if lora is not None:
@@ -269,7 +266,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                 torch.autograd.backward(self._empty_micro_batch(temperature))
                 continue
             micro = sample.take(part)
-            with self._dropping(micro), self._replaying(micro):
+            with self._dropping(micro), replaying(self._shards.decoder, micro):
                 outputs = self._outputs(micro, temperature)
                 loss = sums.add_loss(self.role, micro, *loss_fn(outputs, micro))
                 torch.autograd.backward(loss * schedule.scale)
@@ -281,16 +278,6 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             return nullcontext()
         keys = dropout_keys(sample, self.role, self._seed, self.steps)
         return self._adapters.dropping(keys.to(self.context.device))
-
-    def _replaying(self, sample: SequenceSample | None) -> AbstractContextManager[None]:
-        """The recorded experts of a micro-batch in its forward and backward passes."""
-        decoder = self._shards.decoder
-        if sample is None or EXPERTS not in sample.keys:
-            return nullcontext()
-        if isinstance(decoder, Decoder):
-            return decoder.routed(Replayed(experts_of(sample, decoder.config)))
-        model = cast("HFModel", decoder)
-        return model.routed(Replayed(experts_of(sample, model.routers)))
 
     @torch.no_grad()
     def _count(
@@ -304,7 +291,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                 balance.now = "count" if part is not None else "other"
                 micro = None if part is None else sample.take(part)
                 dropping = nullcontext() if micro is None else self._dropping(micro)
-                with dropping, self._replaying(micro):
+                with dropping, replaying(self._shards.decoder, micro):
                     self._features(*self._tokens(micro))
         balance.sum_counts([self.context.group("shard")] if self._spread else [])
 
@@ -349,7 +336,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                     self._empty_micro_batch(temperature)
                     continue
                 micro = sample.take(part)
-                with self._replaying(micro):
+                with replaying(self._shards.decoder, micro):
                     outputs = self._outputs(micro, temperature)
                 results.append(outputs if output_fn is None else output_fn(outputs, micro))
         if results:
@@ -361,7 +348,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         shared = shared_tokens(sample) if self._shares(sample) else None
         support = support_of(sample)
         if shared is None:
-            return self._run(*self._tokens(sample), temperature, support)
+            with showing(self._shards.decoder, sample):
+                return self._run(*self._tokens(sample), temperature, support)
         ids = sample.tensor(TOKENS)[shared.taken]
         if support is not None:  # tokens that are the same may have had different supports
             hidden = self._features(ids, shared.pieces, longest(sample))[shared.places]
@@ -456,7 +444,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     def _state(self) -> dict[str, Tensor]:
         """This rank's chunks of trained tensors and their moments, and the model's constants."""
         assert self._optimizer is not None
-        tensors = self._shards.trained() | self._shards.decoder.constants()
+        own = self._shards.local() if self._adapters is None else self._shards.trained()
+        tensors = own | self._shards.decoder.constants()
         for moment, values in self._optimizer.moments.items():
             tensors |= {f"{moment}/{name}": value for name, value in values.items()}
         return tensors

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema.roles import Lora
+from slurmrl.config.schema.roles import Lora, Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS
 from slurmrl.engines.role_weights import (
@@ -234,6 +234,18 @@ def attached(
         return adapters
     except UsageError as error:
         raise UsageError(f"{role}.lora is not allowed: {error}") from error
+
+
+def frozen_tower(model: PackedModel, settings: Model) -> frozenset[str]:
+    """Freeze the image encoder of a trained model, if it has one, unless it is to be trained.
+
+    Return the names of its parameters.
+    """
+    reader = None if isinstance(model, Decoder) else cast("HFModel", model).pictures
+    if reader is None or settings.train_vision:
+        return frozenset()
+    tower = {id(p) for p in reader.tower.requires_grad_(False).parameters()}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in tower)
 
 
 def trained_specs(model: PackedModel, lora: Lora) -> dict[str, Index]:

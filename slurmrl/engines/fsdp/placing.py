@@ -30,6 +30,8 @@ class Placing:
     tensor: SharedParameters | None
     constants: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Tensors of the model that are not parameters; whole on every rank."""
+    still: frozenset[str] = frozenset()
+    """Parameters of a trained model that no step changes: the optimizer has no state for them."""
     sharded: bool = True
     """Whether data- and context-parallel ranks have chunks; otherwise each has the whole part."""
 
@@ -73,6 +75,8 @@ class Placing:
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
         """The layout of every parameter, once for each prefix of its name, and of the constants.
 
+        Parameters that no step changes have only the empty prefix.
+
         Without ``copies`` only the first rank that stores an element lists it.
         """
         own = self._holders(copies=copies)
@@ -81,7 +85,12 @@ class Placing:
             name: Holders((HeldBox.contiguous(ranks, Box.whole(spec.shape)),))
             for name, spec in self.constants.items()
         }
-        names = {prefix + name: name for prefix in prefixes for name in self.shapes}
+        names = {
+            prefix + name: name
+            for prefix in prefixes
+            for name in self.shapes
+            if not prefix or name not in self.still
+        }
         return Layout(
             {
                 **{full: TensorSpec(self.shapes[name], self.dtype) for full, name in names.items()},

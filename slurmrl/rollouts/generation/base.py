@@ -81,6 +81,8 @@ class GenerationRequest:
     options: GenerationOptions
     priority: int = 0
     """Requests with a lower number begin first."""
+    pictures: str = ""
+    """Path of the prompt's prepared pictures (`tensors.pictures`); "" for none."""
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> GenerationRequest:

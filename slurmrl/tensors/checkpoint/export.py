@@ -57,6 +57,9 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tiktoken.model",
     "tekken.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
     *TEMPLATES,
 )
 INDEX_FILE: Final = "model.safetensors.index.json"

@@ -1,0 +1,151 @@
+"""The images of a dataset's rows: where they are in a conversation. Torch-free.
+
+A row names its images under ``images_key``, or in parts of its messages:
+``{"type": "image", "image": "dots.png"}``. Paths are relative to the data file. `with_images`
+brings all forms into one: messages whose parts say where each image belongs, and the images in
+their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.conversations import Message, is_messages, kind_of
+from slurmrl.data.image_files import ImageError, base_of, check_image
+from slurmrl.data.types import ABSENT, Row, value_at
+
+PART: Final[Mapping[str, str]] = {"type": "image"}
+"""A part of a message in whose place the chat template writes an image's placeholder."""
+MARK: Final = "<image>"
+"""Text in whose place an image of the row's list comes."""
+
+
+class Pictured(NamedTuple):
+    """A conversation with images."""
+
+    messages: list[Message]
+    images: list[str]
+    """Paths, in the order of their parts."""
+
+
+def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> Pictured | str:
+    """Return a row's conversation with its images, or why its images have no place in it."""
+    assert config.images_key is not None, "checked by the caller"
+    listed = _listed(value_at(row, config.images_key))
+    if isinstance(listed, str):
+        return f"'{config.images_key}' {listed}"
+    left, images = list(listed), list[str]()
+    made: list[Message] = []
+    for message in messages:
+        parts = list(_parts(message.get("content"), marks=bool(listed)))
+        if not any(_is_image(part) for part in parts):
+            made.append(message)
+            continue
+        for part in parts:
+            if not _is_image(part):
+                continue
+            own = part.get("image")
+            if own is None and not left:
+                return _mismatch(config.images_key, len(listed), "has more image parts than that")
+            images.append(left.pop(0) if own is None else own)
+        made.append({**message, "content": [PART if _is_image(p) else p for p in parts]})
+    if left and len(left) < len(listed):
+        return _mismatch(config.images_key, len(listed), f"has no place for {len(left)} of them")
+    if left:
+        first = next((n for n, each in enumerate(made) if each["role"] == "user"), None)
+        if first is None:
+            return _mismatch(config.images_key, len(listed), "has no message of the user")
+        text = list(_parts(made[first].get("content"), marks=False))
+        made[first] = {**made[first], "content": [*(PART for _ in left), *text]}
+        before = sum(_is_image(part) for each in made[:first] for part in _of(each))
+        images[before:before] = left
+    return Pictured(made, images)
+
+
+def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
+    """Return the key of a row's images and why one of them cannot be used; None if all can.
+
+    Only the beginning of each file is read.
+
+    Raises MissingDependencyError without Pillow.
+    """
+    parts = [part for message in _messages(config, row) for part in _of(message) if _is_image(part)]
+    if config.images_key is None:
+        return (_key(config), NO_KEY) if parts else None
+    listed = _listed(value_at(row, config.images_key))
+    if isinstance(listed, str):
+        return config.images_key, listed
+    for part in parts:
+        if not isinstance(part.get("image", ""), str):
+            return _key(config), f"has an image that {_wrong_path(part['image'])}"
+    own = [part["image"] for part in parts if "image" in part]
+    for number, image in enumerate([*listed, *own], start=1):
+        try:
+            check_image(base_of(config), image)
+        except ImageError as error:
+            key = config.images_key if number <= len(listed) else _key(config)
+            return key, f"image {number} {error}"
+    return None
+
+
+NO_KEY: Final = "has an image: set images_key, for example to images"
+
+
+def _listed(value: Any) -> list[str] | str:
+    """The images under the key of a row, or why they cannot be used."""
+    if value is ABSENT or value is None:
+        return []
+    images = value if isinstance(value, list) else [value]
+    for number, image in enumerate(images, start=1):
+        if reason := _wrong_path(image):
+            return f"has an image {number} that {reason}"
+    return images
+
+
+def _wrong_path(value: Any) -> str:
+    if isinstance(value, str) and value.strip():
+        return ""
+    return f"must be the path of a file, but is {kind_of(value)}"
+
+
+def _messages(config: DatasetConfig, row: Row) -> Iterator[Message]:
+    """All messages under the keys that may have some."""
+    for key in dict.fromkeys((config.prompt_key, config.answer_key, config.messages_key)):
+        value = value_at(row, key)
+        if is_messages(value):
+            yield from value
+
+
+def _key(config: DatasetConfig) -> str:
+    return config.messages_key if config.kind == "messages" else config.prompt_key
+
+
+def _of(message: Message) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _parts(content: Any, *, marks: bool) -> Iterator[dict[str, Any]]:
+    """The parts of a content; in its text, each `MARK` becomes an image if ``marks``."""
+    given = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    for part in given:
+        if _is_image(part) or not marks:
+            yield part
+            continue
+        first, *others = part["text"].split(MARK)
+        if first:
+            yield {**part, "text": first}
+        for text in others:
+            yield dict(PART)
+            if text:
+                yield {**part, "text": text}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _mismatch(key: str, count: int, reason: str) -> str:
+    return f"'{key}' has {count} images, but the conversation {reason}"

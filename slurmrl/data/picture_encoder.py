@@ -1,0 +1,164 @@
+"""Conversations with images as tokens and prepared pictures, by the model's own processor.
+
+Torch-free, except for imports of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.chat import MarkedText
+from slurmrl.data.image_files import ImageError, base_of, load_image
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
+from slurmrl.tensors.pictures import PictureInputs, key_of, write
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
+TEXT_FIELDS: Final = frozenset(
+    (
+        "attention_mask",
+        "input_ids",
+        "mm_token_type_ids",
+        "num_crops",
+        "offset_mapping",
+        "text_replacement_offsets",
+        "token_type_ids",
+    )
+)
+"""Outputs of processors that are not arguments about pictures."""
+
+
+class EncodedPictures(NamedTuple):
+    """A conversation with images."""
+
+    tokens: list[int]
+    """With the placeholders of all images."""
+    offsets: Sequence[tuple[int, int]]
+    """Place of each token in the string of ``marked``."""
+    marked: MarkedText
+    """The text with placeholders."""
+    key: bytes
+    """Content key of the pictures."""
+
+
+class PictureEncoder:
+    """Runs a processor on the conversations of a dataset."""
+
+    def __init__(
+        self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None
+    ) -> None:
+        """``directory``: the prepared data, which gets the pictures; None to write none.
+
+        Raises UsageError if the tokenizer's folder has no processor.
+        """
+        self._processor: Any = load_processor(tokenizer)
+        self._base, self._directory = base_of(config), directory
+
+    def encode(self, marked: MarkedText, images: Sequence[str]) -> EncodedPictures | str:
+        """Return the tokens of a conversation with images, or why there are none.
+
+        Raises EnvironmentFailure if pictures cannot be written.
+        """
+        try:
+            loaded = [load_image(self._base, image) for image in images]
+            made = self._processor(
+                images=loaded,
+                text=[marked.text],
+                add_special_tokens=False,
+                return_offsets_mapping=True,
+                return_text_replacement_offsets=True,
+                return_mm_token_type_ids=True,
+            )
+        except ImageError as error:
+            return f"an image {error}"
+        except (ValueError, TypeError, IndexError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            return f"the processor rejects its images: {reason}"
+        (tokens,), (offsets,) = made["input_ids"], made["offset_mapping"]
+        types = made["mm_token_type_ids" if "mm_token_type_ids" in made else "token_type_ids"]
+        arguments = {name: _array(made[name]) for name in made if name not in TEXT_FIELDS}
+        pictures = PictureInputs(int(np.count_nonzero(np.asarray(types[0]) == 1)), arguments)
+        if self._directory is None:
+            key = key_of(pictures.arrays)
+        else:
+            key = write(self._directory, pictures)
+        text = _expanded(marked, made["text_replacement_offsets"][0])
+        return EncodedPictures(list(tokens), offsets, text, key)
+
+
+def load_processor(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return the processor in the folder of a tokenizer.
+
+    Images are processed by transformers' code for Pillow and NumPy, whether torchvision is
+    installed or not, so that the result does not depend on it.
+
+    Raises UsageError if there is none, or transformers cannot make it without other packages.
+    """
+    import transformers
+    from transformers import AutoImageProcessor
+
+    folder = Path(tokenizer.name_or_path)
+    name = _processor_class(folder)
+    kind: Any = getattr(transformers, name, None)
+    if kind is None:
+        raise UsageError(f"{folder}: this version of transformers has no processor {name}")
+    try:
+        values, _ = kind.get_processor_dict(str(folder), local_files_only=True)
+        load: Any = AutoImageProcessor.from_pretrained
+        images = load(str(folder), backend="pil", local_files_only=True)
+        own = {"image_processor": images, "tokenizer": tokenizer}
+        parts = [own.get(part) for part in kind.get_attributes()]
+        # The part for videos needs torchvision; it is left out.
+        unchecked = {"check_argument_for_proper_class": lambda *_: None}
+        made: Any = type(name, (kind,), unchecked)
+        return made.from_args_and_dict(parts, values)
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"no processor for images in {folder}: {reason}") from error
+
+
+def _processor_class(folder: Path) -> str:
+    present = inputs.list_names(folder)
+    found = [inputs.read_json(folder / name) for name in PROCESSOR_FILES if name in present]
+    named = [values["processor_class"] for values in found if "processor_class" in values]
+    if not named:
+        files = " or ".join(PROCESSOR_FILES)
+        raise UsageError(
+            f"no processor for images in {folder}: none of its files {files} names a "
+            "processor_class; copy the files of the model's processor into the tokenizer's folder"
+        )
+    return str(named[0])
+
+
+def _array(value: Any) -> np.ndarray[Any, Any]:
+    array = np.asarray(value)
+    return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _expanded(marked: MarkedText, replaced: Sequence[Mapping[str, Any]]) -> MarkedText:
+    """The text with placeholders, and its targets moved to their places there."""
+    pieces, at = [], 0
+    growth: list[tuple[int, int]] = []
+    for each in replaced:
+        first, last = each["span"]
+        pieces += [marked.text[at:first], each["replacement"]]
+        growth.append((last, len(each["replacement"]) - (last - first)))
+        at = last
+    pieces.append(marked.text[at:])
+    ends = [last for last, _ in growth]
+    sums = [0, *accumulate(more for _, more in growth)]
+
+    def moved(place: int) -> int:
+        return place + sums[sum(end <= place for end in ends)]
+
+    targets = [(moved(first), moved(last)) for first, last in marked.targets]
+    return MarkedText("".join(pieces), targets)

@@ -1,0 +1,134 @@
+"""Images in the batches of a model of transformers.
+
+A processor has put placeholder tokens where images belong, one for each hidden state of an image.
+The model replaces their embeddings in order. Only the first tokens of a sequence are placeholders,
+as many as its pictures have: a policy may sample the same token id, which has no image. Every pass
+reads such a token as `STRAY`, so that it means the same in training and generation.
+
+R rows, W their width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slurmrl.models.picture_families import PICTURE_FAMILIES
+from slurmrl.tensors.ops.arguments import upload
+from slurmrl.tensors.pictures import NONE, PictureInputs, read
+
+STRAY: Final = 0
+TYPES: Final = ("mm_token_type_ids", "token_type_ids")
+"""Names of the argument that marks placeholders with 1."""
+CACHED: Final = 8
+"""Sequences whose pictures stay in host memory: completions of one prompt follow each other."""
+
+
+@dataclass(frozen=True)
+class RowPictures:
+    """The pictures of rows."""
+
+    counts: Tensor
+    """[R] int64: placeholder tokens of each row."""
+    arguments: Mapping[str, Tensor]
+    """Arguments of the model's ``forward``; empty without pictures."""
+
+
+NOTHING: Final = RowPictures(torch.zeros(0, dtype=torch.int64), {})
+"""Rows of which none has pictures."""
+
+
+class PictureReader:
+    """Makes a model's arguments for rows with pictures."""
+
+    def __init__(self, inner: PreTrainedModel) -> None:
+        """``inner`` is of one of `PICTURE_FAMILIES`."""
+        config: Any = inner.config
+        parameters = inspect.signature(inner.forward).parameters
+        self._inner = inner
+        self._token = int(config.image_token_id)
+        self._types = next(name for name in TYPES if name in parameters)
+
+    @staticmethod
+    def of(inner: PreTrainedModel) -> PictureReader | None:
+        """Return the reader of a model; None if it reads no images."""
+        known = inner.config.model_type in PICTURE_FAMILIES
+        return PictureReader(inner) if known else None
+
+    @property
+    def tower(self) -> nn.Module:
+        """The part of the model that reads images."""
+        found: nn.Module = self._inner.get_encoder(modality="image")
+        return found
+
+    def trained(self) -> list[Tensor]:
+        """Return the trained parameters that a batch may leave out.
+
+        They are all that neither the language model nor the output layer has: a batch without
+        pictures uses none of them.
+        """
+        body: Any = self._inner.base_model
+        text = {id(p) for p in body.language_model.parameters()}
+        inner: Any = self._inner
+        text |= {id(p) for p in inner.get_output_embeddings().parameters()}
+        return [p for p in inner.parameters() if p.requires_grad and id(p) not in text]
+
+    def load(self, paths: Sequence[str], device: torch.device) -> RowPictures:
+        """Read the pictures of rows; `NONE` stands for a row without pictures.
+
+        Raises CorruptFileError, EnvironmentFailure.
+        """
+        if not any(paths):
+            return NOTHING
+        read_rows = [_read(path) for path in paths if path != NONE]
+        found = iter(read_rows)
+        counts = torch.tensor([0 if path == NONE else next(found).tokens for path in paths])
+        names = read_rows[0].arguments
+        joined = [
+            torch.cat([torch.from_numpy(each.arguments[name]) for each in read_rows])
+            for name in names
+        ]
+        counts, *arguments = upload((counts, *joined), device)
+        return RowPictures(counts, dict(zip(names, arguments, strict=True)))
+
+    def text_only(self, ids: Tensor) -> Tensor:
+        """Return tokens without pictures as the model reads them; any shape."""
+        return ids.masked_fill(ids == self._token, STRAY)
+
+    def arguments(self, ids: Tensor, pictures: RowPictures) -> dict[str, Tensor]:
+        """Return the model's arguments for rows [R, W] of tokens, without their positions."""
+        if not pictures.arguments:
+            return {"input_ids": self.text_only(ids)}
+        image = ids == self._token
+        own = image & (image.cumsum(1) <= pictures.counts[:, None])
+        ids = ids.masked_fill(image & ~own, STRAY)
+        return {"input_ids": ids, self._types: own.long(), **pictures.arguments}
+
+    def positions(
+        self, arguments: Mapping[str, Tensor], mask: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return positions [3, R, W] by time, height and width, and an offset [R] of later tokens.
+
+        ``mask`` [R, W] is 0 at padding. Return None for a family with one position per token.
+        """
+        body: Any = self._inner.base_model
+        if self._types not in arguments or not hasattr(body, "get_rope_index"):
+            return None
+        given = {name: arguments[name] for name in ("input_ids", "image_grid_thw")}
+        places, offsets = body.get_rope_index(
+            **given, mm_token_type_ids=arguments[self._types], attention_mask=mask
+        )
+        return places, offsets.squeeze(1)
+
+
+@lru_cache(maxsize=CACHED)
+def _read(path: str) -> PictureInputs:
+    return read(Path(path))

@@ -1,0 +1,22 @@
+"""Families of transformers that read images, and what their configs say about it. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+PICTURE_FAMILIES: Final = frozenset(
+    ("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+)
+"""Families that join the images of several prompts along dim 0 of each argument."""
+IMAGE_TOKEN: Final = ("image_token_id", "image_token_index")
+"""Names in configs of the token in whose place an image's hidden states come."""
+
+
+def picture_refusal(values: Mapping[str, Any]) -> str:
+    """Return why the model of a ``config.json`` object cannot read images here; or ""."""
+    family = values.get("model_type")
+    if family in PICTURE_FAMILIES:
+        return ""
+    known = ", ".join(sorted(PICTURE_FAMILIES))
+    return f"images are not possible for {family} models; allowed families: {known}"

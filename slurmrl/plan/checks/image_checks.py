@@ -1,0 +1,103 @@
+"""Checks of datasets with images: what reads them, trains on them and generates from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Final
+
+from slurmrl.config.schema import Dataset
+from slurmrl.config.source import KeyPath
+from slurmrl.errors import Problem, UsageError
+from slurmrl.plan.algorithms import POLICY_GRADIENTS, uses_of
+from slurmrl.plan.checks import Draft
+from slurmrl.plan.checks.completion_checks import served
+from slurmrl.plan.engine_rules import HF
+from slurmrl.plan.estimates.shape import config_values
+from slurmrl.plan.placement import ROLLOUTS
+from slurmrl.registry import resolve
+
+REFUSAL: Final = "slurmrl.models.picture_families:picture_refusal"
+"""Its layer is above the plan's, so it is resolved by name."""
+ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
+TYPES: Final = ("prompt", "prompt_answer", "messages")
+
+
+def images(draft: Draft) -> Iterator[Problem]:
+    """Only some models, algorithms and engines read images."""
+    yield from _towers(draft)
+    sections = {w: each for w, each in draft.config.datasets().items() if each.images_key}
+    if not sections:
+        return
+    for where, dataset in sections.items():
+        yield from _section(draft, where, dataset)
+    key = (*next(iter(sections)), "images_key")
+    if draft.algorithm.name not in ALGORITHMS:
+        reason = f": {draft.algorithm.name} reads no images; allowed algorithms: "
+        yield draft.refuse(key, reason + ", ".join(ALGORITHMS))
+    for use in uses_of(draft.config, draft.algorithm):
+        if use.head == "value":
+            yield draft.refuse(key, f": {use.role} is a model with values, which reads no images")
+    yield from _models(draft)
+    yield from _generation(draft)
+
+
+def pillow(draft: Draft) -> Iterator[Problem]:
+    """Pillow reads images."""
+    for where, dataset in draft.config.datasets().items():
+        if dataset.images_key and find_spec("PIL") is None:
+            reason = ": images need the package pillow: pip install pillow"
+            yield draft.refuse((*where, "images_key"), reason, dataset.images_key)
+
+
+def _towers(draft: Draft) -> Iterator[Problem]:
+    for role, model in draft.models():
+        if not model.train_vision:
+            continue
+        key = (role, "train_vision")
+        if model.implementation != HF:
+            yield draft.refuse(key, f": only implementation {HF} has image encoders", value=True)
+        elif model.lora is not None:
+            reason = " with lora, whose adapters are in the language model only"
+            yield draft.refuse(key, reason, value=True)
+
+
+def _section(draft: Draft, where: KeyPath, dataset: Dataset) -> Iterator[Problem]:
+    key = (*where, "images_key")
+    if dataset.kind not in TYPES:
+        reason = f" with type {dataset.kind}; allowed types: {', '.join(TYPES)}"
+        yield draft.refuse(key, reason, dataset.images_key)
+    elif not all(part.is_chat for part in dataset.parts.values()):
+        reason = " without a chat template, which writes where images belong: set chat_template"
+        yield draft.refuse(key, reason, dataset.images_key)
+
+
+def _models(draft: Draft) -> Iterator[Problem]:
+    for role, model in draft.models():
+        where = role if draft.writes(role, "implementation") else "actor"
+        if model.implementation != HF:
+            reason = f": the built-in decoder reads no images; allowed: {HF}"
+            yield draft.refuse((where, "implementation"), reason, model.implementation)
+            return
+        with suppress(UsageError):  # of a folder, reported by the check of weights
+            if (values := config_values(model)) and (reason := resolve(REFUSAL)(values)):
+                source = "path" if model.path is not None else "architecture"
+                yield draft.refuse((role, source), f": {reason}")
+                return
+
+
+def _generation(draft: Draft) -> Iterator[Problem]:
+    """The trainers generate from images, in single turns."""
+    rollout, evaluation = draft.config.rollout, draft.config.evaluation
+    own = "the trainers generate from images with implementation hf"
+    if served(draft):
+        reason = f": servers get no images here; leave it out, and {own}"
+        yield draft.refuse((ROLLOUTS, "backend"), reason, rollout.backend)
+    elif rollout.tasks is not None:
+        yield draft.refuse((ROLLOUTS, "tasks"), f" with images: {own}")
+    if rollout.episode.has_turns:
+        yield draft.refuse((ROLLOUTS, "episode"), " with images: they need completions of one turn")
+    if evaluation is not None and evaluation.tasks is not None and evaluation.tasks.backend:
+        reason = f" with images: leave it out, and {own}"
+        yield draft.refuse(("evaluation", "tasks", "backend"), reason)

@@ -1,0 +1,104 @@
+"""The prepared pictures of prompts: safetensors files that are named by their content. Torch-free.
+
+A file has everything that a model needs of the pictures of one sequence: the arguments of its
+``forward`` (``pixel_values``, and for some families the grid of each picture), and the number of
+tokens in whose place the model puts the pictures. Batches, requests and messages carry only the
+path of the file. An empty path stands for a sequence without pictures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls, discard
+from slurmrl.fsio.failures import corrupt
+from slurmrl.tensors.layout import Array
+
+NONE: Final = ""
+"""The path of a sequence without pictures."""
+METADATA: Final = "pictures"
+"""Key of a batch's metadata: the path of each item's pictures, or `NONE`."""
+COUNT: Final = "placeholder_tokens"
+"""Name in files of the number of tokens that the pictures replace."""
+KEY_BYTES: Final = 16
+LARGEST_BYTES: Final = 2**34
+"""Limit for the size of a file."""
+REMEDY: Final = "the next incarnation prepares the data again"
+FOLDER, MANIFEST = "pictures", "manifest.json"
+"""Names in a directory of prepared data: the folder of these files, and the file without which the
+directory does not count."""
+
+
+@dataclass(frozen=True)
+class PictureInputs:
+    """The pictures of one sequence as arguments of a model."""
+
+    tokens: int
+    """Number of placeholder tokens."""
+    arguments: Mapping[str, Array]
+    """Arrays by the name of the argument of the model's ``forward``. The pictures of several
+    sequences are joined along dim 0."""
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """All arrays of the file."""
+        return {**self.arguments, COUNT: np.array([self.tokens], np.int64)}
+
+
+def key_of(arrays: Mapping[str, Array]) -> bytes:
+    """Return the content key of arrays: `KEY_BYTES` bytes."""
+    digest = blake2b(digest_size=KEY_BYTES)
+    for name in sorted(arrays):
+        values = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {values.dtype.str} {values.shape} ".encode())
+        digest.update(values.tobytes())
+    return digest.digest()
+
+
+def path_of(directory: Path, key: bytes) -> Path:
+    """Return the file of a content key in a directory of prepared data."""
+    name = key.hex()
+    return directory / FOLDER / name[:2] / f"{name}.safetensors"
+
+
+def write(directory: Path, pictures: PictureInputs, *, calls: SystemCalls = REAL) -> bytes:
+    """Write pictures durably, unless the directory has them. Return their content key.
+
+    Raises EnvironmentFailure.
+    """
+    key = key_of(pictures.arrays)
+    path = path_of(directory, key)
+    if not os.path.lexists(path):
+        atomic.make_private_directory(path.parent, calls=calls)
+        atomic.replace(path, save(pictures.arrays), calls=calls)
+    return key
+
+
+def read(path: Path, *, calls: SystemCalls = REAL) -> PictureInputs:
+    """Read a file of `write`, and compare its content with its name.
+
+    Raises CorruptFileError if it is missing or damaged, after removing the manifest of its
+    directory, and EnvironmentFailure if it cannot be read.
+    """
+    arrays: dict[str, Array] = {}
+    problem = "is damaged"
+    try:
+        arrays = load(atomic.read(path, calls=calls, limit_bytes=LARGEST_BYTES))
+    except FileNotFoundError:
+        problem = "is missing"
+    except (ValueError, SafetensorError):
+        pass
+    if COUNT not in arrays or key_of(arrays).hex() != path.stem:
+        discard(path.parents[2] / MANIFEST, calls)
+        raise corrupt(path, problem, REMEDY)
+    return PictureInputs(int(arrays.pop(COUNT)[0]), arrays)

@@ -1,0 +1,121 @@
+"""Trials of models that read images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.support.datasets import write_rows
+from tests.support.family_checks import TRIAL, finished, newest, of_generation
+from tests.support.held import NO_LIMIT, Hold
+from tests.support.picture_models import draw, write_processor
+from tests.support.trials import Site, kill_one
+
+
+def config(source: Path, **changes: Any) -> dict[str, Any]:
+    """Return the settings of two steps of GRPO on two ranks."""
+    return {
+        "experiment": "family",
+        "total_steps": 2,
+        "algorithm": {"name": "grpo", "batch_size": 4, "n_minibatches": 2, "kl": {"coef": 0.01}},
+        "cluster": {"gpus_per_worker": 0},
+        "actor": {
+            "path": str(source),
+            "implementation": "hf",
+            "backend": "fsdp:d2",
+            "optimizer": {"lr": 1e-2},
+            **changes.pop("actor", {}),
+        },
+        "dataset": {"type": "prompt", "path": str(source / "rows.jsonl"), "images_key": "images"},
+        "rollout": {"n": 2, "max_new_tokens": 6},
+        "checkpoint": {"every_steps": 1},
+        **changes,
+    }
+
+
+def source_in(folder: Path, family: str) -> Path:
+    """Return a folder with a random model, its processor, and rows with up to two images."""
+    source = folder / "source"
+    source.mkdir()
+    values = write_processor(source, family)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**values))
+    model.save_pretrained(source)
+    for dots in range(1, 5):
+        draw(source / f"{dots}.png", dots, (16 + 8 * dots, 16))
+    rows: list[dict[str, Any]] = [
+        {"prompt": "How many?", "images": [f"{dots}.png"], "answer": str(dots)}
+        for dots in range(1, 5)
+    ]
+    rows[1]["images"] = ["1.png", "4.png"]
+    rows[2] = {"prompt": "No image", "answer": "0"}
+    write_rows(source, *rows)
+    return source
+
+
+def test_killed_trial_with_images_equals_undisturbed_one(tmp_path: Path) -> None:
+    """The image encoder keeps its weights, and transformers loads the export with it."""
+    source = source_in(tmp_path, "qwen3_vl")
+    whole, killed = (Site(tmp_path / name) for name in ("whole", "killed"))
+    for site in (whole, killed):
+        site.folder.mkdir()
+    Hold(whole).allow(NO_LIMIT)
+    steps = finished(whole, Hold(whole).judged(config(source)))
+    of_generation(steps)
+
+    hold = Hold(killed)
+    hold.allow(1)
+    file = str(killed.write("family.yaml", hold.judged(config(source))))
+    killed.slurmrl("submit", file, "--scheduler", "local", "--detach")
+    killed.wait_for_step(TRIAL, 1)
+    kill_one(killed.paths(TRIAL).run, "worker")
+    hold.allow(NO_LIMIT)
+    assert killed.wait_for_end(TRIAL)["state"] == "COMPLETED"
+    assert killed.outcome(TRIAL) == whole.outcome(TRIAL)
+
+    export = newest(whole, "exports")
+    before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
+    made, report = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
+    assert not any(report.values())
+    changed = [n for n, values in made.state_dict().items() if not values.equal(before[n])]
+    assert changed
+    assert not [name for name in changed if ".visual." in name]
+    name = "preprocessor_config.json"
+    assert (export / name).read_bytes() == (source / name).read_bytes()
+
+
+def test_conversations_train_adapters_or_the_image_encoder(tmp_path: Path) -> None:
+    """Adapters are in the language model only. A rank without images has the same update."""
+    source = source_in(tmp_path, "gemma3")
+    sft = {
+        "algorithm": {"name": "sft", "batch_size": 4},
+        "dataset": {
+            "type": "prompt_answer",
+            "path": str(source / "rows.jsonl"),
+            "images_key": "images",
+            "shuffle": False,
+        },
+    }
+    del (base := config(source))["rollout"]
+    losses = {}
+    for layout in ("fsdp:d1", "fsdp:d2"):
+        site = Site(tmp_path / layout.replace(":", "-"))
+        site.folder.mkdir()
+        actor = {**base["actor"], "backend": layout, "train_vision": True}
+        losses[layout] = [step["loss"] for step in finished(site, {**base, **sft, "actor": actor})]
+    torch.testing.assert_close(*(torch.tensor(each) for each in losses.values()))
+    before = AutoModelForImageTextToText.from_pretrained(source).state_dict()
+    after = AutoModelForImageTextToText.from_pretrained(newest(site, "exports")).state_dict()
+    assert any("vision_tower" in n and not after[n].equal(before[n]) for n in after)
+
+    site = Site(tmp_path / "lora")
+    site.folder.mkdir()
+    actor = {**base["actor"], "backend": "fsdp:d1", "lora": {"rank": 2}}
+    finished(site, {**base, **sft, "actor": actor})
+    after = AutoModelForImageTextToText.from_pretrained(newest(site, "exports")).state_dict()
+    changed = [name for name in after if not after[name].equal(before[name])]
+    assert changed
+    assert all("language_model" in name for name in changed)

@@ -1,0 +1,124 @@
+"""Tiny random models that read images, with their processors, made on the spot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+END, PAD = "<|im_end|>", "<|endoftext|>"
+QWEN_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+GEMMA_TOKENS = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}IMAGE{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+
+
+def write_tokenizer(folder: Path, tokens: dict[str, str], placeholder: str) -> dict[str, int]:
+    """Write a tokenizer of bytes; return the ids of its special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=["<|im_start|>"],
+        extra_special_tokens=tokens,
+        chat_template=TEMPLATE.replace("IMAGE", placeholder),
+    )
+    made.save_pretrained(folder)
+    known: dict[str, int] = made.get_vocab()
+    return known
+
+
+def write_processor(folder: Path, family: str) -> dict[str, Any]:
+    """Write the tokenizer and the processor of a family. Return a config for its models."""
+    if family == "gemma3":
+        ids = write_tokenizer(folder, GEMMA_TOKENS, GEMMA_TOKENS["boi_token"])
+        Gemma3ImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+        values = {"processor_class": "Gemma3Processor", "image_seq_length": 4}
+        (folder / "processor_config.json").write_text(json.dumps(values))
+        tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+        return {
+            "model_type": family,
+            "text_config": {"model_type": "gemma3_text", **TEXT, "vocab_size": len(ids)}
+            | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                **tower,
+                "num_attention_heads": 2,
+                "image_size": 16,
+                "patch_size": 4,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": ids[GEMMA_TOKENS["image_token"]],
+            "boi_token_index": ids[GEMMA_TOKENS["boi_token"]],
+            "eoi_token_index": ids[GEMMA_TOKENS["eoi_token"]],
+        }
+    start, pad, end = (QWEN_TOKENS[f"{n}_token"] for n in ("vision_start", "image", "vision_end"))
+    ids = write_tokenizer(folder, QWEN_TOKENS, start + pad + end)
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+    name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(family, "Qwen3VL")
+    path = folder / "preprocessor_config.json"
+    values = {**json.loads(path.read_text()), "processor_class": f"{name}Processor"}
+    path.write_text(json.dumps(values))
+    tower = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+    if family.startswith("qwen3_vl"):
+        tower |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    elif family == "qwen2_5_vl":
+        tower |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
+        tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
+    else:
+        tower |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return {
+        "model_type": family,
+        "text_config": {"model_type": f"{family}_text", **TEXT, "vocab_size": len(ids)}
+        | {"rope_parameters": ROPE, **(experts if family.endswith("moe") else {})},
+        "vision_config": {"model_type": family, **tower},
+        **{f"{n}_token_id": ids[QWEN_TOKENS[f"{n}_token"]] for n in ("image", "video")},
+        **{f"vision_{n}_token_id": ids[QWEN_TOKENS[f"vision_{n}_token"]] for n in ("start", "end")},
+    }
+
+
+def draw(path: Path, dots: int, size: tuple[int, int] = (24, 16)) -> None:
+    """Draw a picture of black dots on white."""
+    image = Image.new("RGB", size, "white")
+    pen = ImageDraw.Draw(image)
+    for dot in range(dots):
+        x, y = 6 * (dot % 4) + 1, 6 * (dot // 4) + 1
+        pen.ellipse((x, y, x + 3, y + 3), fill="black")
+    image.save(path)

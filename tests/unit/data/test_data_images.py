@@ -1,0 +1,164 @@
+"""Rows with images: their forms, their tokens, and the problems that name them."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoProcessor
+
+from slurmrl.config.schema import Dataset
+from slurmrl.data import image_files
+from slurmrl.data.rows import DatasetRows
+from slurmrl.data.sample import SequenceSample, pictures_of
+from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.errors import ConfigError, CorruptFileError
+from slurmrl.tensors.pictures import read
+from tests.support.datasets import prepared, write_rows
+from tests.support.picture_models import draw, write_processor
+
+PARTS: list[dict[str, Any]] = [
+    {"type": "text", "text": "Is "},
+    {"type": "image", "image": "b.png"},
+    {"type": "text", "text": " like "},
+    {"type": "image", "image": "a.png"},
+]
+TEXT = "Is <image> like <image>"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_processor(tmp_path, "gemma3")
+    draw(tmp_path / "a.png", 2)
+    draw(tmp_path / "b.png", 5, (40, 24))
+    return tmp_path
+
+
+def sample(folder: Path, kind: str, *rows: dict[str, Any]) -> SequenceSample:
+    path = write_rows(folder, *rows, name=kind)
+    config = Dataset(type=kind, path=path, images_key="images", chat_template=True)
+    made = prepared(config, load_tokenizer(folder), folder / f"data-{kind}")
+    return made.sample([(0, number) for number in range(len(rows))])
+
+
+def parts(made: SequenceSample, key: str) -> list[list[Any]]:
+    lengths = [length for row in made.lengths[key] for length in row]
+    return [each.tolist() for each in made.tensor(key).split(lengths)]
+
+
+def test_prompts_of_all_forms_have_the_processors_tokens_and_pixels(folder: Path) -> None:
+    said = [{"role": "user", "content": PARTS}]
+    bare = [{"type": each["type"]} if each["type"] == "image" else each for each in PARTS]
+    made = sample(
+        folder,
+        "prompt",
+        {"prompt": TEXT, "images": ["b.png", "a.png"]},
+        {"prompt": said},
+        {"prompt": [{"role": "user", "content": bare}], "images": ["b.png", "a.png"]},
+        {"prompt": "Is  like ", "images": ["b.png", "a.png"]},
+        {"prompt": "No image"},
+    )
+    processor: Any = AutoProcessor.from_pretrained(folder, backend="pil")
+    shown = [Image.open(folder / name).convert("RGB") for name in ("b.png", "a.png")]
+    chat = [{"role": "user", "content": bare}]
+    text = processor.apply_chat_template(chat, add_generation_prompt=True)
+    wanted = processor(images=shown, text=[text], add_special_tokens=False)
+    found, paths = parts(made, "prompt_ids"), pictures_of(made)
+    assert found[0] == found[1] == found[2] == list(wanted["input_ids"][0])
+    assert paths[0] == paths[1] == paths[2] == paths[3]
+    assert found[3] != found[0], "images without a place come first"
+    assert paths[4] == ""
+    pictures = read(Path(paths[0]))
+    np.testing.assert_array_equal(pictures.arguments["pixel_values"], wanted["pixel_values"])
+    assert pictures.tokens == 8
+    names = [[path.name for path in sorted(folder.glob("data-prompt/*/pictures/*/*"))]]
+    assert names == [[Path(paths[0]).name]], "equal pictures are one file"
+
+
+def test_answers_after_images_are_the_targets(folder: Path) -> None:
+    said = [
+        {"role": "user", "content": PARTS},
+        {"role": "assistant", "content": "No."},
+        {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
+        {"role": "assistant", "content": "Two"},
+    ]
+    answers = sample(folder, "prompt_answer", {"prompt": said[:1], "answer": "No."})
+    talks = sample(folder, "messages", {"messages": said})
+    tokenizer = load_tokenizer(folder)
+    for made, wanted in ((answers, "No.<|im_end|>"), (talks, "No.<|im_end|>Two<|im_end|>")):
+        (ids,), (context,) = parts(made, "input_ids"), parts(made, "prompt_mask")
+        targets = [token for token, read_ in zip(ids, context, strict=True) if not read_]
+        assert tokenizer.decode(targets) == wanted
+    assert read(Path(pictures_of(talks)[0])).tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "message"),
+    [
+        ({"images": ["https://a.b/c.png"]}, "images", "is a URL; download it"),
+        ({"images": ["data:image/png;base64,AAAA"]}, "images", "is a URL; download it"),
+        ({"images": ["no.png"]}, "images", r"image 1 \('no.png'\) cannot be read: .*no.png"),
+        ({"images": ["a.png", "text.txt"]}, "images", "image 2 .*is not an image"),
+        ({"images": ["wide.png"]}, "images", "has 40 x 30 pixels; the most are 1000"),
+        ({"images": ["heavy.png"]}, "images", "MiB; the largest file may have"),
+        ({"images": [3]}, "images", "has an image 1 that must be the path of a file"),
+        ({"images": ["cut.png"]}, "", "an image .*'cut.png'.* is damaged"),
+        ({"images": ["a.png"], "prompt": "<image> <image>"}, "", "has more image parts"),
+        ({"images": ["a.png", "b.png"], "prompt": "<image>"}, "", "no place for 1 of them"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]},
+         "prompt", "image 1 .*x.png.* cannot be read"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "", "more image parts"),
+        ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "prompt", "not text"),
+    ],
+)  # fmt: skip
+def test_unusable_image_is_a_problem_of_its_row(
+    folder: Path, row: dict[str, Any], key: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparation finds all of them; checks of a submission find those with a key."""
+    monkeypatch.setattr(image_files, "LARGEST_PIXELS", 1000)
+    monkeypatch.setattr(image_files, "LARGEST_FILE", 100_000)
+    (folder / "text.txt").write_text("no image")
+    Image.new("RGB", (40, 30)).save(folder / "wide.png")
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), np.uint8)
+    Image.fromarray(noise).save(folder / "heavy.png")
+    whole = (folder / "b.png").read_bytes()
+    (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    good = {"prompt": "How many?", "images": ["a.png"]}
+    path = write_rows(folder, good, {"prompt": "How many?", **row})
+    config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
+    with pytest.raises(ConfigError, match=message) as raised:
+        prepared(config, load_tokenizer(folder), folder / "data")
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.key) == (f"{path}:2", key)
+    if key:
+        with pytest.raises(ConfigError, match=message):
+            DatasetRows(config)
+
+
+def test_images_without_images_key_are_a_problem(folder: Path) -> None:
+    path = write_rows(folder, {"prompt": [{"role": "user", "content": PARTS}]})
+    with pytest.raises(ConfigError, match="has an image: set images_key"):
+        DatasetRows(Dataset(type="prompt", path=path, chat_template=True))
+
+
+def test_damaged_pictures_are_an_error_and_prepared_again(folder: Path) -> None:
+    row = {"prompt": "How many?", "images": ["a.png"]}
+    path = Path(pictures_of(sample(folder, "prompt", row))[0])
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match="is damaged; the next incarnation prepares"):
+        read(path)
+    read(Path(pictures_of(sample(folder, "prompt", row))[0]))
+
+
+def test_no_pixels_are_in_rows_of_prepared_data(folder: Path) -> None:
+    made = sample(folder, "prompt", {"prompt": "How many?", "images": ["a.png"]})
+    rows = next(folder.glob("data-prompt/*/rows.bin")).read_bytes()
+    assert len(rows) < 1000
+    assert base64.b64encode((folder / "a.png").read_bytes()) not in rows
+    assert made.metadata["row"][0]["images"] == ["a.png"]
