@@ -11,7 +11,6 @@ ENGINES = Registry(
     "engine",
     {
         "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
-        "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "megatron": "slurmrl.engines.megatron:make",
         "sglang": "slurmrl.engines.server_engine:SglangEngine",
         "vllm": "slurmrl.engines.server_engine:VllmEngine",

@@ -114,7 +114,6 @@ def _megatron(plan: PlannedModel, model: Model, config: ModelConfig) -> Layout:
 
 LAYOUTS: dict[str, Callable[[PlannedModel, Model, ModelConfig], Layout]] = {
     "fsdp": _fsdp,
-    "archon": _fsdp,
     "native": _native,
     "sglang": _native,
     "vllm": _native,

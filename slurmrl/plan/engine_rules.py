@@ -18,7 +18,7 @@ from slurmrl.errors import AllocationError
 
 HF: Final = "hf"
 """Models of transformers (``implementation: hf``), which have capabilities as engines do."""
-FSDP: Final = ("fsdp", "archon")
+FSDP: Final = ("fsdp",)
 EVERY: Final = tuple(BACKENDS)
 TRAINING: Final = tuple(name for name, backend in BACKENDS.items() if backend.trains)
 GENERATING: Final = tuple(name for name in EVERY if name not in TRAINING)
@@ -135,8 +135,8 @@ ENGINES: Final = {
     "vllm": EngineRules("dt", DECODER, module="vllm"),
     "native": EngineRules("dt", DECODER),
 }
-"""Every backend of the allocation grammar. ``archon`` is another name for FSDP2 around the built-in
-decoder. The leader of each data-parallel copy keeps a server on the GPUs of its tensor ranks."""
+"""Every backend of the allocation grammar. The leader of each data-parallel copy keeps a server on
+the GPUs of its tensor ranks."""
 
 
 def rules_of(allocation: Allocation) -> EngineRules:
@@ -147,7 +147,9 @@ def rules_of(allocation: Allocation) -> EngineRules:
     rules = ENGINES[allocation.backend]
     for letter, axis in AXIS_OF.items():
         if allocation.sizes[axis] > 1 and letter not in rules.dimensions:
-            split = [name for name, other in ENGINES.items() if letter in other.dimensions]
+            trains = allocation.backend in TRAINING
+            others = ((name, ENGINES[name]) for name in (TRAINING if trains else GENERATING))
+            split = [name for name, other in others if letter in other.dimensions]
             hint = f" ({', '.join(split)} does)" if split else ""
             raise AllocationError(
                 f"'{allocation}': the {allocation.backend} engine of this version does not split "

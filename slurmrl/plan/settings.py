@@ -235,6 +235,7 @@ def _checked(
             config = _with_algorithm(config, algorithm)
             notes += completion_checks.notes(config, algorithm)
             draft = Draft(config, algorithm, source)
+            notes += layouts.spellings(draft)
             problems += [] if resumed else [*unused_roles(draft), *unused_tools(draft)]
             problems += _new([*problems, *missing], check(draft))
             missing += _new([*problems, *missing], check_submission(draft))

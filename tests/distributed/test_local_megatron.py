@@ -51,6 +51,24 @@ def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", ["c2", "p2"])
+def test_archon_trial_learns_the_same_on_either_engine(tmp_path: Path, layout: str) -> None:
+    site = Site(tmp_path)
+    one = site.write("one.yaml", config_of("sft", trial="one", total_steps=3))
+    site.slurmrl("submit", str(one), "--scheduler", "local", "--wait")
+    config = config_of("sft", trial="many", total_steps=3)
+    config["actor"]["backend"] = f"archon:{layout}"
+    if layout == "p2":
+        config["actor"]["model"] = {"make_vocab_size_divisible_by": 1}
+        config["cluster"] |= let_megatron_compute_here(site, tmp_path, "many")
+    many = site.write("many.yaml", config)
+    plan = site.slurmrl("plan", str(many)).stdout
+    assert f"'archon:{layout}' runs as {'megatron' if layout == 'p2' else 'fsdp'}:" in plan
+    site.slurmrl("submit", str(many), "--scheduler", "local", "--wait")
+    assert_close(site.metrics("sft/many"), site.metrics("sft/one"))
+
+
+@pytest.mark.long
 def test_example_with_experts_learns_the_same_as_one_rank(tmp_path: Path) -> None:
     """Its tensor, pipeline and expert ranks compute the losses of one fsdp rank. The weights that
     it copies to its generation ranks answer as that rank answers.

@@ -34,13 +34,18 @@ BACKENDS: Final = {
     backend.name: backend
     for backend in (
         Backend("fsdp", "dtc", halves=True),
-        Backend("archon", "dtpce", halves=True),
         Backend("megatron", "dtpce", halves=True),
         Backend("native", "dt", trains=False),
         Backend("sglang", "dtp", trains=False, serves=True),
         Backend("vllm", "dtp", trains=False, serves=True),
     )
 }
+
+
+ARCHON: Final = "archon"
+"""AReaL's engine. Its layouts run on ``fsdp``; those with stages or experts run on ``megatron``."""
+SPELLED: Final = {**BACKENDS, ARCHON: Backend(ARCHON, "dtpce", halves=True)}
+"""The names that a string may begin with."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,15 @@ class Allocation:
     """
 
     backend: str
+    """An engine of BACKENDS."""
     name: str = ""
     sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
     experts: ExpertSizes | None = None
 
     def __post_init__(self) -> None:
+        if self.backend == ARCHON:
+            split = self.experts is not None or max(self.sizes["pp"], self.sizes["ep"]) > 1
+            object.__setattr__(self, "backend", "megatron" if split else "fsdp")
         if self.experts is None and self.sizes["ep"] > 1:
             object.__setattr__(self, "experts", self._spread_experts())
         if self.experts is not None:

@@ -21,8 +21,8 @@ from slurmrl.config.allocation.allocation import (
     ATTENTION_LETTERS,
     AXES,
     AXIS_OF,
-    BACKENDS,
     EXPERT_LETTERS,
+    SPELLED,
     Allocation,
     Backend,
     Components,
@@ -127,13 +127,13 @@ def _backend(scanner: Scanner) -> Backend:
     scanner.skip_blanks()
     start = scanner.position
     word = scanner.take(WORD)
-    if word not in BACKENDS:
+    if word not in SPELLED:
         _unknown_backend(scanner, word, start)
-    return BACKENDS[word]
+    return SPELLED[word]
 
 
 def _unknown_backend(scanner: Scanner, word: str, start: int) -> NoReturn:
-    known = list(BACKENDS)
+    known = list(SPELLED)
     if not word:
         scanner.fail(f"expected a backend; allowed: {', '.join(known)}", start)
     scanner.fail(f"unknown backend '{word}'; {near(word, known)}", start)
@@ -179,7 +179,7 @@ def _plain(scanner: Scanner, backend: Backend, name: str, dimensions: Dimensions
 
 def _halves(scanner: Scanner, backend: Backend, name: str) -> Allocation:
     if not backend.halves:
-        able = ", ".join(other.name for other in BACKENDS.values() if other.halves)
+        able = ", ".join(other.name for other in SPELLED.values() if other.halves)
         scanner.fail(f"{backend.name} does not support (attn:…|ffn:…); allowed with: {able}")
     wrapped = scanner.take_if("(")
     attention = _half(scanner, backend, "attn", ATTENTION_LETTERS)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from slurmrl.config.allocation import parse
-from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.allocation import ARCHON, BACKENDS
 from slurmrl.config.allocation.parser import format_gpus
 from slurmrl.config.schema import Model, evaluation_key
 from slurmrl.config.source import KeyPath
@@ -40,6 +41,17 @@ def _written(draft: Draft) -> Iterator[tuple[str, str]]:
             yield role, model.backend
     if draft.config.rollout.backend:
         yield ROLLOUTS, draft.config.rollout.backend
+
+
+def spellings(draft: Draft) -> Iterator[str]:
+    """Notes on the engines of layouts that name ``archon``."""
+    for role, text in _written(draft):
+        with suppress(AllocationError):  # reported where strings are checked
+            allocation = parse(text)
+            if not text.strip().startswith(ARCHON):
+                continue
+            reason = "" if allocation.backend == "fsdp" else ", which has stages and expert layouts"
+            yield f"{role}.backend: '{text}' runs as {allocation}{reason}"
 
 
 def runnable(draft: Draft) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from slurmrl.config.allocation import (
     parse,
     parse_components,
 )
-from slurmrl.config.allocation.allocation import BACKENDS
+from slurmrl.config.allocation.allocation import BACKENDS, SPELLED
 from slurmrl.config.allocation.legacy_spellings import (
     ROLES,
     HostShape,
@@ -408,7 +408,7 @@ def _given(section: ParallelSizes | Rollout, fields: dict[str, str]) -> dict[str
 
 
 def is_engine_only(backend: str) -> bool:
-    return backend.strip() in BACKENDS
+    return backend.strip() in SPELLED
 
 
 def merge(

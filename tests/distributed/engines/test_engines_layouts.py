@@ -102,7 +102,7 @@ def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any
         ("mixtral", "d2t2", {"sequence": True, "layers": True}),
         ("gpt2", "c2t2", {"sequence": True, "layers": True}),
         ("qwen3_moe", "d2c2", {}),
-        ("gemma", "c4", {"gradient_checkpointing": "full", "engine": "archon"}),
+        ("gemma", "c4", {"gradient_checkpointing": "full"}),
         ("qwen2", "c2t2", {"gradient_checkpointing": "selective", "layers": True}),
     ],
 )

@@ -27,7 +27,9 @@ ONES = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
         ("fsdp:d8c1t1p1e1", "fsdp", "", {"dp": 8}, 8, "fsdp:d8"),
         ("fsdp[actor]:d4", "fsdp", "actor", {"dp": 4}, 4, "fsdp[actor]:d4"),
         ("megatron:p2t4d2", "megatron", "", {"dp": 2, "tp": 4, "pp": 2}, 16, "megatron:d2t4p2"),
-        ("archon:d4e2", "archon", "", {"dp": 4, "ep": 2}, 4, "archon:d4e2"),
+        ("archon:d4t2c2", "fsdp", "", {"dp": 4, "tp": 2, "cp": 2}, 16, "fsdp:d4t2c2"),
+        ("archon:d4e2", "megatron", "", {"dp": 4, "ep": 2}, 4, "megatron:d4e2"),
+        ("archon:d2p2", "megatron", "", {"dp": 2, "pp": 2}, 4, "megatron:d2p2"),
         ("sglang:d4t2p2", "sglang", "", {"dp": 4, "tp": 2, "pp": 2}, 16, "sglang:d4t2p2"),
     ],
 )
