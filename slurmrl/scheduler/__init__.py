@@ -1,6 +1,6 @@
 """Schedulers, which start the links of a trial.
 
-A new one is a file in this package and a line in ``SCHEDULERS``.
+To add a scheduler, add a file to this package and a line to ``SCHEDULERS``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SCHEDULERS = Registry(
 )
 AUTO = "auto"
 PROBE_S = 10.0
-"""How long ``auto`` waits for a controller."""
+"""Seconds that ``auto`` waits for a controller."""
 _UNCONFIGURED = "Could not establish a configuration source"
-"""Words of Slurm's commands where they find no configuration: the machine is in no cluster."""
+"""Message of Slurm's commands if they find no configuration: the machine is in no cluster."""
 _UNREACHED = "failed to fetch remote configs"
-"""They also say this on a machine that gets its configuration from a controller."""
+"""Further words of that message on a machine that gets its configuration from a controller."""
 
 
 def make(name: str) -> Scheduler:
-    """Return the scheduler of a name (not ``auto``: see ``choose``). Raises UnknownNameError."""
+    """Return a scheduler by its name (for ``auto`` see ``choose``). Raises UnknownNameError."""
     scheduler: Scheduler = SCHEDULERS.load(name)()
     return scheduler
 
@@ -35,10 +35,10 @@ def make(name: str) -> Scheduler:
 def choose(name: str, *, asks_slurm: bool) -> str:
     """Resolve ``auto`` to ``slurm`` or ``local``.
 
-    It is ``slurm`` if the configuration asks for it or if this machine belongs to a cluster.
+    It is ``slurm`` if the configuration requires it or if this machine belongs to a cluster.
 
-    Nothing may run on a login node because its controller does not answer: then `Scheduler.check`
-    rejects the submission.
+    If the controller does not answer, `Scheduler.check` rejects the submission, so that no trial
+    runs on a login node.
     """
     if name != AUTO:
         SCHEDULERS.reference(name)

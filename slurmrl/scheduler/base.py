@@ -1,6 +1,6 @@
 """The contract of a scheduler, its requests and answers, and the environment of jobs and commands.
 
-A new kind of scheduler is one file that implements ``Scheduler`` and one line in ``__init__``.
+To add a scheduler, add a file that implements ``Scheduler`` and a line in ``__init__``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.paths import RunPaths
 
 SHORTEST_S = {"local": 0.5}
-"""Seconds between two queries while states change."""
+"""Minimum seconds between two queries, while states change, by scheduler."""
 SHARED_SHORTEST_S = 10.0
-"""The same for a scheduler with other users."""
+"""Minimum seconds between two queries of a scheduler that has other users."""
 LONGEST_S = {"local": 2.0}
 SHARED_LONGEST_S = 120.0
 GROWTH = 1.5
@@ -36,11 +36,11 @@ class JobState(StrEnum):
     NODE_FAIL = "NODE_FAIL"
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     UNKNOWN = "UNKNOWN"
-    """The scheduler does not know the job (any more): the run directory decides."""
+    """The scheduler does not (or no longer) know the job; the run directory has its outcome."""
 
     @property
     def active(self) -> bool:
-        """The job waits or runs: it can still change the trial."""
+        """Whether the job waits or runs, so that it can still change the trial."""
         return self in (JobState.PENDING, JobState.RUNNING)
 
 
@@ -61,18 +61,18 @@ class TaskState:
     words: str = ""
     """Reason why it is pending, with advice, or the way it ended; empty while it runs."""
     exit_code: int | None = None
-    """Exit code of the batch process that has ended, where known."""
+    """Exit code of the batch process, if it has ended and the code is known."""
     signal: int | None = None
-    """The signal that ended it, where there was one."""
+    """The signal that ended it, if any."""
     ending: JobState | None = None
-    """The state to come of a RUNNING element that has ended but for hosts that are still busy,
-    where known."""
+    """Final state, if known, of a RUNNING element that has ended except that some hosts are still
+    busy."""
     time_left_s: float | None = None
     """Seconds to the time limit of a running element; None: no limit, or unknown."""
     start: str = ""
     """Actual or expected start: local time as the scheduler writes it."""
     restarts: int = 0
-    """How often the scheduler has requeued the element."""
+    """Number of times that the scheduler has requeued the element."""
 
 
 JobIds = Mapping[str, tuple[str, ...]]
@@ -102,7 +102,7 @@ class GroupRequest:
     links: int = 8
     """Array elements: successive links of a fixed group, tasks of an elastic one."""
     elastic: bool = False
-    """Elements are single-host tasks, at most ``hosts`` at once unless ``at_once`` differs."""
+    """Whether the elements are single-host tasks, of which ``at_once`` may run at once."""
     at_once: int | None = None
     """Tasks of an elastic group that may run at once; None: ``hosts``."""
     spares: int = 0
@@ -132,11 +132,11 @@ class SubmissionRequest:
 
     @property
     def code(self) -> Path:
-        """Folder of that snapshot, the first entry of PYTHONPATH."""
+        """Folder of the code snapshot, the first entry of PYTHONPATH."""
         return self.run.snapshot(self.snapshot)
 
     def job_name(self, group: str) -> str:
-        """Name that identifies the job when a crash has lost its id."""
+        """Name by which slurmrl finds the job if a crash has lost its id."""
         return f"slurmrl-{self.uuid[:8]}-{self.number}-{group}"
 
     def command(self, group: GroupRequest, launcher: str) -> tuple[str, ...]:
@@ -156,11 +156,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise EnvironmentFailure, with the reason, where this scheduler cannot be used."""
+        """Raise EnvironmentFailure, with the reason, if this scheduler cannot be used."""
 
     @abstractmethod
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
-        """The batch script of each group.
+        """Return the batch script of each group.
 
         Needs no scheduler. Raises UsageError for values that cannot be written into a script.
         """
@@ -176,7 +176,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
-        """Add elements to a group that run after its present elements; return the job id.
+        """Add elements to a group, which run after its current elements; return the job id.
 
         ``by`` identifies the caller. Raises UsageError if this scheduler cannot extend a group or
         another process is extending it, SchedulerError if the scheduler rejects the request.
@@ -191,7 +191,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def query(self, jobs: JobIds) -> list[TaskState]:
-        """Return the states of all elements of all jobs from one query, by group, then element."""
+        """Return the states of all elements of all jobs from one query, by group and element."""
 
     @abstractmethod
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
@@ -203,7 +203,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def interrupt(self, jobs: JobIds) -> None:
-        """Ask running elements to stop at a step (USR2); no further link starts.
+        """Signal running elements to stop after a step (USR2); no further link starts.
 
         A link without a handler for the signal may miss it.
         """
@@ -216,7 +216,7 @@ class Scheduler(ABC):
 class SchedulerPoll:
     """The last answer of the scheduler and the time of the next query.
 
-    The next query comes soon after a change, and later the longer nothing changes. Nothing runs
+    The next query is due soon after a change, and later the longer nothing changes. No thread runs
     between the calls.
     """
 
@@ -232,7 +232,7 @@ class SchedulerPoll:
         self._asked: dict[str, tuple[str, ...]] | None = None
         self._answer: list[TaskState] = []
         self._failure: EnvironmentFailure | None = None
-        """Reason why the last request for jobs got no answer."""
+        """Reason why the last query failed; None if it succeeded."""
 
     @property
     def pause_s(self) -> float:
@@ -273,24 +273,25 @@ def _shape(tasks: list[TaskState]) -> Mapping[tuple[str, str], tuple[str, str, i
 
 
 EXPORTED = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH")
-"""Variables that a job inherits. Everything else comes from set-up lines, so that no token of the
-login shell ends up in a job's environment.
+"""Variables that a job inherits. Set-up lines define all others, so that no secret of the login
+shell gets into a job's environment.
 
 Slurm's own ``--export=HOME,USER,…`` does not do that: it makes each start of a job run the user's
 login shell on the compute node (1.2 s on the test bed) and adds whatever that exports. So sbatch
 runs in this environment, and the script uses ``--export=ALL``."""
 
 FABRIC_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
-"""Prefixes of other variables that a job inherits: settings of NCCL, which hold no secrets. Other
-launchers pass them on, too."""
+"""Prefixes of other variables that a job inherits: settings of NCCL, which are no secrets. Other
+launchers pass them on too."""
 
 LOCAL_EXPORTED = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
-"""The same for a link of the local scheduler; on a compute node Slurm sets the rest."""
+"""Variables that a link of the local scheduler inherits; on compute nodes, Slurm sets the others.
+"""
 
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
-"""Set where Python runs a snapshot: the snapshot stays as it was submitted, and hosts that start
-together do not all write the same files to a shared directory. A snapshot has the bytecode of this
-package; a process compiles only the user's own modules at its start."""
+"""Variable that is set when Python runs a snapshot: the snapshot stays unchanged, and hosts that
+start together do not all write the same files to a shared directory. A snapshot has the bytecode of
+this package; a process compiles only the user's own modules at its start."""
 
 OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
 """Variables that change options of Slurm's commands, or belong to the job in which we may run."""
@@ -301,7 +302,8 @@ def job_environment(
 ) -> dict[str, str]:
     """Return the environment for sbatch, which passes all of it to the job.
 
-    ``inherited``: variables of an earlier job, which set-up lines may have changed in ``environ``.
+    ``inherited`` are variables of an earlier job; set-up lines may have changed them in
+    ``environ``.
     """
     return _chosen(environ, ("SLURM_CONF",)) | inherited_environment(inherited or environ)
 
@@ -326,7 +328,7 @@ def command_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name == "SLURM_CONF" or not name.startswith(OPTION_PREFIXES)
     }
-    return kept | {"SLURM_BITSTR_LEN": "0"}  # never shorten a list of pending elements
+    return kept | {"SLURM_BITSTR_LEN": "0"}  # do not shorten lists of pending elements
 
 
 def _chosen(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:

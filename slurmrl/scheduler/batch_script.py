@@ -1,4 +1,4 @@
-"""Batch scripts as text, their ``#SBATCH`` directives, and which of these sbatch would refuse.
+"""Batch scripts as text, their ``#SBATCH`` directives, and which directives sbatch would reject.
 
 Only this module uses submitit, which writes the directives.
 """
@@ -57,33 +57,34 @@ OURS = {
     "--wait": "-W",
     "--wrap": "",
 }
-"""Options that extra lines may not change, with their short forms: the protocol rests on them."""
+"""Options that extra lines may not change, with their short forms: slurmrl relies on its values."""
 SUPERVISOR = "slurmrl.workers.supervisor"
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
-"""Resends a warning that comes during the set-up lines once the supervisor, of the same pid,
-runs."""
+"""Shell line for a warning that arrives during the set-up lines: send it again to the supervisor,
+which will have the same pid."""
 MODULES = """\
 command -v module >/dev/null || [ ! -r /etc/profile ] || {
     slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }"""
-"""A batch script is no login shell and inherits few variables (`job_environment`), while sites
-define ``module`` in files that /etc/profile reads. Our own PATH stays in front."""
+"""Shell lines that define ``module``. A batch script is no login shell and inherits few variables
+(`job_environment`), but sites define ``module`` in files that /etc/profile reads. The inherited
+PATH stays in front."""
 MODULE_WORDS = re.compile(r"\b(module|ml)\b")
 BLOCK = """\
 slurmrl_block=
 env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
 trap '' USR2"""
-"""From here on a warning is blocked until the supervisor has its handler. With an older env
-(coreutils before 8.31), a warning that comes while Python starts is lost."""
+"""Shell lines that block the warning until the supervisor has a handler. With an older env
+(coreutils before 8.31), a warning that arrives while Python starts is lost."""
 MOST_DIRECTIVES: Final = 4
-"""Directives of a group that are reported."""
+"""Maximum number of rejected directives reported for a group."""
 CHOSEN: Final = (
     *(name for name in PASSED if name != "partition"),
     *("gres", "gpus-per-node", "mem", "cpus-per-task", "nodes", "partition"),
 )
-"""Directives that settings choose. The partition comes last, because without it other hosts are
-asked for."""
+"""Directives that settings choose. The partition comes last, because a job without it may request
+other hosts."""
 WAITS: Final = re.compile(r"busy|down, drained|not available now|inactive or drain", re.IGNORECASE)
-"""Slurm's words for a job that sbatch accepts and that waits."""
+"""Slurm's words for a job that sbatch accepts although it has to wait."""
 UNCLEAR: Final = "Requested node configuration is not available"
 """Slurm's words both for hosts that do not exist and for hosts that are out of service."""
 
@@ -91,11 +92,11 @@ UNCLEAR: Final = "Requested node configuration is not available"
 def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> str:
     """Return the batch script of a group: directives, environment, set-up lines, one exec.
 
-    ``launcher`` is how the supervisor starts agents: ``srun`` or ``direct``.
+    The supervisor starts agents by ``launcher``: ``srun`` or ``direct``.
     """
-    from submitit.slurm.slurm import _make_sbatch_string  # a fifth of a second of imports
+    from submitit.slurm.slurm import _make_sbatch_string  # takes 0.2 s to import
 
-    unset: Any = None  # submitit's own defaults are not ours
+    unset: Any = None  # remove submitit's defaults
     return _make_sbatch_string(
         command=f"exec {_prefix(group)}{shlex.join(request.command(group, launcher))}",
         folder=request.run.logs / group.name,
@@ -117,8 +118,8 @@ def _prefix(group: GroupRequest) -> str:
 def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) -> list[str]:
     """Return the shell lines before the command.
 
-    Slurm reads directives up to the first of them. ``guarded``: the job is requeued if they or
-    Python fail.
+    Slurm reads directives up to the first of these lines. With ``guarded``, the job is requeued if
+    they or Python fail.
     """
     code = shlex.quote(str(request.code))
     return [
@@ -156,14 +157,14 @@ def setup_lines(request: SubmissionRequest, group: GroupRequest) -> Sequence[str
 
 
 def directives(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bool]:
-    """All directives of a group. Raises UsageError for a value that a script cannot hold."""
+    """Return all directives of a group. Raises UsageError for a value that is not allowed."""
     slurm = slurm_options(request, group)
     spares = 0 if group.elastic else group.spares
     result: dict[str, str | bool] = {
         "array": _array(group),
         "chdir": str(request.run.run),
         "cpus-per-task": str(group.workers_per_host * group.cpus_per_worker),
-        "export": "ALL",  # variables that our client gives sbatch: see environment.EXPORTED
+        "export": "ALL",  # the variables that our client gives to sbatch
         "job-name": request.job_name(group.name),
         "nodes": "1" if group.elastic else str(group.hosts + spares),
         "ntasks-per-node": "1",
@@ -187,7 +188,7 @@ def slurm_options(request: SubmissionRequest, group: GroupRequest) -> Mapping[st
 
 
 def extra_lines(request: SubmissionRequest, group: GroupRequest) -> list[str]:
-    """The user's own directives: ``--exclusive`` or ``#SBATCH --exclusive``."""
+    """Return the user's own directives: ``--exclusive`` or ``#SBATCH --exclusive``."""
     return [_extra_line(line) for line in slurm_options(request, group).get("extra_lines") or ()]
 
 
@@ -200,12 +201,12 @@ def check_value(key: str, value: str) -> None:
 
 
 def _mode(slurm: Mapping[str, Any]) -> Continue:
-    """Successor of a link of a fixed group."""
+    """Return how the trial continues after a link of a fixed group."""
     return Continue(slurm.get("continue") or Continue.CHAIN)
 
 
 def _array(group: GroupRequest) -> str:
-    """Links of a fixed group run one after the other. For Slurm a throttle of 0 is none."""
+    """Return the array option. Links of a fixed group run one by one; throttle 0 means none."""
     at_once = (group.at_once or group.hosts) if group.elastic else 1
     return f"0-{group.links - 1}%{at_once}"
 
@@ -232,7 +233,7 @@ def _memory(group: GroupRequest) -> dict[str, str | bool]:
 
 
 def _output(request: SubmissionRequest, group: GroupRequest) -> str:
-    """Slurm fills in array id and element; percent signs of the folder itself are doubled."""
+    """Return the output file with Slurm's ``%`` patterns; a ``%`` in its folder is doubled."""
     path = request.run.batch_log(group.name, "slurm-%A_%a")
     return f"{str(path.parent).replace('%', '%%')}/{path.name}"
 
@@ -254,7 +255,7 @@ class Refusal:
 
     group: str
     words: str
-    """Slurm's own."""
+    """Slurm's message."""
     directive: str = ""
     """Name of the directive that causes it, or the user's line; empty if no single one does."""
 

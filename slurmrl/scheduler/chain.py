@@ -1,7 +1,7 @@
-"""The chain of a fixed group: which links are queued, how they are added, how a link ends.
+"""The chain of a fixed group: its queued links, additions of links, and the end of a link.
 
-The running link and ``slurmrl resume`` both call `top_up`. Where Slurm's commands do not work on a
-link's host, only the jobs queued at first remain.
+The running link and ``slurmrl resume`` both call `top_up`. If Slurm's commands do not work on a
+link's host, the chain has only the jobs of its submission.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from slurmrl.scheduler.slurm import SlurmScheduler
 logger = log.get(__name__)
 
 FEW = 2
-"""With fewer queued successors than this, a chain is short of links."""
+"""A chain with fewer queued successors than this needs more links."""
 BEING_ENDED = "COMPLETING"
-"""Slurm's word for a job that `scancel`, a preemption or the time limit ends."""
+"""Slurm's state of a job that `scancel`, a preemption or the time limit is ending."""
 TIMEOUT_S = 45.0
-"""For each of Slurm's commands: a controller that does not answer must not keep hosts for long."""
+"""Time limit of a Slurm command: a controller that does not answer must not block hosts for long.
+"""
 TRIES = 3
 RETRY_S = 120.0
 """Seconds between tries of a failed sbatch; the controller may have been down."""
@@ -64,7 +65,7 @@ class Chain:
 
 
 class TopUp(Enum):
-    """Reason why no links were added."""
+    """The reason why no links were added."""
 
     NO_CHAIN = "this trial has no chain of links"
     ENDED = "the trial has ended"
@@ -76,15 +77,15 @@ class TopUp(Enum):
 
 
 def top_up(chain: Chain, scheduler: Scheduler, *, by: str, requested: bool = False) -> str | TopUp:
-    """Extend a chain that is short of links. Return the id of the new array, or why there is none.
+    """Extend a chain that needs more links. Return the id of the new array, or why there is none.
 
     ``by`` is unique to the caller: its element (``41_3``), or a user and a process. The running
-    link adds links only after a commit, since a trial that fails at once would otherwise never end,
-    and none while its job is being ended: a user who cancels all links would find others instead.
-    ``requested``: a user requests links, so no commit is needed, but a live link is.
+    link adds links only after a commit: otherwise a trial whose starts all fail would never end. It
+    adds none while Slurm is ending its job: otherwise a user who cancels all links would get new
+    ones. With ``requested``, a user requests links; this needs no commit, but a live link.
 
-    Raises EnvironmentFailure where Slurm's commands do not work on this host, UsageError while
-    another process extends the chain.
+    Raises EnvironmentFailure if Slurm's commands do not work on this host, UsageError while another
+    process extends the chain.
     """
     reason = why_not(chain, scheduler, by=by, requested=requested)
     if reason is not None:
@@ -123,7 +124,7 @@ def shortage(queued: int, *, has_committed: bool) -> TopUp | None:
 
 
 def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> list[TaskState]:
-    """Return the queued elements of a group but ``element``, in the order of their starts."""
+    """Return the queued elements of a group except ``element``, in the order of their starts."""
     queued = [
         task
         for task in tasks
@@ -133,7 +134,7 @@ def successors(tasks: Sequence[TaskState], group: str, element: str = "") -> lis
 
 
 def continues(chain: Chain) -> Continue:
-    """Return the successor of a link according to the submission's request.
+    """Return how links of a submission continue, according to its request.
 
     Submissions of older versions are chains.
     """
@@ -176,7 +177,7 @@ class Link(Chain):
 
     @property
     def element(self) -> str:
-        """Its name for Slurm. A bare job id can mean the whole array."""
+        """The element's name in Slurm, because a bare job id can mean the whole array."""
         return f"{self.job}_{self.index}"
 
 
@@ -189,11 +190,12 @@ def continue_after(
 ) -> str:
     """Make sure that the trial, which has not ended, continues when this link ends; return how.
 
-    ``extend``: no other thread of this process is extending the chain. ``lost_host``: the link ends
-    because too few of its hosts are left, so it is requeued, as Slurm does after a node failure.
+    With ``extend``, this may extend the chain: no other thread of this process does so. With
+    ``lost_host``, too few of the link's hosts are left: the link is requeued, as Slurm does after a
+    node failure.
 
-    Call it last: a requeued link gets TERM at once. A link in which nothing began is not requeued,
-    since it would fail again and again.
+    Call this last, because Slurm sends TERM to a requeued link at once. A link in which nothing
+    began is not requeued, because it would fail again and again.
     """
     scheduler = scheduler or slurm()
     try:
@@ -217,7 +219,7 @@ def continue_after(
 def give_back(link: Link, why: str, host: str) -> None:
     """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame).
 
-    Call it last: Slurm ends this job. See `run.hosts`.
+    Call this last, because Slurm ends this job. See `run.hosts`.
     """
     script = link.run.submission_script(link.submission, link.group)
     try:
@@ -238,7 +240,7 @@ def _here() -> dict[str, str]:
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Exclude the hosts that the trial avoids from the queued links, if Slurm answers."""
+    """Exclude the hosts that the trial avoids for the queued links, if Slurm answers."""
     try:
         if hosts.avoided(link.run):
             scheduler = scheduler or slurm()
@@ -248,9 +250,9 @@ def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Cancel all jobs of an ended trial but this one.
+    """Cancel all jobs of an ended trial except this one.
 
-    Where scancel does not work here, each link exits when it starts.
+    If scancel does not work here, each link exits when it starts.
     """
     scheduler = scheduler or slurm()
     try:
@@ -265,7 +267,7 @@ def slurm() -> SlurmScheduler:
 
 
 def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
-    """Top up at the end of a link that was too short for `Upkeep`, or committed only at its end."""
+    """Extend the chain after a link too short for `Upkeep`, or with a commit only at its end."""
     try:
         top_up(link, scheduler, by=link.element)
     except (EnvironmentFailure, CorruptFileError, UsageError) as error:
@@ -281,21 +283,21 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     if row is not None and row.raw != "RUNNING":
         return f"{link.element} is being ended by Slurm or its user, so it is not requeued"
     scheduler.requeue(link.element)
-    with contextlib.suppress(SchedulerError, CorruptFileError):  # it may have started again
+    with contextlib.suppress(SchedulerError, CorruptFileError):  # the link may have started again
         scheduler.exclude(link.run, link.submission, link.group, link.element)
     return f"{link.element} was requeued"
 
 
 class Upkeep:
-    """Runs in separate threads, since a link must not wait for Slurm.
+    """Threads that extend chain and groups, because a link must not wait for Slurm.
 
-    Signals stay with the caller's threads.
+    These threads receive no signals.
     """
 
     def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
         """``elastic`` maps each group to its planned number of tasks.
 
-        ``told`` is called with the id of each array added to the chain.
+        ``told`` is called with the id of each array that is added to the chain.
         """
         self._link = link
         self._told = told
@@ -310,15 +312,15 @@ class Upkeep:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             for thread in self._threads:
-                thread.start()  # with every signal blocked
+                thread.start()  # it inherits that signals are blocked
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def stop(self) -> bool:
         """Stop and return whether no submission is in progress.
 
-        Wait until a hanging command has timed out; a thread that still runs then is between several
-        commands.
+        Wait until a hanging command would have timed out. A thread that still runs after that is
+        between two commands.
         """
         self._stop.set()
         for thread in self._threads:
@@ -369,7 +371,7 @@ class Upkeep:
             try:
                 if demand.stop_requested_by(link.run, link.submission):
                     return
-                demand.remove_orphaned(link.run, name)  # the trainers are here
+                demand.remove_orphaned(link.run, name)  # this job has the trainers
                 change = group.keep(demand.wanted_tasks(link.run, name, planned))
             except SlurmrlError as error:
                 logger.info("group %s is unchanged: %s", name, error)

@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands. No other module runs them."""
+"""Slurm's commands. No other module runs them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ FORGOTTEN = "Invalid job id specified"
 """Slurm's message for a single job that it no longer knows."""
 
 TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
-"""Failures of sbatch after which the job may nevertheless have been submitted."""
+"""Messages of sbatch's failures after which the job may nevertheless have been submitted."""
 
 NO_WORDS = "no message"
 
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
-"""Messages of sacct, or of its absence, where there is no accounting."""
+"""Messages that mean that there is no accounting, from sacct or about a missing sacct."""
 
 NO_TEST = "--test-only"
-"""In the message of an sbatch without that option."""
+"""Part of the message of an sbatch without the option ``--test-only``."""
 NAMED = {
     "constraint": (("sinfo", "--noheader", "--format=Features=%f"), "Features"),
     "nodelist": (("sinfo", "--noheader", "--Node", "--format=Hosts=%N"), "Hosts"),
     "reservation": (("scontrol", "--oneliner", "show", "reservation"), "ReservationName"),
     "licenses": (("scontrol", "--oneliner", "show", "licenses"), "LicenseName"),
 }
-"""Options whose names a command lists, with that command and the field of the names."""
+"""Options of sbatch whose names a command lists: the command, and the field with the names."""
 _WORDS = re.compile(r" failed \(-?\d+\): (.*)", re.DOTALL)
 
 DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
 """Prefixes of sinfo states of hosts on which nothing can be started."""
 
 OUT_OF_SERVICE = (*DEAD_STATES, "drain", "maint", "reserved", "reboot", "boot", "power", "inval")
-"""The same of hosts on which nothing new starts now."""
+"""Prefixes of sinfo states of hosts on which no new job starts now."""
 
 
 def may_have_worked(error: SchedulerError) -> bool:
@@ -53,12 +53,12 @@ def may_have_worked(error: SchedulerError) -> bool:
 
 
 SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
-"""One task on each host of a job, with the environment that the set-up lines made (--export=ALL)
-and all CPUs of the job; by default Slurm gives each task a single one."""
+"""Command that starts one task on each host of a job, with the environment after the set-up lines
+(--export=ALL) and all CPUs of the job; by default, Slurm gives each task one CPU."""
 
 
 class SlurmClient:
-    """One method per command; each raises SchedulerError with the command and its message."""
+    """Slurm's commands. Each method raises SchedulerError with the command and its message."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -68,7 +68,7 @@ class SlurmClient:
         self._run("scontrol", "ping")
 
     def version(self) -> str:
-        """Slurm's version: ``22.05.8``, where some packagers say ``slurm-wlm 22.05.8``."""
+        """Return Slurm's version: ``22.05.8``, even if sbatch prints ``slurm-wlm 22.05.8``."""
         return parse.version(self._run("sbatch", "--version"))
 
     def try_out(self, script: Path, *options: str) -> None:
@@ -77,10 +77,10 @@ class SlurmClient:
         self._run(*command, environ=base.job_environment(os.environ))
 
     def refusal(self, script: Path) -> str | None:
-        """Return Slurm's words if sbatch would reject a script, without submitting it.
+        """Return Slurm's message if sbatch would reject a script; submit nothing.
 
-        Return None if sbatch would accept it, or cannot say. Raises SchedulerError if Slurm does
-        not answer.
+        Return None if sbatch would accept the script, or cannot check it. Raises SchedulerError if
+        Slurm does not answer.
         """
         try:
             self.try_out(script)
@@ -135,7 +135,7 @@ class SlurmClient:
         return parse.partition_names(self._run("sinfo", "--noheader", "--all", "--format=%R|%a"))
 
     def time_left_s(self, job: str) -> float | None:
-        """Seconds until a running job reaches its time limit; None without one."""
+        """Return the seconds until a running job reaches its time limit; None without a limit."""
         text = self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}")
         return parse.time_left_s(text)
 
@@ -144,8 +144,8 @@ class SlurmClient:
     ) -> str:
         """Submit a script and return the job id.
 
-        Options override its directives. ``inherited`` replaces this process's environment as what
-        the job inherits.
+        Options override its directives. If given, the job gets the environment ``inherited``
+        instead of this process's environment.
         """
         environ = base.job_environment(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
@@ -154,8 +154,8 @@ class SlurmClient:
     def queue(self, jobs: Iterable[str]) -> list[states.QueueRow]:
         """Return the rows of these jobs, including ended ones that Slurm still remembers.
 
-        One squeue serves all jobs. Where squeue fails or is not Slurm's own, scontrol runs once per
-        job.
+        One call of squeue covers all jobs. If squeue fails or is not Slurm's program, scontrol runs
+        once per job.
         """
         wanted = tuple(jobs)
         try:
@@ -163,7 +163,7 @@ class SlurmClient:
         except SchedulerError as error:
             if FORGOTTEN in str(error):
                 return []
-            if may_have_worked(error):  # then the controller does not answer
+            if may_have_worked(error):  # the controller does not answer
                 raise
             try:
                 return [row for job in wanted for row in self._shown(job)]
@@ -171,7 +171,7 @@ class SlurmClient:
                 raise error from None
 
     def row_of(self, element: str) -> states.QueueRow | None:
-        """Return the present row of an element (``41_3``), or None if Slurm has forgotten it.
+        """Return the current row of an element (``41_3``), or None if Slurm has forgotten it.
 
         Raises SchedulerError.
         """
@@ -182,7 +182,7 @@ class SlurmClient:
         return self._queue(f"--name={','.join(names)}")
 
     def accounting(self, jobs: Iterable[str]) -> list[states.QueueRow] | None:
-        """Return the rows of these jobs in the accounting database; None where there is none."""
+        """Return the rows of these jobs in the accounting database; None if there is none."""
         form = (f"--format={states.ACCOUNTING_FORMAT}", f"--jobs={','.join(jobs)}")
         try:
             text = self._run("sacct", "--noheader", "--parsable2", "--allocations", *form)
@@ -193,11 +193,11 @@ class SlurmClient:
         return states.accounting(text)
 
     def settings(self) -> dict[str, str]:
-        """The cluster's configuration (``scontrol show config``)."""
+        """Return the cluster's configuration (``scontrol show config``)."""
         return parse.assignments(self._run("scontrol", "show", "config"))
 
     def submit_limits(self, user: str) -> str:
-        """Return the limits of a user's associations and their use, as scontrol prints them."""
+        """Return the limits and usage of a user's associations, as scontrol prints them."""
         return self._run("scontrol", "show", "assoc_mgr", f"users={user}", "flags=assoc")
 
     def requeue(self, element: str) -> None:
@@ -205,7 +205,7 @@ class SlurmClient:
         self._run("scontrol", "requeue", element)
 
     def exclude(self, element: str, hosts: str) -> None:
-        """Keep queued elements (``41_[2-7]``) off these hosts and no others."""
+        """Exclude these hosts, and no others, for queued elements (``41_[2-7]``)."""
         self._run("scontrol", "update", f"JobId={element}", f"ExcNodeList={hosts}")
 
     def throttle(self, job: str, count: int) -> None:
@@ -213,19 +213,19 @@ class SlurmClient:
         self._run("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={count}")
 
     def hold(self, elements: str) -> None:
-        """Keep queued elements (``41_[2-7]``) from starting, as their user does.
+        """Hold queued elements (``41_[2-7]``), as their user does.
 
-        An administrator also holds them like the user: an administrator's own hold would look like
-        the site's.
+        Even for an administrator, the hold is a user's hold: an administrator's hold would look as
+        if the site had set it.
         """
         self._run("scontrol", "uhold", elements)
 
     def release(self, elements: str) -> None:
-        """Let them start again."""
+        """Release held elements, so that they can start."""
         self._run("scontrol", "release", elements)
 
     def cancel(self, elements: Iterable[str]) -> None:
-        """Cancel jobs or ranges of elements (``41_[2-7]``); ended ones are no error."""
+        """Cancel jobs or ranges of elements (``41_[2-7]``); ended jobs are no error."""
         self._scancel(*elements)
 
     def signal(self, name: str, elements: Iterable[str], *, steps: bool) -> None:
@@ -257,7 +257,7 @@ class SlurmClient:
         try:
             done = subprocess.run(
                 command,
-                executable=shutil.which(command[0]),  # not by the PATH that a job is to have
+                executable=shutil.which(command[0]),  # found in our PATH, not in the job's
                 env=environ or base.command_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -280,7 +280,7 @@ class SlurmClient:
 
 
 def usable_hosts(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
-    """Return the hosts that are not lost and not dead according to Slurm, if it answers."""
+    """Return the hosts that are not in ``lost`` and, if Slurm answers, not dead."""
     left = [host for host in hosts if host not in set(lost)]
     try:
         found = SlurmClient().hosts(None, left) if left else []
@@ -292,7 +292,7 @@ def usable_hosts(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_dead(state: str) -> bool:
-    """Return whether a host in this state is unusable; a trailing star: it does not respond."""
+    """Return whether a host in this state is unusable; a trailing star means no response."""
     return state.endswith("*") or state.startswith(DEAD_STATES)
 
 

@@ -1,10 +1,10 @@
-"""Elastic groups: a desired number of single-host tasks.
+"""Elastic groups of single-host tasks, whose desired number may change.
 
-Their array is throttled (``%P``) and has more elements than run at once, so that Slurm itself
-replaces a task that ends with a queued one. Where Slurm's commands work on the host that manages
-the group, missing tasks are submitted one by one, the throttle follows the desired number, and the
-array is held while none is desired. Tasks that are too many are not ended here: those who work with
-them ask some to leave.
+Their array has a throttle (``%P``) and more elements than run at once, so Slurm itself replaces a
+task that ends with a queued one. If Slurm's commands work on the host that manages the group, this
+host submits missing tasks one by one and sets the throttle to the desired number. It holds the
+array while no task is desired. This module does not end surplus tasks: the master tells them to
+leave.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from slurmrl.scheduler.extensions import Extender
 from slurmrl.scheduler.slurm import SlurmScheduler
 
 HELD: Final = "JobHeldUser"
-"""Slurm's reason why an element does not start that its user holds."""
+"""Slurm's reason why an element does not start: its user holds it."""
 
 FINISHED: Final = "Job has already finished"
-"""scontrol's message for elements of an array that have ended; it changes the others."""
+"""scontrol's message if some elements of an array have ended; it still changes the others."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class Change:
     hold: bool = False
     """Whether no queued element may start."""
     release: bool = False
-    """Whether held ones may start again."""
+    """Whether held elements may start again."""
 
 
 def balance(desired: int, tasks: Sequence[TaskState], throttle: int | None) -> Change:
-    """Return the change after which ``desired`` tasks run or are queued, and no more start.
+    """Return the change with which ``desired`` tasks run or are queued, and no more start.
 
     ``tasks`` are the elements of a group, and ``throttle`` is their throttle, if it is known.
     Elements beyond the throttle are spares and stay.
@@ -75,7 +75,7 @@ class ElasticGroup:
         by: str,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``by``: the element (``41_3``) of this process.
+        """``by`` is the element (``41_3``) of this process.
 
         Another link may manage the group at the same time; ``sleep`` may raise to abandon a wait
         for it.
@@ -87,10 +87,10 @@ class ElasticGroup:
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
-        """Make sure that ``desired`` tasks run or are queued and no more start.
+        """Ensure that ``desired`` tasks run or are queued, and that no more start.
 
-        Return the change made. Raises SchedulerError if Slurm's commands do not work here: then
-        only the queued spares remain.
+        Return the change that was made. Raises SchedulerError if Slurm's commands do not work here;
+        only queued spares can then replace tasks.
         """
         jobs = self._scheduler.recover(self._run, self._number)
         if self._group not in jobs:
@@ -109,7 +109,7 @@ class ElasticGroup:
         return change
 
     def leave_alone(self) -> None:
-        """Let no queued task start without trainers.
+        """Prevent queued tasks from starting while no trainers run.
 
         Hold the tasks while a job of the trainers waits or runs, else cancel them. Raises
         SchedulerError.

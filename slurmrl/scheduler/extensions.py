@@ -1,10 +1,10 @@
-"""Extension of a group by further arrays, each of which starts when the earlier ones are used up.
+"""Extension of a group by further arrays, each of which starts after the earlier arrays.
 
-The *claim* ``GROUP.more.K.json`` is created exclusively before sbatch is called, the *note*
-``GROUP.more.K.job.json`` after it. Whoever is killed between the two leaves a job that is found by
-its name, which holds K, or a claim without a job. Such a claim is void and its indices stay unused.
-The note of a refused claim holds no job; the next extension writes the same for a void one. A claim
-whose claimant is gone is void, so each claim yields exactly one array.
+A process creates the *claim* ``GROUP.more.K.json`` exclusively before it calls sbatch, and writes
+the *note* ``GROUP.more.K.job.json`` after it. If it is killed in between, its job, if any, is found
+by the K in its name. A claim without a job is void once its claimant is gone; its indices stay
+unused. If sbatch rejects the request, the note names no job; the next extension writes such a note
+for a void claim. So each claim yields at most one array.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Claim:
     first: int
     count: int
     by: str
-    """The claimant: the running element (``41_6``), or a user's command."""
+    """The claimant: the running element (``41_6``) or a user's command."""
     records: int
-    """Length of the history at that time."""
+    """Number of records in the history at the time of the claim."""
     claimant: Claimant = field(default_factory=Claimant.of_this_process)
 
 
@@ -75,15 +75,15 @@ class Claim:
 class Extension:
     claim: Claim
     name: str
-    """Name of its job."""
+    """Name of the array's job."""
     job: str | None
-    """Its job id; None if there is no note, or no job."""
+    """Id of the array's job; None if there is no note or no job."""
     refused: bool = False
-    """There is certainly no job."""
+    """Whether there is certainly no job."""
 
     @property
     def open(self) -> bool:
-        """Whether its job, if any, can only be found by name."""
+        """Whether the job, if it exists, can only be found by its name."""
         return self.job is None and not self.refused
 
 
@@ -106,13 +106,13 @@ def take(run: RunPaths, number: int, group: str, claim: Claim) -> bool:
 
 
 def note(run: RunPaths, number: int, group: str, index: int, job: str | None) -> None:
-    """Write the job id of an extension; None: sbatch refused it."""
+    """Write the note of an extension: its job id, or None if sbatch rejected it."""
     path = run.extension_job(number, group, index)
     atomic.replace(path, json.dumps({"job": job}).encode())
 
 
 def close(run: RunPaths, number: int, group: str, index: int) -> None:
-    """Note that a claim has no job, unless there is a note.
+    """Write a note that a claim has no job, unless it has a note.
 
     A claimant that submits nevertheless replaces the note.
     """
@@ -126,7 +126,7 @@ def name(run: RunPaths, number: int, group: str, index: int) -> str:
 
 
 def length(run: RunPaths, number: int, group: str) -> tuple[int, int]:
-    """Return the length of the group's first array and its throttle."""
+    """Return the length and the throttle of the group's first array."""
     array = submission.directive(run, number, group, "array")
     throttle = array.partition("%")[2]
     with documents.expecting(run.submission_script(number, group)):
@@ -145,7 +145,7 @@ def _read(run: RunPaths, number: int, group: str, index: int) -> Extension:
 
 
 def _job(path: Path) -> tuple[bool, str | None]:
-    """Return whether there is a note, and its job id."""
+    """Return whether the note exists, and its job id."""
     try:
         values = documents.read(path, {"job": submission.JOB})
     except FileNotFoundError:
@@ -188,12 +188,13 @@ class Extender:
     ) -> str:
         """Submit another array; return its job id.
 
-        ``tasks``: the elements at the time when ``known`` were the group's arrays; ``by``: the
-        caller's unique name; ``count``: number of new elements, which may all run at once (None:
-        length and throttle of the first array).
+        ``tasks`` are the elements when the group had the arrays ``known``. ``by`` is the caller's
+        unique name. ``count`` new elements may all run at once; None takes length and throttle of
+        the first array.
 
-        Raises UsageError if another process is extending the group or has extended it since that
-        query, or if array indices run out; SchedulerError where sbatch refuses.
+        Raises UsageError if another process is extending the group or has extended it since
+        ``tasks`` were queried, or if array indices run out; SchedulerError if sbatch rejects the
+        request.
         """
         before = read(self._run, self._number, self._group)
         if {one.job for one in before} - {None, *known}:
@@ -242,7 +243,7 @@ class Extender:
         )
 
     def _submit(self, claim: Claim, after: Sequence[str], *, all_at_once: bool) -> str:
-        """Call sbatch, with half as many elements after each refusal because of a limit.
+        """Call sbatch, with half as many elements each time that a limit rejects the request.
 
         Indices left over stay unused.
         """
@@ -278,10 +279,10 @@ class Extender:
             self._sleep(LOOK_S)
 
     def _close(self, void: Sequence[Extension]) -> None:
-        """Look for the jobs of void claims a last time.
+        """Look for the jobs of void claims for the last time.
 
-        Slurm has accepted a later array by now, so earlier ones show. Otherwise each later query
-        would look for them again.
+        Slurm has accepted a later array, so it now shows all earlier ones. This saves each later
+        query from looking for them again.
         """
         if not void:
             return
@@ -314,7 +315,7 @@ class Extender:
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
     """Return whether the claimant can no longer submit.
 
-    It was this element before a requeue, an element that has ended, or a process that is gone.
+    The claimant was this element before a requeue, an ended element, or an ended process.
     """
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active
@@ -322,9 +323,9 @@ def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
 
 
 def array_limit(settings: Mapping[str, str]) -> int | None:
-    """Return the maximum length of an array from ``scontrol show config``; None if it is not there.
+    """Return the maximum length of an array from ``scontrol show config``; None if it lacks one.
 
-    Raises EnvironmentFailure where job arrays are disabled.
+    Raises EnvironmentFailure if job arrays are disabled.
     """
     text = settings.get("MaxArraySize", "")
     if not text.isdigit():
@@ -338,7 +339,7 @@ def array_limit(settings: Mapping[str, str]) -> int | None:
 
 
 def submit_room(text: str, user: str, account: str | None) -> int | None:
-    """Return how many more jobs a user may submit; None: no limit.
+    """Return how many more jobs a user may submit; None for no limit.
 
     ``text`` is the output of ``scontrol show assoc_mgr``. The account's own records, which limit
     all of its users together, count too.

@@ -1,12 +1,12 @@
 """The local scheduler, and its chains: each runs the links of one group.
 
 A chain is ``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS WIDTH`` in its own
-session. It does for one machine what ``--array=0-L%W`` does on Slurm: links run one after the
-other, or of an elastic group W at a time, or as many as a user has set (see `run.demand`). Each
-link runs the batch script. When a link ends for any reason, the next one starts, unless the trial
-has ended in the history. Every signal makes the running links the last: USR1 lets them run on, USR2
-is relayed as soon as a link has a handler (stop at a step), TERM ends them with TERM and after 10 s
-with KILL, QUIT kills them at once. Only the chain writes its state file.
+session. On one machine, it replaces Slurm's ``--array=0-L%W``: links run one after the other; of an
+elastic group, W tasks run at a time, or as many as a user has set (see `run.demand`). Each link
+runs the batch script. When a link ends for any reason, the next one starts, unless the trial has
+ended in the history. After any signal, no further link starts. USR1 lets the running links
+continue. USR2 (stop after a step) is sent on as soon as a link has a handler. TERM ends the links
+with TERM and after 10 s with KILL; QUIT kills them at once. Only the chain writes its state file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from slurmrl.scheduler.submission import ProcessId
 
 _log = log.get(__name__)
 GRACE_S = 10.0
-"""From TERM to KILL."""
+"""Seconds from TERM to KILL."""
 PR_SET_PDEATHSIG = 1
 PREFIX = "local"
 _NUMBER = re.compile(r"[0-9]{1,20}")
@@ -93,7 +93,7 @@ class ChainState:
 
     @property
     def elsewhere(self) -> bool:
-        """The chain was started on another machine."""
+        """Whether the chain runs on another machine."""
         return self.boot != submission.boot_id() and self.host != socket.gethostname()
 
     @property
@@ -166,10 +166,10 @@ class LocalChain:
         self._width = width
         self._state = ChainState.of(identity, links)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        """By index."""
+        """The running links, by index."""
         self._last = False
         self._relay: set[int] = set()
-        """The links that have not had USR2 yet."""
+        """The links that have not received USR2 yet."""
         self._kill_at_s: float | None = None
 
     def run(self) -> None:
@@ -194,12 +194,12 @@ class LocalChain:
         self._write()
 
     def _signalled(self) -> bool:
-        """Return whether a signal has come; one between two links ends the chain too."""
+        """Return whether a signal has arrived; a signal between two links also ends the chain."""
         others = set(SIGNALS) - {signal.SIGCHLD}
         return self._last or bool(signal.sigpending() & others)
 
     def _at_once(self) -> int:
-        """Return how many links may run now; none of tasks that have nobody to work for."""
+        """Return how many links may run now: 0 for tasks without trainers to work for."""
         try:
             if demand.is_orphaned(self._run, self._group):
                 return 0
@@ -209,7 +209,7 @@ class LocalChain:
             return self._width
 
     def _pauses(self, following: int) -> bool:
-        """Return whether links may start later, although none runs: while the trainers live."""
+        """Return whether links may start later although none runs: while the trainers run."""
         if following >= len(self._state.elements) or self._at_once() > 0:
             return False
         if self._signalled() or self._trial_ended():
@@ -229,7 +229,7 @@ class LocalChain:
     def _end(self, index: int) -> None:
         """Kill the remaining processes of an ended link, as Slurm does.
 
-        Reap it last, so that its process group cannot be reused.
+        Reap the link last, so that its process group cannot be reused.
         """
         child = self._running.pop(index)
         self._relay.discard(index)
@@ -246,7 +246,7 @@ class LocalChain:
             "SLURM_ARRAY_JOB_ID": self._state.job,
             "SLURM_ARRAY_TASK_ID": str(index),
         }
-        environ.pop("PYTHONPATH", None)  # the chain's own; the script sets the link's
+        environ.pop("PYTHONPATH", None)  # the chain's value; the script sets the link's
         with self._run.batch_log(self._group, name).open("ab") as output:
             return subprocess.Popen(
                 ["/bin/bash", str(self._run.submission_script(self._number, self._group))],
@@ -260,7 +260,7 @@ class LocalChain:
             )
 
     def _wait(self) -> list[int]:
-        """Serve signals for a while. Return the links that have ended."""
+        """Handle signals for a while; return the links that have ended."""
         for index in sorted(self._relay):
             if submission.catches(self._running[index].pid, signal.SIGUSR2):
                 self._running[index].send_signal(signal.SIGUSR2)
@@ -312,7 +312,7 @@ class LocalChain:
 
 
 class _DieWithParent:
-    """Runs in the child between fork and exec: no signal blocked, dies with the chain."""
+    """Function between fork and exec: unblock signals, and let the child die with the chain."""
 
     def __init__(self) -> None:
         self._parent = os.getpid()
@@ -429,7 +429,7 @@ class LocalScheduler(Scheduler):
         return job
 
     def _tasks(self, group: str, job: str) -> list[TaskState]:
-        """Return the elements of a job. The state file of a chain on another machine is trusted."""
+        """Return a job's elements; for a chain on another machine, only the state file counts."""
         alive = chain_process(job).alive()
         state = self._state(job)
         if state is None:

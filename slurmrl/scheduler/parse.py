@@ -32,13 +32,13 @@ class HostRow:
     state: str
     gpus: int
     cpus: int = 0
-    """As Slurm counts them: cores or hardware threads; 0 where unknown."""
+    """Number of CPUs as Slurm counts them: cores or hardware threads; 0 if unknown."""
     memory_mib: int = 0
-    """0 where unknown. (1 is what Slurm prints for a host without configured memory.)"""
+    """Memory of the host; 0 if unknown. (For a host without configured memory, Slurm prints 1.)"""
 
 
 def cluster_hosts(text: str) -> list[HostRow]:
-    """Return the hosts in sinfo's output, each once. GPUs of several types are added up."""
+    """Return the hosts in sinfo's output, each once, with the total number of GPUs of all types."""
     found = {}
     for line in rows(text, "sinfo", lambda line: re.match(r"[^|\s]+\|[^|\s]+\|", line)):
         parts = line.split("|")
@@ -50,7 +50,7 @@ def cluster_hosts(text: str) -> list[HostRow]:
 
 
 def gpu_count(resources: str) -> int:
-    """Return the number of GPUs in a host's generic resources; several types add up."""
+    """Return the total number of GPUs of all types in a host's generic resources."""
     return sum(number for _, number in gpus(resources))
 
 
@@ -58,8 +58,8 @@ def gpus(resources: str) -> list[tuple[str, int]]:
     """Return type and number of each kind of GPU in generic resources.
 
     An example of resources is ``gpu:a100:4(S:0,2),gpu:1g.5gb:2,shard:8``. The type is empty if
-    there is none. Slurm multiplies a number by 1024 for each step from K to P, and counts 1 without
-    a number.
+    there is none. A missing number means 1. Suffixes K to P multiply by powers of 1024, as in
+    Slurm.
     """
     found = []
     for entry in _PLACES.sub("", resources).split(","):
@@ -76,7 +76,7 @@ def gpus(resources: str) -> list[tuple[str, int]]:
 
 
 def whole(text: str) -> int:
-    """Return a number that sinfo may end with a plus sign; 0 for anything else."""
+    """Return a number, after which sinfo may print a plus sign; 0 for any other string."""
     digits = text.strip().removesuffix("+")
     return int(digits) if digits.isdecimal() else 0
 
@@ -84,7 +84,7 @@ def whole(text: str) -> int:
 def job_id(text: str) -> str:
     """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``.
 
-    It is the last such line, because a wrapper may print others before and after it.
+    The last line of this form counts, because a wrapper may print others before and after it.
     """
     found = [re.fullmatch(r"(\d+)(;\S*)?", line.strip()) for line in text.splitlines()]
     ids = [each[1] for each in found if each]
@@ -175,13 +175,13 @@ def duration_s(text: str) -> float | None:
 
 
 def time_left_s(text: str) -> float | None:
-    """Return the last duration among the lines of a command's output; None without one."""
+    """Return the last duration, in seconds, among the lines of a command's output, or None."""
     found = [duration_s(line) for line in text.splitlines()]
     return next((seconds for seconds in reversed(found) if seconds is not None), None)
 
 
 def partition_names(text: str) -> list[str]:
-    """Return the names in sinfo's output of partitions and their availability."""
+    """Return the names in sinfo's list of partitions and their availability."""
     found = rows(text, "sinfo", re.compile(r"[^|\s]+\|(up|down|drain|inact)\S*").fullmatch)
     return sorted({line.partition("|")[0] for line in found})
 
@@ -219,7 +219,7 @@ class Partition:
     is_default: bool
     is_up: bool
     time_limit: str
-    """As sinfo prints it: ``1-00:00:00``, ``infinite``."""
+    """Time limit as sinfo prints it: ``1-00:00:00``, ``infinite``."""
     kinds: tuple[HostKind, ...]
 
     @property
@@ -242,7 +242,7 @@ class Accounts:
 
     names: tuple[str, ...]
     default: str
-    """Empty where there is none."""
+    """The default account; empty if there is none."""
 
 
 def partitions(text: str) -> list[Partition]:
@@ -290,7 +290,7 @@ def qos_limits(text: str) -> dict[str, str]:
 def names(text: str, field: str) -> list[str]:
     """Return the values of ``field=NAME,NAME`` at the beginning of lines, sorted."""
     found = re.findall(rf"^{field}=(\S+)", text, re.MULTILINE)
-    # A comma between brackets, as in n[0-3,7], separates no names.
+    # A comma in brackets, as in n[0-3,7], does not separate names.
     parts = (part for line in found for part in re.split(r",(?![^\[]*\])", line))
     return sorted({part for part in parts if said(part)})
 

@@ -1,7 +1,7 @@
 """Slurm's reasons for pending and ended jobs, explained and with advice.
 
 The names come from ``job_reason_string`` in Slurm 22.05 to 26.05 and from its page "Job Reason
-Codes". Limits have composed names (``QOSMaxGRESPerUser``), so they are read by their parts.
+Codes". Names of limits are composed (``QOSMaxGRESPerUser``), so this module parses their parts.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
         "raise cluster.mem_per_worker or lower max_tokens_per_mb",
     ),
 }
-"""Slurm's name -> (meaning, advice)."""
+"""Meaning and advice by Slurm's name of a reason."""
 
 PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("nodes required for job are down", "ReqNodeNotAvail"),
@@ -123,7 +123,7 @@ PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("reservation deleted", "ReservationDeleted"),
     ("node failure", "NodeDown"),
 )
-"""Free text that Slurm shows instead of a name -> that name."""
+"""Text that Slurm shows instead of a name, and the name."""
 
 _LIMIT: Final = re.compile(
     r"(?P<owner>Assoc|Association|QOS|(?=Max\w+Per(?:Account|User)))(?P<scope>Grp|Max|Min)?"
@@ -150,7 +150,7 @@ _SUBJECTS: Final = (
 
 
 def explain(reason: str) -> str:
-    """Explain a reason, with advice after a semicolon; empty if Slurm gives none.
+    """Explain a reason, with advice after a semicolon; empty if Slurm gives no reason.
 
     Quote a reason that this version does not know.
     """
@@ -178,7 +178,7 @@ def _name(text: str) -> tuple[str, str]:
 
 
 def _limit(name: str) -> str:
-    """The composed names, such as ``QOSMaxGRESPerUser`` and ``AssocGrpCPUMinutesLimit``."""
+    """Explain a composed name, such as ``QOSMaxGRESPerUser`` or ``AssocGrpCPUMinutesLimit``."""
     found = _LIMIT.fullmatch(name)
     if not found:
         return ""

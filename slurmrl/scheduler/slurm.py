@@ -108,7 +108,7 @@ class SlurmScheduler(Scheduler):
             self._client.signal("KILL", running, steps=True)
 
     def row_of(self, element: str) -> QueueRow | None:
-        """Return what Slurm knows of an element (see `SlurmClient.row_of`)."""
+        """Return Slurm's current row of an element (see `SlurmClient.row_of`)."""
         return self._client.row_of(element)
 
     def throttle(self, job: str, count: int) -> None:
@@ -116,10 +116,10 @@ class SlurmScheduler(Scheduler):
         self._client.throttle(job, count)
 
     def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
-        """Exclude the hosts that the trial avoids from the queued elements of a group.
+        """Exclude the hosts that the trial avoids for the queued elements of a group.
 
-        Where Slurm refuses to change them, submit others in their place. Raises EnvironmentFailure,
-        UsageError.
+        If Slurm rejects the change, submit other elements in their place. Raises
+        EnvironmentFailure, UsageError.
         """
         jobs = self.recover(run, number)
         everybody = self.query(jobs)
@@ -133,8 +133,8 @@ class SlurmScheduler(Scheduler):
     def avoid(self, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
         """Avoid a host from now on, unless no job of the group could start without it.
 
-        Exclude it from the queued elements of the group at once. Where Slurm refuses that, the next
-        `keep_off` of a chain submits others in their place. Raises EnvironmentFailure.
+        Exclude it for the queued elements of the group at once. If Slurm rejects the change, the
+        next `keep_off` of a chain submits other elements in their place. Raises EnvironmentFailure.
         """
         if not submission.avoid_host(self._client, run, number, group, host, why):
             return False
@@ -143,7 +143,7 @@ class SlurmScheduler(Scheduler):
         return True
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
-        """Exclude the hosts that the trial avoids from one queued element.
+        """Exclude the hosts that the trial avoids for one queued element.
 
         Raises SchedulerError.
         """
@@ -164,7 +164,7 @@ class SlurmScheduler(Scheduler):
             logger.info("Slurm does not report the maximum length of an array: %s", error)
             return lambda group: None
         answer = ""
-        with contextlib.suppress(SchedulerError):  # no accounting, or not for ordinary users
+        with contextlib.suppress(SchedulerError):  # no accounting, or none for ordinary users
             answer = self._client.submit_limits(user_name())
 
         def of_group(group: GroupRequest) -> int | None:
@@ -175,7 +175,7 @@ class SlurmScheduler(Scheduler):
         return of_group
 
     def _submit(self, request: SubmissionRequest, group: GroupRequest) -> str:
-        """Submit one group, with half as many elements after each refusal because of a limit."""
+        """Submit one group, with half as many elements each time that a limit rejects it."""
         script = request.run.submission_script(request.number, group.name)
         try:
             return self._client.submit(
@@ -203,7 +203,7 @@ class SlurmScheduler(Scheduler):
         return found[name]
 
     def _find(self, names: Mapping[str, None]) -> dict[str, str]:
-        """Return the ids of the jobs with these names that Slurm knows."""
+        """Return the ids that Slurm has for jobs with these names."""
         return {row.name: row.job for row in self._client.queue_by_name(names)} if names else {}
 
     def _end_chain(self, jobs: JobIds) -> list[str]:
@@ -237,10 +237,10 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
 
 
 class MemoryRequest:
-    """Query of ended elements that squeue no longer shows.
+    """Lookup by sacct of ended elements that squeue no longer shows.
 
-    sacct runs only while elements are missing, and not again after it failed or reported that there
-    is no accounting.
+    sacct runs only while elements are missing. It does not run again after it failed or reported
+    that there is no accounting.
     """
 
     def __init__(self, client: SlurmClient) -> None:
@@ -275,7 +275,7 @@ class MemoryRequest:
             logger.info("sacct is not called again: %s", error)
             answer = None
         self._there = answer is not None
-        # The row of a cancelled array can name elements whose own rows say more.
+        # A cancelled array's row can name elements that also have own rows, with more details.
         for row in sorted(answer or (), key=lambda row: len(row.elements), reverse=True):
             if not states.interpret(row.raw).state.active:  # the queue shows running elements
                 self._known |= {(row.job, element): _one(row, element) for element in row.elements}

@@ -1,8 +1,8 @@
-"""States of a trial's elements: Slurm's job states, the rows of its commands, and their meaning.
+"""States of a trial's elements: Slurm's job states, rows of its commands, and their meaning.
 
 Names and meanings of states come from squeue's manual page, section JOB STATE CODES, and from
-``job_states`` in slurm.h, from Slurm 22.05 on. A flag is shown in place of the base state that it
-modifies.
+``job_states`` in slurm.h, from Slurm 22.05 on. Slurm shows a flag in place of the base state that
+it modifies.
 """
 
 from __future__ import annotations
@@ -68,15 +68,16 @@ ENDINGS: dict[str, JobState] = {
     "RaisedSignal": JobState.FAILED,
     "TimeLimit": JobState.TIMEOUT,
 }
-"""End of a completing job according to its reason, which the flag hides. A batch
-process killed by a signal is a ``JobLaunchFailure`` in 22.05, a ``RaisedSignal`` in newer ones."""
+"""Final state of a completing job by its reason, because the flag hides the state. A batch process
+killed by a signal has the reason ``JobLaunchFailure`` in Slurm 22.05, and ``RaisedSignal`` in newer
+versions."""
 
 
 def interpret(raw: str) -> SlurmState:
     """Interpret Slurm's string for a state.
 
     Examples are ``RUNNING``, ``PENDING,REQUEUED`` and sacct's ``CANCELLED by 1000``. A flag is more
-    specific than its base state, so it wins.
+    specific than its base state, so it takes precedence.
     """
     words = [word for word in re.split(r"[,+\s]+", raw.upper()) if word]
     for table in (FLAGS, BASE_STATES):
@@ -87,7 +88,7 @@ def interpret(raw: str) -> SlurmState:
 
 
 def ending(raw: str, reason: str) -> JobState | None:
-    """Return the state that a job will have once its last host is free, if the reason tells.
+    """Return the state that a job will have when its last host is free, if the reason shows it.
 
     Return None for a job that is not completing.
     """
@@ -115,7 +116,7 @@ can be free text, so it comes last."""
 
 @dataclass(frozen=True)
 class QueueRow:
-    """One line: one element, or all pending elements of an array."""
+    """One row of the queue: one element, or all pending elements of an array."""
 
     job: str
     elements: tuple[int, ...]
@@ -131,11 +132,11 @@ class QueueRow:
 
 
 _QUEUED = re.compile(r"\d+\|")
-"""The begin of a row. A job's row that has other fields than were requested is an error."""
+"""The start of a row. A job's row with other fields than requested is an error."""
 
 
 def queue(text: str) -> list[QueueRow]:
-    """The rows of ``squeue --noheader --Format=QUEUE_FORMAT``."""
+    """Parse the rows of ``squeue --noheader --Format=QUEUE_FORMAT``."""
     rows = []
     for line in parse.rows(text, "squeue", _QUEUED.match):
         fields = line.removesuffix("|").split("|", len(QUEUE_FIELDS) - 1)
@@ -173,7 +174,7 @@ _CONTROL = re.compile(
 
 
 def control(text: str) -> list[QueueRow]:
-    """The rows of ``scontrol show job --oneliner JOBID``."""
+    """Parse the rows of ``scontrol show job --oneliner JOBID``."""
     result = []
     for line in parse.rows(text, "scontrol", re.compile("JobId=").match):
         found = _CONTROL.match(line)
@@ -205,7 +206,7 @@ ACCOUNTING_FORMAT = ",".join(ACCOUNTING_FIELDS)
 
 
 def accounting(text: str) -> list[QueueRow]:
-    """The rows of ``sacct --noheader --parsable2 --allocations --format=ACCOUNTING_FORMAT``."""
+    """Parse rows of ``sacct --noheader --parsable2 --allocations --format=ACCOUNTING_FORMAT``."""
     result = []
     for line in parse.rows(text, "sacct", re.compile(r"\d+[_+|]").match):
         fields = line.split("|", len(ACCOUNTING_FIELDS) - 1)
@@ -231,7 +232,7 @@ def accounting(text: str) -> list[QueueRow]:
 
 
 def _exit_status(raw: str, reason: str, code: str) -> tuple[int | None, int | None]:
-    """Exit code and signal of the batch process, once it has ended."""
+    """Return exit code and signal of the batch process if it has ended."""
     ended = not interpret(raw).state.active or ending(raw, reason) is not None
     return parse.exit_status(code) if ended else parse.NO_EXIT
 
@@ -249,7 +250,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
     for group, ids in jobs.items():
         tasks = [task for job in ids for task in _tasks(group, by_job.get(job, []))]
         shown = [task for task in tasks if task.element >= 0]
-        # The rest of an array whose pending elements were cancelled counts only without other rows.
+        # The row of an array's cancelled pending elements counts only if there are no other rows.
         result += shown or [replace(task, element=0) for task in tasks[:1]]
         if not tasks:
             result.append(forgotten(group, ids[-1] if ids else ""))
@@ -257,7 +258,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
 
 
 def _tasks(group: str, rows: list[QueueRow]) -> list[TaskState]:
-    """Return the elements of one array; a single one numbered -1 if its rows name none."""
+    """Return the elements of one array; a single element numbered -1 if its rows name none."""
     tasks = [_task(group, row, element) for row in rows for element in row.elements]
     if rows and not tasks:
         tasks = [_task(group, rows[0], -1)]

@@ -44,12 +44,12 @@ class ProcessId:
 
     @staticmethod
     def of(pid: int) -> ProcessId | None:
-        """The identity of a process; None if there is none or if it has ended (a zombie)."""
+        """Return the identity of a process; None if it does not exist or has ended (a zombie)."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError):
             return None
-        fields = text.rpartition(")")[2].split()  # the name before it can hold anything
+        fields = text.rpartition(")")[2].split()  # the name before it may contain anything
         return None if fields[0] in "ZX" else ProcessId(pid, int(fields[19]))
 
     def alive(self) -> bool:
@@ -74,13 +74,13 @@ def catches(pid: int, number: int) -> bool:
 
 
 def boot_id() -> str:
-    """Identity of this start of this machine."""
+    """Return the identity of the machine's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 @dataclass(frozen=True)
 class Claimant:
-    """The process that wrote a claim. ``nonce`` tells two claims of one process apart."""
+    """The process that wrote a claim. ``nonce`` distinguishes two claims of one process."""
 
     host: str
     boot: str
@@ -105,7 +105,7 @@ def is_gone(claim: Mapping[str, Any]) -> bool | None:
     if claim.get("boot") == boot_id() and isinstance(pid, int) and isinstance(ticks, int):
         return not ProcessId(pid, ticks).alive()
     if claim.get("host") == socket.gethostname():
-        return True  # before this machine was started again, or by an older slurmrl
+        return True  # written before this machine's boot, or by an older slurmrl
     return None
 
 
@@ -126,7 +126,7 @@ def claimant_words(claim: Mapping[str, Any]) -> str:
 logger = log.get(__name__)
 
 NO_LONGER_PENDING = "no longer pending"
-"""scontrol's message for elements that have just started; it changes the others."""
+"""scontrol's message if some elements have just started; it still changes the others."""
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
 JOB = FieldType("a job id", lambda value: isinstance(value, str) and bool(_JOB.fullmatch(value)))
 
@@ -145,7 +145,7 @@ def write_jobs(run: RunPaths, number: int, jobs: JobIds) -> None:
 
 
 def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
-    """The job ids by group; None if the submission did not get as far as writing them.
+    """Return the job ids by group; None if the submission ended before it wrote them.
 
     Raises CorruptFileError for a file that is not ours.
     """
@@ -179,7 +179,7 @@ def read_environment(run: RunPaths, number: int) -> dict[str, str] | None:
 
 
 def job_names(run: RunPaths, number: int) -> dict[str, str]:
-    """Read job name -> group from the written scripts."""
+    """Return the group of each job name, from the written scripts."""
     try:
         files = atomic.list_names(run.submission(number))
     except FileNotFoundError:
@@ -222,7 +222,7 @@ def excluded_hosts(run: RunPaths, number: int, group: str, *more: str) -> str:
 
 
 def exclude_option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
-    """Return the same as an option of sbatch."""
+    """Return `excluded_hosts` as an option of sbatch."""
     text = excluded_hosts(run, number, group)
     return (f"--exclude={text}",) if text else ()
 
@@ -254,9 +254,9 @@ def queued_elements(tasks: list[TaskState], group: str) -> list[str]:
 def exclude_from_queued(
     client: SlurmClient, run: RunPaths, number: int, group: str, tasks: list[TaskState]
 ) -> bool:
-    """Apply the present exclusion to all queued elements of a group.
+    """Apply the current exclusion to all queued elements of a group.
 
-    Return False where Slurm refuses to change them. Raises SchedulerError where it does not answer.
+    Return False if Slurm rejects the change. Raises SchedulerError if it does not answer.
     """
     wanted = excluded_hosts(run, number, group)
     for elements in queued_elements(tasks, group):
