@@ -1,6 +1,6 @@
 """Batches, datasets, orders and packing.
 
-Only ``sample`` and ``dataset`` hold tensors; the others are torch-free. A file's rows are read
-and checked by ``records`` from ``sources`` (the formats), tokenized by ``rows`` as their type says
-(``types``), stored by ``preparation`` and ``prepared``, and become samples in ``dataset``.
+Only ``sample`` and ``dataset`` hold tensors; the others are torch-free. ``sources`` has the formats
+of files, and ``records`` reads and checks their rows. ``rows`` tokenizes them by their type
+(``types``), ``preparation`` and ``prepared`` store them, ``dataset`` makes samples of them.
 """

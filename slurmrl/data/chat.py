@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 MARKED_BLOCK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The beginning of a block that marks the assistant's text, as Jinja and transformers read it."""
+"""Pattern of the beginning of a block that marks the assistant's text for transformers."""
 ASKED: Final[Message] = {"role": "user", "content": "Hello."}
 OTHER_TEXT: Final = "Something else."
 TURN_TEXT: Final = "The turn before."
@@ -48,8 +48,8 @@ class MarkedText(NamedTuple):
 class ChatTemplate:
     """The chat template of a dataset: from the tokenizer or from a file.
 
-    Methods raise ChatTemplateError for a conversation that the template refuses, or whose turns
-    cannot be told apart.
+    Methods raise ChatTemplateError if the template rejects a conversation, or if its output does
+    not separate the turns.
     """
 
     def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -64,14 +64,14 @@ class ChatTemplate:
             raise ConfigError((Problem("", "chat_template", message),))
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> str:
-        """The text of a prompt, with the beginning of the assistant's turn."""
+        """Render a prompt, with the beginning of the assistant's turn."""
         messages = self._whole(messages)
         text = self._render(messages, tools, generate=True)
         self._require_all(as_context(messages), tools)
         return text
 
     def conversation(self, messages: Sequence[Message], tools: Any) -> MarkedText:
-        """The text of a whole conversation.
+        """Render a whole conversation.
 
         A turn begins after the generation prompt, and ends with the text that the template puts
         after it, except white space after a special token.
@@ -93,7 +93,7 @@ class ChatTemplate:
         return MarkedText(whole, targets)
 
     def writes(self, tools: Sequence[Any]) -> bool:
-        """Whether the template names all of these tools in a prompt."""
+        """Whether the template writes the names of all these tools into a prompt."""
         asked = self._whole([ASKED])
         return bool(self._try(asked, tools)) and not left_out(asked, tools, self._try)
 
@@ -103,7 +103,7 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> EndOfTurn:
-        """End of a turn whose content is a string, as the template writes it."""
+        """Return the end of a turn whose content is a string, as the template writes it."""
         with suppress(ChatTemplateError):
             said = {"role": ASSISTANT, "content": TURN_TEXT}
             alone = self._render(with_system([ASKED, said], self._system), self._tools)
@@ -115,7 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def stops(self) -> tuple[str, ...]:
-        """Tokens that end a turn, including one that ends only turns with calls of tools."""
+        """Return the tokens that end a turn, also those that end only turns with tool calls."""
         said: Message = {"role": ASSISTANT, "content": TURN_TEXT}
         tail = self._try([ASKED, said], self._tools).rpartition(TURN_TEXT)[2].strip()
         for arguments in ({"text": TURN_TEXT}, f'{{"text": "{TURN_TEXT}"}}'):
@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @cached_property
     def _known(self) -> set[str]:
-        """The strings of the tokenizer's special and added tokens."""
+        """Return the strings of the tokenizer's special and added tokens."""
         return {*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()}
 
     def around_messages(self, roles: Sequence[str]) -> list[str]:
@@ -167,13 +167,13 @@ class ChatTemplate:
             )
 
     def _try(self, messages: Sequence[Message], tools: Any) -> str:
-        """The text of messages; "" if the template refuses them."""
+        """Render messages; return "" if the template rejects them."""
         with suppress(ChatTemplateError):
             return self._render(messages, tools)
         return ""
 
     def _whole(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with the system prompt, and with contents that the template can read."""
+        """Return the messages with the system prompt, in a form that the template can read."""
         whole = [self._open(each) for each in with_system(messages, self._system)]
         contents = [each["content"] for each in whole if isinstance(each.get("content"), list)]
         has_images = any(part.get("type") == "image" for parts in contents for part in parts)
@@ -196,14 +196,14 @@ class ChatTemplate:
     def _joins_parts(self) -> bool:
         """Whether the parts of a content must be joined into one string.
 
-        That is so if the template reads strings but does not read parts in the same way.
+        This is necessary if the template reads strings but does not read parts in the same way.
         """
         text = self._shown(OTHER_TEXT)
         parts = self._shown([{"type": "text", "text": OTHER_TEXT}])
         return OTHER_TEXT in text and parts != text
 
     def _shown(self, content: Any) -> str:
-        """A message of the user with this content; "" if the template refuses it."""
+        """Render a user message with this content; return "" if the template rejects it."""
         return self._try([{"role": "user", "content": content}], None)
 
     # -- turns -------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class ChatTemplate:
     def _turn(
         self, text: str, messages: Sequence[Message], place: int, tools: Any
     ) -> tuple[int, int]:
-        """The range of the assistant's turn at a place in the text of all messages."""
+        """Return the range of the assistant's turn at a place in the rendered messages."""
         if place:
             before = self._render(messages[:place], tools, generate=True)
         else:
@@ -290,7 +290,7 @@ class ChatTemplate:
         return first + kept
 
     def _trimmed(self, text: str, first: int, last: int) -> int:
-        """The end of a turn without the text after its last token: the model stops there."""
+        """Return the end of a turn's last token, where the model stops."""
         turn = text[first:last]
         if not self.turn_end.by_next and self.turn_end.tokens:
             (token,) = self.turn_end.tokens
@@ -326,7 +326,7 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Message], tools: Any, *, generate: bool, marked: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the ranges of characters of its generation blocks if ``marked``."""
+        """Return the rendered string and, if ``marked``, the ranges of its generation blocks."""
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -380,13 +380,13 @@ def template_file(config: DatasetConfig) -> str | None:
 
 
 def _common(one: str, other: str) -> str:
-    """The text with which both begin."""
+    """Return the longest common prefix of two strings."""
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return "".join(character for character, _ in alike)
 
 
 def _overlap(end: str, start: str) -> int:
-    """The length of the longest end of one text with which the other begins."""
+    """Return the length of the longest suffix of one string that is a prefix of the other."""
     lengths = range(min(len(end), len(start)), 0, -1)
     return next((length for length in lengths if start.startswith(end[-length:])), 0)
 
@@ -394,8 +394,8 @@ def _overlap(end: str, start: str) -> int:
 class EndOfTurn(NamedTuple):
     """The tokens of the tokenizer that end a turn.
 
-    Generation stops at each of them, the assistant's turns are trained up to one of them, and a
-    reward model is read at it.
+    Generation stops at each of them. Training on a turn of the assistant includes one of them, and
+    a reward model scores a turn at this token.
     """
 
     tokens: tuple[str, ...] = ()
@@ -422,7 +422,7 @@ class EndOfTurn(NamedTuple):
         )
 
     def in_text(self, text: str, place: int, *, calls: bool) -> tuple[int, str]:
-        """Return the end of a turn that the next message ends, and the token to append to the text.
+        """Return the end of a turn that the next message ends, and the token to append.
 
         The token is empty unless the conversation ends there: then it is the token of the next
         message. The turn's own content ends at ``place``; ``calls`` says whether it calls tools.
@@ -438,11 +438,11 @@ class EndOfTurn(NamedTuple):
 class _FirstToken(NamedTuple):
     token: str
     leads: bool
-    """Whether only white space is before the token."""
+    """Whether only white space precedes the token."""
 
 
 def _first(text: str, known: Collection[str]) -> _FirstToken | None:
-    """Return the first of the known tokens in a string: the longest one at its place."""
+    """Return the first known token in a string; if several begin there, the longest."""
     found = [(text.find(token), -len(token), token) for token in known if token and token in text]
     if not found:
         return None

@@ -1,8 +1,8 @@
 """Checks of strings and of conversations: lists of messages with a role and a content. Torch-free.
 
-`left_out` finds the parts of a conversation that a chat template leaves out. Every value that the
-model must see gets a mark, and the marks are searched for in the rendered text. So a value is found
-in whatever form the template writes it, and is not mistaken for other text with the same words.
+`left_out` finds the parts of a conversation that a chat template omits. It puts a mark into every
+value that the model must see, and searches for the marks in the rendered text. So it finds a value
+in any form, and does not mistake other text with the same words for it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def wrong_prompt(value: Any) -> str:
 
 
 def wrong_conversation(value: Any) -> str:
-    """Return why nothing in a conversation can be learnt."""
+    """Return the reason why a model cannot learn from a conversation; "" if it can."""
     if reason := wrong_messages(value):
         return reason
     if not any(is_target(message) for message in value):
@@ -48,7 +48,7 @@ def wrong_conversation(value: Any) -> str:
 
 
 def wrong_answer(value: Any) -> str:
-    """Why a list of messages is not an answer, nor a whole conversation with one at its end."""
+    """Return why a list of messages is neither an answer nor a conversation that ends with one."""
     if reason := wrong_messages(value):
         return reason
     if value[-1]["role"] != ASSISTANT:
@@ -59,7 +59,7 @@ def wrong_answer(value: Any) -> str:
 
 
 def is_messages(value: Any) -> bool:
-    """Whether a value has the form of messages, right or wrong."""
+    """Whether a value has the form of messages, even if they are invalid."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
 
 
@@ -69,13 +69,13 @@ def begins_with_prompt(value: Any) -> bool:
 
 
 def common_prompt(one: Sequence[Message], other: Sequence[Message]) -> Sequence[Message]:
-    """The messages with which two conversations begin alike."""
+    """Return the messages with which both conversations begin."""
     alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return [message for message, _ in alike]
 
 
 def as_context(messages: Sequence[Message]) -> list[Message]:
-    """The messages of a prompt: nothing in them is a target."""
+    """Return the messages of a prompt, in which nothing is a target."""
     return [
         {**message, "weight": 0} if message["role"] == ASSISTANT else message
         for message in messages
@@ -90,12 +90,12 @@ def wrong_tools(value: Any) -> str:
 
 
 def is_target(message: Message) -> bool:
-    """Whether a message is the assistant's, and not excluded by ``"weight": 0``."""
+    """Whether a message is from the assistant and is not excluded by ``"weight": 0``."""
     return message["role"] == ASSISTANT and message.get("weight") != 0
 
 
 def text_of(message: Message) -> str:
-    """The text of a message's content."""
+    """Return the text of a message's content."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text", "") for part in content)
@@ -103,7 +103,7 @@ def text_of(message: Message) -> str:
 
 
 def with_system(messages: Sequence[Message], system: str | None) -> list[Message]:
-    """The messages, after a system message unless they begin with one."""
+    """Return the messages; put a system message first unless they begin with one."""
     if system is None or messages[0]["role"] == "system":
         return list(messages)
     return [{"role": "system", "content": system}, *messages]
@@ -132,7 +132,7 @@ def _wrong_message(message: Any) -> str:
 
 
 SHOWN = 60
-"""Characters of a wrong value that are shown."""
+"""Maximum number of characters of an invalid value in messages."""
 
 
 def wrong_text(value: Any) -> str:
@@ -192,7 +192,7 @@ REASONING: Final = ("reasoning_content", "reasoning", "thinking")
 """The keys of a message's reasoning."""
 MARKS: Final = "mark{}x"
 Rendered = Callable[[Sequence[Message], Any], str]
-"""Returns the text of messages and tools, or "" if the template rejects them."""
+"""Renders messages and tools; returns "" if the template rejects them."""
 
 
 def left_out(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str:
@@ -210,7 +210,7 @@ def _missing(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str
 def _reasoning(messages: Sequence[Message], tools: Any, rendered: Rendered) -> str:
     """Look for the reasoning of the last trained message that has some.
 
-    Templates may drop it as soon as other messages follow, so none does.
+    No message follows it in this search: templates may omit reasoning before other messages.
     """
     places = [
         place
@@ -227,7 +227,7 @@ def _reasoning(messages: Sequence[Message], tools: Any, rendered: Rendered) -> s
 
 
 class _Marks:
-    """Marks values; ``names`` says which value has a mark."""
+    """Puts marks into values; ``names`` maps each mark to the name of its value."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
@@ -246,7 +246,7 @@ class _Marks:
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             marked["tool_calls"] = [self._call(call, where) for call in calls]
-        if isinstance(call := message.get("function_call"), Mapping):  # the older form
+        if isinstance(call := message.get("function_call"), Mapping):  # the older form of calls
             marked["function_call"] = self._call(call, where)
         return marked
 

@@ -28,7 +28,7 @@ Item = tuple[int, int]
 
 
 def make(config: DatasetConfig, prepared: Sequence[PreparedRows]) -> SampleRows:
-    """The dataset that a configuration names, from the prepared rows of its sources."""
+    """Return the dataset of a configuration, made from the prepared rows of its sources."""
     parts = [
         _make_part(part, name, rows)
         for (name, part), rows in zip(config.parts.items(), prepared, strict=True)
@@ -55,23 +55,23 @@ class SampleRows(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Changes if a file, the dataset's settings or the number of usable rows changes."""
+        """Fingerprint of the files, the dataset's settings and the number of usable rows."""
 
     @property
     def directories(self) -> tuple[str, ...]:
         """Names of the directories of the prepared rows."""
 
     def meta(self, items: Sequence[Item]) -> SampleMeta:
-        """Ids and lengths of items, without reading their tokens."""
+        """Return ids and lengths of items, without reading their tokens."""
 
     def sample(self, items: Sequence[Item]) -> SequenceSample:
-        """The items, of which there may be none."""
+        """Return a sample of the items, which may be empty."""
 
 
 class TokenizedDataset:
-    """The usable rows of a file, in its order: those within the length limits.
+    """The usable rows of a file, which are within the length limits, in the file's order.
 
-    A row's sample id is ``<id>@<epoch>``, after ``<name>/`` in a dataset of several sources.
+    A row's sample id is ``<id>@<epoch>``; with several sources, ``<name>/`` precedes it.
 
     An item has all sequences of its row, under the keys ``input_ids`` and ``prompt_mask`` (bool,
     False on the targets).
@@ -80,10 +80,10 @@ class TokenizedDataset:
     """
 
     token_key: str = "input_ids"
-    """The key whose lengths `meta` gives."""
+    """The key whose lengths `meta` returns."""
 
     def __init__(self, kind: RowType, prepared: PreparedRows, name: str = "") -> None:
-        """``name`` is the source's, with which ids begin."""
+        """``name`` is the name of the source, with which ids begin."""
         self._kind = kind
         self._prepared = prepared
         self._prefix = f"{name}/" if name else ""
@@ -123,7 +123,7 @@ class TokenizedDataset:
         return {METADATA: [row.pictures for row in rows]} if known else {}
 
     def _sample(self, rows: Sequence[PreparedRow], ids: tuple[str, ...]) -> SequenceSample:
-        """Rows of the file as a sample."""
+        """Return rows of the file as a sample."""
         lengths = _lengths(rows)
         mask = [is_context for row in rows for runs in row.runs for is_context in expanded(runs)]
         return SequenceSample(
@@ -220,7 +220,7 @@ class MixedDataset:
         return bisect_right(self._first, item[1]) - 1
 
     def _by_part(self, items: Sequence[Item]) -> list[tuple[TokenizedDataset, list[Item]]]:
-        """The items of each source, with their indices there."""
+        """Return the items of each source, with their indices in the source."""
         own: list[list[Item]] = [[] for _ in self._parts]
         for epoch, index in items:
             part = self._part_of((epoch, index))
@@ -228,7 +228,7 @@ class MixedDataset:
         return list(zip(self._parts, own, strict=True))
 
     def _places(self, items: Sequence[Item]) -> list[int]:
-        """Return where each item is if the items of the first source come first, and so on."""
+        """Return the place of each item when items are concatenated source by source."""
         order = sorted(range(len(items)), key=lambda place: self._part_of(items[place]))
         places = [0] * len(items)
         for position, place in enumerate(order):
@@ -241,6 +241,6 @@ def _lengths(rows: Sequence[PreparedRow]) -> list[list[int]]:
 
 
 def _joined(rows: Sequence[PreparedRow]) -> torch.Tensor:
-    """The tokens of all rows: int64 [T]."""
+    """Return the tokens of all rows: int64 [T]."""
     empty = np.empty(0, np.int64)
     return torch.from_numpy(np.concatenate([empty, *(row.tokens for row in rows)]))

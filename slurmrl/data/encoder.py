@@ -28,7 +28,7 @@ class TokenSequence(NamedTuple):
 
     tokens: Sequence[int]
     runs: Sequence[int]
-    """Lengths of alternate runs of tokens: context, targets, context, …"""
+    """Lengths of alternating runs of tokens: context, targets, context, …"""
     pictures: bytes = b""
     """Content key of its pictures (`tensors.pictures`); empty without pictures."""
 
@@ -38,7 +38,7 @@ class TokenSequence(NamedTuple):
 
     @staticmethod
     def masked(tokens: Sequence[int], targets: Sequence[bool]) -> TokenSequence:
-        """``targets`` says of each token whether it is one."""
+        """``targets`` has, for each token, whether it is a target."""
         runs = [] if targets and not targets[0] else [0]
         runs += [len(list(run)) for _, run in groupby(targets)]
         return TokenSequence(tokens, runs)
@@ -49,12 +49,12 @@ class TokenSequence(NamedTuple):
         return self.tokens[: self.runs[0]]
 
     def after(self, context: Sequence[int]) -> TokenSequence:
-        """The sequence with another context before its first target."""
+        """Return the sequence with another context before its first target."""
         tokens = [*context, *self.tokens[self.runs[0] :]]
         return TokenSequence(tokens, [len(context), *self.runs[1:]])
 
     def cut(self, most: int | None) -> TokenSequence:
-        """At most the first tokens; None: all."""
+        """Return at most this many of the first tokens; None returns all."""
         if most is None or len(self.tokens) <= most:
             return self
         ends = [min(end, most) for end in accumulate(self.runs)]
@@ -68,7 +68,7 @@ RowTokens = Sequence[TokenSequence]
 
 
 def expanded(runs: Sequence[int]) -> list[bool]:
-    """True for each token of a context run, False for each target (see `TokenSequence`)."""
+    """Return True for each token of a context run, False for each target (see `TokenSequence`)."""
     pieces = ([place % 2 == 0] * length for place, length in enumerate(runs))
     return list(chain.from_iterable(pieces))
 
@@ -101,7 +101,7 @@ class Encoder:
         return end_id(self._tokenizer)
 
     def without_end(self, text: str) -> str:
-        """A text without the end-of-text token at its end, which an answer gets in any case."""
+        """Remove the end-of-text token from the end of a string: every answer gets one anyway."""
         return without_ends(text, [str(self._tokenizer.eos_token)])
 
     def no_token(self, what: str) -> str:
@@ -119,7 +119,7 @@ class Encoder:
         return self._continuations.ids(texts, ends)
 
     def chat_prompts(self, chats: Sequence[Chat]) -> list[list[int] | str]:
-        """The tokens of prompts as the chat template renders them, or why it cannot.
+        """Return the tokens of prompts that the chat template renders, or why it cannot.
 
         The template decides about the begin-of-text token.
         """
@@ -202,8 +202,8 @@ class Encoder:
     ) -> RowTokens | str:
         """Mark the tokens inside the targets.
 
-        A token that is only partly inside leaves no right answer: in generation the context would
-        have other tokens.
+        A token that is only partly inside cannot be labeled correctly: in generation, the context
+        would have other tokens.
         """
         spans = iter(marked.targets)
         first, last = next(spans, (0, 0))
@@ -225,7 +225,7 @@ class Encoder:
 
 
 ANCHORS: Final = ("\n", ")", "0", "z", "é")
-"""Texts to put before another text; few tokenizers join all of them to it."""
+"""Strings to put before another string; few tokenizers merge all of them with it."""
 PROBE: Final = "a"
 
 
@@ -269,14 +269,14 @@ class Continuations:
 
     @cached_property
     def _anchors(self) -> list[tuple[str, list[int]]]:
-        """The anchors with their tokens; none if the tokenizer begins no text with a space."""
+        """Return the anchors with their tokens; none if no string begins with a space."""
         found = list(self._separate_anchors())
         alone, *anchored = self._tokens([PROBE, *(anchor + PROBE for anchor, _ in found)])
         rest = [ids[len(start) :] for ids, (_, start) in zip(anchored, found, strict=True)]
         return [] if alone in rest else found
 
     def _separate_anchors(self) -> Iterator[tuple[str, list[int]]]:
-        """The anchors that the tokenizer keeps and does not join to the probe."""
+        """Return the anchors that the tokenizer keeps and does not merge with the probe."""
         for anchor in ANCHORS:
             start, joint = self._tokens([anchor, anchor + PROBE])
             if joint[: len(start)] == start and anchor in self._tokenizer.decode(start):

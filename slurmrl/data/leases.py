@@ -2,8 +2,8 @@
 
 An item is queued, leased to a task attempt, finished (it has a sample), in flight for a step,
 trained at a step, or dropped for a reason. The master grants leases and reads results. It decides
-when a holder is lost. A result counts only under the lease that holds its item, so results may be
-late, or read again. See "Leases of samples" in docs/protocols.md.
+when a holder is lost. A result counts only under the lease that holds its item. So late or repeated
+results do no harm. See "Leases of samples" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.weights.format import VersionId
 
 STALE: Final = "stale"
-"""The reason of items dropped because their samples are from too old weights."""
+"""Reason of drops: the samples of the item are from too old weights."""
 LATE: Final = "late"
-"""Reason why a result does not count: its lease does not hold its item, or does no more."""
+"""Reason why a result does not count: its lease does not (or no longer) hold its item."""
 ROLLED_BACK: Final = "rolled back"
-"""Reason why a sample does not count: some of its tokens are from weights that led nowhere."""
+"""Reason why a sample does not count: some of its tokens are from weights that training has
+abandoned."""
 USED_STEPS: Final = 8
-"""Steps of which the one that used the fewest items says how many another will use."""
+"""Number of recent steps considered: the fewest items that one of them used is the expected use of
+the next step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,12 @@ class Admission:
     """
 
     max_staleness: int
-    """Steps from the oldest weights that made a token to the weights that are trained with it."""
+    """Maximum number of steps from the oldest weights that sampled a token to the weights that are
+    trained with it."""
     batch_size: int
     """Items of a step."""
     max_leased: int | None
-    """Items that all tasks together may work on, if that is bounded."""
+    """Maximum number of items on which all tasks together may work; None for no limit."""
     filter_rounds: int = 1
     """Maximum number of batches that a step uses."""
 
@@ -49,12 +52,12 @@ class Admission:
     ) -> int:
         """Return how many more items may be leased.
 
-        ``version`` is the step of the weights that the tasks can have now, ``step`` the last one
-        trained. ``leased`` items are with tasks, others are ``finished`` or ``in_flight``. Steps
-        that follow the next one are expected to use ``used`` items, at least a batch.
+        ``version`` is the step of the newest weights available to the tasks, and ``step`` the last
+        trained step. ``leased`` items are with tasks, others are ``finished`` or ``in_flight``.
+        Each step after the next one is expected to use ``used`` items, at least a batch.
 
-        AReaL counts the trained items, here ``step * batch_size``: steps that were left with fewer
-        by a filter, or by another batch size before a restart, neither give room nor take it.
+        AReaL counts the trained items; here, ``step * batch_size`` counts. So a step with fewer
+        items, because of a filter or another batch size before, does not change it.
         """
         further = self.max_staleness + version - step
         if further < 0:
@@ -84,7 +87,7 @@ class SampleLedger(Ledger):
     def __init__(
         self, incarnation: int, lineage: Lineage, record: LedgerRecord | None = None
     ) -> None:
-        """``lineage`` belongs to the new ``incarnation``, which no lease in the record is from."""
+        """``lineage`` belongs to the new ``incarnation``; leases in the record are older."""
         record = record or LedgerRecord()
         super().__init__(record)
         self.refused: Counter[str] = Counter()
@@ -99,13 +102,13 @@ class SampleLedger(Ledger):
             self._hold(lease.lease, _Held(lease.holder, set(lease.items), lease.oldest))
         self._finished = {one.item: one for one in record.samples if self._counts(one)}
         self._oldest = {item: oldest_step(one) for item, one in self._finished.items()}
-        """The step of the oldest weights in each of these."""
+        """The step of the oldest weights of each finished item."""
         self._in_use: dict[int, StoredGroup] = {}
         """Samples of items in flight."""
         self._used = 0
-        """Items trained or dropped by a filter, since the last step was trained."""
+        """Number of items trained, or dropped by a filter, since the last step was trained."""
         self._used_by: deque[int] = deque(maxlen=USED_STEPS)
-        """The same for each of the last steps."""
+        """Number of items that each of the last steps used."""
         for held in self._leases.values():
             self._queued_again -= held.items
         self._queued_again -= self._finished.keys()
@@ -129,7 +132,7 @@ class SampleLedger(Ledger):
 
     @property
     def oldest(self) -> frozenset[str]:
-        """The versions that leases hold as their oldest."""
+        """Return the oldest version of each lease."""
         return frozenset(held.oldest for held in self._leases.values())
 
     def leases_of(self, holder: str) -> tuple[LeasedItems, ...]:
@@ -170,8 +173,8 @@ class SampleLedger(Ledger):
     def finish(self, lease: str, sample: StoredGroup) -> bool:
         """Take the sample of a leased item.
 
-        Returns whether it counts (see `refused`). The item of a sample that is rolled back is
-        queued again.
+        Return whether it counts (see `refused`). If the sample is rolled back, queue its item
+        again.
         """
         if not self._release(lease, sample.item):
             self.refused[LATE] += 1
@@ -183,13 +186,13 @@ class SampleLedger(Ledger):
         return True
 
     def return_items(self, lease: str, items: Iterable[int]) -> list[int]:
-        """Queue the items again that a lease still holds, and return them. Ignore other items."""
+        """Queue again the items that the lease still holds, and return them; ignore others."""
         returned = [item for item in items if self._release(lease, item)]
         self._queued_again.update(returned)
         return returned
 
     def redo(self, sample: StoredGroup) -> bool:
-        """Queue the item of a finished sample again that cannot be read.
+        """Queue an item again whose finished sample cannot be read.
 
         Return whether the sample waited for a step. Ignore other samples.
         """
@@ -200,7 +203,7 @@ class SampleLedger(Ledger):
         return True
 
     def lose(self, holder: str) -> list[int]:
-        """Queue all items again that a holder has leased, and return them."""
+        """Queue again all items that a holder has leased, and return them."""
         lost = self.leases_of(holder)
         return sorted(item for one in lost for item in self.return_items(one.lease, one.items))
 
@@ -220,9 +223,9 @@ class SampleLedger(Ledger):
         The step changes the weights of step ``step - 1``, and the items are then in flight. Items
         whose samples are too stale for the step are dropped.
 
-        Takes ``count`` items. If ``most`` is given, takes up to ``most`` items, or all items that
-        no later step can take if these are more. Takes none if fewer than ``count`` are left; with
-        ``sound``, only items in it count.
+        Take ``count`` items. If ``most`` is given, take up to ``most`` items, or all items that no
+        later step can take, if these are more. Take none if fewer than ``count`` are left; if
+        ``sound`` is given, only its items count.
         """
         first = step - 1 - max_staleness
         for item in [item for item, oldest in self._oldest.items() if oldest < first]:
@@ -243,7 +246,7 @@ class SampleLedger(Ledger):
         return taken
 
     def stragglers(self, step: int, max_staleness: int) -> set[str]:
-        """Who holds items that no later step could train, if they finish them now."""
+        """Return the holders of items that no later step could train, even if they finished now."""
         first = step - 1 - max_staleness
         return {
             held.holder
@@ -274,7 +277,7 @@ class SampleLedger(Ledger):
         self._used += len(dropped)
 
     def give_back(self, items: Iterable[int]) -> None:
-        """Items in flight that have samples are finished again; others are queued again.
+        """Return items in flight to the finished items if they have samples, else to the queue.
 
         Raises as `train`.
         """
@@ -298,7 +301,7 @@ class SampleLedger(Ledger):
     # -- inside ------------------------------------------------------------------------------
 
     def _counts(self, sample: StoredGroup) -> bool:
-        """Whether all tokens of a sample are from weights that led to the present ones."""
+        """Whether all tokens of a sample are from weights that led to the current weights."""
         versions = map(VersionId.parse, sample.versions)
         if all(self._lineage.has(one.step, one.incarnation) for one in versions):
             return True
@@ -324,7 +327,7 @@ class SampleLedger(Ledger):
         return self._finished.pop(item)
 
     def _release(self, lease: str, item: int) -> bool:
-        """Take an item from a lease. Returns whether the lease held it."""
+        """Remove an item from a lease. Return whether the lease held it."""
         held = self._leases.get(lease)
         if held is None or item not in held.items:
             return False
@@ -344,5 +347,5 @@ class SampleLedger(Ledger):
 
 
 def oldest_step(sample: StoredGroup) -> int:
-    """The step after which the weights were that made the oldest tokens of a sample."""
+    """Return the step of the oldest weights that sampled a token of a sample."""
     return min(VersionId.parse(name).step for name in sample.versions)

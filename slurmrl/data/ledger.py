@@ -2,10 +2,9 @@
 
 Items are numbered by their place in the endless order of the dataset (see `data.order`). Each item
 is queued, in flight for a step, trained at a step, or dropped for a reason. Items may finish in any
-order. A commit holds the ledger as a `LedgerRecord`, whose size depends on the number of items that
-are neither before the first unfinished item nor queued for the first time, and not on the length of
-the trial. The record of a trial with rollout tasks also says which items are leased, and what
-samples there are (see `data.leases`).
+order. A commit contains the ledger as a `LedgerRecord`. Its size does not depend on the length of
+the trial: it lists only items after the first unfinished one that were taken from the queue. With
+rollout tasks, it also lists leased items and samples (see `data.leases`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CHECKSUM = FieldType(
 
 @dataclass(frozen=True, kw_only=True)
 class StepRun:
-    """The items ``first`` to ``stop - 1``, in flight for a step or trained at it."""
+    """The items ``first`` to ``stop - 1``, which are in flight for a step or trained at it."""
 
     first: Number
     stop: Number
@@ -54,7 +53,7 @@ class StepRun:
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedRun:
-    """The items ``first`` to ``stop - 1``, dropped for one reason."""
+    """The items ``first`` to ``stop - 1``, which were dropped for one reason."""
 
     first: Number
     stop: Number
@@ -74,17 +73,17 @@ class LeasedItems:
     lease: str
     """``<incarnation>.<number>``, unique in a trial."""
     holder: str
-    """A task attempt."""
+    """The task attempt that holds the lease."""
     items: tuple[Number, ...]
     oldest: Annotated[str, VERSION]
-    """The weights that the holder had when it got the lease: no token is older."""
+    """The weights that the holder had when it got the lease; no token is from older weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredGroup:
     """Place of the samples of an item, and the facts that decide about their use.
 
-    Result logs, the ledger and `LoadBatch` hold it.
+    Result logs, the ledger and `LoadBatch` contain it.
     """
 
     item: Number
@@ -92,10 +91,10 @@ class StoredGroup:
     """Directory of the task attempt that made it. The attempt's own log leaves it out."""
     lease: Annotated[str, LEASE]
     file: Annotated[str, FILE_NAME]
-    """In the directory of the attempt's samples."""
+    """File in the directory of the attempt's samples."""
     offset: Number
     length: Number
-    """Bytes of the group in the file."""
+    """Number of bytes of the group in the file."""
     checksum: Annotated[str, CHECKSUM]
     """Checksum of these bytes (see `tensors.checkpoint.tensors`)."""
     versions: Annotated[tuple[str, ...], VERSIONS]
@@ -106,7 +105,7 @@ class StoredGroup:
 class LedgerRecord:
     """A ledger in a commit.
 
-    All items from ``settled`` to ``next`` that are in no field are queued again.
+    All items from ``settled`` to ``next`` that no field lists are queued again.
     """
 
     settled: Number = 0
@@ -160,7 +159,7 @@ class Ledger:
         self._settled = record.settled
         self._next = record.next
         self._in_flight: dict[int, int] = {}
-        """Step by item; the same of the others, which hold no item before `_settled`."""
+        """Step by item in flight. This table and the next ones have no items before `_settled`."""
         self._trained = _expanded((run.first, run.stop, run.step) for run in record.trained)
         self._dropped = _expanded((run.first, run.stop, run.reason) for run in record.dropped)
         self._dropped_before = Counter(
@@ -185,7 +184,7 @@ class Ledger:
         return self._dropped_before + Counter(self._dropped.values())
 
     def take(self, count: int, step: int) -> list[int]:
-        """Take the first queued items for a step: they are in flight then.
+        """Take the first queued items for a step; they are then in flight.
 
         Raises ValueError if too many items would be unfinished for a commit.
         """
@@ -196,8 +195,7 @@ class Ledger:
     def train(self, items: Iterable[int], step: int) -> None:
         """Count items in flight as trained at a step.
 
-        Raises ValueError, before any change, for an item that is not in flight: it would be trained
-        twice.
+        Raises ValueError, before any change, for an item not in flight: it would be trained twice.
         """
         self._trained.update(dict.fromkeys(self._landed(items), step))
         self._settle()
@@ -208,7 +206,7 @@ class Ledger:
         self._settle()
 
     def give_back(self, items: Iterable[int]) -> None:
-        """Queue items in flight again, before all that were never taken. Raises as `train`."""
+        """Queue items in flight again, before items that were never taken. Raises as `train`."""
         self._queued_again.update(self._landed(items))
 
     def record(self) -> LedgerRecord:
@@ -248,7 +246,7 @@ class Ledger:
         return landed
 
     def _settle(self) -> None:
-        """Move `_settled` past the finished items and forget which ones these were."""
+        """Move `_settled` past the trained and dropped items, and delete their entries."""
         while True:
             if (reason := self._dropped.pop(self._settled, None)) is not None:
                 self._dropped_before[reason] += 1

@@ -20,8 +20,8 @@ SIZES = "support_sizes"
 IDS = "support_ids"
 """Key of a batch: the concatenated token ids of a sequence's sampling masks."""
 EXPERTS = "experts"
-"""Key of a batch: the experts of all blocks that read a token, concatenated over the tokens of a
-sequence; -1 stands for the router's choice. Nothing for a sequence without a record."""
+"""Key of a batch: the experts that each block used for a token, concatenated over the tokens of a
+sequence. -1 stands for the router's choice. Empty for a sequence without a record."""
 
 
 @dataclass
@@ -56,15 +56,15 @@ class SampleMeta:
         return tuple(self.lengths)
 
     def item_lengths(self, key: str | None = None) -> list[int]:
-        """Tokens of each item under ``key`` (default: the main key)."""
+        """Return the number of tokens of each item under ``key`` (default: the main key)."""
         return [sum(inner) for inner in self.lengths[key or self.main_key()]]
 
     def sequence_counts(self, key: str) -> list[int]:
-        """Sequences of each item under ``key``."""
+        """Return the number of sequences of each item under ``key``."""
         return [len(row) for row in self.lengths[key]]
 
     def main_key(self) -> str:
-        """The key with the largest total length; of several, the first."""
+        """The key with the largest total length; the first one if several have it."""
         if not self.lengths:
             raise ValueError("a sample without keys has no main key")
         return max(self.lengths, key=lambda key: sum(map(sum, self.lengths[key])))
@@ -79,7 +79,7 @@ def one_each(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def repeated(values: Sequence[T], counts: Sequence[int]) -> list[T]:
-    """The value of each item, once for each of its sequences."""
+    """Return the value of each item, once for each of its sequences."""
     return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
 
 

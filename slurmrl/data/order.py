@@ -1,7 +1,7 @@
 """Order of a dataset's items, and their split over ranks and micro-batches. Torch-free.
 
-Both are pure functions: the order of the seed, the settings and the prepared rows, the split of the
-lengths. So any process can compute them.
+Both are pure functions, so any process can compute them. The order depends on the seed, the
+settings and the prepared rows; the split depends on the lengths.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from slurmrl.data.prepared import PreparedRows
 from slurmrl.tensors.bins import best_fit
 
 EPOCHS_AT_ONCE = 2
-"""Epochs whose orders are kept: unfinished items of the previous epoch may be taken again."""
+"""Number of epochs whose orders are cached, because unfinished items of the previous epoch may be
+taken again."""
 CIRCLE: Final = 2**61 - 1
-"""Places on the circle of `Mixture`; a prime."""
+"""Number of places on the circle of `Mixture`; a prime."""
 GOLDEN: Final = round(CIRCLE * 0.6180339887498949)
-"""The step from one place to the next, after which places are spread most evenly."""
+"""Step from one item's place to the next; this step spreads the places most evenly."""
 
 Arrange = Callable[[list[int], int], list[int]]
 """Arranges the shuffled indices of an epoch, which begins at an item's number."""
@@ -53,7 +54,7 @@ class ItemOrder(Protocol):
 
 
 class DataOrder:
-    """Epoch after epoch, each in its own order."""
+    """Endless order: epoch after epoch, each in a different order."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class DataOrder:
         self._indices_of = lru_cache(EPOCHS_AT_ONCE)(self._make_indices)
 
     def indices(self, epoch: int) -> list[int]:
-        """The order of an epoch."""
+        """Return the order of an epoch."""
         return self._indices_of(epoch)
 
     def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -92,8 +93,8 @@ class Mixture:
     The indices of a source follow the indices of the sources before it; epochs count per source.
 
     Item ``n`` belongs to the source in whose arc of a circle the place ``start + n * step`` lies.
-    The golden step keeps every stretch of items close to the ratio, and how many of the first ``n``
-    items a source has is known without looking at them.
+    The golden step keeps every range of items close to the ratio. The number of a source's items
+    among the first ``n`` can be computed without visiting them.
     """
 
     def __init__(self, orders: Sequence[DataOrder], weights: Sequence[float], seed: int) -> None:
@@ -125,8 +126,7 @@ class Mixture:
 def _floor_sum(count: int, divisor: int, factor: int, start: int) -> int:
     """Return the sum of ``(factor * i + start) // divisor`` over i < count, in logarithmic time.
 
-    Whole parts are taken out, and the remainder is counted along the other axis (as in Euclid's
-    algorithm).
+    It removes whole parts and counts the remainder along the other axis, as in Euclid's algorithm.
     """
     total = 0
     while count:
@@ -164,10 +164,9 @@ def make_order(
 def order_of(
     config: DatasetConfig, seed: int, batch_size: int, size: int, directories: Sequence[Path]
 ) -> ItemOrder:
-    """The order of a dataset's ``size`` items.
+    """Return the order of a dataset's ``size`` items.
 
-    The prepared rows of its sources are in ``directories``, which are read only if the order
-    depends on them.
+    ``directories`` have the prepared rows of its sources. They are read only if needed.
 
     Raises CorruptFileError, EnvironmentFailure.
     """
@@ -207,7 +206,7 @@ class _Arrangement:
 
 
 def _numbers(config: DatasetConfig, directory: Path) -> NDArray[np.float64]:
-    """The number of each row by which it is arranged: its difficulty, or its tokens."""
+    """Return the number of each row by which rows are arranged: difficulty or number of tokens."""
     with closing(PreparedRows(directory)) as rows:
         entries = rows.entries()
         if config.balanced_batches:
@@ -255,7 +254,7 @@ def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[li
     loads = [0] * k
     for start, stop in pairwise(accumulate(even_sizes(len(lengths), sections), initial=0)):
         fewest = sorted(range(k), key=lambda part: (len(parts[part]), loads[part]))
-        sizes = even_sizes(stop - start, k)  # the larger ones come first
+        sizes = even_sizes(stop - start, k)  # larger parts first
         room = dict(zip(fewest, sizes, strict=True))
         heap = [(0, part) for part in range(k) if room[part]]
         for index in sorted(range(start, stop), key=lengths.__getitem__, reverse=True):
@@ -281,7 +280,7 @@ def longest_first(
     size that has room (LPT). Within a batch the order is kept.
 
     The first batch has ``first`` items, which complete a batch that began before, unless ``first``
-    is 0. It stays the first one, and an incomplete last batch stays the last.
+    is 0. It stays the first batch, and an incomplete last batch stays the last.
     """
     _check_parts(batch, 1)
     first = min(first, len(order))
@@ -350,21 +349,21 @@ def _check_parts(k: int, sections: int) -> None:
 
 
 def even_sizes(n: int, k: int) -> list[int]:
-    """``n`` items in ``k`` contiguous parts whose sizes differ by at most one."""
+    """Return the sizes of ``k`` contiguous parts of ``n`` items, which differ by at most one."""
     return [n // k + (part < n % k) for part in range(k)]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The items of a batch that each data-parallel rank of a layout works on."""
+    """The items of a batch on which each data-parallel rank of a layout works."""
 
     parts: tuple[tuple[int, ...], ...]
     """Indices of items in the batch, ascending, of each data-parallel rank."""
     members: tuple[tuple[int, ...], ...]
-    """Global ranks that work on each part. The first one speaks for them."""
+    """Global ranks that work on each part. The first one sends and receives for all of them."""
 
     def part_of(self, rank: int) -> int | None:
-        """The number of a global rank's part; None for a rank outside the layout."""
+        """Return the number of a global rank's part; None for a rank outside the layout."""
         for number, ranks in enumerate(self.members):
             if rank in ranks:
                 return number
@@ -376,7 +375,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Items that the speaker of one part gets from the speaker of another."""
+    """Items that the first rank of one part gets from the first rank of another part."""
 
     sender: int
     receiver: int
@@ -384,7 +383,7 @@ class Delivery:
 
 
 def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
-    """All deliveries, in an order that every rank computes alike.
+    """Return all deliveries, in an order that is the same on every rank.
 
     Some stay on one rank. A part without items gets a delivery without items, which tells it the
     types of the keys.
@@ -403,7 +402,7 @@ def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
 
 
 def joined(spreads: Sequence[Spread], items: Sequence[tuple[int, int]]) -> Spread:
-    """Return the spread of a batch whose items come from other batches and stay where they are.
+    """Return the spread of a batch whose items come from other batches and stay on their ranks.
 
     These batches have ``spreads`` of one layout. ``items`` are (number of the batch, place in it).
     """

@@ -60,8 +60,8 @@ def prepare(
     same, in separate directories.
 
     :raises ConfigError: rows or settings that cannot be used; each problem names its line.
-    :raises UsageError: the disk is full: another start would meet that again.
-    :raises EnvironmentFailure: a file cannot be read or written.
+    :raises UsageError: the disk is full, which another start could not change. :raises
+    EnvironmentFailure: a file cannot be read or written.
     """
     wanted = recipe(config, tokenizer)
     atomic.make_private_directory(folder, calls=calls)
@@ -90,7 +90,7 @@ def find(
     *,
     calls: SystemCalls = REAL,
 ) -> Path:
-    """The newest directory that `prepare` has finished, without a look at the dataset's files.
+    """Return the newest directory that `prepare` has finished; do not read the dataset's files.
 
     Raises EnvironmentFailure if it cannot be read or does not exist.
     """
@@ -106,7 +106,7 @@ def sweep(
 ) -> None:
     """Remove files that this incarnation does not use.
 
-    These are leftovers, and data of other settings or of a changed file. Files of newer
+    These are leftovers, and prepared data of other settings or of a changed file. Files of newer
     incarnations stay. Raises EnvironmentFailure.
     """
     for name in atomic.list_names(folder, calls=calls):
@@ -116,7 +116,7 @@ def sweep(
 
 
 def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A fingerprint of everything that determines the rows except the file's content."""
+    """Return a fingerprint of everything that determines the rows except the file's content."""
     parts = [
         VERSION,
         config.path,
@@ -131,7 +131,7 @@ def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _template_file(config: DatasetConfig) -> str:
-    """The content of the chat template that the configuration names; "" for none."""
+    """Return the content of the chat template that the configuration names; "" for none."""
     if not isinstance(config.chat_template, str):
         return ""
     return inputs.read(Path(config.chat_template)).hex()
@@ -148,7 +148,7 @@ def _tokenizer_fingerprint(folder: Path) -> str:
 
 
 def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
-    """The directories of a recipe, the newest first."""
+    """Return the directories of a recipe, newest first."""
     names = (_NAME.fullmatch(name) for name in atomic.list_names(folder, calls=calls))
     numbers = [int(name[2]) for name in names if name is not None and name[1] == wanted]
     return [folder / f"{wanted}.{number}" for number in sorted(numbers, reverse=True)]
@@ -157,7 +157,7 @@ def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
 def _is_current(
     directory: Path, config: DatasetConfig, progress: Progress, calls: SystemCalls
 ) -> bool:
-    """Whether a directory is finished, whole, and made from the files as they are now.
+    """Whether a directory is finished and undamaged, and was made from the current files.
 
     The content is compared only if the files' sizes or times have changed.
     """
@@ -186,7 +186,7 @@ def _make(
     progress: Progress,
     calls: SystemCalls,
 ) -> None:
-    _remove(directory, calls)  # an earlier attempt
+    _remove(directory, calls)  # left by an earlier attempt
     reader = TokenReader(config, tokenizer, progress, directory)
     small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
     began = time.monotonic()
@@ -206,7 +206,7 @@ def _make(
 
 
 def _remove(directory: Path, calls: SystemCalls) -> None:
-    """The manifest goes first: without it the rest does not count."""
+    """Remove a directory, first its manifest, without which the other files do not count."""
     discard(directory / MANIFEST, calls)
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -218,7 +218,7 @@ CHUNK_BYTES: Final = 16 << 20
 
 
 class TokenReader:
-    """Iterate over it to the end, then call `finish`. Memory grows by 8 bytes a row only.
+    """Iterate over it to the end, then call `finish`. It keeps only 8 bytes for each row.
 
     Raises as `RecordReader` does.
     """
@@ -248,7 +248,7 @@ class TokenReader:
     def __iter__(self) -> Iterator[tuple[NumberedRow, RowTokens]]:
         """Yield the rows within the length limits.
 
-        Once a row is wrong, no more rows are yielded, but all are read for their problems.
+        After an invalid row, no more rows are yielded, but all are read to find their problems.
         """
         name = self.records.source.path.name
         for chunk in self._chunks():

@@ -7,12 +7,12 @@ A directory has three files. All numbers are little-endian.
   dataset with images the content key of its pictures (`KEY_BYTES`, zeros for none), and what else
   samples need of the row (JSON, see `RowType.stored`);
 - ``pictures/``: the pictures of a dataset with images (`tensors.pictures`);
-- ``index.bin``: an `Entry` of seven int64 and a float64 for each row, and one for the end;
+- ``index.bin``: an `Entry` of seven int64 and a float64 for each row, and one entry for the end;
 - ``manifest.json``: written last. Without it the directory does not count.
 
-Rows are read with pread and not through a mapping: while a network file system does not answer, a
-page fault would hold the interpreter lock, so that the rank would count as hung, and a page that
-the server has lost would end the process. Processes of a host share the page cache either way.
+Rows are read with pread, not through a memory mapping. While a network file system does not answer,
+a page fault would hold the interpreter lock, so the rank would count as hung. If the server has
+lost a page, the fault would kill the process. Processes of a host share the page cache either way.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VERSION: Final = 5
 ROWS, INDEX = "rows.bin", "index.bin"
 BUFFER_BYTES: Final = 1 << 20
 INDEX_ROWS: Final = 1 << 14
-"""Entries that are read together."""
+"""Number of index entries that are read together."""
 REMEDY: Final = "the next incarnation makes it again"
 _ENTRY: Final = struct.Struct("<6qdq")
 _CHECKED: Final = struct.Struct("<7qd")
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     """The place of a row and its parts."""
 
     start: int
-    """Its first byte. It ends where the next one starts."""
+    """Offset of its first byte. A row ends where the next one starts."""
     tokens: int
     """Number of tokens."""
     runs: int
@@ -134,7 +134,7 @@ class PreparedRow(NamedTuple):
 
 
 class PreparedRows:
-    """Reads single rows. Each is checked, so that damage is an error and not another row.
+    """Reads single rows, and checks each, so that damage raises an error instead of changing a row.
 
     Raises CorruptFileError if a file is missing or damaged, EnvironmentFailure if it cannot be
     read. Damage removes the manifest, so that the next incarnation prepares the data again.
@@ -170,7 +170,7 @@ class PreparedRows:
         return self.manifest.rows
 
     def describe(self, index: int) -> tuple[str, list[int]]:
-        """The id of a row and the lengths of its sequences, whose tokens are not read."""
+        """Return the id of a row and the lengths of its sequences, without reading their tokens."""
         entry, _ = self._entries(index)
         start = entry.start + entry.tokens * self._dtype.itemsize
         content = self._read(ROWS, start, entry.runs + entry.name)
@@ -178,7 +178,7 @@ class PreparedRows:
         return self._decoded(index, content[entry.runs :]), [sum(each) for each in runs]
 
     def entries(self) -> Iterator[Entry]:
-        """The entries of all rows, in order."""
+        """Return the entries of all rows, in order."""
         for start in range(0, len(self), INDEX_ROWS):
             count = min(INDEX_ROWS, len(self) - start)
             data = self._read(INDEX, start * _ENTRY.size, count * _ENTRY.size)
@@ -215,7 +215,7 @@ class PreparedRows:
             raise self._corrupt(name, f"has {actual} bytes instead of {size}")
 
     def _entries(self, index: int) -> tuple[Entry, Entry]:
-        """The entries of a row and of the next one."""
+        """Return the entries of a row and of the next row."""
         data = self._read(INDEX, index * _ENTRY.size, 2 * _ENTRY.size)
         entry, end = map(Entry._make, _ENTRY.iter_unpack(data))
         return self._checked(index, entry), self._checked(index + 1, end)
@@ -238,7 +238,7 @@ class PreparedRows:
         return b"".join(parts)
 
     def _runs(self, index: int, content: bytes, tokens: int) -> list[list[int]]:
-        """The lengths of each sequence's runs."""
+        """Return the lengths of each sequence's runs."""
         numbers = np.frombuffer(content, _RUN).tolist()
         runs = []
         at = 0
@@ -264,7 +264,7 @@ class PreparedRows:
 
 
 class PreparedWriter:
-    """Writes rows into a directory that no other process writes. Nothing counts before `publish`.
+    """Writes rows into a directory that no other process writes. They count only after `publish`.
 
     Raises EnvironmentFailure.
     """
@@ -292,7 +292,7 @@ class PreparedWriter:
         ids = np.array([id for sequence in tokens for id in sequence.tokens], self._dtype)
         runs = [number for each in tokens for number in (len(each.runs), *each.runs)]
         packed = np.array(runs, _RUN).tobytes()
-        encoded = name.encode(errors="surrogatepass")  # refused at the end of the file
+        encoded = name.encode(errors="surrogatepass")  # a short write: the disk is full
         key = tokens[0].pictures.ljust(KEY_BYTES, b"\0") if self._pictures else b""
         content = b"".join((ids.tobytes(), packed, encoded, key, row))
         entry = (len(ids), len(packed), len(encoded), line, zlib.crc32(content), difficulty)
@@ -300,7 +300,7 @@ class PreparedWriter:
         self._rows.write(content)
 
     def publish(self, recipe: str, source: str, source_state: str, left_out: int) -> None:
-        """Make the rows durable, and then the manifest."""
+        """Write the rows, and then the manifest, durably to disk."""
         sizes = self._dtype.itemsize, self._rows.size
         rows = self._number
         manifest = PreparedManifest(

@@ -44,7 +44,7 @@ _VARIABLE: Final = re.compile(r" in column \d+| \([^()]*\): write .*")
 
 class NumberedRow(NamedTuple):
     number: int
-    """Its line in a JSONL file; its place in other files. From 1."""
+    """Line number in a JSONL file, row number in other files; counted from 1."""
     raw: bytes
     """The row as JSON."""
     row: dict[str, Any]
@@ -56,7 +56,7 @@ Convert = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 class RecordReader:
     """Reads the rows of a file one by one.
 
-    It keeps eight bytes of each, to find ids that occur twice.
+    It keeps eight bytes of each row, to find duplicate ids.
 
     Iterate over it to the end, then call `finish`.
 
@@ -74,21 +74,21 @@ class RecordReader:
         most_bytes: int | None = None,
         convert: Convert | None = None,
     ) -> None:
-        """``most_bytes``: read only the complete rows in that many bytes from the start.
+        """With ``most_bytes``, read only the complete rows in this many bytes from the start.
 
-        ``convert`` makes other rows from the rows of the file.
+        ``convert`` converts each row of the file.
         """
         self._convert = convert
         self.rows = 0
         self.source = open_source(path, split, most_bytes=most_bytes)
         self.where = self.source.where
-        """The place of a row that was read, for people."""
+        """The place of a row that was read, for messages."""
         self._ids = _Ids(path, id_key, split, convert)
         self._problems: list[Problem] = []
 
     @property
     def share(self) -> float:
-        """The share of the file that has been read."""
+        """The fraction of the file that has been read."""
         return self.source.done / max(self.source.size, 1)
 
     def __iter__(self) -> Iterator[NumberedRow]:
@@ -136,7 +136,7 @@ class Records:
     numbers: tuple[int, ...]
     """See `NumberedRow`."""
     where: Callable[[int], str]
-    """The place of the row with a number, for people."""
+    """The place of the row with a number, for messages."""
     whole: bool = True
     """Whether the file was read to its end."""
 
@@ -167,13 +167,13 @@ def read_records(
 
 
 def id_of(row: Mapping[str, Any], id_key: str, number: int) -> str:
-    """A row's id; in a file without ids, its number."""
+    """Return a row's id; in a file without ids, its number."""
     name = value_at(row, id_key)
     return str(number if name is ABSENT else name)
 
 
 def _converted(convert: Convert, row: dict[str, Any]) -> tuple[dict[str, Any] | None, bytes, str]:
-    """The row that a user's code makes, also as JSON, or why there is none."""
+    """Return the row that a user's code makes, and its JSON, or the reason why there is none."""
     try:
         made = convert(row)
         if not isinstance(made, dict):
@@ -185,7 +185,7 @@ def _converted(convert: Convert, row: dict[str, Any]) -> tuple[dict[str, Any] | 
 
 
 class _Ids:
-    """The ids of a file: all rows have one, or none. Names are kept as hashes."""
+    """The ids of a file: either all rows have an id or none has. Only hashes of ids are kept."""
 
     def __init__(self, path: Path, key: str, split: str | None, convert: Convert | None) -> None:
         self._convert = convert
@@ -197,7 +197,7 @@ class _Ids:
         self._hashes = array("q")
         self._missing: list[int] = []
         self._wrong: list[tuple[int, str]] = []
-        """The first rows without an id, and those with a value that is none."""
+        """The first rows without an id, or with a value that cannot be an id."""
 
     def add(self, number: int, row: Mapping[str, Any]) -> None:
         self._named = self._named or has(row, self.key)
@@ -214,11 +214,11 @@ class _Ids:
 
     @property
     def are_null(self) -> bool:
-        """Whether rows have the key, but none has a value."""
+        """Whether rows have the key, but all values are null."""
         return self._named and not self._hashes and not self._wrong
 
     def problems(self, where: Callable[[int], str]) -> list[Problem]:
-        """The first ones, in the order of rows."""
+        """Return the first problems, in the order of rows."""
         if not self._named or self.are_null:
             return []
         missing = [(number, "missing here, though other rows have it") for number in self._missing]
@@ -229,8 +229,8 @@ class _Ids:
         ]
 
     def _duplicates(self, where: Callable[[int], str]) -> Iterator[tuple[int, str]]:
-        """Read the file again for the names of hashes that occur more than once."""
-        import numpy as np  # slow, and most commands read a row at most
+        """Read the file again to find the ids whose hashes occur more than once."""
+        import numpy as np  # slow to import, and most commands read at most one row
 
         hashes, counts = np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)
         often = frozenset(hashes[counts > 1].tolist())
@@ -286,8 +286,8 @@ def _wrong_id(value: Any) -> str:
 class RowChecks:
     """Checks rows one after the other.
 
-    A key that no row has is a problem of the setting, one that some lack is a problem of those;
-    which it is turns out at the end.
+    A key that no row has is a problem of the setting. A key that only some rows lack is a problem
+    of these rows. Which case applies is known only after the last row.
     """
 
     def __init__(self, kind: RowType, where: Callable[[int], str]) -> None:
@@ -296,24 +296,24 @@ class RowChecks:
         self._curriculum = kind.config.curriculum_key
         self._where = where
         self._fields: dict[str, RowField] = {}
-        """By key; of several fields with one key, the first."""
+        """Fields by key; if several fields have one key, the first of them."""
         for field in [*kind.fields(), *curriculum_field(kind.config)]:
             self._fields.setdefault(field.key, field)
         self._required = {
             key for key, field in self._fields.items() if field.requirement is Requirement.EVERY
         }
         self.fillable = True
-        """Whether all rows so far are right; the others' problems come at the end."""
+        """Whether all rows so far are valid; problems of invalid rows are reported at the end."""
         self._empty = True
-        """Whether there was no row so far."""
+        """Whether no row was checked so far."""
         self._lists: list[str] = []
         """Keys of the only row whose values are lists of objects, which may be the rows."""
         self._unnamed = kind.config.id_key != DatasetConfig.model_fields["id_key"].default
-        """Whether no row so far has the id that the configuration asks for."""
+        """Whether no row so far has the id whose key the configuration sets."""
         self._present: dict[str, None] = {}
         """The keys that rows have."""
         self._suspects: dict[tuple[frozenset[str], bool], list[tuple[int, Mapping[str, Any]]]] = {}
-        """The first rows that lack some keys, or that are wrong even without these."""
+        """The first rows that lack some keys or are invalid for another reason."""
 
     def add(self, number: int, row: Mapping[str, Any]) -> None:
         self._lists = [key for key in row if _has_rows(row[key])] if self._empty else []
@@ -355,7 +355,7 @@ class RowChecks:
 
     def _of_settings(self) -> Iterator[Problem]:
         yield from self._kind.wrong_settings()
-        if self._empty:  # an empty file says nothing about keys
+        if self._empty:  # an empty file cannot show which keys rows have
             return
         config, present = self._kind.config, list(self._present)
         if self._unnamed:
@@ -370,7 +370,7 @@ class RowChecks:
                 yield Problem("", field.setting, message + remedy)
 
     def _wrong(self, row: Mapping[str, Any], keys: list[str]) -> list[tuple[str, str]]:
-        """The keys whose values cannot be used, and why."""
+        """Return the keys whose values cannot be used, and why."""
         each = ((self._fields[key].key_in(row), self._reason(row, key)) for key in keys)
         wrong = [(key, message) for key, message in each if message]
         if wrong or not keys:
@@ -404,21 +404,21 @@ def _has_rows(value: Any) -> bool:
 
 
 MOST_BYTES: Final = 16 * 2**20
-"""Bytes of rows that are read: about a tenth of a second."""
+"""Maximum size of rows that are read, which takes about 0.1 s."""
 TEMPLATE_TOKENS: Final = 128
-"""Most tokens that a chat template adds to a conversation without tools, such as its own system
-prompt."""
+"""Maximum number of tokens that a chat template adds to a conversation without tools, such as a
+default system prompt."""
 MARKS: Final = 2
-"""Tokens that a tokenizer adds before and after a string."""
+"""Number of tokens that a tokenizer adds before and after a string."""
 FIELD: Final = re.compile(r"\{([^{}]*)\}")
 
 
 def longest_row(dataset: DatasetConfig) -> int | None:
-    """Return an upper bound on the tokens of the longest row, or None if the rows are not known.
+    """Return an upper bound on the tokens of the longest row; None if it is unknown.
 
-    A string has no more tokens than bytes, and no more bytes than it has as JSON. Rows are not
-    known if files are larger than `MOST_BYTES` or cannot be read, or if a user's own type makes the
-    rows.
+    A string has at most as many tokens as bytes, and at most as many bytes as its JSON. The bound
+    is unknown if files are larger than `MOST_BYTES` or unreadable, or if a user's own type makes
+    the rows.
     """
     sizes = [_longest_of(part) for part in dataset.parts.values()]
     known = [size for size in sizes if size is not None]
@@ -435,18 +435,18 @@ def _longest_of(part: DatasetConfig) -> int | None:
         source = open_source(path, part.split, most_bytes=MOST_BYTES)
         longest = max((len(row.raw) for row in source.rows()), default=0)
     except SlurmrlError:
-        return None  # the check of the data reports it
+        return None  # the data check reports this
     return longest * _repeats(part) + _added(part) if source.whole and longest else None
 
 
 def _repeats(part: DatasetConfig) -> int:
-    """Return how often the templates insert the same value of a row at most."""
+    """Return the maximum number of times that the templates insert the same value of a row."""
     named = Counter(FIELD.findall(part.prompt_template) + FIELD.findall(part.answer_template))
     return max(named.values(), default=1)
 
 
 def _added(part: DatasetConfig) -> int:
-    """A bound on the tokens that templates add to the values of a row."""
+    """Return a bound on the tokens that templates add to the values of a row."""
     texts = [part.prompt_template, part.answer_template, part.system_prompt or ""]
     texts += [json.dumps(tool) for tool in part.tools or ()]
     size = sum(len(text.encode()) for text in texts)

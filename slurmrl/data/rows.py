@@ -1,4 +1,4 @@
-"""The strings and tokens of a dataset's rows, and remarks on traps in usable rows. Torch-free."""
+"""Strings and tokens of a dataset's rows, and remarks on likely mistakes in them. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 CHUNK_ROWS = 4096
-"""Rows that are tokenized together."""
+"""Number of rows that are tokenized together."""
 IMAGE_ROWS: Final = 32
 """Rows with images that are prepared together, and that a submission tries."""
 
@@ -47,7 +47,7 @@ class RowTokenizer:
         self._problems: list[Problem] = []
 
     def tokens(self, numbered: Sequence[tuple[int, Row]]) -> list[RowTokens | None]:
-        """The tokens of rows with these numbers; None for a row that is left out."""
+        """Return the tokens of rows with these numbers; None for a row that is left out."""
         encoded = self._kind.tokens([row for _, row in numbered], self._encoder)
         kept: list[RowTokens | None] = []
         for (number, _), row in zip(numbered, encoded, strict=True):
@@ -76,12 +76,12 @@ class RowTokenizer:
 
 
 class LongRows(NamedTuple):
-    """How many rows of a dataset are too long."""
+    """Numbers of rows of a dataset that are too long."""
 
     left_out: int
-    """Above the length limits."""
+    """Rows above the length limits."""
     beyond: int
-    """Others with more tokens than the models have positions."""
+    """Other rows with more tokens than the models have positions."""
     whole: bool = True
     """Whether all rows were counted."""
 
@@ -122,11 +122,11 @@ class DatasetRows:
 
     @property
     def have_references(self) -> bool:
-        """Whether the prompts have reference answers: all have one, or none."""
+        """Whether the prompts have reference answers: either all have one, or none has."""
         return value_at(self.records.rows[0], self._config.answer_key) is not ABSENT
 
     def may_be_longer(self, most: int | None) -> bool:
-        """Whether a row may have more than ``most`` tokens, of which None is no limit."""
+        """Whether a row may have more than ``most`` tokens; False if ``most`` is None."""
         return most is not None and any(_may_be_longer(row, most) for row in self.records.rows)
 
     def count_long(
@@ -158,9 +158,9 @@ class DatasetRows:
 
 
 def _may_be_longer(row: Row, most: int) -> bool:
-    """A text has no more tokens than bytes, and as JSON more bytes.
+    """A string has at most as many tokens as bytes, and more bytes as JSON.
 
-    The other half is for tokens that templates add.
+    Half of the limit is reserved for tokens that templates add.
     """
     return len(json.dumps([*row.values()])) > most // 2
 
@@ -170,19 +170,19 @@ def _longest(row: RowTokens) -> int:
 
 
 def reference(config: DatasetConfig, row: Row) -> str:
-    """The reference answer of a row; "" for none."""
+    """Return the reference answer of a row; "" for none."""
     answer = value_at(row, config.answer_key)
     return "" if answer is ABSENT else str(answer)
 
 
 ROWS: Final = 100
-"""Most rows to look at."""
+"""Maximum number of rows to look at."""
 WORD: Final = "The"
 """A word that may follow a prompt."""
 EXAMPLE: Final = {"description": "", "parameters": {"type": "object", "properties": {}}}
-"""The rest of a tool's schema."""
+"""The parts of an example tool's schema except its name."""
 DATE: Final = "strftime_now"
-"""The function of chat templates that gives the date."""
+"""The function of chat templates that returns the date."""
 
 
 class Remark(NamedTuple):
@@ -211,8 +211,8 @@ class Remarks:
     ) -> Iterator[Remark]:
         """Return the remarks.
 
-        ``called`` are the names of the episodes' tools; ``without_schema`` says why one has no JSON
-        schema. Raises ConfigError, UsageError.
+        ``called`` are the names of the episodes' tools; ``without_schema`` is the reason why a tool
+        has no JSON schema. Raises ConfigError, UsageError.
         """
         if called and self._config.kind == "prompt":
             yield from self._tools(called, without_schema)
@@ -241,7 +241,7 @@ class Remarks:
             )
 
     def _texts(self) -> Iterator[Remark]:
-        """Yield a remark where rows of text are between rows of messages."""
+        """Yield a remark if rows with strings are between rows with messages."""
         texts = sum(not self._kind.holds_messages(row) for row in self._rows)
         if 0 < texts < len(self._rows):
             yield Remark(
@@ -298,7 +298,7 @@ class Remarks:
                 "or describe the tools in a system prompt"
             )
         reasons = [reason for name in missing if (reason := without_schema(name))]
-        if reasons and self._config.tools != ():  # `[]` asks for no schemas
+        if reasons and self._config.tools != ():  # `[]` means no schemas
             return (
                 f"no JSON schema can be made ({'; '.join(reasons)}): add what is missing, "
                 "or describe the tools in dataset.tools"
@@ -306,7 +306,7 @@ class Remarks:
         return "describe the tools in dataset.tools, the rows' tools or a system prompt"
 
     def _prompts(self) -> Iterator[str]:
-        """The prompts as the policy reads them."""
+        """Return the prompts as the policy reads them."""
         if not self._config.is_chat:
             yield from (self._kind.filled("prompt_template", row) for row in self._rows)
             return

@@ -43,7 +43,7 @@ class SequenceSample(SampleMeta):
         *,
         per_sequence: Mapping[str, Tensor | None] | None = None,
     ) -> SequenceSample:
-        """Items of one sequence of ``lengths`` tokens each.
+        """Make a sample of items with one sequence each, which has ``lengths`` tokens.
 
         ``data`` has an entry for each token, ``per_sequence`` one for each sequence.
         """
@@ -72,7 +72,7 @@ class SequenceSample(SampleMeta):
     def gather(
         samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """The items of all samples in order.
+        """Return the items of all samples in order.
 
         The first sample determines the keys, which of them are None, and the metadata.
         """
@@ -95,19 +95,19 @@ class SequenceSample(SampleMeta):
         )
 
     def tensor(self, key: str) -> Tensor:
-        """The data of a key that must not be None."""
+        """Return the data of a key, which must not be None."""
         value = self.data[key]
         if value is None:
             raise ValueError(f"key '{key}' holds no data")
         return value
 
     def cu_seqlens(self, key: str) -> Tensor:
-        """Cumulative lengths of the sequences under ``key``: int32 [S+1], in host memory."""
+        """Return cumulative lengths of the sequences under ``key``: int32 [S+1], in host memory."""
         cuts = [0, *accumulate(chain.from_iterable(self.lengths[key]))]
         return torch.tensor(cuts, dtype=torch.int32)
 
     def slice(self, start: int, stop: int) -> SequenceSample:
-        """Items start..stop-1; the tensors are views."""
+        """Return items start..stop-1; the tensors are views."""
         data: dict[str, Tensor | None] = {}
         for key, tensor in self.data.items():
             totals = self.item_lengths(key)
@@ -117,7 +117,7 @@ class SequenceSample(SampleMeta):
         return self._with_items(range(start, stop), data)
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
-        """The items at ``indices``, in that order; ``indices`` may be empty."""
+        """Return the items at ``indices``, in this order; ``indices`` may be empty."""
         data: dict[str, Tensor | None] = {}
         for key, tensor in self.data.items():
             cuts = [0, *accumulate(self.item_lengths(key))]
@@ -125,7 +125,7 @@ class SequenceSample(SampleMeta):
         return self._with_items(indices, data)
 
     def only(self, keys: Iterable[str]) -> SequenceSample:
-        """The same items with some of the keys; tensors are shared."""
+        """Return the same items with only some of the keys; tensors are shared."""
         wanted = tuple(keys)
         return SequenceSample(
             self.ids,

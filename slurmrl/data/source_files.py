@@ -1,8 +1,8 @@
-"""Common code of files of rows, and the diagnosis of a wrong file. Torch-free.
+"""Common code for files of rows, and the diagnosis of unsuitable files. Torch-free.
 
-A file may be compressed, in an encoding other than UTF-8, or in a format other than JSON
-(`wrong_beginning`): the message says how to convert it. `arrow_files` finds the Parquet files of a
-folder, and folders that Hugging Face `datasets` has saved.
+If a file is compressed, not UTF-8 or not JSON (`wrong_beginning`), the message says how to convert
+it. `arrow_files` finds the Parquet files of a folder, and folders that Hugging Face `datasets` has
+saved.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from slurmrl.registry import near
 
 READ_BYTES = 1 << 20
 ROW_BYTES = 256 << 20
-"""Longest row that is parsed."""
+"""Maximum size of a row."""
 SETTLED_NS = 2_000_000_000
-"""File systems keep times with a resolution of up to two seconds."""
+"""Time after which another change of a file certainly changes its times: file systems store them
+with a resolution of up to two seconds."""
 NOT_AN_OBJECT = "must be a JSON object"
 
 
 class SourceRow(NamedTuple):
     number: int
-    """Its line in a JSONL file; its place in other files. From 1."""
+    """Line number in a JSONL file, row number in other files; counted from 1."""
     raw: bytes
     """The row as JSON."""
     row: dict[str, Any] | None
-    """None if it is not a JSON object."""
+    """The row; None if it is not a JSON object."""
     problem: str
-    """Reason why it is not."""
+    """Reason why the row is not a JSON object."""
 
 
 class RowSource(ABC):
-    """Reads rows one by one, once, in the order of the files."""
+    """Reads all rows once, one by one, in the order of the files."""
 
     def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:
         self.path = path
@@ -52,11 +53,11 @@ class RowSource(ABC):
         self.size = 0
         """Bytes of the files."""
         self.done = 0
-        """Bytes that have been read, about."""
+        """Approximate number of bytes that have been read."""
         self.whole = True
-        """False once rows were left out because of ``most_bytes``."""
+        """False after rows were left out because of ``most_bytes``."""
         self.state = ""
-        """`state_of` the files when they were opened."""
+        """`state_of` the files at the time when they were opened."""
         self._most_bytes = most_bytes
 
     @abstractmethod
@@ -69,7 +70,7 @@ class RowSource(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """`fingerprint_of` the files; for a file that was read in part, of that part."""
+        """`fingerprint_of` the files, or of the part of a file that was read."""
 
     @abstractmethod
     def where(self, number: int) -> str:
@@ -101,8 +102,8 @@ def fingerprint_of(files: Sequence[Path], progress: Callable[[float], None]) -> 
 def state_of(files: Sequence[Path]) -> str:
     """Return the sizes and times of files, which change with their content.
 
-    Return "" if a file was changed so recently that its next change could leave them as they are.
-    Raises EnvironmentFailure.
+    Return "" if a file was changed so recently that its next change might not change size and
+    times. Raises EnvironmentFailure.
     """
     states = []
     for path in files:
@@ -145,7 +146,7 @@ BEGINNINGS: Final = {
 
 
 def wrong_beginning(path: Path) -> str:
-    """Why the first bytes of a file are not text; "" if they may be. Raises EnvironmentFailure."""
+    """Return why a file's beginning is not text; "" if it may be. Raises EnvironmentFailure."""
     try:
         with path.open("rb") as file:
             start = file.read(max(map(len, BEGINNINGS)))
@@ -189,7 +190,7 @@ def other_form(path: Path) -> str:
     except OSError as error:
         raise unreadable(path, error) from error
     lines = head.decode("utf-8-sig", errors="replace").lstrip().splitlines()
-    if not lines or re.search("[\0-\b\ufffd]", lines[0]):  # only white space, or not text
+    if not lines or re.search("[\0-\b\ufffd]", lines[0]):  # only white space, or no text
         return ""
     first = lines[0].rstrip()
     if first.startswith(POINTER):
@@ -250,7 +251,7 @@ _SHARD = re.compile(r"(.+?)(-(\d+)-of-(\d+))?\.parquet")
 
 
 def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
-    """The Arrow or Parquet files of a dataset, in order.
+    """Return the Arrow or Parquet files of a dataset, in order.
 
     :raises ConfigError: a folder without a dataset, without this split, or without some of its
         numbered files.
@@ -280,7 +281,7 @@ def arrow_files(path: Path, split: str | None) -> Sequence[Path]:
 
 
 def no_dataset(path: Path) -> str:
-    """Return why a folder is no dataset; "" if it may be one. Raises UnreadableInputError."""
+    """Return why a folder is not a dataset; "" if it may be one. Raises UnreadableInputError."""
     names = sorted(inputs.list_names(path))
     if any(name in (SPLITS, SAVED) or _SHARD.fullmatch(name) for name in names):
         return ""
@@ -290,12 +291,12 @@ def no_dataset(path: Path) -> str:
 
 
 def _split_of(match: re.Match[str]) -> str:
-    """``train`` of ``train.parquet`` and ``train-00000-of-00002.parquet``; "" for other names."""
+    """Return ``train`` for ``train.parquet`` or ``train-00000-of-00002.parquet``, else ""."""
     return match[1] if match[2] or match[1] in NAMES_OF_SPLITS else ""
 
 
 def _check_numbers(path: Path, files: Sequence[re.Match[str]]) -> None:
-    """Reject an incomplete set like ``train-00000-of-00002.parquet``, and sets of two uploads."""
+    """Reject incomplete or mixed sets of files such as ``train-00000-of-00002.parquet``."""
     sets: dict[str, dict[str, set[int]]] = {}
     for file in files:
         if file[2]:
@@ -316,7 +317,7 @@ def _check_numbers(path: Path, files: Sequence[re.Match[str]]) -> None:
 
 
 def _saved(folder: Path) -> Sequence[Path]:
-    """The files of a `Dataset` that was saved."""
+    """Return the files of a saved `Dataset`."""
     state = inputs.read_json(folder / SAVED)
     files = [str(each["filename"]) for each in state.get("_data_files") or []]
     if not files or state.get("_indices_data_files"):

@@ -44,10 +44,10 @@ CUT: Final = "the file ends in this row, so it may be cut"
 SPACE = " \t\r\n"
 BOM = codecs.BOM_UTF8
 HEAD_BYTES = 1 << 16
-"""Where a file's first character is looked for."""
+"""Number of bytes in which to look for a file's first character."""
 TOKEN_CHARACTERS = 16
-"""The longest token without quotes that can be cut at the end of the buffer; numbers are not
-rows anyway."""
+"""Maximum length of an unquoted token that the end of the buffer can cut (numbers cannot be rows).
+"""
 BATCH_ROWS = 256
 SCHEMA_KEYS = ("parameters", "input_schema", "arguments")
 """Keys that tools and tool calls have in addition to their names."""
@@ -56,9 +56,9 @@ SCHEMA_KEYS = ("parameters", "input_schema", "arguments")
 def open_source(
     path: Path, split: str | None = None, *, most_bytes: int | None = None
 ) -> RowSource:
-    """The rows of a file or folder.
+    """Return the rows of a file or folder.
 
-    ``most_bytes``: only the first whole rows in about that many bytes.
+    With ``most_bytes``, return only the first complete rows in about this many bytes.
 
     :raises ConfigError: a folder without a dataset, a split that is not there, a FIFO or device, or
         a file that is compressed or not UTF-8 text.
@@ -80,7 +80,7 @@ def open_source(
 
 
 class JsonLines(RowSource):
-    """Blank lines are skipped. A row's number is its line."""
+    """Rows of a JSONL file. Blank lines are skipped. A row's number is its line."""
 
     def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:
         super().__init__(path, files, most_bytes)
@@ -98,7 +98,7 @@ class JsonLines(RowSource):
                 continue
             try:
                 row = parsed(number, line.strip())
-            except UnicodeDecodeError as error:  # other lines are probably no UTF-8 either
+            except UnicodeDecodeError as error:  # other lines are probably not UTF-8 either
                 raise ConfigError((Problem(self.where(number), "", not_utf_8(error)),)) from error
             if first and row.problem and (form := other_form(self.path)):
                 raise ConfigError((Problem(self.where(number), "", form),))
@@ -127,13 +127,13 @@ class JsonLines(RowSource):
                     self.done += len(line)
                     self._digest.update(line)
                     yield line
-                self.size = self.done  # it may have grown
+                self.size = self.done  # the file may have grown
         except OSError as error:
             raise unreadable(self.path, error) from error
 
 
 def parsed(number: int, raw: bytes) -> SourceRow:
-    """A row from its JSON text. Raises UnicodeDecodeError."""
+    """Return a row from its JSON text. Raises UnicodeDecodeError."""
     message = NOT_AN_OBJECT
     try:
         row = DECODER.decode(raw.decode("utf-8-sig", "surrogatepass"))
@@ -189,7 +189,7 @@ def begins_array(path: Path) -> bool:
 
 
 class JsonArray(RowSource):
-    """Rows of a file that holds one JSON array.
+    """Rows of a file with one JSON array.
 
     Its elements are parsed one by one. Memory grows with the file only by the line number of each
     element.
@@ -200,9 +200,9 @@ class JsonArray(RowSource):
         self._digest = blake2b(digest_size=16)
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._text = ""
-        """Bytes that were read and not yet dropped."""
+        """Text that was read and not yet dropped."""
         self._at = 0
-        """The next character in it."""
+        """Index of the next character in `_text`."""
         self._line = 1
         """The line of that character."""
         self._lines = array("q")
@@ -243,7 +243,7 @@ class JsonArray(RowSource):
             raise self._wrong(f"{left!r} after the end of the array{lists}")
 
     def _element(self, file: BufferedReader) -> SourceRow:
-        """Parse the element at the present place, and read on until it is complete."""
+        """Parse the element at the current place; read further until it is complete."""
         number = len(self._lines)
         while True:
             try:
@@ -269,7 +269,7 @@ class JsonArray(RowSource):
         return SourceRow(number, raw, None, NOT_AN_OBJECT)
 
     def _expect(self, file: BufferedReader, allowed: str) -> str:
-        """Pass one of these characters."""
+        """Skip one of these characters."""
         present = self._next(file)
         if not present or present not in allowed:
             wanted = " or ".join(map(repr, allowed))
@@ -292,7 +292,7 @@ class JsonArray(RowSource):
                 return ""
 
     def _read(self, file: BufferedReader, count: int) -> bool:
-        """Read at least ``count`` bytes more; False at the end of the file."""
+        """Read at least ``count`` more bytes; return False at the end of the file."""
         data = file.read(max(READ_BYTES, count))
         self._digest.update(data)
         self.done += len(data)
@@ -374,7 +374,7 @@ def _pyarrow(path: Path) -> Any:
 
 
 def _batches(path: Path) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
-    """The rows of a file in batches, with the share of the file that each begins at."""
+    """Yield the rows of a file in batches, with the fraction of the file before each batch."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
@@ -386,7 +386,7 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
         return
     from pyarrow import OSFile, ipc
 
-    # not mapped: see `data.prepared`
+    # no memory mapping: see `data.prepared`
     with OSFile(str(path)) as file, ipc.open_stream(file) as stream:
         for batch in stream:
             for start in range(0, batch.num_rows, BATCH_ROWS):
@@ -404,8 +404,8 @@ def _converted(number: int, row: dict[str, Any]) -> SourceRow:
 def _with_own_keys(value: Any) -> Any:
     """Return a value whose tools and tool calls have no null under a key, and null for each NaN.
 
-    Arrow gives all objects of a column the same keys, and a null where a row had none. pandas
-    writes NaN for a missing number.
+    Arrow gives all objects of a column the same keys; a key that a row lacks is null. pandas writes
+    NaN for a missing number.
     """
     if value != value:
         return None
@@ -437,7 +437,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 class _NoJsonError(TypeError):
-    """A value has no JSON form."""
+    """The value cannot be written as JSON."""
 
 
 def _plain(value: Any) -> str:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the class that only reads ``tokenizer.json``, in transformers 4 and 5."""
+"""Names of the class that reads only ``tokenizer.json``, in transformers 4 and 5."""
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; nothing is downloaded.
+    """Return the tokenizer of a folder; download nothing.
 
     :raises UsageError: the folder has no tokenizer, or it has no end-of-text token or no vocabulary
         (transformers makes an empty tokenizer from a ``config.json`` alone).
@@ -44,21 +44,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             )
     except UnreadableInputError as error:
         raise UnreadableInputError(f"no tokenizer in {folder}: {error}", error.absent) from error
-    except Exception as error:  # (tokenizers raises bare exceptions)
+    except Exception as error:  # tokenizers raises bare exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no tokenizer in {folder}: {reason}") from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
         raise UsageError(f"no tokenizer in {folder}: no vocabulary file (tokenizer.json, …)")
     end_id(tokenizer)
-    tokenizer.clean_up_tokenization_spaces = False  # Rewards score text as it was written.
+    tokenizer.clean_up_tokenization_spaces = False  # Rewards must score unchanged text.
     return tokenizer
 
 
 def _is_generic(folder: Path) -> bool:
     """Return whether ``tokenizer.json`` defines the tokenizer completely.
 
-    AutoTokenizer of transformers 5 replaces the class of such a tokenizer by the class of the model
-    next to it (qwen2), which splits strings at other places.
+    AutoTokenizer of transformers 5 replaces the class of such a tokenizer by a class for the model
+    in the same folder (qwen2), which splits strings at other places.
     """
     try:
         inputs.check_file(folder / "tokenizer.json")
@@ -68,10 +68,10 @@ def _is_generic(folder: Path) -> bool:
 
 
 def vocabulary(folder: Path) -> dict[str, int] | None:
-    """Ids of all tokens, read without transformers, which takes seconds to import.
+    """Return the ids of all tokens, without transformers, which takes seconds to import.
 
-    None if only transformers can read them (no ``tokenizer.json``, or no end-of-text token in the
-    files).
+    Return None if only transformers can read them (no ``tokenizer.json``, or no end-of-text token
+    in the files).
     """
     from tokenizers import Tokenizer
 
@@ -87,14 +87,14 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The end-of-text token, which ends answers and is among the stop tokens of completions."""
+    """Return the end-of-text token, which ends answers and is a stop token of completions."""
     if tokenizer.eos_token_id is None:
         raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
     return int(tokenizer.eos_token_id)
 
 
 def without_ends(text: str, ends: Sequence[str]) -> str:
-    """A text without any of the tokens ``ends`` at its end, nor white space behind them."""
+    """Remove tokens ``ends``, and white space after them, from the end of a string."""
     while end := next((end for end in ends if text.rstrip().endswith(end)), ""):
         text = text.rstrip().removesuffix(end)
     return text
@@ -118,10 +118,10 @@ def decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int]], st
 def text_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begin: bool
 ) -> list[list[int]]:
-    """Tokens of each text.
+    """Return the tokens of each text.
 
-    ``begin`` prepends the begin-of-text token if the tokenizer does so by itself (llama) and the
-    text does not begin with it already (chat templates).
+    With ``begin``, the begin-of-text token comes first if the tokenizer adds it by default (llama)
+    and the text does not already begin with it (chat templates).
     """
     if not texts:
         return []
@@ -177,7 +177,7 @@ def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
 
 
 def texts(files: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
-    """The strings under ``keys`` in all rows. Raises UsageError with the row that has none."""
+    """Return the strings under ``keys`` in all rows. Raises UsageError for a row without them."""
     for file in files:
         source = open_source(file)
         for number, _, row, problem in source.rows():

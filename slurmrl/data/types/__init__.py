@@ -1,4 +1,4 @@
-"""The types of dataset: which keys a row has, and the sequences of tokens that it becomes.
+"""The types of datasets: the keys of a row, and the sequences of tokens made from it.
 
 A new type is a class in a new file (`RowType`), a line below, one in
 ``plan/dataflow.py`` (the keys of its samples) and one in the schema. Torch-free.
@@ -30,11 +30,11 @@ Row = Mapping[str, Any]
 ABSENT: Final = object()
 """The value of a key that a row does not have."""
 MOST_LEVELS: Final = 8
-"""Levels of nested keys that messages name."""
+"""Maximum depth of nested keys in messages."""
 
 
 def value_at(row: Mapping[str, Any], key: str) -> Any:
-    """The value under ``key``, or ABSENT.
+    """Return the value under ``key``, or ABSENT.
 
     A key that is not in the row is a path: ``a.b`` is ``row["a"]["b"]``, and a number is a place in
     a list.
@@ -57,7 +57,7 @@ def has(row: Mapping[str, Any], key: str) -> bool:
 
 
 def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -> Iterator[str]:
-    """The keys of a row down to so many levels, nested ones after those that contain them."""
+    """Return the keys of a row up to a depth; nested keys follow the keys that contain them."""
     for key, value in row.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping) and levels > 1:
@@ -65,15 +65,15 @@ def paths(row: Mapping[str, Any], prefix: str = "", levels: int = MOST_LEVELS) -
 
 
 KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
-"""The settings with the row's key for a field of a template."""
+"""The setting that names the row's key, by field of a template."""
 
 
 LARGEST: Final = 1e300
-"""Limit for the number of a curriculum."""
+"""Maximum of the number that a curriculum uses."""
 
 
 class Requirement(Enum):
-    """Which rows have a key."""
+    """Rule about which rows must have a key."""
 
     EVERY = "every row"
     EVERY_OR_NONE = "every row, or none"
@@ -95,20 +95,20 @@ class RowField:
     """Another key that a row may have in its place."""
 
     def key_in(self, row: Mapping[str, Any]) -> str:
-        """The key that a row has."""
+        """Return the key that a row has."""
         return self.other if self.other and has(row, self.other) else self.key
 
     def is_double(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has a value under both keys; a column of a table may be null."""
+        """Whether a row has a value under both keys; null, which tables contain, is no value."""
         keys = [key for key in (self.key, self.other) if key]
         return sum(value_at(row, key) not in (ABSENT, None) for key in keys) > 1
 
     def value(self, row: Mapping[str, Any]) -> Any:
-        """The value, or ABSENT."""
+        """Return the value, or ABSENT."""
         return value_at(row, self.key_in(row))
 
     def absence(self, path: str, present: list[str]) -> str:
-        """Return why no row has the key. ``present``: the keys that rows have."""
+        """Return the message that no row has the key. ``present`` are the keys that rows have."""
         fact = f"is not a key of any line of {path}"
         if self.name in KEYS:
             return f"{{{self.name}}} inserts '{self.key}', which {fact}; {near(self.key, present)}"
@@ -119,7 +119,7 @@ class RowField:
 
 
 def template_fields(config: DatasetConfig, setting: str) -> list[RowField]:
-    """The fields of a template."""
+    """Return the fields of a template."""
     fields = []
     for name in Template.parse(getattr(config, setting)).fields:
         if name in KEYS:
@@ -136,7 +136,7 @@ def wrong_full_text(value: Any) -> str:
 
 
 def curriculum_field(config: DatasetConfig) -> list[RowField]:
-    """The field by which a curriculum orders the rows, if there is one."""
+    """Return the field by which a curriculum orders the rows, or None."""
     key = config.curriculum_key
     return [] if key is None else [RowField(key, "curriculum_key", _wrong_number)]
 
@@ -155,7 +155,7 @@ class RowType(ABC):
     dataset: ClassVar[str]
     """``module:Class`` of the `data.dataset.TokenizedDataset` that makes samples of the rows."""
     templates: ClassVar[tuple[str, ...]] = ()
-    """The settings with templates that the rows fill in."""
+    """The settings whose templates are filled with values of rows."""
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -165,7 +165,7 @@ class RowType(ABC):
         }
 
     def fields(self) -> list[RowField]:
-        """The keys of a row. Default: the fields of the templates."""
+        """Return the keys of a row. Default: the fields of the templates."""
         return [field for _, fields in self._filled.values() for field in fields]
 
     def holds_messages(self, row: Row) -> bool:
@@ -179,24 +179,24 @@ class RowType(ABC):
         )
 
     def message_fields(self) -> list[RowField]:
-        """The keys whose values may be messages."""
+        """Return the keys whose values may be messages."""
         return [field for field in RowType.fields(self) if field.name in KEYS]
 
     def difficulty(self, row: Row) -> float:
-        """The number of a checked row by which a curriculum orders it."""
+        """Return the number of a checked row by which a curriculum orders it."""
         key = self.config.curriculum_key
         return 0.0 if key is None else float(value_at(row, key))
 
     def wrong_settings(self) -> Iterator[Problem]:
-        """Problems of the settings that need no row."""
+        """Return problems of the settings that can be detected without rows."""
         return iter(())
 
     def wrong_row(self, row: Row) -> tuple[str, str] | None:
-        """The key of a problem between right values of a row, and the problem."""
+        """Return a problem of a combination of valid values of a row, with its key."""
         return None
 
     def stored(self, row: Row, raw: bytes) -> bytes:
-        """Fields of a row that samples need next to its tokens, as JSON. ``raw`` is the row."""
+        """Return fields of the row ``raw`` that samples need in addition to tokens, as JSON."""
         return b""
 
     def fits(self, row: RowTokens) -> bool:
@@ -209,22 +209,22 @@ class RowType(ABC):
         )
 
     def equal_pairs(self, row: RowTokens) -> int:
-        """How many pairs of answers are the same tokens, from which nothing can be learnt."""
+        """Return the number of pairs with equal tokens, from which nothing can be learned."""
         return 0
 
     def convert(self, row: Row) -> Row:
-        """A row of the file as one with the keys of the type.
+        """Convert a row of the file to a row with the keys of the type.
 
-        A type of a user's own overrides this; its exceptions are problems of the row.
+        A user's own type overrides this method; its exceptions are reported as problems of the row.
         """
         return row
 
     @abstractmethod
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
-        """The sequences of checked rows, or for a row that has none the reason."""
+        """Return the sequences of checked rows; for a row without sequences, the reason."""
 
     def filled(self, setting: str, row: Row) -> str:
-        """The template of a setting with the values of a row."""
+        """Return the template of a setting, filled with the values of a row."""
         template, fields = self._filled[setting]
         return template.fill({field.name: field.value(row) for field in fields})
 
@@ -242,7 +242,7 @@ ROW_TYPES = Registry(
 
 
 def type_of_rows(config: DatasetConfig) -> RowType:
-    """The type that a configuration names.
+    """Return the type that a configuration names.
 
     :raises UsageError: a user's class that cannot be used.
     :raises UnreadableInputError: its module cannot be imported.
@@ -260,12 +260,12 @@ def type_of_rows(config: DatasetConfig) -> RowType:
 
 
 def own_convert(kind: RowType) -> Callable[[Row], Row] | None:
-    """Function that converts the rows of the file, if the type is a user's own code."""
+    """Return the function that converts the file's rows, if the type is a user's own code."""
     return None if type(kind).convert is RowType.convert else kind.convert
 
 
 def own_source(config: DatasetConfig) -> bytes:
-    """The file with the class of a user's own type; b"" for a built-in type.
+    """Return the content of the file with a user's own type; b"" for a built-in type.
 
     Raises as `type_of_rows`.
     """

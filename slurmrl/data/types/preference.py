@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 REAL_KEYS: Final = {"chosen": "pos_answers", "rejected": "neg_answers"}
-"""ReaL's spelling of the default keys, which a row may have in their place."""
+"""ReaL's names of the default keys, which a row may have instead."""
 
 
 class Preferences(PromptAnswers):
@@ -101,7 +101,7 @@ class Preferences(PromptAnswers):
         )
 
     def _answered(self, row: Row) -> Iterator[tuple[Row, Row]]:
-        """The row with the chosen answer of each pair, and with the rejected one."""
+        """Return the row with the chosen answer of each pair, and the row with the rejected one."""
         values = (_answers(field.value(row)) for field in self._both())
         pairs = islice(zip(*values, strict=True), self.config.max_pairs_per_prompt)
         for chosen, rejected in pairs:
@@ -121,7 +121,7 @@ class Preferences(PromptAnswers):
         return self.config.is_chat and templates == WHOLE
 
     def _wrong_conversations(self, row: Row, chosen: Any, rejected: Any) -> tuple[str, str] | None:
-        """A problem of a pair of whole conversations, or of two answers without a prompt."""
+        """Return a problem of two whole conversations, or of two answers without a prompt."""
         whole = [begins_with_prompt(answer) for answer in (chosen, rejected)]
         keys = [field.key_in(row) for field in self._both()]
         prompt = value_at(row, self.config.prompt_key)
@@ -166,7 +166,7 @@ class Preferences(PromptAnswers):
 
 
 def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
-    """The sequences of all rows in one list, or the first reason why a row has none."""
+    """Return the sequences of all rows in one list, or the first reason why a row has none."""
     sequences: list[TokenSequence] = []
     for row in rows:
         if isinstance(row, str):
@@ -176,7 +176,7 @@ def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
 
 
 def _answers(value: Any) -> list[Any]:
-    """The answers under a key: strings, or lists of messages."""
+    """Return the answers under a key: strings or lists of messages."""
     return value if isinstance(value, list) and not is_messages(value) else [value]
 
 
@@ -184,14 +184,14 @@ ONE_PROMPT = "the KL estimate of KTO needs answers to at least two different pro
 
 
 class LabelledAnswers(PromptAnswers):
-    """The sequences of a row are its own answer and the mismatched one."""
+    """Rows of labeled answers. The sequences of a row are its own answer and the mismatched one."""
 
     dataset = "slurmrl.data.dataset:LabelledDataset"
 
     def __init__(self, config: DatasetConfig) -> None:
         super().__init__(config)
         self._before: list[TokenSequence] = []
-        """The newest rows of the last two different prompts."""
+        """The last row of each of the last two different prompts."""
 
     def fields(self) -> list[RowField]:
         return [*super().fields(), RowField(self.config.label_key, "label_key", _wrong_label)]

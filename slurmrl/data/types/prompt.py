@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 WHOLE = {"prompt": "{prompt}", "answer": "{answer}"}
-"""The templates that insert nothing else, by the field: only these take messages."""
+"""Templates, by field, that insert only the field's value; only these accept messages."""
 
 
 class Prompts(RowType):
-    """One sequence, all of it context."""
+    """Rows with one sequence, which is all context."""
 
     dataset = "slurmrl.data.dataset:PromptDataset"
     templates = ("prompt_template",)
@@ -53,7 +53,7 @@ class Prompts(RowType):
         return [ids if isinstance(ids, str) else [TokenSequence.of(ids, [])] for ids in found]
 
     def text(self, row: Row) -> str:
-        """The prompt without the chat template: for a list of messages, the last one."""
+        """Return the prompt without the chat template; for a list of messages, the last message."""
         value = value_at(row, self.config.prompt_key)
         if self.config.is_chat and isinstance(value, list):
             return conversations.text_of(value[-1])
@@ -61,7 +61,7 @@ class Prompts(RowType):
 
 
 def conversational(kind: RowType, field: RowField) -> RowField:
-    """A prompt or an answer may be a list of messages where a chat template is applied."""
+    """Whether a prompt or an answer may be a list of messages: if a chat template is applied."""
     if field.name not in WHOLE or not kind.config.is_chat:
         return field
     wrong = {"prompt": conversations.wrong_prompt, "answer": wrong_turns}[field.name]
@@ -76,7 +76,7 @@ def tools_field(kind: RowType) -> list[RowField]:
 
 
 def prompts(kind: RowType, rows: Sequence[Row], encoder: Encoder) -> list[list[int] | str]:
-    """The tokens of prompts, or why there are none."""
+    """Return the tokens of prompts, or the reason why there are none."""
     if encoder.chat is None:
         found: list[list[int] | str] = []
         found += encoder.texts([kind.filled("prompt_template", row) for row in rows], begin=True)
@@ -86,7 +86,7 @@ def prompts(kind: RowType, rows: Sequence[Row], encoder: Encoder) -> list[list[i
 
 
 def conversation(kind: RowType, row: Row) -> list[dict[str, Any]]:
-    """The messages of a prompt."""
+    """Return the messages of a prompt."""
     value = value_at(row, kind.config.prompt_key)
     if isinstance(value, list):
         return value
@@ -94,7 +94,7 @@ def conversation(kind: RowType, row: Row) -> list[dict[str, Any]]:
 
 
 def tools(kind: RowType, row: Row) -> list[Any] | None:
-    """The tools of the row, else of the dataset; None for no tools."""
+    """Return the tools of the row, else the tools of the dataset; None for no tools."""
     value = value_at(row, kind.config.tools_key)
     own = value if isinstance(value, list) else kind.config.tools
     return list(own) if own else None
@@ -144,7 +144,7 @@ def wrong_turns(value: Any) -> str:
 
 
 class Conversations(RowType):
-    """One sequence: the conversation as the chat template renders it."""
+    """Rows with one sequence: the conversation that the chat template renders."""
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"
 
@@ -161,7 +161,7 @@ class Conversations(RowType):
 
 
 class PromptAnswers(RowType):
-    """One sequence: prompt, answer, end-of-text token.
+    """Rows with one sequence: prompt, answer, end-of-text token.
 
     Both are tokenized separately, so that a prompt has the same tokens as in generation, and the
     answer as a continuation. With a chat template the answer is the assistant's turn, which ends as
@@ -188,7 +188,7 @@ class PromptAnswers(RowType):
         ]
 
     def _conversation(self, row: Row) -> list[Message]:
-        """The prompt, then the answer, whose turns of the assistant are the targets."""
+        """Return prompt and answer. The assistant's turns in the answer are the targets."""
         answer = value_at(row, self.config.answer_key)
         if not isinstance(answer, list):
             text = self.filled("answer_template", row)
