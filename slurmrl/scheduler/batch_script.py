@@ -40,6 +40,7 @@ PASSED = (
 OURS = {
     "--array": "-a",
     "--chdir": "-D",
+    "--clusters": "-M",
     "--error": "-e",
     "--export": "",
     "--export-file": "",
@@ -54,10 +55,13 @@ OURS = {
     "--parsable": "",
     "--requeue": "",
     "--signal": "",
+    "--test-only": "",
     "--wait": "-W",
     "--wrap": "",
 }
 """Options that extra lines may not change, with their short forms: slurmrl relies on its values."""
+LETTERS: Final = re.compile(r"-([HIkOQsvWX]*.?)")
+"""Short options in one word: those without a value, and the first that may have one."""
 SUPERVISOR = "slurmrl.workers.supervisor"
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
 """Shell line for a warning that arrives during the set-up lines: send it again to the supervisor,
@@ -243,9 +247,13 @@ def _extra_line(line: str) -> str:
     if "\n" in text or not text.startswith("-"):
         raise UsageError(f"extra_lines: {line!r} is not a directive such as '--exclusive'")
     word = re.split(r"[=\s]", text, maxsplit=1)[0]
-    taken = {*OURS, *filter(None, OURS.values())}
-    if word in taken or (not word.startswith("--") and word[:2] in taken):
-        raise UsageError(f"extra_lines: slurmrl itself sets {word} ({line!r})")
+    if word.startswith("--"):  # sbatch accepts the beginning of an option's name
+        named = [option for option in OURS if option.startswith(word)]
+    else:
+        letters = {f"-{letter}" for letter in LETTERS.findall(word)[0]}
+        named = [option for option, short in OURS.items() if short in letters]
+    if named:
+        raise UsageError(f"extra_lines: slurmrl itself sets {named[0]} ({line!r})")
     return f"#SBATCH {text}"
 
 

@@ -22,16 +22,19 @@ from slurmrl.config.schema.base import (
     Word,
 )
 
-_TIME: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE")
+_TIME: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII)
+_MOST_TIME_S: Final = 10_000 * 86400
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _OWN_PREFIXES: Final = ("SLURM_", "SLURMD_")
 _OWN: Final = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH")
-_MEMORY: Final = re.compile(r"[1-9]\d*[KMGT]?")
+_MEMORY: Final = re.compile(r"[1-9]\d*[KMGT]?", re.ASCII)
 
 
 def _check_time(text: str) -> str:
     if text and not _TIME.fullmatch(text):
         raise ValueError("must be MINUTES, [HH:]MM:SS, D-HH[:MM[:SS]] or UNLIMITED")
+    if _MOST_TIME_S < time_limit_s(text) < inf:  # Slurm may read such a number as a short limit
+        raise ValueError("must be at most 10,000 days, or UNLIMITED")
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from slurmrl.config.schema.cluster import Slurm
+from slurmrl.config.schema.cluster import Cluster, Slurm
 
 FORMS = {
     "90": 5400,
@@ -26,3 +26,19 @@ def test_a_warning_comes_before_the_limit(text: str, seconds: int) -> None:
 
 def test_no_limit_can_always_be_warned_of() -> None:
     assert Slurm(time="UNLIMITED", signal_lead_s=10**6).time == "UNLIMITED"
+
+
+@pytest.mark.parametrize(
+    "text", ["99999999999", "71582789", "4294967296", "10001-0", "１０", "1-２", "0-240001:00"]
+)
+def test_limit_that_slurm_would_misread_is_rejected(text: str) -> None:
+    """Slurm reads 71582789 minutes, which 32 bits do not hold in seconds, as one minute."""
+    with pytest.raises(ValidationError, match="must be"):
+        Slurm(time=text)
+    assert Slurm(time="10000-0").time == "10000-0"
+
+
+@pytest.mark.parametrize("text", ["1０G", "１G", "1G\\n"])
+def test_memory_has_digits_that_slurm_reads(text: str) -> None:
+    with pytest.raises(ValidationError):
+        Cluster(mem_per_worker=text)

@@ -220,6 +220,12 @@ def test_values_that_no_directive_can_hold_are_refused(key: str, value: str) -> 
         "#SBATCH --job-name=x",
         "-J x",
         "-Jx",
+        "-HJx",
+        "-a1-3",
+        "-vk",
+        "--arra=0-3",
+        "--cluster=other",
+        "--test-only",
         "--export=ALL,TOKEN",
         "--no-requeue",
         "-N 4",
@@ -229,6 +235,14 @@ def test_values_that_no_directive_can_hold_are_refused(key: str, value: str) -> 
 def test_extra_lines_cannot_change_the_protocol(line: str) -> None:
     with pytest.raises(UsageError, match="slurmrl itself sets"):
         batch_script.script(request(extra_lines=[line]), GROUP, "srun")
+
+
+@pytest.mark.parametrize(
+    "line", ["-H", "-vv", "-t 5", "-pArray", "--nodelist=n[0-1]", "--ntasks-per-core=1", "--hold"]
+)
+def test_extra_lines_may_choose_everything_else(line: str) -> None:
+    text = batch_script.script(request(extra_lines=[line]), GROUP, "srun")
+    assert f"#SBATCH {line}" in text.splitlines()
 
 
 @pytest.mark.parametrize("line", ["rm -rf /", "--x\nrm -rf /", ""])
