@@ -27,7 +27,7 @@ from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls, opened, pwrite_all
 from slurmrl.fsio.documents import COUNT, SIZE
-from slurmrl.fsio.failures import corrupt, explain, unreadable
+from slurmrl.fsio.failures import NO_FILE, corrupt, explain, unreadable
 
 MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")
@@ -93,6 +93,8 @@ TAIL_BYTES = 256 << 20
 LOOK_AGAIN_EVERY = 16
 """Number of reads of a missing file after which its directory is listed: an NFS client may report a
 file as missing until it notices that the directory has changed."""
+ANOTHER = "the next start makes another"
+"""Remedy for a log that something else has replaced."""
 OWN = "$log"
 """Key of the log's internal frames."""
 
@@ -141,6 +143,7 @@ class LogWriter:
 
         Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
         already: the next append, even an empty one, writes them first. Do not append them again.
+        Raises CorruptFileError if something else has replaced the file: a retry would not help.
         """
         if any(OWN in message for message in messages):
             raise UsageError(f"a message cannot have the key {OWN!r}")
@@ -177,6 +180,8 @@ class LogWriter:
                 if self._durable:
                     self._calls.fsync(descriptor)
         except OSError as error:
+            if (kind := NO_FILE.get(error.errno or 0)) is not None:
+                raise corrupt(path, f"is {kind}, not a regular file", ANOTHER) from error
             raise explain(error, "append to", path) from error
 
 
@@ -231,7 +236,7 @@ class LogReader:
         except OSError as error:
             if error.errno == errno.ESTALE:
                 return False
-            raise unreadable(error, path) from error
+            raise unreadable(error, path, ANOTHER) from error
         try:
             messages, taken = decode(tail)
         except CorruptFileError as error:

@@ -21,6 +21,7 @@ from typing import TypeVar
 from slurmrl import log
 from slurmrl.backoff import Backoff, retry
 from slurmrl.errors import (
+    CorruptFileError,
     EnvironmentFailure,
     NameExistsError,
     SlurmrlError,
@@ -438,7 +439,7 @@ class Replies:
         self._unsent = True
         try:
             self._writer.append(*map(AGENT_LOG.to_json, news))
-        except EnvironmentFailure as error:
+        except (EnvironmentFailure, CorruptFileError) as error:  # the master reports damage
             logger.warning("cannot send to the master, will retry: %s", error)
             return
         self._unsent = False

@@ -8,6 +8,7 @@ alive. It neither ends nor delays an incarnation.
 from __future__ import annotations
 
 import math
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.fsio import atomic, objects
+from slurmrl.fsio.failures import explain
 from slurmrl.run import demand
 from slurmrl.run.channel.bell import LOOPBACK, interface_of
 from slurmrl.run.demand import Orphaned
@@ -74,7 +76,7 @@ class RolloutTask:
         self._folder = host.paths.rollout_task(identity.group, identity.task, identity.attempt)
         self._folder_looks = Interval(max(LOOK_S, host.intervals.check_s), clock)
         self._gone_since: float | None = None
-        self._logs: set[str] = set()
+        self._logs: set[Path] = set()
         """Logs that were seen in the directory."""
         self._symptoms = Symptoms(
             host.identity.host,
@@ -188,7 +190,7 @@ class RolloutTask:
             logger.warning("later tasks will wait for the trainers as well: %s", error)
 
     def _look_at_folder(self) -> None:
-        """When due, raise if the directory of this attempt, or a log in it, was removed.
+        """When due, raise if the directory of this attempt or a log in it was removed or replaced.
 
         The master removes the directory of an attempt that was lost while it did not run; users
         remove files. Requests and results can no longer pass.
@@ -207,21 +209,27 @@ class RolloutTask:
         if self._gone_since is None:
             self._gone_since = now
         if now - self._gone_since >= FOLDER_GONE_S:
-            raise _lost(f"{missing} was removed")
+            raise _lost(f"{missing} was removed or replaced")
 
     def _missing(self) -> Path | None:
-        """Return the directory, or a log of it that was there before. Raises EnvironmentFailure."""
-        try:
-            names = set(atomic.list_names(self._folder))
-        except FileNotFoundError:
+        """Return the directory or its content that is not as it was; None if everything is.
+
+        Raises EnvironmentFailure.
+        """
+        kind, owner = _kind(self._folder)
+        if kind != stat.S_IFDIR:
             return self._folder
         identity = self.host.identity
         place = (identity.group, identity.task, identity.attempt)
         paths = self.host.paths
         requests = paths.rollout_requests(*place, self.host.serving)
-        logs = {path.name: path for path in (paths.rollout_results(*place), requests)}
-        self._logs = (self._logs | names) & logs.keys()
-        return next((logs[name] for name in sorted(self._logs - names)), None)
+        samples = paths.rollout_samples(*place)  # its writer makes it again if it is removed
+        if _kind(samples) not in ((0, 0), (stat.S_IFDIR, owner)):
+            return samples
+        logs = (paths.rollout_results(*place), requests)
+        sound = {path for path in logs if _kind(path) == (stat.S_IFREG, owner)}
+        self._logs |= sound
+        return next((path for path in logs if path in self._logs - sound), None)
 
     def _heed_warning(self) -> None:
         if (warned := self.host.warnings.take()) is not None:
@@ -293,6 +301,17 @@ class RolloutTask:
         if any(ended.code == 0 for ended in news.ended):
             self._retired = True
             self._expect_exit(self._clock() + EXIT_TIMEOUT_S)
+
+
+def _kind(path: Path) -> tuple[int, int]:
+    """Return the kind of a file and its owner; zeros without one. Raises EnvironmentFailure."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return 0, 0
+    except OSError as error:
+        raise explain(error, "look at", path) from error
+    return stat.S_IFMT(found.st_mode), found.st_uid
 
 
 def _lost(why: str) -> SlurmrlError:

@@ -230,7 +230,8 @@ class RolloutAttempt:
     def send(self) -> bool:
         """Append the queued requests to the log; rejected ones stay queued.
 
-        Return whether anything was appended.
+        Return whether anything was appended. A log that something else has replaced takes nothing:
+        its task fails by itself, because it cannot read there.
         """
         if not self._outbox and not self._unsent:
             return False
@@ -242,7 +243,7 @@ class RolloutAttempt:
             batch, self._outbox, self._unsent = self._outbox, [], True
             self._log.append(*batch)
             self._unsent = False
-        except (EnvironmentFailure, FileNotFoundError) as error:
+        except (EnvironmentFailure, FileNotFoundError, CorruptFileError) as error:
             logger.warning("cannot send requests to %s, will retry: %s", self.name, error)
         return self._log is not None and not self._unsent
 

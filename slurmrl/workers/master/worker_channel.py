@@ -181,7 +181,7 @@ class WorkerChannel:
         try:
             self._log.append(CONTROL_LOG.to_json(Over(stacks=stacks)))
             self._ring()
-        except EnvironmentFailure as error:
+        except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
     def collect_stacks(self, timeout_s: float) -> list[Stacked]:

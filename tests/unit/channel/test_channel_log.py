@@ -11,6 +11,7 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.channel.message_log import LOOK_AGAIN_EVERY, LogReader, LogWriter, encode
 from tests.support.faulty import Faulty as Recording
+from tests.support.replaced import replace
 
 
 def test_messages_arrive_once_and_in_order(tmp_path: Path) -> None:
@@ -213,3 +214,16 @@ def test_making_a_log_again_with_its_nonce(tmp_path: Path) -> None:
 def test_messages_cannot_look_like_the_logs_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="log"):
         LogWriter(tmp_path / "log").append({"$log": {"next": 1}})
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
+def test_replaced_file_is_damage_for_writer_and_reader(tmp_path: Path, kind: str) -> None:
+    """A retry would not help: without an error both would wait forever."""
+    path = tmp_path / "log"
+    writer, reader = LogWriter(path), LogReader(path)
+    writer.append({"n": 1})
+    assert reader.read() == [{"n": 1}]
+    replace(path, kind)
+    for action in (lambda: writer.append({"n": 2}), reader.read):
+        with pytest.raises(CorruptFileError, match=f"{path} is .*, not a regular file; the next"):
+            action()

@@ -34,6 +34,7 @@ from slurmrl.workers.agent import __main__ as agent_module
 from slurmrl.workers.agent.__main__ import FAILED, OK, Agent
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.rollout_task import FOLDER_GONE_S, RolloutTask, time_to_retire_s
+from tests.support.replaced import needs_root, replace
 
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
@@ -369,7 +370,7 @@ def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:
     assert Agent(bed.host).run() == FAILED
     assert not process_runs(bed.worker())
     (failure,) = bed.told("failure")
-    assert failure["reason"].endswith(f"rollout task: {folder} was removed")
+    assert failure["reason"].endswith(f"rollout task: {folder} was removed or replaced")
 
 
 @pytest.mark.parametrize("name", ["results", "00000001.requests"])
@@ -393,7 +394,41 @@ def test_task_ends_if_log_of_its_attempt_was_removed(bed: Bed, name: str) -> Non
     assert Agent(bed.host).run() == FAILED
     assert not process_runs(bed.worker())
     (failure,) = bed.told("failure")
-    assert failure["reason"].endswith(f"rollout task: {folder / name} was removed")
+    assert failure["reason"].endswith(f"rollout task: {folder / name} was removed or replaced")
+
+
+REPLACED = [
+    *(("results", kind) for kind in ("folder", "fifo", "link", "foreign")),
+    *(("00000001.requests", kind) for kind in ("folder", "fifo", "link", "foreign")),
+    *(("samples", kind) for kind in ("file", "fifo", "link", "foreign")),
+    *((".", kind) for kind in ("file", "fifo", "link", "foreign")),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), REPLACED)
+def test_task_ends_if_something_else_is_in_the_place_of_its_files(
+    bed: Bed, name: str, kind: str
+) -> None:
+    """Its worker can neither read nor write there."""
+    if needs_root(kind) and os.geteuid() != 0:
+        pytest.skip("only root may give a file away")
+    folder = bed.paths.rollout_task("rollout", 0, 0)
+
+    def story() -> Story:
+        yield from bed.until_heard("start")
+        (folder / "samples").mkdir()
+        for log in ("results", "00000001.requests"):
+            (folder / log).touch()
+        bed.begin("41.0.0", 0)
+        yield from bed.until_heard("serve")
+        yield from bed.passes(2 * FOLDER_GONE_S, beats=True)
+        replace(folder / name, kind)
+        yield from bed.until(lambda: False)
+
+    bed.story = story()
+    assert Agent(bed.host).run() == FAILED
+    (failure,) = bed.told("failure")
+    assert failure["reason"].endswith(f"rollout task: {folder / name} was removed or replaced")
 
 
 def test_task_stays_if_log_of_an_earlier_incarnation_was_removed(bed: Bed) -> None:

@@ -52,6 +52,7 @@ from slurmrl.workers.rollout_messages import (
     RolloutCounts,
     Unreadable,
 )
+from tests.support.replaced import replace as replace_by
 from tests.support.scripted_task import ScriptedTask
 from tests.unit.workers.conftest import Change
 
@@ -695,6 +696,30 @@ def test_a_damaged_log_loses_the_task_and_nothing_else(
     (*_, (_, state, reason)) = bed.told()
     assert (state, "has 'unheard of' in 'type'" in reason) == ("lost", True)
     assert (bed.ledger.leased, len(bed.ledger.finished)) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
+def test_replaced_logs_lose_the_task_and_nothing_else(
+    beds: Callable[..., Bed], paths: RunPaths, kind: str
+) -> None:
+    bed = beds(max_staleness=0, batch_size=4)
+    task, other = bed.begin(7, "0.1"), bed.begin(8, "0.1")
+    other.hear(1)
+    task.finish(next(iter(task.open)))
+    bed.look()
+    replace_by(paths.rollout_requests(*task.place, 1), kind)
+    bed.tasks.leave("rollout.7.0", 99.0)
+    bed.look()
+    replace_by(paths.rollout_results(*task.place), kind)
+    bed.look()
+    bed.look()
+    assert [one.task for one in bed.tasks.view().tasks] == ["rollout/8"]
+    (lost,) = [reason for *who, reason in bed.told() if who == ["rollout/7", "lost"]]
+    assert "not a regular file" in lost
+    other.hear(1)
+    other.finish(*other.open)
+    bed.look()
+    assert len(bed.train()) == 4
 
 
 # -- staleness ------------------------------------------------------------------------------------

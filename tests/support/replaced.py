@@ -1,0 +1,37 @@
+"""Replace a file or a folder of a run by something else, as users and broken programs do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Final
+
+KINDS: Final = ("folder", "file", "fifo", "link", "foreign")
+
+
+def needs_root(kind: str) -> bool:
+    return kind == "foreign"
+
+
+def replace(path: Path, kind: str) -> None:
+    """Put something of a kind in the place of a file or folder, which is removed.
+
+    ``file`` has other content, ``link`` leads nowhere, and ``foreign`` is a private file of another
+    user.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir(mode=0o700)
+    elif kind == "fifo":
+        os.mkfifo(path, 0o600)
+    elif kind == "link":
+        path.symlink_to("/nonexistent/file")
+    else:
+        path.write_bytes(b"other content\n")
+        path.chmod(0o600)
+        if kind == "foreign":
+            os.chown(path, 65534, 65534)
