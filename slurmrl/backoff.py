@@ -6,6 +6,7 @@ operation a fixed number of times, and `retry` repeats one until the shared dire
 
 from __future__ import annotations
 
+import errno
 import math
 import random
 import time
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnreadableInputError
+from slurmrl.fsio import failures
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -29,6 +31,8 @@ READ_S = 60.0
 """Seconds that a starting process waits for files that it must read."""
 ABSENT_S = 10.0
 """Seconds to wait for an input to come back if it certainly does not exist."""
+REPLACED = (*failures.NO_FILE, errno.ENOTDIR)
+"""Errors if something else is in the place of a file or a folder: only a user can end that."""
 
 
 class Backoff:
@@ -119,19 +123,28 @@ def retry(
     UnreadableInputError. ``pause`` waits between attempts; ``what`` names the action in log
     messages.
 
-    Raises OwnershipError at once, and the other two errors after ``timeout_s``. For an input that
-    certainly does not exist, it waits at most `ABSENT_S`.
+    Raises OwnershipError at once, and the other two errors after ``timeout_s``. It waits at most
+    `ABSENT_S` for an input that certainly does not exist, and `READ_S` if something else is in the
+    place of a file or a folder.
     """
     backoff = Backoff(*OUTAGE_S)
-    began = time.monotonic()
+    began = since = time.monotonic()
     while True:
         try:
             return action()
         except OwnershipError:
             raise
         except (EnvironmentFailure, UnreadableInputError) as error:
-            absent = isinstance(error, UnreadableInputError) and bool(error.absent)
-            if time.monotonic() - began >= (min(timeout_s, ABSENT_S) if absent else timeout_s):
+            now, limit_s = time.monotonic(), _limit_s(error)
+            since = since if math.isfinite(limit_s) else now
+            if now - began >= timeout_s or now - since >= limit_s:
                 raise
             logger.warning("cannot %s, will retry: %s", what, error)
         pause(backoff.next_s())
+
+
+def _limit_s(error: EnvironmentFailure | UnreadableInputError) -> float:
+    """Return how long to retry after an error that a retry may never end."""
+    if isinstance(error, UnreadableInputError):
+        return ABSENT_S if error.absent else math.inf
+    return READ_S if failures.cause(error) in REPLACED else math.inf

@@ -6,16 +6,18 @@ the directory answers, so a stalled file system does not look like a dead holder
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls, make_private, opened, pwrite_all
-from slurmrl.fsio.failures import explain, unreadable
+from slurmrl.fsio.failures import NO_FILE, explain, unreadable
 
 DIGITS = 20
 NOTE_BYTES = 64 * 1024
@@ -36,7 +38,8 @@ class Lease:
         """Increment the counter. Raises EnvironmentFailure; the holder must then start nothing new.
 
         ``note`` follows the counter in the same write. If it is shorter than the previous note,
-        the tail of that note remains after it; a reader can see a partial note.
+        the tail of that note remains after it; a reader can see a partial note. If something else
+        is in the place of the file, it is moved aside, so that the next beat makes the file again.
         """
         self._counter += 1
         data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]
@@ -46,6 +49,10 @@ class Lease:
                     make_private(file, self._calls)
                 pwrite_all(file, data, 0, self._calls)
         except OSError as error:
+            if error.errno in (*NO_FILE, errno.EACCES):
+                aside = self._path.with_name(f"{self._path.name}.replaced-{self._counter}")
+                with suppress(OSError):
+                    self._calls.rename(self._path, aside)
             raise explain(error, "beat the lease", self._path) from error
 
 

@@ -224,7 +224,7 @@ def moving(
     for snapshot in snapshots:
         lease = snapshot.lease()
         if lease is not None and snapshot.submission is not None:
-            waiting[snapshot.trial] = (lease, read_counter(lease))
+            waiting[snapshot.trial] = (lease, _counter(lease))
             heartbeats_s.append(snapshot.submission.heartbeat_s)
     deadline = clock() + HEARTBEATS * max(heartbeats_s)
     alive: set[str] = set()
@@ -237,7 +237,15 @@ def moving(
 
 
 def _moved(lease: Path, first: int | None) -> bool:
-    return read_counter(lease) not in (first, None)
+    return _counter(lease) not in (first, None)
+
+
+def _counter(lease: Path) -> int | None:
+    """Return the counter; None if something else is in the place of the lease."""
+    try:
+        return read_counter(lease)
+    except CorruptFileError:
+        return None
 
 
 def keep_overview(paths: RunPaths) -> None:

@@ -1,8 +1,17 @@
 from __future__ import annotations
 
+import errno
+import os
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
-from slurmrl.backoff import Backoff, Interval, attempts
+import pytest
+
+from slurmrl import backoff as backoff_module
+from slurmrl.backoff import READ_S, Backoff, Interval, attempts, retry
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.failures import explain
 
 
 def test_pauses_grow_to_the_last_and_start_again_after_a_reset() -> None:
@@ -41,3 +50,30 @@ def test_the_pauses_lie_between_the_attempts() -> None:
     assert seen == [(False, 0), (False, 1), (True, 2)]
     assert slept == [1.0, 2.0]
     assert list(attempts(())) == [True]
+
+
+@pytest.mark.parametrize("number", [errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENOTDIR])
+def test_retry_gives_up_where_something_else_is_in_the_place_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A directory that does not answer is waited for without limit."""
+    now = [0.0]
+    monkeypatch.setattr(backoff_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    raised: list[int] = []
+
+    def write() -> str:
+        if not raised:
+            return "written"
+        error = OSError(raised.pop(0), "x")
+        raise explain(error, "write", Path("x")) from error
+
+    def pause(seconds: float) -> None:
+        now[0] += seconds
+
+    raised[:] = [*[errno.EIO] * 99, *[number] * 2]
+    assert retry("write", write, pause) == "written"
+    assert now[0] > 10 * READ_S
+    began, raised[:] = now[0], [*[errno.EIO] * 9, *[number] * 99]
+    with pytest.raises(EnvironmentFailure, match=os.strerror(number)):
+        retry("write", write, pause)
+    assert READ_S <= now[0] - began < 5 * READ_S

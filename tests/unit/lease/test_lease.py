@@ -9,6 +9,7 @@ import pytest
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.lease import Lease, LeaseObserver, LeaseView, read_counter
+from tests.support.replaced import replace
 
 TTL_S = 60.0
 POLL_S = 5.0
@@ -156,3 +157,20 @@ def test_a_note_travels_with_the_counter_and_never_hides_it(watcher: Watcher) ->
     watcher.lease.beat(b"short")
     view = watcher.look()
     assert (view.counter, view.note) == (3, b"shortg note")
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
+def test_lease_is_made_again_if_something_else_is_in_its_place(tmp_path: Path, kind: str) -> None:
+    """Also a folder with content, and more than once."""
+    lease = Lease(tmp_path / "lease")
+    lease.beat()
+    for _ in range(2):
+        replace(tmp_path / "lease", kind)
+        if kind == "folder":
+            (tmp_path / "lease" / "file").touch()
+        with pytest.raises(EnvironmentFailure, match="cannot beat the lease"):
+            lease.beat()
+        before = LeaseObserver(tmp_path / "lease").observe().counter
+        lease.beat(b"note")
+        view = LeaseObserver(tmp_path / "lease").observe()
+        assert (before, view.note) == (None, b"note")

@@ -12,6 +12,7 @@ from slurmrl.run.lease import Lease
 from slurmrl.scheduler.base import JobState, Scheduler
 from slurmrl.watch.overview import collect
 from tests.fake_runs import FakeRun, FakeScheduler, task
+from tests.support.replaced import replace
 
 
 class Time:
@@ -126,6 +127,18 @@ def test_a_broken_run_directory_does_not_hide_the_others(tmp_path: Path) -> None
     assert told == [broken.paths.run]
     with pytest.raises(CorruptFileError):
         collect([broken.paths], lambda kind: FakeScheduler())
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
+def test_status_works_if_something_else_is_in_the_place_of_a_lease(
+    tmp_path: Path, kind: str
+) -> None:
+    scheduler = FakeScheduler()
+    run, _ = running(tmp_path, "1", scheduler, "41")
+    replace(run.paths.lease("trainer", 0, 0), kind)
+    time = Time()
+    (status,) = collect([run.paths], lambda kind: scheduler, sleep=time.sleep, clock=time.clock)
+    assert (status["state"], status["unconfirmed"]) == ("RUNNING", True)
 
 
 SIGNAL = "was ended by signal 9 (SIGKILL)"
