@@ -21,7 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slurmrl.models.picture_families import PICTURE_FAMILIES
+from slurmrl.errors import UsageError
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_loading import make_model
+from slurmrl.models.picture_families import PICTURE_FAMILIES, picture_refusal
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.pictures import NONE, PictureInputs, read
 
@@ -127,6 +130,24 @@ class PictureReader:
             **given, mm_token_type_ids=arguments[self._types], attention_mask=mask
         )
         return places, offsets.squeeze(1)
+
+
+def text_and_tower(values: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return the config of a model's text with all defaults, and the elements of its image encoder.
+
+    ``values`` is a ``config.json`` object. The result is empty if the family reads no images here,
+    or if transformers cannot build the model.
+    """
+    if picture_refusal(values):
+        return {}, 0
+    try:
+        with torch.device("meta"):
+            model: Any = make_model(HFConfig.from_hf(values), "lm", None, 0, torch.float32)
+    except UsageError:
+        return {}, 0  # reported by the check of weights
+    tied = {"tie_word_embeddings": model.config.tie_word_embeddings}
+    text = {**model.config.get_text_config().to_dict(), **tied}
+    return text, sum(p.numel() for p in PictureReader(model).tower.parameters())
 
 
 @lru_cache(maxsize=CACHED)

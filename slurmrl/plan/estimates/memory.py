@@ -223,10 +223,10 @@ def _layer_total(job: MemoryDemand) -> float:
 
 
 def _gathered_layers(job: MemoryDemand) -> float:
-    """Bytes of the gathered weights while one layer computes."""
+    """Bytes of the gathered weights, with an image encoder, while one layer computes."""
     if job.allocation.backend not in SHARDED:
         return 0
-    return UNSHARDED_LAYERS * _layer_total(job) * BYTES[job.model.dtype]
+    return (UNSHARDED_LAYERS * _layer_total(job) + job.shape.tower) * BYTES[job.model.dtype]
 
 
 def tokens_of_microbatch(job: MemoryDemand) -> int:

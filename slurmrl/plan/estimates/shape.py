@@ -6,8 +6,10 @@ run it.)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -114,6 +116,7 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
 """The built-in decoder's table of families, for the defaults of absent fields."""
+TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
 ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
 """Its layer is above the plan's, so it is resolved by name."""
 MOST_LAYERS: Final = 10**5
@@ -147,6 +150,8 @@ class ModelShape:
     """Number of layers without experts in a model with experts."""
     whole_vocabulary: bool = False
     """Whether each tensor rank has the whole embedding and projection (models of transformers)."""
+    tower: int = 0
+    """Elements of an image encoder."""
 
     @property
     def queries(self) -> int:
@@ -176,7 +181,17 @@ def shape_of(model: Model) -> ModelShape | None:
     except UsageError:
         return None
     shape = read(values) if values else None
+    if shape is None and model.implementation == HF and "vision_config" in values:
+        shape = _with_tower(json.dumps(values, sort_keys=True))
     return shape and replace(shape, whole_vocabulary=model.implementation == HF)
+
+
+@lru_cache(maxsize=8)
+def _with_tower(values: str) -> ModelShape | None:
+    """The shape of a model that reads images, as transformers would make it."""
+    text, tower = resolve(TOWER)(json.loads(values))
+    shape = read(text)
+    return shape and replace(shape, tower=tower)
 
 
 def read(values: Mapping[str, Any]) -> ModelShape | None:
@@ -315,7 +330,7 @@ def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Paramet
     outputs = embedding if head == "lm" else shape.hidden
     last = 0.0 if shape.tied and head == "lm" and pp == 1 else outputs
     ends = embedding + last if pp == 1 else max(embedding, last)
-    return Parameters(dense + ends + shape.hidden, sparse * moe.experts)
+    return Parameters(dense + ends + shape.hidden + shape.tower, sparse * moe.experts)
 
 
 def _copies(allocation: Allocation) -> tuple[int, int]:
@@ -385,7 +400,8 @@ def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, floa
 def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head: Head) -> float:
     """Trained elements of a model in one rank's shard."""
     if model.lora is None:
-        return shard_parameters(shape, allocation, head)
+        still = 0 if model.train_vision else shape.tower
+        return shard_parameters(shape, allocation, head) - still / _copies(allocation)[0]
     return adapter_parameters(model, shape, allocation, head) / _copies(allocation)[0]
 
 

@@ -1,0 +1,108 @@
+"""Plans with images: what reads none is rejected by one message, and estimates know the encoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from slurmrl.config.allocation import parse
+from slurmrl.config.schema import Model
+from slurmrl.errors import ConfigError
+from slurmrl.plan.estimates.call_costs import memories
+from slurmrl.plan.estimates.shape import parameters, shape_of, trained_shard
+from slurmrl.plan.settings import Settings, load_settings
+from tests.support.datasets import write_rows
+from tests.support.picture_models import draw, write_processor
+
+BASE = """
+experiment: pictures
+total_steps: 2
+algorithm: {name: grpo, batch_size: 4}
+actor: {path: model, implementation: hf}
+dataset: {type: prompt, path: rows.jsonl, images_key: images, max_prompt_tokens: 64}
+rollout: {max_new_tokens: 8}
+reward: {name: exact_match}
+"""
+SFT = ["algorithm.name=sft", "dataset.type=prompt_answer", "reward=null", "rollout=null"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    values = write_processor(tmp_path / "model", "qwen3_vl")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(values))
+    draw(tmp_path / "a.png", 2)
+    write_rows(tmp_path, {"prompt": "How many?", "images": ["a.png"], "answer": "2"})
+    (tmp_path / "grpo.yaml").write_text(BASE)
+    return tmp_path
+
+
+def load(folder: Path, *overrides: str) -> Settings:
+    return load_settings(folder / "grpo.yaml", list(overrides))
+
+
+def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
+    assert load(folder).config.dataset.chat_template is True
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["actor.implementation=builtin"], "actor.implementation", "reads no images; allowed: hf"),
+        (["dataset.chat_template=false"], "dataset.images_key", "set chat_template"),
+        (["rollout.backend=sglang:d1"], "rollout.backend", "servers get no images here"),
+        (["rollout.tasks={max: 1}"], "rollout.tasks", "the trainers generate from images"),
+        (["rollout.episode={name: multi_turn, environment: {name: retry}}"],
+         "rollout.episode", "completions of one turn"),
+        (["algorithm.name=ppo"], "dataset.images_key", "critic is a model with values"),
+        (["algorithm.name=dpo", "dataset.type=preference", "reward=null", "rollout=null"],
+         "dataset.images_key", "dpo reads no images; allowed algorithms: sft, ppo, grpo"),
+        (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model"],
+         "actor.architecture", "not possible for llama models; allowed families: gemma3, qwen2_5"),
+        (["actor.train_vision=true", "actor.lora={rank: 2}"],
+         "actor.train_vision", "true is not allowed with lora"),
+        (["actor.backend=fsdp:t2"], "actor.implementation", "'t' is not possible for qwen3_vl"),
+        (["actor.backend=megatron:d1"], "actor.implementation", "runs its own models only"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_settings_that_read_no_images_are_rejected(
+    folder: Path, overrides: list[str], key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(folder, *overrides)
+    found = [each for each in raised.value.problems if each.key == key]
+    assert any(message in each.message for each in found), raised.value
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_parameters_include_the_image_encoder(family: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = write_processor(tmp_path, family)
+    with torch.device("meta"):
+        made = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**values))
+    tower = sum(p.numel() for p in made.get_encoder(modality="image").parameters())
+    layout = parse("fsdp:d2")
+    frozen, trained = (
+        Model(architecture=values, implementation="hf", train_vision=train)
+        for train in (False, True)
+    )
+    shape = shape_of(frozen)
+    assert shape is not None
+    assert shape.tower == tower
+    total = sum(p.numel() for p in made.parameters())
+    assert parameters(shape, layout, "lm").total == pytest.approx(total, rel=0.03)
+    parts = [trained_shard(each, shape, layout, "lm") for each in (trained, frozen)]
+    assert parts[0] - parts[1] == tower / 2
+
+
+def test_memory_of_models_with_images_is_estimated(folder: Path) -> None:
+    settings = load(folder)
+    found = memories(settings)
+    assert found["actor"].weights > 0
+    assert found["actor"].optimizer == pytest.approx(2 * found["actor"].gradients)
+    assert found["actor"].gradients < found["actor"].weights, "the encoder has no gradient"
