@@ -20,6 +20,7 @@ from slurmrl.errors import ChatTemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slurmrl.data.image_files import ImageValue
     from slurmrl.data.picture_encoder import PictureEncoder
 
 
@@ -141,7 +142,7 @@ class Encoder:
         return PictureEncoder(self._config, self._tokenizer, self._directory)
 
     def pictured(
-        self, messages: Sequence[Message], tools: Any, images: Sequence[str], *, prompt: bool
+        self, messages: Sequence[Message], tools: Any, images: Sequence[ImageValue], *, prompt: bool
     ) -> RowTokens | str:
         """Return the tokens of a conversation with images, or why there are none.
 

@@ -1,8 +1,15 @@
-"""Files of images: checks, and their pixels. Torch-free."""
+"""Files of images, and images in columns of Arrow tables: checks, and their pixels. Torch-free.
+
+A column of images has objects with the content of a file and its name, as the library `datasets`
+saves them. In a row, the content is base64 text (`as_text`).
+"""
 
 from __future__ import annotations
 
 import re
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +20,11 @@ from slurmrl.fsio import inputs
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-URL: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*:")
+ImageValue = str | Mapping[str, Any]
+"""An image of a row: the path of a file, or an object of a column of images."""
+CONTENT, NAME = "bytes", "path"
+"""Keys of an object of a column of images."""
+URL: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 LARGEST_FILE: Final = 64 * 2**20
 LARGEST_PIXELS: Final = 64 * 2**20
 """Limits of an image: bytes of its file, and pixels."""
@@ -29,43 +40,78 @@ def base_of(config: DatasetConfig) -> Path:
     return path if path.is_dir() else path.parent
 
 
-def check_image(base: Path, image: str) -> None:
+def is_content(value: Any) -> bool:
+    """Whether a value is an object of a column of images, in a table or in a row."""
+    if not isinstance(value, Mapping) or value.keys() != {CONTENT, NAME}:
+        return False
+    return isinstance(value[CONTENT], bytes | str)
+
+
+def as_text(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object of a column of images as it is in a row, which is JSON."""
+    return {**value, CONTENT: b64encode(value[CONTENT]).decode()}
+
+
+def without_pixels(value: Any) -> Any:
+    """Return a value of a row with only the names of images in columns."""
+    if is_content(value):
+        return {NAME: value[NAME]}
+    if isinstance(value, Mapping):
+        return {key: without_pixels(each) for key, each in value.items()}
+    return [without_pixels(each) for each in value] if isinstance(value, list) else value
+
+
+def check_image(base: Path, image: ImageValue) -> None:
     """Raise ImageError if an image is a URL, missing, broken or too large."""
     with _opened(base, image):
         pass
 
 
-def load_image(base: Path, image: str) -> Image:
+def load_image(base: Path, image: ImageValue) -> Image:
     """Return an image with its pixels, in RGB. Raises ImageError."""
     with _opened(base, image) as opened:
         try:
             return opened.convert("RGB")
         except Exception as error:  # Pillow's decoders raise errors without a common base
-            raise ImageError(f"('{image}') is damaged: {_line(error)}") from error
+            raise ImageError(f"('{_shown(image)}') is damaged: {_line(error)}") from error
 
 
-def _opened(base: Path, image: str) -> Image:
-    from_file = _pillow()
+def _opened(base: Path, image: ImageValue) -> Image:
+    from_file, name = _pillow(), _shown(image)
+    path = _path(base, image) if isinstance(image, str) else None
+    try:
+        content = b"" if isinstance(image, str) else b64decode(image[CONTENT], validate=True)
+    except ValueError as error:
+        raise ImageError(f"('{name}') has '{CONTENT}' that are not base64 text") from error
+    if (size := len(content) if path is None else path.stat().st_size) > LARGEST_FILE:
+        most = f"the largest file may have {LARGEST_FILE >> 20} MiB"
+        raise ImageError(f"('{name}') has {size / 2**20:.0f} MiB; {most}")
+    try:
+        opened: Image = from_file(BytesIO(content) if path is None else path)
+    except Exception as error:  # the same as above
+        raise ImageError(f"('{name}') is not an image that Pillow can read") from error
+    width, height = opened.size
+    if width * height > LARGEST_PIXELS:
+        opened.close()
+        most = f"the most are {LARGEST_PIXELS}"
+        raise ImageError(f"('{name}') has {width} x {height} pixels; {most}")
+    return opened
+
+
+def _path(base: Path, image: str) -> Path:
     if URL.match(image):
-        raise ImageError(f"('{image[:80]}') is a URL; download it, and name the file's path")
+        raise ImageError(f"('{_shown(image)}') is a URL; download it, and name the file's path")
     path = base / image
     try:
         inputs.check_file(path)
     except UnreadableInputError as error:
         raise ImageError(f"('{image}') cannot be read: {error}") from error
-    if (size := path.stat().st_size) > LARGEST_FILE:
-        most = f"the largest file may have {LARGEST_FILE >> 20} MiB"
-        raise ImageError(f"('{image}') has {size / 2**20:.0f} MiB; {most}")
-    try:
-        opened: Image = from_file(path)
-    except Exception as error:  # the same as above
-        raise ImageError(f"('{image}') is not an image that Pillow can read") from error
-    width, height = opened.size
-    if width * height > LARGEST_PIXELS:
-        opened.close()
-        most = f"the most are {LARGEST_PIXELS}"
-        raise ImageError(f"('{image}') has {width} x {height} pixels; {most}")
-    return opened
+    return path
+
+
+def _shown(image: ImageValue) -> str:
+    """The name of an image for messages."""
+    return str(image if isinstance(image, str) else image[NAME] or "without a name")[:80]
 
 
 def _pillow() -> Any:

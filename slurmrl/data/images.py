@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.conversations import Message, is_messages, kind_of
-from slurmrl.data.image_files import ImageError, base_of, check_image
+from slurmrl.data.image_files import ImageError, ImageValue, base_of, check_image, is_content
 from slurmrl.data.types import ABSENT, Row, value_at
 
 PART: Final[Mapping[str, str]] = {"type": "image"}
@@ -26,8 +26,8 @@ class Pictured(NamedTuple):
     """A conversation with images."""
 
     messages: list[Message]
-    images: list[str]
-    """Paths, in the order of their parts."""
+    images: list[ImageValue]
+    """In the order of their parts."""
 
 
 def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) -> Pictured | str:
@@ -36,7 +36,7 @@ def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) ->
     listed = _listed(value_at(row, config.images_key))
     if isinstance(listed, str):
         return f"'{config.images_key}' {listed}"
-    left, images = list(listed), list[str]()
+    left, images = list(listed), list[ImageValue]()
     made: list[Message] = []
     for message in messages:
         parts = list(_parts(message.get("content"), marks=bool(listed)))
@@ -73,13 +73,16 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
     """
     parts = [part for message in _messages(config, row) for part in _of(message) if _is_image(part)]
     if config.images_key is None:
+        column = next((key for key, value in row.items() if _holds_content(value)), None)
+        if column is not None:
+            return column, f"holds images: set images_key to {column}, or drop the column"
         return (_key(config), NO_KEY) if parts else None
     listed = _listed(value_at(row, config.images_key))
     if isinstance(listed, str):
         return config.images_key, listed
     for part in parts:
-        if not isinstance(part.get("image", ""), str):
-            return _key(config), f"has an image that {_wrong_path(part['image'])}"
+        if "image" in part and _wrong_image(part["image"]):
+            return _key(config), f"has an image that {_wrong_image(part['image'])}"
     own = [part["image"] for part in parts if "image" in part]
     for number, image in enumerate([*listed, *own], start=1):
         try:
@@ -93,19 +96,24 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
 NO_KEY: Final = "has an image: set images_key, for example to images"
 
 
-def _listed(value: Any) -> list[str] | str:
+def _holds_content(value: Any) -> bool:
+    """Whether a value is an image of a column, or a list of such images."""
+    return is_content(value[0] if isinstance(value, list) and value else value)
+
+
+def _listed(value: Any) -> list[ImageValue] | str:
     """The images under the key of a row, or why they cannot be used."""
     if value is ABSENT or value is None:
         return []
     images = value if isinstance(value, list) else [value]
     for number, image in enumerate(images, start=1):
-        if reason := _wrong_path(image):
+        if reason := _wrong_image(image):
             return f"has an image {number} that {reason}"
     return images
 
 
-def _wrong_path(value: Any) -> str:
-    if isinstance(value, str) and value.strip():
+def _wrong_image(value: Any) -> str:
+    if is_content(value) or (isinstance(value, str) and value.strip()):
         return ""
     return f"must be the path of a file, but is {kind_of(value)}"
 

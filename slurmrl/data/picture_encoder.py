@@ -14,7 +14,7 @@ import numpy as np
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.chat import MarkedText
-from slurmrl.data.image_files import ImageError, base_of, load_image
+from slurmrl.data.image_files import ImageError, ImageValue, base_of, load_image
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.tensors.pictures import PictureInputs, key_of, write
@@ -63,7 +63,7 @@ class PictureEncoder:
         self._processor: Any = load_processor(tokenizer)
         self._base, self._directory = base_of(config), directory
 
-    def encode(self, marked: MarkedText, images: Sequence[str]) -> EncodedPictures | str:
+    def encode(self, marked: MarkedText, images: Sequence[ImageValue]) -> EncodedPictures | str:
         """Return the tokens of a conversation with images, or why there are none.
 
         Raises EnvironmentFailure if pictures cannot be written.

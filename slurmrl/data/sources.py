@@ -18,6 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from slurmrl.data.image_files import as_text, is_content
 from slurmrl.data.source_files import (
     NOT_AN_OBJECT,
     NULS,
@@ -411,6 +412,8 @@ def _with_own_keys(value: Any) -> Any:
         return None
     if isinstance(value, list):
         return [_without_nulls(each) if _is_tool(each) else _with_own_keys(each) for each in value]
+    if is_content(value):
+        return as_text(value)
     if isinstance(value, dict):
         return {
             key: _without_nulls(each) if key == "tool_calls" else _with_own_keys(each)

@@ -6,6 +6,7 @@ prompt with the answer to learn. ``messages``: a conversation with the assistant
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from slurmrl.data import conversations
 from slurmrl.data.conversations import ASSISTANT, Message, as_context
 from slurmrl.data.encoder import Chat, RowTokens, TokenSequence
+from slurmrl.data.image_files import without_pixels
 from slurmrl.data.images import with_images
 from slurmrl.data.types import Requirement, Row, RowField, RowType, value_at, wrong_full_text
 
@@ -43,7 +45,9 @@ class Prompts(RowType):
         return [*fields, answer, *tools_field(self)]
 
     def stored(self, row: Row, raw: bytes) -> bytes:
-        return raw
+        if self.config.images_key is None:
+            return raw
+        return json.dumps(without_pixels(row)).encode()
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
         if self.config.images_key is not None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from transformers import AutoProcessor
 
 from slurmrl.config.schema import Dataset
@@ -162,3 +164,23 @@ def test_no_pixels_are_in_rows_of_prepared_data(folder: Path) -> None:
     assert len(rows) < 1000
     assert base64.b64encode((folder / "a.png").read_bytes()) not in rows
     assert made.metadata["row"][0]["images"] == ["a.png"]
+
+
+def test_columns_of_images_are_read_and_their_pixels_dropped(folder: Path) -> None:
+    """Parquet files of the library ``datasets`` have the content of each image."""
+    content = {"bytes": (folder / "a.png").read_bytes(), "path": "a.png"}
+    rows = [{"prompt": "How many <image>?", "image": content, "answer": "2"}]
+    path = str(folder / "rows.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    config = Dataset(type="prompt", path=path, images_key="image", chat_template=True)
+    found = prepared(config, load_tokenizer(folder), folder / "data").sample([(0, 0)])
+    wanted = sample(folder, "prompt", {"prompt": "How many <image>?", "images": ["a.png"]})
+    assert parts(found, "prompt_ids") == parts(wanted, "prompt_ids")
+    assert Path(pictures_of(found)[0]).name == Path(pictures_of(wanted)[0]).name
+    assert found.metadata["row"][0]["image"] == {"path": "a.png"}
+    with pytest.raises(ConfigError, match="holds images: set images_key to image, or drop"):
+        DatasetRows(Dataset(type="prompt", path=path, chat_template=True))
+    broken = {**content, "bytes": content["bytes"][:20]}
+    parquet.write_table(pyarrow.Table.from_pylist([{**rows[0], "image": [broken]}]), path)
+    with pytest.raises(ConfigError, match=r"image 1 \('a.png'\) is not an image"):
+        DatasetRows(config)
