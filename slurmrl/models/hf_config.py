@@ -28,26 +28,24 @@ SCALED_FROM: Final = "floor_scale"
 BY_BLOCK: Final = "compress"
 """A part of the names of fields of configs whose attention compresses blocks of columns. A trial
 that is shorter than a block does not show this."""
-TENSOR_FAMILIES: Final = frozenset(
-    (
-        "arcee",
-        "cohere2",
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "granite",
-        "llama",
-        "mistral",
-        "qwen2",
-        "qwen3",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-    )
-)
-"""Families that tensor ranks can share: transformers' ``tp_plan`` splits heads and inner units of
-dense layers, and nothing else."""
+# fmt: off
+TENSOR_FAMILIES: Final = frozenset((
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere",
+    "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox",
+    "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
+    "granitemoeshared", "helium", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3",
+    "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "llama",
+    "mellum", "mimo_v2_flash", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text",
+    "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "nemotron_h", "olmo",
+    "olmo2", "olmo3", "olmo_hybrid", "olmoe", "phi", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3",
+    "solar_open", "starcoder2", "vaultgemma", "youtu", "zaya",
+))
+# fmt: on
+"""Families that tensor ranks can share by the plans of transformers."""
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "deepseek_v4": {"compress_rates": True},
     "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},
@@ -252,25 +250,16 @@ def generation_limit(values: Mapping[str, Any]) -> LengthLimit | None:
     return min(limits, default=None)
 
 
-def tensor_refusal(values: Mapping[str, Any], ranks: int) -> str:
-    """Return why tensor ranks cannot share a model, as far as its config shows; or ""."""
+def tensor_refusal(values: Mapping[str, Any]) -> str:
+    """Return why tensor ranks cannot share models of a family; or ""."""
     family = values.get("model_type")
-    if family not in TENSOR_FAMILIES:
-        known = ", ".join(sorted(TENSOR_FAMILIES))
-        return (
-            f"'t' is not possible for {family} models with implementation hf, because transformers "
-            f"has no plan for them that splits only dense layers; allowed families: {known}"
-        )
-    heads = values.get("num_attention_heads")
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("num_key_value_heads") or heads,
-        "intermediate_size": values.get("intermediate_size"),
-    }
-    for name, size in sizes.items():
-        if isinstance(size, int) and size % ranks:
-            return f"t{ranks} does not divide {name} {size}"
-    return ""
+    if family in TENSOR_FAMILIES:
+        return ""
+    known = ", ".join(sorted(TENSOR_FAMILIES))
+    return (
+        f"'t' is not possible for {family} models with implementation hf, because transformers "
+        f"has no plan for them that slurmrl supports; allowed families: {known}"
+    )
 
 
 def constants_refusal(family: str, constants: Mapping[str, TensorSpec]) -> str:

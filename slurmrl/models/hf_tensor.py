@@ -1,17 +1,18 @@
 """Tensor parallelism of transformers' models, by their own plans.
 
-Each tensor rank holds parts of the matrices that the family's ``tp_plan`` names, and its own heads
-and inner units. Everything else is whole on each rank: the embedding, the head, norms. FSDP2 then
-shards a rank's parts as it does with a whole model.
+Each tensor rank holds parts of the matrices that the family's ``tp_plan`` names, and its own heads,
+inner units and experts. Everything else is whole on each rank: the embedding, the head, norms,
+linear attention. FSDP2 then shards a rank's parts as it does with a whole model.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, cast
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,10 @@ from transformers import PreTrainedModel
 
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import LORA_B, adapted_weight
-from slurmrl.models.hf_config import MODULE, tensor_refusal
+from slurmrl.models.architecture import Head
+from slurmrl.models.hf_config import MODULE, HFConfig, tensor_refusal
+from slurmrl.models.hf_loading import make_model
+from slurmrl.models.hf_targets import EXPERT_FIELDS
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.layout import Box, Index
 from slurmrl.tensors.ops.collectives import partial_to_whole, whole_to_partial
@@ -31,6 +35,21 @@ ROWS: Final = "rowwise"
 """Style of a linear layer whose inputs are split; the ranks' products are summed."""
 OF_PARTS: Final = "replicated_with_grad_allreduce"
 """Style of a norm of heads: each rank has a part of the gradient."""
+LATENT: Final = "mla_kv_a_proj"
+"""Style of a whole layer that computes the rotated keys of all heads with latent vectors."""
+EXPERTS: Final = ("moe_tp_experts", "ep_dispatch_experts")
+"""Styles of modules whose parameters begin with a dim of experts. Each rank has some experts."""
+EXPERT_PARALLEL: Final = "_is_expert_parallel"
+"""Attribute of transformers' experts that skip the index after the last expert."""
+KEPT_WHOLE: Final = (
+    "colwise_gather_output",
+    "embedding_rowwise",
+    "local_params",
+    "rowwise_split_input",
+)
+"""Styles of modules without a collective. Most have whole inputs and outputs, and each rank has
+them whole: linear attention, or norms over all heads."""
+INNER: Final = "intermediate_size"
 FIRST_INPUT: Final = "first"
 """Attribute of a linear layer: the number of its first input in the whole layer."""
 WHOLE: Final = ("lm_head", "embed_tokens")
@@ -90,45 +109,166 @@ class HFTensorSplit:
         return dim if dim == (0 if name.endswith(LORA_B) else 1) else None
 
 
+class _Cut(NamedTuple):
+    """A module or parameter of which each rank keeps a part."""
+
+    name: str
+    module: nn.Module | nn.Parameter
+    style: str
+
+
+def refusal(values: Mapping[str, Any], head: Head, ranks: int) -> str:
+    """Return why tensor ranks cannot share the model of a ``config.json`` object; or "".
+
+    It raises UsageError if transformers cannot build the model.
+    """
+    return _refusal(json.dumps(values, sort_keys=True), head, ranks)
+
+
+@lru_cache(maxsize=16)
+def _refusal(values: str, head: Head, ranks: int) -> str:
+    config = HFConfig.from_hf(json.loads(values))
+    if reason := tensor_refusal(config.values):
+        return reason
+    try:
+        with torch.device("meta"):
+            model = make_model(config, head, None, 0, torch.float32)
+    except Exception as error:  # transformers' classes may raise anything
+        raise UsageError(f"transformers cannot build a {config.model_type} model") from error
+    try:
+        _cuts(model, ranks)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
     """Keep this rank's part of a model on the CPU, and have its layers work together.
 
     Raises UsageError if the family has no plan, or a plan or sizes that are not supported.
     """
+    found, split = _cuts(inner, tensor.size)
+    for name, module, style in found:
+        if isinstance(module, nn.Parameter):
+            above, _, own = name.rpartition(".")
+            part = module.detach().chunk(tensor.size)[tensor.rank].clone()
+            setattr(inner.get_submodule(above), own, nn.Parameter(part, module.requires_grad))
+            continue
+        for own, values in list(module.named_parameters(recurse=False)):
+            dim = split.dims.get(f"{MODULE}{name}.{own}")
+            if dim is not None:
+                part = values.detach().chunk(tensor.size, dim)[tensor.rank].clone()
+                setattr(module, own, nn.Parameter(part, requires_grad=values.requires_grad))
+        if style == COLUMNS and isinstance(module, nn.Linear):
+            module.out_features = module.weight.shape[0]
+            module.register_forward_pre_hook(_entering(tensor))
+        elif style == ROWS and isinstance(module, nn.Linear):
+            module.in_features = module.weight.shape[1]
+            vars(module)[FIRST_INPUT] = tensor.rank * module.in_features
+            vars(module)["forward"] = partial(_product, module)
+            module.register_forward_hook(_leaving(tensor))
+        elif style == LATENT:
+            parent = inner.get_submodule(name.rpartition(".")[0])
+            module.register_forward_hook(_shared_keys(cast(int, parent.qk_rope_head_dim), tensor))
+        elif style in EXPERTS:
+            _share_experts(module, tensor)
+    return split
+
+
+def _cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]:
+    """Return the modules that ranks share by the family's plan, and how.
+
+    Raises UsageError if the family has no plan, or a plan or sizes that are not supported.
+    """
     kind = inner.config.model_type
-    if reason := tensor_refusal(inner.config.to_dict(), tensor.size):
+    if reason := tensor_refusal(inner.config.to_dict()):
         raise UsageError(reason)
     whole = {MODULE + name: tuple(each.shape) for name, each in inner.named_parameters()}
+    found = [_Cut(*each) for each in _styled(inner) if each[2] not in KEPT_WHOLE]
+    experts = tuple(f"{each.name}." for each in found if each.style in EXPERTS)
+    found = [each for each in found if not each.name.startswith(experts)]
     dims: dict[str, int] = {}
     of_parts: set[str] = set()
-    linear: set[str] = set()
     blocks: set[str] = set()
-    for name, module, style in _styled(inner):
-        parameters = [f"{MODULE}{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
+    for name, module, style in found:
+        if isinstance(module, nn.Parameter):
+            parameters, linear = [MODULE + name], style == COLUMNS  # of heads: sinks
+        else:
+            own = dict(module.named_parameters(recurse=False))
+            parameters = [f"{MODULE}{name}.{each}" for each in own]
+            linear = isinstance(module, nn.Linear)
         if style == OF_PARTS:
             of_parts.update(parameters)
-            continue
-        if style not in (COLUMNS, ROWS) or not isinstance(module, nn.Linear):
+        elif style == COLUMNS and linear:
+            dims |= dict.fromkeys(parameters, 0)
+        elif style == ROWS and linear:
+            dims[f"{MODULE}{name}.weight"] = 1
+        elif style in EXPERTS and hasattr(module, EXPERT_PARALLEL):
+            dims |= dict.fromkeys(parameters, 0)
+        elif style != LATENT:
             raise UsageError(
                 f"{kind} models cannot be split over tensor ranks: transformers' tp_plan splits "
                 f"{name} by '{style}', which is not supported"
             )
-        for parameter in parameters:
-            if style == COLUMNS or parameter.endswith("weight"):
-                dims[parameter] = 0 if style == COLUMNS else 1
-        linear.update(parameters)
-        blocks.add(f"{MODULE}{name.rpartition('.')[0]}.")
-        _cut(name, module, style, tensor)
-    # Transformers before `OF_PARTS` leaves the norms of heads, between split layers, out of plans.
-    of_parts.update(each for each in whole if each not in linear and each.startswith(tuple(blocks)))
+        if style in (COLUMNS, ROWS):
+            blocks.add(f"{MODULE}{name.rpartition('.')[0]}.")
+    # The norms of latent vectors are in front of the split layers; they have whole gradients.
+    blocks -= {f"{MODULE}{n.rpartition('.')[0]}." for n, _, style in found if style == LATENT}
     if not dims:
-        raise UsageError(f"{kind} models have no tp_plan of transformers: leave out t")
-    return HFTensorSplit(tensor.size, dims, frozenset(of_parts), whole)
+        raise UsageError(f"{kind} models have no tp_plan of transformers that splits a layer")
+    # Transformers before `OF_PARTS` leaves the norms of heads, between split layers, out of plans.
+    linear_biases = {f"{MODULE}{each.name}.bias" for each in found if each.style == ROWS}
+    between = {
+        each
+        for each in whole
+        if each not in dims and each not in linear_biases and each.startswith(tuple(blocks))
+    }
+    heads = getattr(inner.config.get_text_config(), "num_attention_heads", None)
+    for each in sorted(between - of_parts):
+        if len(whole[each]) > 1 or whole[each][0] == heads:  # would meet the heads of one rank
+            raise UsageError(
+                f"{kind} models cannot be split over tensor ranks with "
+                f"{each.removeprefix(MODULE)}, which has values for each head"
+            )
+    of_parts |= between
+    _check_sizes(inner, ranks, {name: whole[name][dim] for name, dim in dims.items()})
+    return found, HFTensorSplit(ranks, dims, frozenset(of_parts), whole)
 
 
-def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield each module that the plan names, and its style."""
-    plan: Mapping[str, str] = getattr(inner, "tp_plan", None) or {}
+def _check_sizes(inner: PreTrainedModel, ranks: int, sizes: Mapping[str, int]) -> None:
+    """Raise UsageError if ranks cannot have equal parts of split parameters, or whole heads.
+
+    ``sizes`` are the sizes of the split dims, by parameter.
+    """
+    fields = inner.config.get_text_config().to_dict()
+    wanted: dict[str, Any] = {}
+    for name, size in sizes.items():
+        above, _, own = name.removeprefix(MODULE).rpartition(".")[0].rpartition(".")
+        if "attn" in above or "attention" in above:
+            heads = fields.get("num_attention_heads")
+            wanted["num_attention_heads"] = heads
+            if own == "k_proj":
+                wanted["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
+                width = getattr(inner.get_submodule(above), "head_dim", None) or size
+                wanted[f"the heads of {above}.{own}:"] = size // width if size > width else None
+        else:
+            known = (
+                n for n, v in fields.items() if v == size and (INNER in n or n in EXPERT_FIELDS)
+            )
+            wanted[next(known, name.removeprefix(MODULE))] = size
+    for name, size in wanted.items():
+        if isinstance(size, int) and size % ranks:
+            raise UsageError(f"t{ranks} does not divide {name} {size}")
+
+
+def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module | nn.Parameter, str]]:
+    """Yield each module or parameter that a plan names, and its style.
+
+    Plans of expert parallelism add only the experts.
+    """
+    plan: dict[str, str] = dict(getattr(inner, "tp_plan", None) or {})
+    more: Mapping[str, str] = getattr(inner, "ep_plan", None) or {}
+    plan |= {key: style for key, style in more.items() if style in EXPERTS}
     patterns = {re.escape(key).replace(r"\*", r"\d+"): key for key in plan}
     named: dict[str, Any] = {**dict(inner.named_parameters()), **dict(inner.named_modules())}
     for name, found in named.items():
@@ -137,27 +277,37 @@ def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
             yield name, found, plan[key]
 
 
-@torch.no_grad()
-def _cut(name: str, module: nn.Linear, style: str, tensor: Axis) -> None:
-    """Keep a rank's part of a linear layer, and give the layer its collective."""
-    dim = 0 if style == COLUMNS else 1
-    if module.weight.shape[dim] % tensor.size:
-        raise UsageError(
-            f"t{tensor.size} does not divide {module.weight.shape[dim]}, the size of {name}"
-        )
-    own = module.weight.chunk(tensor.size, dim)[tensor.rank].clone()
-    module.weight = nn.Parameter(own, requires_grad=module.weight.requires_grad)
-    if style == COLUMNS:
-        module.out_features = own.shape[0]
-        if module.bias is not None:
-            part = module.bias.chunk(tensor.size)[tensor.rank].clone()
-            module.bias = nn.Parameter(part, requires_grad=module.bias.requires_grad)
-        module.register_forward_pre_hook(_entering(tensor))
-    else:
-        module.in_features = own.shape[1]
-        vars(module)[FIRST_INPUT] = tensor.rank * own.shape[1]
-        vars(module)["forward"] = partial(_product, module)
-        module.register_forward_hook(_leaving(tensor))
+def _share_experts(module: nn.Module, tensor: Axis) -> None:
+    """Have a rank's experts compute their tokens, and add up the ranks' outputs."""
+    count = next(module.parameters(recurse=False)).shape[0]
+    vars(module).update({"num_experts": count, EXPERT_PARALLEL: True})
+
+    def localized(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_floating_point():
+            return whole_to_partial(value, tensor.group)
+        own = value - tensor.rank * count
+        return torch.where((own >= 0) & (own < count), own, count)  # others are on other ranks
+
+    def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return tuple(map(localized, given)), {n: localized(value) for n, value in named.items()}
+
+    def leave(_: nn.Module, __: Any, products: Tensor) -> Tensor:
+        return partial_to_whole(products, tensor.group)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _shared_keys(rotated: int, tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    """The last ``rotated`` outputs are the keys of all heads, of which each rank has some."""
+
+    def leave(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        keys = whole_to_partial(output[..., -rotated:], tensor.group)
+        return torch.cat((output[..., :-rotated], keys), dim=-1)
+
+    return leave
 
 
 def _entering(tensor: Axis) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:

@@ -25,7 +25,7 @@ HF_ARCHITECTURES: Final = "slurmrl.models.hf_config:HFConfig"
 LENGTH_LIMIT: Final = "slurmrl.models.hf_config:length_limit"
 REFUSAL: Final = "slurmrl.models.adapters:refusal"
 HF_REFUSAL: Final = "slurmrl.models.hf_adapters:refusal"
-TENSOR_REFUSAL: Final = "slurmrl.models.hf_config:tensor_refusal"
+TENSOR_REFUSAL: Final = "slurmrl.models.hf_tensor:refusal"
 MODEL_CONFIG: Final = "slurmrl.models.architecture:ModelConfig"
 """Their layer is above the plan's, so they are resolved by name, as schemas are."""
 
@@ -122,8 +122,8 @@ def _hf_problems(model: Model, allocation: Allocation, *, split: bool = True) ->
             f"'{allocation}' uses {', '.join(others)}; models of transformers can only use {names}"
         )
     elif (ranks := allocation.sizes["tp"]) > 1:
-        with suppress(UsageError):  # of a folder, reported by the check of weights
-            if reason := resolve(TENSOR_REFUSAL)(shape.config_values(model), ranks):
+        with suppress(UsageError):  # reported by the check of weights
+            if reason := resolve(TENSOR_REFUSAL)(shape.config_values(model), "lm", ranks):
                 found.append(reason)
         if model.model is not None and model.model.sequence_parallel:
             found.append("transformers models cannot use sequence_parallel")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,8 @@ def differences(families: Sequence[str]) -> list[tuple[str, float, float]]:
             if split.sums(name):
                 dist.all_reduce(gradient)
             part = whole[name][split.box(name, split.whole[name], rank).slices]
-            worst = max(worst, float((gradient - part).abs().max() / whole[name].abs().max()))
+            scale = float(whole[name].abs().max()) or 1.0
+            worst = max(worst, torch.nan_to_num((gradient - part).abs(), inf).max().item() / scale)
         both = torch.tensor([float((logp - wanted).abs().max()), worst])
         dist.all_reduce(both, dist.ReduceOp.MAX)
         found.append((family, float(both[0]), float(both[1])))

@@ -51,6 +51,8 @@ def whole_batch(setup: Setup, options: GenerationOptions) -> tuple[list[int], li
         ("llama", {"dp": 1, "tp": 2}, "fsdp"),
         ("gemma3_text", {"dp": 2, "tp": 2}, "fsdp"),
         ("qwen3", {"dp": 1, "tp": 2}, "native"),
+        ("gpt_oss", {"dp": 1, "tp": 2}, "fsdp"),
+        ("qwen3_5_moe_text", {"dp": 1, "tp": 2}, "fsdp"),
     ],
 )
 def test_tensor_ranks_generate_what_one_rank_generates(
