@@ -33,6 +33,22 @@ def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     return ranges(cu_seqlens[:-1].long()[by_length], sorted_lengths, tokens), cu_sorted
 
 
+def predictions(cu_sorted: Tensor, places: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens from ``first`` to ``last`` that another token of their sequence follows.
+
+    ``places`` [T] are the places of the tokens among sequences whose boundaries are ``cu_sorted``
+    [S+1]. The result is their distance from ``first``, and the index in ``places`` of each
+    following token.
+    """
+    tokens = places.shape[0]
+    follows = torch.zeros(tokens + 1, dtype=torch.bool, device="cpu")
+    follows[1:tokens] = True
+    follows[cu_sorted.long()] = False
+    own = places[first:last]
+    before = follows[own + 1].nonzero().squeeze(1)
+    return before, inverse(places)[own[before] + 1]
+
+
 def ranges(starts: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
     """Return start, start + 1, … of each of several ranges, one range after the other.
 

@@ -66,7 +66,6 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
         "trains experts on several tensor ranks with sequence parallelism only",
     ),
     "head_copies": Capability((*FSDP, *GENERATING), "does not copy heads of keys and values"),
-    "ring": Capability(FSDP, "passes no keys round a ring of context ranks"),
 }
 """The capabilities of engines, by name. Checks and messages read only this table."""
 

@@ -66,9 +66,12 @@ from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.layer_parts import RotaryTable
+from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.tensors.layout import Layout
+from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.parallel.groups import ParallelContext
+from slurmrl.tensors.parallel.topology import exchanges_heads
 
 FUSED = 4
 """How many tensors to cache: at least those that megatron interleaves in one parameter."""
@@ -108,13 +111,16 @@ class MegatronEngine(TrainEngine):
         problems = misfits(
             config,
             self._place,
-            context.axis_size("cp"),
             self._vocabulary,
             trains_whole=trains_whole,
         )
         if text := "; ".join(problems):
             raise UsageError(f"{role}: {text}")
         self._groups = collection(context)
+        self._ring = None
+        ranks = context.axis_size("cp")
+        if not exchanges_heads(config.num_heads, config.num_kv_heads, self._place.tp, ranks):
+            self._ring = Axis(context.axis_rank("cp"), ranks)
         self._te = uses_te(model.transformer_engine, context.device, model.dtype)
         self._settings = transformer_config(
             config, context, model.dtype, model.recompute, transformer_engine=self._te
@@ -303,11 +309,14 @@ class MegatronEngine(TrainEngine):
         support, experts = support_of(sample), None
         if sample is not None and EXPERTS in sample.keys:
             experts = experts_of(sample, self.config)
-        micro = micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype, support, experts)
+        micro = micro_batch(
+            ids, cu_seqlens, most, multiple, self._rotary, dtype, support, experts, self._ring
+        )
         if self._balance is None and experts is None:
             return micro
         tokens = 0 if sample is None else ids.shape[0]
-        return replace(micro, real=torch.arange(micro.ids.shape[0], device=device) < tokens)
+        (places,) = upload([micro.places], device)
+        return replace(micro, real=places < tokens)
 
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         if self._optimizer is None:

@@ -31,6 +31,7 @@ from slurmrl.engines.base import Outputs
 from slurmrl.engines.megatron.layers import Micro, Modules, Router, block_spec, marks
 from slurmrl.engines.megatron.parts import Place, Stage
 from slurmrl.models.architecture import Head, ModelConfig
+from slurmrl.models.packed import predictions
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.collectives import (
     own_to_partial,
@@ -40,7 +41,6 @@ from slurmrl.tensors.ops.collectives import (
 )
 from slurmrl.tensors.ops.logprobs import (
     Rows,
-    following_tokens,
     logprobs_and_entropy,
     vocab_parallel_logprobs_and_entropy,
 )
@@ -159,9 +159,8 @@ class Chunk(GPTModel):  # type: ignore[misc]
         """The rank that has the hidden state before a token computes the token's outputs."""
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         first = hidden.shape[0] * cp.rank()
-        rest = following_tokens(micro.cu_seqlens)
-        rest = rest[(rest > first) & (rest <= first + hidden.shape[0])]
-        before, rest = upload((rest - 1 - first, rest), hidden.device)
+        found = predictions(micro.cu_seqlens, micro.places, first, first + hidden.shape[0])
+        before, rest = upload(found, hidden.device)
         states = hidden.index_select(0, before)
         weight = self._head_weight()[: self.kept_rows]
         targets = micro.ids[rest]

@@ -2,7 +2,7 @@
 
 Ours are norms, packed attention and products. TransformerEngine has linear layers, norms and
 grouped experts. Attention is always ours: sequences are packed, and along the context axis heads
-are exchanged.
+are exchanged or keys passed on.
 
 T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and value
 heads on this rank, D head size. Ranks along the context axis hold equal consecutive parts of the
@@ -50,11 +50,14 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.experts import UNKNOWN, Balance
 from slurmrl.models.layer_parts import RMSNorm, RotaryTable, Rotation
 from slurmrl.models.packed import inverse, length_order, packed_positions
+from slurmrl.models.parallel.split import Axis
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.collectives import exchange
 from slurmrl.tensors.ops.elementwise import gated_halves, rotate
+from slurmrl.tensors.ops.ring_attention import ring_attention
+from slurmrl.tensors.ops.ring_schedule import zigzag
 from slurmrl.tensors.ops.sampling import Support
 
 FIRST, END = "2.9.0a0", "2.12"
@@ -84,7 +87,7 @@ class PackedAttention(nn.Module):
     """Rotation and attention within each sequence.
 
     Along the context axis tokens are exchanged for heads before, and back afterwards (Jacobs et al.
-    2023, DeepSpeed Ulysses).
+    2023, DeepSpeed Ulysses). Ranks that cannot have equally many heads pass keys and values on.
     """
 
     def __init__(
@@ -116,6 +119,11 @@ class PackedAttention(nn.Module):
         assert packing is not None
         assert rotation is not None
         ranks = self.group.size()
+        if packed_seq_params.bounds is not None:
+            query, key = rotate(query, *rotation), rotate(key, *rotation)
+            bounds, tokens = packed_seq_params.bounds, query.shape[0]
+            kind = (bounds, tokens, self.group, self.scale, self.window)
+            return ring_attention(query, key, value, *kind)
         if ranks > 1:
             query, key, value = self._heads(query, key, value, ranks)
         query, key = rotate(query, *rotation), rotate(key, *rotation)
@@ -352,6 +360,9 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
     packing: Packing | None = None
     rotation: Rotation | None = None
+    """With ``bounds``, only for this rank's tokens."""
+    bounds: list[int] | None = None
+    """The boundaries of the sequences, if ranks pass keys and values on."""
 
 
 @dataclass(frozen=True)
@@ -362,6 +373,8 @@ class Micro:
     """[T + padding]"""
     cu_seqlens: Tensor
     """In host memory; the padding is a separate sequence."""
+    places: Tensor
+    """[T + padding] the place of each token among these sequences; in host memory."""
     back: Tensor
     """[T] index of each token of the sample's order."""
     params: Packed
@@ -382,29 +395,40 @@ def micro_batch(
     dtype: torch.dtype,
     support: Support | None = None,
     experts: Tensor | None = None,
+    ring: Axis | None = None,
 ) -> Micro:
     """Return a micro-batch of ``ids`` [T], padded to a multiple of ``multiple`` tokens.
 
-    ``cu_seqlens`` [S+1] int32 is in host memory.
+    ``cu_seqlens`` [S+1] int32 is in host memory. ``ring`` are the ranks along the context axis, if
+    they pass keys and values on; tokens are then in their order.
     """
     tokens = ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)
     padding = -tokens % multiple
     if padding:
         cu_sorted = torch.cat((cu_sorted, cu_sorted[-1:] + padding))
-    indices = (order, inverse(order), packed_positions(cu_sorted, tokens + padding))
-    order, back, positions = upload(indices, ids.device)
-    padded = torch.cat((ids[order], ids.new_zeros(padding)))
+    total = tokens + padding
+    places = torch.arange(total)
+    if ring is not None:
+        places = zigzag(total, total // ring.size, ring.size)
+    order = torch.cat((order, torch.arange(tokens, total)))[places]
+    positions = packed_positions(cu_sorted, total)[places]
+    if ring is not None:
+        positions = positions.chunk(ring.size)[ring.rank]
+    back = inverse(order)[:tokens]
+    order, back, positions = upload((order, back, positions), ids.device)
     params = Packed(
         qkv_format="thd",
         packing=Packing(cu_sorted, max(longest, padding)),
         rotation=rotary.rotation(positions, dtype),
+        bounds=None if ring is None else cu_sorted.tolist(),
     )
-    drawn_from = None if support is None else support.at(order).padded(padding)
+    drawn_from = None if support is None else support.padded(padding).at(order)
     if experts is not None:
         unknown = experts.new_full((padding, *experts.shape[1:]), UNKNOWN)
-        experts = torch.cat((experts[order], unknown))
-    return Micro(padded, cu_sorted, back, params, support=drawn_from, experts=experts)
+        experts = torch.cat((experts, unknown))[order]
+    padded = torch.cat((ids, ids.new_zeros(padding)))[order]
+    return Micro(padded, cu_sorted, places, back, params, support=drawn_from, experts=experts)
 
 
 def uses_te(wanted: bool | None, device: torch.device, dtype: str) -> bool:

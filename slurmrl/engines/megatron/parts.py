@@ -282,7 +282,6 @@ class _Parts:
 def misfits(
     config: ModelConfig,
     place: Place,
-    context_ranks: int,
     vocabulary: int,
     *,
     trains_whole: bool = False,
@@ -296,7 +295,6 @@ def misfits(
     parts = [
         (f"t{place.tp}", place.tp, "num_attention_heads", heads),
         (f"t{place.tp}", place.tp, "num_key_value_heads", config.num_kv_heads),
-        (f"c{context_ranks}", context_ranks, "the attention heads of a rank,", heads // place.tp),
         (
             f"p{place.pp}" + (f" times {place.virtual} chunks" if place.virtual > 1 else ""),
             place.pp * place.virtual,

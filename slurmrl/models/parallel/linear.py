@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmrl.models.packed import inverse
+from slurmrl.models.packed import predictions
 from slurmrl.models.parallel.split import Split
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.logprobs import (
     Rows,
-    following_tokens,
     logprobs_and_entropy,
     vocab_parallel_logprobs_and_entropy,
 )
@@ -143,11 +142,7 @@ def split_logprobs(
     tokens = input_ids.shape[0]
     order, places, cu_sorted = split.packed(cu_seqlens, tokens)
     first, last = split.own_range(tokens)
-    follows = torch.zeros(tokens + 1, dtype=torch.bool).index_fill_(
-        0, following_tokens(cu_sorted), True
-    )
-    before = follows[places[first:last] + 1].nonzero().squeeze(1)
-    following = inverse(places)[places[first:last][before] + 1]
+    before, following = predictions(cu_sorted, places, first, last)
     before, places = upload((before, order[following]), input_ids.device)
     hidden = split.enter(features).index_select(0, before)
     targets = input_ids[places]

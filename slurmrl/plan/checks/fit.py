@@ -88,7 +88,7 @@ def _divisions(fit: Fit) -> Found:
     allocation, shape = fit.allocation, fit.shape
     if shape is None:
         return
-    tp, pp, cp, ep = (allocation.sizes[axis] for axis in ("tp", "pp", "cp", "ep"))
+    tp, pp, ep = (allocation.sizes[axis] for axis in ("tp", "pp", "ep"))
     split = [
         ("tp", f"t{tp}", tp, "num_attention_heads", shape.heads),
         ("tp", f"t{tp}", tp, "hidden_size", shape.hidden),
@@ -101,8 +101,6 @@ def _divisions(fit: Fit) -> Found:
         split.append(("tp", f"t{tp}", tp, "the inner size of experts", shape.expert_inner))
     if not can(allocation.backend, "head_copies"):
         split.append(("tp", f"t{tp}", tp, "num_key_value_heads", shape.kv_heads))
-    if shape.heads % tp == 0 and not can(allocation.backend, "ring"):
-        split.append(("cp", f"c{cp}", cp, "the attention heads of a rank,", shape.heads // tp))
     if shape.experts:
         etp = allocation.etp
         split.append(("etp", f"t{etp}", etp, "moe_intermediate_size", shape.expert_inner))
@@ -114,20 +112,15 @@ def _divisions(fit: Fit) -> Found:
 
 def _copied_heads(fit: Fit) -> Found:
     """Heads of keys and values are divided, or replicated as a whole."""
-    shape, sizes = fit.shape, fit.allocation.sizes
-    if shape is None or shape.heads % sizes["tp"]:
+    shape, tp = fit.shape, fit.allocation.sizes["tp"]
+    if shape is None or shape.heads % tp:
         return
-    of_rank = shape.kv_heads_of_rank(sizes["tp"])
-    ranks = [("tp", sizes["tp"], "num_key_value_heads", shape.kv_heads)]
-    if not can(fit.allocation.backend, "ring"):
-        ranks.append(("cp", sizes["cp"], "the key and value heads of a rank,", of_rank))
-    for axis, size, what, number in ranks:
-        if number % size and size % number:
-            reason = (
-                f"{axis[0]}{size} neither divides {what} {number} nor is a multiple of it "
-                "(heads are divided, or replicated as a whole)"
-            )
-            yield Misfit(axis, reason)
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        yield Misfit(
+            "tp",
+            f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it "
+            "(heads are divided, or replicated as a whole)",
+        )
 
 
 def padded_vocabulary(fit: Fit) -> int | None:

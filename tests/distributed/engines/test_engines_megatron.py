@@ -32,6 +32,7 @@ EVEN = {
     "initializer_range": 0.1,
 }
 """With weights small enough that rounding is not magnified beyond the bounds."""
+ONE_HEAD = {**EVEN, "num_attention_heads": 1, "num_key_value_heads": 1}
 TIED = {**EVEN, "tie_word_embeddings": True}
 QWEN2 = {**EVEN, "model_type": "qwen2", "num_key_value_heads": 4}
 LLAMA = {
@@ -88,6 +89,7 @@ FAST: Layouts = {
     "t2 sp tied": (placed(tp=2, sp=True), TIED, "lm"),
     "p2 v2": (placed(pp=2, v=2), EVEN, "lm"),
     "d2 experts e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "lm"),
+    "c3 ring": (placed(cp=3), EVEN, "lm"),
 }
 LONG: Layouts = {
     "one": (placed(), EVEN, "lm"),
@@ -115,6 +117,10 @@ LONG: Layouts = {
         placed(tp=2, sp=True, dp=2, experts=grid(1, 4, 1, 1)), MOE, "lm",
     ),
     "experts p2 d2 e2": (placed(pp=2, dp=2, experts=grid(2, 1, 2, 1)), MOE, "lm"),
+    "t2 sp c2 ring": (placed(tp=2, sp=True, cp=2), {**EVEN, "num_attention_heads": 2}, "lm"),
+    "p2 c2 ring": (placed(pp=2, cp=2), ONE_HEAD, "lm"),
+    "value c3 ring": (placed(cp=3), MISTRAL, "value"),
+    "experts c3 ring": (placed(cp=3), MOE, "lm"),
     "mixtral d2 e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MIXTRAL, "lm"),
 }  # fmt: skip
 

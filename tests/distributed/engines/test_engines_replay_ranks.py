@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[Placed, dict[str, Any], str]] = {
     "t2 sp p2": (placed(tp=2, sp=True, pp=2), {**MOE, **BALANCED}, "full"),
     "p2 v2": (placed(pp=2, v=2), MOE, "off"),
     "c2 e2": (placed(cp=2, experts=grid(1, 1, 2, 1)), UNSCALED, "full"),
+    "c3 ring": (placed(cp=3), {**MOE, **BALANCED}, "full"),
     "one": (placed(), UNSCALED, "off"),
     "p2 v2 full": (placed(pp=2, v=2), {**MOE, **BALANCED}, "full"),
     "t2 sp c2": (placed(tp=2, sp=True, cp=2), MOE, "off"),
@@ -48,9 +49,12 @@ LAYOUTS: dict[str, tuple[Placed, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("sequence", "sizes"),
+    [(False, {"cp": 2, "tp": 2}), (True, {"cp": 2, "tp": 2}), (False, {"cp": 3})],
+)
 def test_ranks_replay_experts_as_one_process_does(
-    sequence: bool, ranks: RankPool, tmp_path: Path
+    sequence: bool, sizes: dict[str, int], ranks: RankPool, tmp_path: Path
 ) -> None:
     """With tokens that are split in other ways than sequences."""
     random_model(tmp_path / "model", MOE)
@@ -58,8 +62,8 @@ def test_ranks_replay_experts_as_one_process_does(
     alone = of_folder(Setup(model=settings, sizes={"dp": 1}), tmp_path / "model")
     (wanted,) = ranks(1, HERE, alone, 3, 4)
     settings = {**settings, "model": {"sequence_parallel": sequence}}
-    several = Setup(model=settings, sizes={"cp": 2, "tp": 2})
-    for found in ranks(4, HERE, of_folder(several, tmp_path / "model"), 3, 4):
+    several = Setup(model=settings, sizes=sizes)
+    for found in ranks(several.ranks, HERE, of_folder(several, tmp_path / "model"), 3, 4):
         assert_same(found, wanted)
 
 

@@ -182,30 +182,29 @@ def test_what_megatron_runs_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "place", "context", "vocabulary", "message"),
+    ("values", "place", "vocabulary", "message"),
     [
-        (DENSE, {"tp": 4}, 1, 12, "t4 does not divide num_key_value_heads 2"),
-        (DENSE, {"pp": 3}, 1, 12, "p3 does not divide num_hidden_layers 4"),
-        (DENSE, {"pp": 2, "virtual": 4}, 1, 12, "p2 times 4 chunks does not divide num_hidden"),
-        (DENSE, {}, 3, 12, "c3 does not divide the attention heads of a rank, 4"),
-        (DENSE, {"tp": 2}, 1, 20, "t2 leaves a rank without a token of the vocabulary of 10"),
-        (SPARSE, {"ep": 3}, 1, 12, "e3 does not divide the number of experts 4"),
-        (SPARSE, {"etp": 4}, 1, 12, "t4 of experts does not divide their inner size 6"),
+        (DENSE, {"tp": 4}, 12, "t4 does not divide num_key_value_heads 2"),
+        (DENSE, {"pp": 3}, 12, "p3 does not divide num_hidden_layers 4"),
+        (DENSE, {"pp": 2, "virtual": 4}, 12, "p2 times 4 chunks does not divide num_hidden"),
+        (DENSE, {"tp": 2}, 20, "t2 leaves a rank without a token of the vocabulary of 10"),
+        (SPARSE, {"ep": 3}, 12, "e3 does not divide the number of experts 4"),
+        (SPARSE, {"etp": 4}, 12, "t4 of experts does not divide their inner size 6"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_reported(
-    values: dict[str, Any], place: dict[str, int], context: int, vocabulary: int, message: str
+    values: dict[str, Any], place: dict[str, int], vocabulary: int, message: str
 ) -> None:
     config = ModelConfig.from_hf(values)
-    (found,) = misfits(config, Place(**place), context, vocabulary)
+    (found,) = misfits(config, Place(**place), vocabulary)
     assert found.startswith(message)
-    assert not list(misfits(config, Place(tp=2, pp=2, virtual=2), 2, 12))
+    assert not list(misfits(config, Place(tp=2, pp=2, virtual=2), 12))
 
 
 @pytest.mark.parametrize(("values", "tp"), [(SPARSE, 1), (DENSE, 2), (SPARSE, 2)])
 def test_experts_are_trained_with_sequence_parallelism(values: dict[str, Any], tp: int) -> None:
     config, place = ModelConfig.from_hf(values), Place(tp=tp, etp=tp)
-    found = [*misfits(config, place, 1, 12, trains_whole=True)]
+    found = [*misfits(config, place, 12, trains_whole=True)]
     said = ["experts are trained on t2 with sequence parallelism only"]
     assert found == (said if values is SPARSE and tp == 2 else [])
-    assert not [*misfits(config, place, 1, 12)]
+    assert not [*misfits(config, place, 12)]
