@@ -38,6 +38,7 @@ from slurmrl.config.source import (
     Source,
     compose,
     dotted,
+    is_text,
     read,
 )
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
@@ -280,7 +281,10 @@ def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> st
 
 
 def _absolute(text: str, source: Source, key: KeyPath) -> str:
-    return os.path.abspath(source.folder(key) / text)
+    path = os.path.abspath(source.folder(key) / text)
+    if not is_text(path):
+        raise ConfigError((source.problem(key, f"{path!r} is not UTF-8 text: rename the folder"),))
+    return path
 
 
 def _is_path(field: FieldInfo, kind: type[IsPath] = IsPath) -> bool:

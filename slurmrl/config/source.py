@@ -300,7 +300,7 @@ class Builder:
 
     def text(self, text: str, path: KeyPath) -> str | None:
         """Return the text if it contains only valid characters."""
-        if _is_text(text):
+        if is_text(text):
             return text
         self._refuse(path, f"{text!r} contains a lone surrogate, which is not a character")
         return None
@@ -324,7 +324,8 @@ def _settings(values: dict[str, Any], prefix: KeyPath = ()) -> Iterator[KeyPath]
             yield (*prefix, key)
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
+    """Return whether a text can be written as UTF-8; the bytes of a path may be something else."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -14,7 +14,7 @@ from slurmrl.config.schema.config import FOLLOWERS, StopWhen
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.schema.roles import USERS
 from slurmrl.config.schema.rollout import VERIFIERS
-from slurmrl.config.source import KeyPath, dotted
+from slurmrl.config.source import KeyPath, dotted, is_text
 from slurmrl.errors import GraphError, Problem
 from slurmrl.plan.checks import Draft
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph
@@ -38,6 +38,9 @@ def folder_of_runs(draft: Draft) -> Iterator[Problem]:
             f": '{os.pathsep}' separates the entries of PYTHONPATH, so workers would not find the "
             "trial's copy of the code; choose another folder"
         )
+        yield draft.refuse(("root",), reason, root)
+    if not is_text(root):
+        reason = ": its name is not UTF-8 text, and files of the run name it; choose another folder"
         yield draft.refuse(("root",), reason, root)
 
 

@@ -169,6 +169,18 @@ def test_folder_of_runs_is_refused_for_a_colon(folder: Path) -> None:
         load_settings(folder / "ppo.yaml", root=folder / "a:b" / "runs")
 
 
+def test_folder_whose_name_is_not_utf8_is_refused(folder: Path) -> None:
+    """Neither a script nor the trial's own configuration could name it."""
+    odd = folder / os.fsdecode(b"\xff")
+    odd.mkdir()
+    (folder / "ppo.yaml").write_text(PPO)
+    with pytest.raises(ConfigError, match=r"root: .* is not UTF-8 text"):
+        load_settings(folder / "ppo.yaml", root=odd / "runs")
+    (odd / "ppo.yaml").write_text(PPO)
+    with pytest.raises(ConfigError, match=r"'.*udcff.*' is not UTF-8 text: rename the folder"):
+        load_settings(odd / "ppo.yaml", root=folder / "runs")
+
+
 def test_wrong_path_of_data_is_named_with_its_kind_or_a_near_name(
     load_ppo: Load, folder: Path
 ) -> None:
