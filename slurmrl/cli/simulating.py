@@ -167,7 +167,10 @@ def _limits(text: str) -> list[str]:
 )
 @click.option("--step-seconds", type=SECONDS, help="Measured seconds of a step of the trainers.")
 @click.option(
-    "--start-seconds", type=SECONDS, help="Seconds from the start of a job to its first step."
+    "--start-seconds",
+    type=SECONDS,
+    help="Seconds from the start of a job to its first step, or to the first prompt of a rollout "
+    "task.",
 )
 @click.option(
     "--restart-seconds",

@@ -312,10 +312,10 @@ def _tasks(
     count = round(group.hosts * factor) if scale.tasks is None else scale.tasks
     publish = config.rollout.publish
     assert publish is not None, "every trial with tasks publishes"
-    notes.append(
-        f"start of a rollout task: {START_S + loading_s:.3g} s; weights: {loading_s:.3g} s to "
-        "write, as long to read"
-    )
+    start_s = START_S + loading_s if given.start is None else given.start
+    if given.start is None:
+        notes.append(f"start of a rollout task: {start_s:.3g} s (--start-seconds)")
+    notes.append(f"weights of rollout tasks: {loading_s:.3g} s to write, as long to read")
     return TaskCosts(
         count=count,
         gpus=group.workers_per_host * group.gpus_per_worker,
@@ -325,7 +325,7 @@ def _tasks(
         inside=inside,
         longest=longest,
         token_s=_speed(given, found, longest, n),
-        start_s=START_S + loading_s,
+        start_s=start_s,
         publish_s=loading_s,
         load_s=loading_s,
     )

@@ -297,6 +297,21 @@ def test_gpus_follow_the_number_of_tasks_in_the_trainers_job(
     assert found["gpus"] == gpus + gpus // max(found["hosts"], 1)
 
 
+def test_rollout_tasks_start_in_the_given_seconds(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    """Fast tasks of which each step needs the first group: the trainers wait for their start."""
+    layout = ("rollout.backend=native:d4", "rollout.tasks={}", "--groups-per-hour=1e9")
+    given = ("--step-seconds=1", "--restart-seconds=1", "--commit-seconds=0", "--write-rate=1e6")
+    common = (*layout, *given, "--steps=10", "--runs=1")
+    fast, slow = (
+        mean_seconds(simulated(capsys, config, *common, f"--start-seconds={seconds}"))
+        for seconds in (5, 500)
+    )
+    assert fast == pytest.approx(5 + 10, rel=0.2)
+    assert slow == pytest.approx(500 + 10, rel=0.2)
+
+
 # -- options ---------------------------------------------------------------------------------
 
 
