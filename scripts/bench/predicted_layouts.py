@@ -77,6 +77,7 @@ def predicted(machine: Machine, values: dict[str, Any], layout: str, length: int
         microbatch=16384,
         width=4,
         sharded=True,
+        small=True,
     )
     return [training(job, machine), inference(job, machine)]
 

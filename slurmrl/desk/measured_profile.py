@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -19,7 +19,7 @@ from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
 from slurmrl.plan.estimates.hardware import CPU, FITTED_GPU, GIB, HardwareFile, Machine, made
 from slurmrl.plan.estimates.pass_seconds import PassJob, inference
-from slurmrl.plan.estimates.shape import ModelShape, read
+from slurmrl.plan.estimates.shape import ModelShape, layer_parameters, read
 
 SENT: Final[Mapping[str, float]] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Times that a collective sends the part of the tensor that a rank does not have."""
@@ -180,6 +180,7 @@ class _Measured:
         }
         numbers |= self._layers(numbers)
         numbers |= self._tokens(numbers)
+        numbers |= self._gathers(numbers)
         return numbers
 
     def _products(self) -> dict[str, float]:
@@ -216,7 +217,8 @@ class _Measured:
         """The share of attention, the traffic of a layer, and the seconds to start its operations.
 
         Long sequences take longer than short ones because of attention only. What products and
-        attention leave of the short ones is traffic.
+        attention leave of the short ones is traffic. One token only starts the operations and reads
+        the weights. A processor starts operations before it computes them, a GPU at the same time.
         """
         forward = sorted(
             _of(self.points, "forward"), key=lambda one: (one["tokens"], one["length"])
@@ -229,27 +231,44 @@ class _Measured:
         more = max(long["seconds"] - short["seconds"], 1e-9)
         share = (least[1]["attention"] - least[0]["attention"]) / more
         attention = min(max(share, 1e-3), LARGEST_SHARE)
+        started = one["seconds"]
         known = least[0]["products"] + least[0]["attention"] / attention
+        if not machine.gpu.asynchronous:
+            weights = layer_parameters(self.shape, jobs[0].allocation, moe=False).total
+            started -= self.shape.layers * weights * self.width / machine.streamed
+            known += started
         moved = max(short["seconds"] - known, 0.0) * machine.streamed
         elements = moved / (short["tokens"] * self.width * self.shape.layers)
         return {
             "attention": attention,
             "traffic": max((elements - 4 * self.shape.inner) / self.shape.hidden, 1.0),
-            "launches": max(one["seconds"] / self.shape.layers, LEAST_S),
+            "launches": max(started / self.shape.layers, LEAST_S),
         }
 
-    def _pass(self, point: Mapping[str, Any]) -> PassJob:
+    def _gathers(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """The seconds of a layer's gathered weights that neither layers nor links take."""
+        for point in _of(self.points, "sharded"):
+            machine = self._machine({**numbers, "gathers": LEAST_S})
+            machine = replace(machine, gpus_per_host=point["ranks"])
+            (one,) = _of(self.points, "forward", tokens=1)
+            known = inference(self._pass(one, f"fsdp:d{point['ranks']}"), machine)["weights"]
+            left = (point["seconds"] - one["seconds"] - known) / (self.shape.layers + 1)
+            return {"gathers": max(left, LEAST_S)}
+        return {}
+
+    def _pass(self, point: Mapping[str, Any], layout: str = "fsdp:d1") -> PassJob:
         """The job of the layers: a value head has nearly no cost."""
         tokens = point["tokens"]
         return PassJob(
             shape=self.shape,
-            allocation=parse("fsdp:d1"),
+            allocation=parse(layout),
             head="value",
             tokens=tokens,
             length=point["length"],
             microbatch=tokens,
             width=self.width,
-            sharded=False,
+            sharded=layout != "fsdp:d1",
+            small=True,
         )
 
     def _tokens(self, numbers: Mapping[str, float]) -> dict[str, float]:

@@ -125,6 +125,7 @@ def measure_rank(folder: Path, rank: int, request: dict[str, Any]) -> list[dict[
             found += measures.collectives(ranks)
             if ranks.place == "host" or local == 1:
                 found += measures.overlap(ranks)
+                found += measures.sharded(ranks)
         if rank == 0:
             found += hardware_measures.directory(folder, sizes)
         distributed.wait_for_all(store, rank, world, "end")

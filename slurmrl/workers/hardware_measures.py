@@ -1,9 +1,9 @@
 """Measurements of a rank's hardware: products, memory, collectives, a model, and the directory.
 
 Each measurement yields points: plain values with the least seconds of several repetitions, because
-other processes can only make one slower. Computations with one thread on a processor count CPU
-seconds for the same reason. `desk.measured_profile` makes the numbers of a hardware profile of the
-points.
+other processes can only make one slower. Ranks with one thread on a processor count CPU seconds for
+the same reason; in collectives, these include the threads that send and receive.
+`desk.measured_profile` makes the numbers of a hardware profile of the points.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.fsio.calls import REAL, write_new
@@ -187,6 +189,23 @@ class Measures:
                 )
         return actions
 
+    def sharded(self, ranks: Ranks) -> Iterator[Point]:
+        """Yield the seconds of the layers for one token, with weights that are gathered first."""
+        if ranks.group is None:
+            return
+        decoder = self._decoder()
+        mesh = DeviceMesh.from_group(ranks.group, self._device.type)
+        fully_shard(decoder, mesh=mesh, reshard_after_forward=True)
+        ids = torch.zeros(1, dtype=torch.int64, device=self._device)
+        ends = torch.tensor([0, 1], dtype=torch.int32)
+
+        def forward() -> None:
+            with torch.no_grad():
+                decoder(ids, ends, 1)
+
+        seconds = self._least(forward, ranks.group)
+        yield {"what": "sharded", "place": ranks.place, "ranks": ranks.size, "seconds": seconds}
+
     def overlap(self, ranks: Ranks) -> Iterator[Point]:
         """Yield the seconds of a gather, of a product, and of both at the same time."""
         count = self._sizes.message_bytes[-1] // 4 // ranks.size
@@ -224,8 +243,7 @@ class Measures:
 
         The members of a ``group`` repeat it equally often, and begin together.
         """
-        together = group is not False
-        clock = time.perf_counter if together else self._clock
+        together, clock = group is not False, self._clock
         self._seconds(action, clock)
         first = self._seconds(action, clock)
         if together:

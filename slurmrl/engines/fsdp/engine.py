@@ -37,7 +37,6 @@ from slurmrl.engines.fsdp.parameters import (
 )
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.sharding import (
-    SMALL_BYTES,
     Shards,
     clip,
     global_norm,
@@ -65,6 +64,7 @@ from slurmrl.models.adapters import adapted_weight
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.layer_parts import Pieces
+from slurmrl.plan.estimates.pass_seconds import SMALL_BYTES
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.ops import attention

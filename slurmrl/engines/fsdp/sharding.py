@@ -30,9 +30,6 @@ from slurmrl.models.parallel.boxes import SharedParameters
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.parallel.groups import ParallelContext
 
-SMALL_BYTES = 256 * 2**20
-"""Up to this size it is cheaper to hold whole parameters and gradients than to run the collectives
-and hooks that avoid it."""
 CLIP_EPS = 1e-6
 """Value of torch.nn.utils.clip_grad_norm_."""
 

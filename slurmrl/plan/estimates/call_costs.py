@@ -29,7 +29,14 @@ from slurmrl.plan.estimates.memory import (
     kv_bytes_per_token,
     whole_weights,
 )
-from slurmrl.plan.estimates.pass_seconds import REPEATED, PassJob, Seconds, inference, training
+from slurmrl.plan.estimates.pass_seconds import (
+    REPEATED,
+    SMALL_BYTES,
+    PassJob,
+    Seconds,
+    inference,
+    training,
+)
 from slurmrl.plan.estimates.shape import (
     Lengths,
     ModelShape,
@@ -284,6 +291,7 @@ def _pass_job(
     lengths: Lengths,
     tokens: float,
 ) -> PassJob:
+    sharded = allocation.backend in SHARDED
     return PassJob(
         shape=shape,
         allocation=allocation,
@@ -292,13 +300,14 @@ def _pass_job(
         length=lengths.longest,
         microbatch=model.max_tokens_per_microbatch,
         width=BYTES[model.dtype],
-        sharded=allocation.backend in SHARDED,
+        sharded=sharded,
         sequence_parallel=uses_sequence_parallel(model, allocation),
         virtual=(model.model and model.model.virtual_pipeline_model_parallel_size) or 1,
         repeated=REPEATED[model.recompute],
         frozen=model.lora is not None,
         optimizer_bytes=_optimizer_bytes(model),
         offloaded=model.cpu_offload,
+        small=sharded and whole_weights(shape, allocation, "float32") <= SMALL_BYTES,
     )
 
 

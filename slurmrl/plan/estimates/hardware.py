@@ -66,6 +66,7 @@ class Numbers(Section):
     links: PositiveFraction | None = None
     overlap: Fraction | None = None
     launches: PositiveFloat | None = None
+    gathers: PositiveFloat | None = None
     host_link: PositiveFloat | None = None
     latency: PositiveFloat | None = None
     network_latency: PositiveFloat | None = None
@@ -222,6 +223,8 @@ class Gpu:
     """Bytes per second that it sends to other GPUs of its host."""
     network: float
     """Bytes per second that it sends to other hosts: its share of the host's adapters."""
+    asynchronous: bool = True
+    """Whether the host only starts operations. A processor computes them itself."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +262,8 @@ class Efficiency:
     """The same for each sequence of the batch."""
     rest: float
     """Seconds of a step outside its calls, as a share of the seconds of its calls."""
+    gathers: float = 0.0
+    """Seconds of the host to gather or reduce the sharded weights of a layer; 0 if not measured."""
 
     def of_product(self, *sides: float) -> float:
         """Return the share of the peak of products with these sides."""
@@ -341,11 +346,15 @@ def made(file: HardwareFile, origin: str) -> Hardware:
     values = {name: value for name, (value, _) in numbers.items()}
     memory = values.get("memory_gib")
     rates = {one.name: values[one.name] for one in fields(Gpu) if one.name in values}
-    plain = {one.name: values[one.name] for one in fields(Efficiency)}
+    plain = {one.name: values[one.name] for one in fields(Efficiency) if one.name in values}
     fused = {name: values.get(f"fused_{name}", value) for name, value in plain.items()}
     return Hardware(
         file.hardware,
-        Gpu(None if memory is None else round(memory * GIB), **rates),
+        Gpu(
+            None if memory is None else round(memory * GIB),
+            **rates,
+            asynchronous=file.hardware != CPU,
+        ),
         Efficiency(**plain),
         Efficiency(**fused),
         numbers,

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from slurmrl.config.allocation import Allocation
 from slurmrl.plan.dataflow import Head
 from slurmrl.plan.estimates.hardware import HALF, Machine
+from slurmrl.plan.estimates.memory import FLOAT32
 from slurmrl.plan.estimates.shape import (
     ModelShape,
     Parameters,
@@ -58,10 +59,15 @@ class PassJob:
     """Bytes that the optimizer moves for each element that a rank has."""
     offloaded: bool = False
     """Whether weights and optimizer state are in the host's memory."""
+    small: bool = False
+    """Whether sharded weights are gathered and reduced as one unit, once for an optimizer step."""
 
 
 REDUCED: Final = 4
 """Bytes of an element of a gradient of keys and values that another rank computed."""
+SMALL_BYTES: Final = 256 * 2**20
+"""Most bytes in float32 of a model whose sharded weights are one unit: holding all parameters and
+gradients costs less than the collectives and hooks of many units."""
 REPEATED: Final[Mapping[str, float]] = {"off": 0.0, "selective": 0.5, "full": 1.0}
 """Share of a layer's forward pass that activation checkpointing repeats."""
 
@@ -101,7 +107,18 @@ def _passes(job: PassJob, machine: Machine, *, trained: bool) -> dict[str, float
     microbatches = max(job.tokens / tokens, 1.0)
     found = {cause: seconds * microbatches for cause, seconds in once.items()}
     found["bubble"] = sum(once.values()) * (pp - 1) / job.virtual
+    if job.small:
+        found["weights"] += _whole(job, machine, trained=trained)
     return found
+
+
+def _whole(job: PassJob, machine: Machine, *, trained: bool) -> float:
+    """Seconds to gather all weights at once and to reduce their gradients, which nothing hides."""
+    units = 2 if trained and not job.frozen else 1
+    sent = 1 + (FLOAT32 / job.width if units > 1 else 0.0)
+    weights = parameters(job.shape, job.allocation, job.head)
+    host = machine.efficiency.gathers * (job.shape.layers + 1) * units
+    return _gathered(job, machine, weights) * sent + (host if _copies(job) > 1 else 0.0)
 
 
 def _head(job: PassJob, machine: Machine, tokens: float, *, trained: bool) -> dict[str, float]:
@@ -134,11 +151,15 @@ def _layer(
     busy = products + attention + elementwise
     launched = rates.launches * (forward + (2 if trained else 0))
     weights = layer_parameters(job.shape, job.allocation, moe=moe)
-    moved = _gathered(job, machine, weights) * _gathers(job, trained=trained)
+    moved = 0.0
+    if job.sharded and not job.small and _copies(job) > 1:
+        moved = _gathered(job, machine, weights) * _gathers(job, trained=trained)
+        launched += rates.gathers * (1 if not trained else 2 if job.frozen else 3)
+    hidden = busy if machine.gpu.asynchronous else 0.0
     found = {
         "products": products,
         "attention": attention,
-        "elementwise": elementwise + max(launched - busy, 0.0),
+        "elementwise": elementwise + max(launched - hidden, 0.0),
         "communication": _exchanged(job, machine, own, moe=moe) * (forward + int(trained))
         + _passed_on(job, machine, own, attention, forward=forward, trained=trained),
         "weights": moved - min(moved * rates.overlap, busy),
@@ -150,11 +171,16 @@ def _layer(
     return found
 
 
-def _gathers(job: PassJob, *, trained: bool) -> int:
+def _gathers(job: PassJob, *, trained: bool) -> float:
     """Times that a layer's weights move: for each pass, and in float32 as gradients."""
     if not trained:
         return 1
-    return 2 if job.frozen else 4
+    return 2 if job.frozen else 2 + FLOAT32 / job.width
+
+
+def _copies(job: PassJob) -> int:
+    """Ranks over which weights are sharded."""
+    return job.allocation.sizes["dp"] * job.allocation.sizes["cp"]
 
 
 def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
@@ -206,12 +232,13 @@ def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> floa
     shape, sizes = job.shape, job.allocation.sizes
     tp, cp, ep, etp = sizes["tp"], sizes["cp"], sizes["ep"], expert_tp(job.allocation)
     seconds = 0.0
+    waits = not machine.gpu.asynchronous  # the share of GPUs' links has the latency
     if tp > 1:  # two sums over the ranks, each sends and receives every element
         sent = 4 * own * shape.hidden * job.width * (tp - 1) / tp
-        seconds += sent / machine.ring(tp, 1)
-    if cp > 1 and not passes_keys(shape, job.allocation):
+        seconds += sent / machine.ring(tp, 1) + 2 * waits * machine.latency(tp, 1)
+    if cp > 1 and not passes_keys(shape, job.allocation):  # queries, keys, values, result
         sent = 2 * own * (shape.queries + shape.keys) / tp * job.width * (cp - 1) / cp
-        seconds += sent / machine.exchange(cp, tp)
+        seconds += sent / machine.exchange(cp, tp) + 4 * waits * machine.latency(cp, tp)
     if moe and ep > 1:
         tokens = own * shape.experts_per_token / (tp // etp)
         sent = 2 * tokens * shape.hidden * job.width * (ep - 1) / ep
@@ -247,9 +274,8 @@ def _passed_on(
 
 def _gathered(job: PassJob, machine: Machine, weights: Parameters) -> float:
     """Seconds to gather the shards of a layer's weights."""
-    sizes = job.allocation.sizes
-    copies = sizes["dp"] * sizes["cp"]
+    copies = _copies(job)
     if not job.sharded or copies == 1:
         return 0.0
     sent = weights.total * job.width * (copies - 1) / copies
-    return sent / machine.ring(copies, sizes["tp"])
+    return sent / machine.ring(copies, job.allocation.sizes["tp"])

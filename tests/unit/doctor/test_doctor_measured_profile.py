@@ -34,6 +34,7 @@ TRUE = {
     "attention": 0.4,
     "traffic": 150.0,
     "launches": 1e-3,
+    "gathers": 5e-4,
     "token": 2e-4,
     "row": 3e-5,
     "file_create_s": 2e-3,
@@ -54,16 +55,19 @@ def machine(numbers: Mapping[str, float]) -> Machine:
     return Machine(hardware.gpu, 2, hardware.efficiency)
 
 
-def forward(numbers: Mapping[str, float], tokens: int, length: int) -> float:
+def forward(
+    numbers: Mapping[str, float], tokens: int, length: int, layout: str = "fsdp:d1"
+) -> float:
     job = PassJob(
         shape=shape(),
-        allocation=parse("fsdp:d1"),
+        allocation=parse(layout),
         head="value",
         tokens=tokens,
         length=length,
         microbatch=tokens,
         width=4,
-        sharded=False,
+        sharded=layout != "fsdp:d1",
+        small=True,
     )
     return sum(inference(job, machine(numbers)).values())
 
@@ -100,9 +104,14 @@ def points(numbers: Mapping[str, float]) -> list[dict[str, Any]]:
             found.append({"what": what, **place, "seconds": seconds})
     both = {"gather": 0.01, "product": 0.02, "seconds": 0.03 - 0.01 * numbers["overlap"]}
     found.append({"what": "overlap", **both})
-    for tokens, length in ((1024, 1024), (1024, 32), (1, 1)):
+    for tokens, length in ((1024, 1024), (1024, 32)):
         seconds = forward(numbers, tokens, length)
         found.append({"what": "forward", "tokens": tokens, "length": length, "seconds": seconds})
+    reads = {**numbers, "half_side": 1e-3}  # the products of one token only read the weights
+    one = {"what": "forward", "tokens": 1, "length": 1}
+    found.append({**one, "seconds": forward(reads, 1, 1)})
+    sharded = {"what": "sharded", "place": "host", "ranks": 2}
+    found.append({**sharded, "seconds": forward(reads, 1, 1, "fsdp:d2")})
     for rows in (1, 16):
         seconds = generate(numbers, rows, 32)
         found.append({"what": "generate", "rows": rows, "tokens": 32, "seconds": seconds})

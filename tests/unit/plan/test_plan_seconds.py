@@ -147,6 +147,32 @@ def test_pipeline_stages_do_not_speed_up_a_single_sequence() -> None:
     assert decode("vllm:d1p4", values=MOE, **one) > decode("vllm:d1", values=MOE, **one)
 
 
+def test_small_model_gathers_its_weights_once_a_step() -> None:
+    """More micro-batches gather a large model again, layer by layer."""
+    few, many = ({"microbatch": tokens, "tokens": 65536} for tokens in (65536, 8192))
+    once, again = (training(job("fsdp:d8", small=True, **one), H100) for one in (few, many))
+    assert once["weights"] == pytest.approx(again["weights"])
+    layers = [training(job("fsdp:d8", **one), H100)["weights"] for one in (few, many)]
+    assert layers[1] > layers[0]
+    alone = training(job("fsdp:d1", small=True, **few), H100)
+    assert alone["weights"] == 0
+
+
+def test_processor_pays_for_each_gather_and_start_and_a_gpu_hides_them() -> None:
+    rates = replace(H100.efficiency, gathers=1e-3, launches=1e-3)
+    gpu = Machine(H100.gpu, 8, rates)
+    cpu = Machine(replace(H100.gpu, asynchronous=False), 8, rates)
+    free = Machine(cpu.gpu, 8, replace(rates, gathers=0.0, launches=1e-9))
+    one = {"tokens": 65536, "microbatch": 65536}
+    for small, gathers in ((True, 33), (False, 32)):
+        given = job("fsdp:d8", small=small, **one)
+        more = sum(inference(given, cpu).values()) - sum(inference(given, free).values())
+        assert more == pytest.approx((gathers + 32) * 1e-3)
+    large = job("fsdp:d8", **one)
+    hidden = sum(inference(large, gpu).values())
+    assert hidden == pytest.approx(sum(inference(large, H100).values()), rel=0.01)
+
+
 def test_efficiency_of_a_product_grows_with_its_smallest_side() -> None:
     rates = H100.efficiency
     assert rates.of_product(128, 8192) < rates.of_product(4096, 8192) < rates.products
