@@ -223,7 +223,7 @@ def _cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit
         for each in whole
         if each not in dims and each not in linear_biases and each.startswith(tuple(blocks))
     }
-    heads = getattr(inner.config.get_text_config(), "num_attention_heads", None)
+    heads = inner.config.get_text_config().to_dict().get("num_attention_heads")
     for each in sorted(between - of_parts):
         if len(whole[each]) > 1 or whole[each][0] == heads:  # would meet the heads of one rank
             raise UsageError(
