@@ -136,8 +136,11 @@ def _experts(files: FolderTensors, name: str, part: TensorPart) -> Tensor | None
             axis = 1 if kind == "w2_weight" else 0
             if spec.shape[axis] % part.of:
                 return None
-            whole = as_tensor(files.read(source, Box.whole(spec.shape)), spec.dtype)
-            matrices.append(whole.chunk(part.of, axis)[part.rank])
+            size = [*spec.shape]
+            size[axis] //= part.of
+            start = [part.rank * size[axis] if each == axis else 0 for each in range(len(size))]
+            own_part = Box(tuple(start), tuple(size))
+            matrices.append(as_tensor(files.read(source, own_part), spec.dtype))
         found.append(torch.cat(matrices))
     return torch.stack(found)
 

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from slurmrl.rollouts.generation.weight_checks import (
     parameter,
     sha256,
 )
+from slurmrl.tensors.layout import Box
 
 CPU = torch.device("cpu")
 LAYER = "model.layers.0"
@@ -128,9 +130,13 @@ def test_checksums_of_parameters_on_gpus_are_sglangs(
     [("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))],
 )
 def test_experts_are_stacked_and_split_as_servers_do(
-    tmp_path: Path, block: str, names: tuple[str, ...], of: int
+    tmp_path: Path,
+    block: str,
+    names: tuple[str, ...],
+    of: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each tensor rank has a part of the inner units of every expert. Five ranks cannot."""
+    """Each tensor rank reads a part of the inner units of every expert. Five ranks cannot."""
     prefix = f"{LAYER}.{block}.experts"
     shapes = dict(zip(names, ((12, 8), (12, 8), (8, 12)), strict=True))
     made = {
@@ -141,6 +147,13 @@ def test_experts_are_stacked_and_split_as_servers_do(
     save_file(made, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     files = open_folder(tmp_path)
+    read, sizes = files.read, set()
+
+    def counted(name: str, box: Box) -> Any:
+        sizes.add(box.count)
+        return read(name, box)
+
+    monkeypatch.setattr(files, "read", counted)
     for rank in range(of):
         part = TensorPart(rank, of)
         both = parameter(files, CONFIG, f"{prefix}.w13_weight", part)
@@ -155,6 +168,7 @@ def test_experts_are_stacked_and_split_as_servers_do(
             assert torch.equal(both[expert], rows)
             columns = made[f"{prefix}.{expert}.{names[2]}.weight"].chunk(of, dim=1)[rank]
             assert torch.equal(down[expert], columns)
+    assert sizes == {8 * 12 // of}
     assert parameter(files, CONFIG, f"{prefix}.w2_weight", TensorPart(0, 5)) is None
 
 
