@@ -13,6 +13,7 @@ from slurmrl.config.allocation.allocation import AXES, AXIS_OF
 from slurmrl.config.schema import Model, ParallelSizes
 from slurmrl.errors import AllocationError
 from slurmrl.plan.checks.fit import Fit, check
+from slurmrl.plan.checks.model_sources import hf_problems
 from slurmrl.plan.dataflow import Call
 from slurmrl.plan.engine_rules import ENGINES, HF, can
 from slurmrl.plan.estimates.call_costs import (
@@ -174,11 +175,9 @@ def _variants(
 
 def _allowed(model: Model, allocation: Allocation, *, generates: bool) -> bool:
     """Return whether an engine supports the model's settings."""
-    engine, sizes = allocation.backend, allocation.sizes
+    engine = allocation.backend
     if model.implementation == HF:
-        return can(engine, "transformers") and all(
-            sizes[axis] == 1 for axis in AXES if axis != "dp"
-        )
+        return not hf_problems(model, allocation, split=can(engine, "training"))
     if can(engine, "rollouts"):  # it gets merged weights, and keeps none on the CPU
         return True
     needs = {

@@ -16,7 +16,7 @@ from slurmrl.config.schema import Config, Model, ParallelSizes, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import ConfigError, Problem, UnreadableInputError, UsageError
 from slurmrl.plan.checks import Draft
-from slurmrl.plan.engine_rules import can, lacking
+from slurmrl.plan.engine_rules import HF, can, lacking
 from slurmrl.plan.estimates import call_costs
 from slurmrl.plan.estimates.call_costs import Checked, Variant, memories, placed_models
 from slurmrl.plan.estimates.hardware import GIB, hardware_of
@@ -97,11 +97,12 @@ def _divisions(fit: Fit) -> Found:
     ]
     if shape.expert_layers < shape.layers:
         split.append(("tp", f"t{tp}", tp, "intermediate_size", shape.inner))
-    if shape.expert_layers and allocation.experts is None:
+    shares = fit.model.implementation == HF  # ranks have some experts, and these whole
+    if shape.expert_layers and allocation.experts is None and not shares:
         split.append(("tp", f"t{tp}", tp, "the inner size of experts", shape.expert_inner))
     if not can(allocation.backend, "head_copies"):
         split.append(("tp", f"t{tp}", tp, "num_key_value_heads", shape.kv_heads))
-    if shape.experts:
+    if shape.experts and not shares:
         etp = allocation.etp
         split.append(("etp", f"t{etp}", etp, "moe_intermediate_size", shape.expert_inner))
     for axis, name, size, what, number in split:

@@ -95,9 +95,9 @@ def implementations(draft: Draft) -> Iterator[Problem]:
         if model.implementation != "hf" or allocation is None:
             continue
         where = role if draft.writes(role, "implementation") else "actor"
-        reasons = _hf_problems(model, allocation)
+        reasons = hf_problems(model, allocation)
         if where == "actor" and role != "actor" and not draft.writes(role, "backend"):
-            known = _hf_problems(draft.config.actor, allocation)
+            known = hf_problems(draft.config.actor, allocation)
             where, reasons = role, [each for each in reasons if each not in known]
         for reason in reasons:
             yield draft.refuse((where, "implementation"), f": {reason}", "hf")
@@ -105,12 +105,16 @@ def implementations(draft: Draft) -> Iterator[Problem]:
     if rollout is not None and draft.config.actor.implementation == "hf":
         # Only the trainers' processes form the groups that tensor ranks compute in.
         split = draft.config.rollout.tasks is None and not BACKENDS[rollout.backend].serves
-        for reason in _hf_problems(draft.config.actor, rollout, split=split):
+        for reason in hf_problems(draft.config.actor, rollout, split=split):
             text = f" with actor.implementation hf: {reason}"
             yield draft.refuse((ROLLOUTS, "backend"), text, str(rollout))
 
 
-def _hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
+def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
+    """Return why a model of transformers cannot run on an allocation.
+
+    ``split``: whether its ranks can compute together as tensor ranks.
+    """
     if reason := lacking(allocation.backend, "transformers"):
         return [reason]
     allowed = "dt" if split else "d"

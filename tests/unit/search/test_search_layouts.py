@@ -144,6 +144,22 @@ def test_nothing_that_is_learned_changes(config: Path) -> None:
         assert all(getattr(after.actor, name) == getattr(before.actor, name) for name in kept)
 
 
+@pytest.mark.parametrize(("heads", "tensor_ranks"), [(8, {1, 2, 4}), (2, {1, 2})])
+def test_models_of_transformers_get_tensor_ranks_that_fit(
+    config: Path, heads: int, tensor_ranks: set[int]
+) -> None:
+    """Each key and value head is on one rank."""
+    overrides = (
+        "algorithm.name=grpo",
+        "actor.implementation=hf",
+        f"actor.architecture.num_key_value_heads={heads}",
+        "actor.architecture.num_hidden_layers=4",
+        "actor.architecture.vocab_size=32000",
+    )
+    found = answers(config, *overrides, engines=frozenset({"fsdp"}), results=50, gpus=(4,))
+    assert {parse(one.backends["actor"]).sizes["tp"] for one in found} == tensor_ranks
+
+
 def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
     overrides = ("algorithm.name=grpo", "rollout.tasks={}", "rollout.backend=vllm:d4")
     for one in answers(config, *overrides, gpus=(16,)):
