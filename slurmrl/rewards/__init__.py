@@ -1,7 +1,7 @@
 """Reward functions: rules that score completions.
 
-A new rule = one class (see ``rules.py``) plus one line below; a user's own function or class
-is named ``package.module:name`` in the configuration and needs neither (docs/rewards.md).
+To add a rule, add a class (see ``rules.py``) and a line to the table below. A user's own function
+or class needs neither: the configuration names it ``package.module:name`` (docs/rewards.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REWARDS = Registry(
 
 
 def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> CheckedReward:
-    """Make the function of a name in the table or of ``module:name``.
+    """Make the function for a name in the table or for ``module:name``.
 
     :param cores: CPU cores that it may use; default: the cores of this process.
 

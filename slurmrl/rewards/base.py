@@ -24,13 +24,13 @@ class RewardFunction(ABC):
     ) -> list[float]:
         """Return one score per completion.
 
-        A row is a line of the dataset, with the text of its answer under ``answer``.
+        A row is a line of the dataset, with its answer (a string) under ``answer``.
         """
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the reason why each row cannot be scored, "" if it can.
 
-        Called at submission, so torch must not be imported.
+        It is called at submission, so it must not import torch.
         """
         return [""] * len(rows)
 

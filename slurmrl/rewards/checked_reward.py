@@ -1,4 +1,4 @@
-"""The configured reward function behind one calling convention, with its scores checked."""
+"""Calls of the configured reward function by one calling convention, with checks of its scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PER_COMPLETION: Final = (
     "model_scores",
 )
 MODEL_SCORES: Final = "model_scores"
-"""The argument that exists only if a reward model scores the completions."""
+"""Argument that exists only if a reward model scores the completions."""
 PER_CALL: Final = ("step", "evaluation")
 """Arguments that a reward may request by the names of its parameters (docs/rewards.md)."""
 Stats = dict[str, tuple[float, float]]
@@ -35,7 +35,7 @@ NO_EXTRAS: Final[Extras] = {}
 
 
 class CheckedReward:
-    """A function, or an instance of a class with the methods of `RewardFunction`.
+    """A function, or an instance of a class with methods of `RewardFunction`.
 
     Functions and methods may be ``async``; all run in one event loop.
 
@@ -57,7 +57,7 @@ class CheckedReward:
             self._object.cores = cores
 
     def wanted(self) -> Sequence[str]:
-        """The names of the additional arguments that it asks for."""
+        """The names of the additional arguments that the function requests."""
         return self._wanted
 
     def score(
@@ -68,7 +68,7 @@ class CheckedReward:
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
     ) -> list[float]:
-        """One finite score per completion; ``places`` are the rows' source lines, for messages.
+        """Return one finite score per completion; ``places`` are the rows' lines, for messages.
 
         :raises RewardError: invalid scores, a row that cannot be scored, or an additional argument
             that is not in ``extras``.
@@ -174,7 +174,7 @@ def _constructed(name: str, kind: type, options: Mapping[str, Any]) -> Any:
 def _check_call(
     name: str, function: Callable[..., Any], keywords: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Check the signature; return the names of the additional arguments that it asks for."""
+    """Check the signature; return the names of the additional arguments that it requests."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a built-in function without a signature
@@ -196,7 +196,7 @@ def _check_call(
 
 
 def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters after the first three that have the name of an additional argument.
+    """Return parameters after the first three whose names are names of additional arguments.
 
     A value in the options takes precedence.
     """
@@ -207,7 +207,7 @@ def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tup
 
 
 def of_completion(extras: Extras, indices: Sequence[int]) -> Extras:
-    """The additional arguments of some completions."""
+    """Return the additional arguments of some of the completions."""
     return {
         name: value if name in PER_CALL else [value[index] for index in indices]
         for name, value in extras.items()

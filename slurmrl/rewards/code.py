@@ -19,9 +19,9 @@ from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPoo
 logger = log.get(__name__)
 
 GRACE_S = 10.0
-"""How long after the time limit of a program a sandbox may take to answer."""
+"""Seconds that a sandbox may take to answer after the time limit of a program."""
 MOST_RESULT_BYTES = 8 << 20
-"""Most bytes of results in one reply. As JSON they may be six times as long."""
+"""Maximum bytes of results in one reply. As JSON, they may be six times as long."""
 MOST_CASES = 1 << 30
 LOADER = """\
 import json, os
@@ -33,10 +33,10 @@ space = {"__name__": "sandbox"}
 exec(compile(setup["source"], "code_sandbox.py", "exec"), space)
 space["main"](setup["settings"])
 """
-"""Reads the sandbox's source from the first line of its input, and runs it."""
+"""Program that reads the sandbox's source from the first line of its input, and runs it."""
 MOST_REPLY_BYTES = 64 << 20
 Namespaces = Literal["auto", "required", "off"]
-"""Whether programs are isolated by Linux namespaces: ``auto`` where possible."""
+"""Whether Linux namespaces isolate programs; ``auto``: if possible."""
 MISSING = {
     "network": "they can use the network",
     "files": "they can change the user's files",
@@ -54,8 +54,8 @@ class CodeReward(RewardFunction):
         beginning of the function that a model completes.
     :param score: ``all``: 1 if all tests pass; ``share``: the share of tests that pass.
     :param test_timeout_s: seconds for one test.
-    :param timeout_s: seconds for all tests of a completion; the others fail.
-    :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
+    :param timeout_s: seconds for all tests of a completion; tests that remain then fail. :param
+    batch_timeout_s: seconds after which all remaining completions of a call score 0 and
         count as ``reward_unjudged``.
     :param memory_mib: address space of each process of a program.
     :param files_mib: size of its private folder, and of a file.
@@ -128,7 +128,7 @@ class CodeReward(RewardFunction):
         ]
         runs = [_Run(program, usable[id(row)]) for program, row in zip(programs, rows, strict=True)]
         deadline = time.monotonic() + self._batch_timeout_s
-        if not self._share:  # most wrong programs fail the first test already
+        if not self._share:  # most wrong programs fail the first test
             self._advance(runs, 1, deadline)
         self._advance(runs, MOST_CASES, deadline)
         self._judged = len(runs)
@@ -140,7 +140,7 @@ class CodeReward(RewardFunction):
         return [run.score(share=self._share) for run in runs]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Rows without tests, or with tests in no known form."""
+        """Return why rows cannot be scored: they have no tests, or tests in no known form."""
         problems = []
         for index, row in enumerate(rows):
             try:
@@ -206,7 +206,7 @@ class CodeReward(RewardFunction):
         return text
 
     def _check_protections(self) -> None:
-        """Report once the attacks that the sandboxes here cannot prevent.
+        """Log once the attacks that sandboxes on this host cannot prevent.
 
         :raises UsageError: namespaces are required and something is missing.
         """
@@ -251,7 +251,7 @@ class _Run:
         if isinstance(reply, Unanswered):
             self.unjudged = reply.why
             return
-        results = zip(cases, reply["results"], strict=False)  # it may have stopped early
+        results = zip(cases, reply["results"], strict=False)  # the sandbox may have stopped early
         passed = sum(case.passed(result) for case, result in results)
         self._passed += passed
         self._failed = self._failed or passed < len(cases)
@@ -271,7 +271,7 @@ def sandbox_program(
     max_processes: int,
     namespaces: Namespaces,
 ) -> PoolProgram:
-    """A process that runs programs (see `CodeReward` for the settings).
+    """Return the program of a process that runs programs (see `CodeReward` for the settings).
 
     :raises UsageError: a limit or ``namespaces`` is not allowed.
     """
@@ -314,7 +314,7 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_isolation(user: str, facts: Mapping[str, Any], *, required: bool) -> None:
-    """Report the attacks that a sandbox cannot prevent here, given its own report.
+    """Return the attacks that a sandbox cannot prevent here, according to its own report.
 
     :raises UsageError: isolation is ``required`` and something is missing.
     """

@@ -20,12 +20,12 @@ from slurmrl.rewards.code_sandbox import preamble
 from slurmrl.rewards.code_tests import PROGRAM_MODULES, runnable
 
 KEYS: Final = ("tests", "input_output", "test_list", "test")
-"""Where the tests of a row are looked for."""
+"""Keys of a row that may have its tests, in order."""
 MOST_EXPECTED: Final = 1 << 20
-"""Most characters of an expected output."""
+"""Maximum number of characters of an expected output."""
 SPARE_BYTES: Final = 4096
 TOLERANCE: Final = 1e-6
-"""Relative and absolute, between numbers of which one has a fraction or an exponent."""
+"""Relative and absolute tolerance between numbers of which one has a fraction or an exponent."""
 NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 FENCE: Final = re.compile(
     r"(?:^(?P<indent>[ \t]+))?(?P<fence>```|~~~)"
@@ -33,20 +33,20 @@ FENCE: Final = re.compile(
     r"\r?\n(?P<body>.*?)(?:\n?[ \t]*(?(indent)|(?<![ \t]{4}))(?P=fence)|\Z)",
     re.DOTALL | re.MULTILINE,
 )
-"""A block of Markdown. Behind its language there may be more: ```` ```python title="a.py" ````.
-A fence in a docstring, after four spaces, does not end it."""
+"""Pattern of a code block of Markdown, whose language other words may follow: ```` ```python
+title="a.py" ````. A fence in a docstring, after four spaces, does not end it."""
 PYTHON: Final = re.compile(r"py3?|python(3(\.\d+)*)?", re.IGNORECASE)
-"""The languages of blocks that hold Python."""
+"""Pattern of the languages of blocks with Python code."""
 BEGIN: Final = re.compile(r"^[ \t]*\[(?:BEGIN|PYTHON)\][ \t]*\n?", re.MULTILINE)
 DONE: Final = re.compile(r"^[ \t]*\[(?:DONE|/PYTHON)\]", re.MULTILINE)
-"""Lines around a program in the prompts of MBPP and of Code Llama."""
+"""Pattern of lines around a program in the prompts of MBPP and Code Llama."""
 READS: Final = re.compile(r"\binput\s*\(|\bstdin\b|\bopen\s*\(\s*0|\bread\s*\(\s*0|\bfileinput\b")
 WRITES: Final = re.compile(r"\bprint\b|\bstdout\b|\bwrite\s*\(")
 DEFINED: Final = re.compile(
     r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]+)?=(?!=)", re.MULTILINE
 )
-"""Definitions, in code that need not be complete: functions, methods and classes, and variables of
-the module."""
+"""Pattern of definitions, in code that need not be complete: functions, methods, classes and
+variables of the module."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Case:
     """One test."""
 
     kind: Literal["script", "call", "check"]
-    """A script reads its input and prints; a function is called; code is run after the program."""
+    """A script reads input and prints; a call calls a function; a check runs code after the
+    program."""
     stdin: str = ""
     function: str = ""
     arguments: Sequence[Any] = ()
@@ -66,13 +67,13 @@ class Case:
 
     @property
     def most_bytes(self) -> int:
-        """Longest output or result that is read; a longer one is wrong."""
+        """Maximum size of the output or result; a larger one is wrong."""
         script = self.kind == "script"
         size = len(self.expected.encode(errors="replace") if script else json.dumps(self.expected))
         return 2 * size + SPARE_BYTES
 
     def request(self) -> dict[str, Any]:
-        """Data for the sandbox, without the expected result."""
+        """Return the data for the sandbox, without the expected result."""
         return {
             "kind": self.kind,
             "stdin": self.stdin,
@@ -94,7 +95,7 @@ class Case:
 
 
 def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
-    """The tests under a key of a row (docs/rewards.md has the forms).
+    """Return the tests under a key of a row (docs/rewards.md has the forms).
 
     :raises UsageError: they have none of the forms.
     """
@@ -110,7 +111,7 @@ def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
 
 
 def _parsed(text: str) -> Any:
-    """The JSON in a string, if it holds an object or a list; else the string."""
+    """Return the JSON in a string if it is an object or a list; else the string."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -119,7 +120,7 @@ def _parsed(text: str) -> Any:
 
 
 def _of_lists(value: Mapping[str, Any]) -> list[Case]:
-    """``{"inputs": […], "outputs": […]}``, of a function with ``"fn_name"``."""
+    """Return the tests in ``{"inputs": […], "outputs": […]}``; ``"fn_name"`` makes them calls."""
     inputs, outputs = value.get("inputs"), value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
         raise UsageError("an object needs the lists inputs and outputs")
@@ -180,7 +181,7 @@ def _bounded(text: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    """A JSON value's type, for a message."""
+    """Return the type of a JSON value, for a message."""
     names = {str: "a text", list: "a list", dict: "an object", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
 
@@ -219,8 +220,8 @@ def _same_word(word: str, wanted: str) -> bool:
 def _close(ours: float, theirs: float) -> bool:
     """Whether two numbers differ by no more than `TOLERANCE`.
 
-    Integers may have any size; numbers with a fraction that are too large for one are equal to
-    none.
+    Integers may have any size. Numbers with a fraction that do not fit into a float equal no
+    number.
     """
     try:
         return not isinf(theirs) and isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
@@ -231,7 +232,7 @@ def _close(ours: float, theirs: float) -> bool:
 def same_value(value: Any, expected: Any) -> bool:
     """Whether a function's result is as expected.
 
-    Some data sets put each expected result in a separate list.
+    Some datasets put each expected result into a list.
     """
     if _equal(value, expected):
         return True
@@ -252,7 +253,7 @@ def _equal(ours: Any, theirs: Any) -> bool:
 
 
 def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
-    """The fenced block of Python that the tests are about; the whole text if there is none.
+    """Return the code block with the program to test; without blocks, the whole string.
 
     Blocks without a language count only if no block is labeled Python. Among several blocks, take
     the last one that defines most of the names in the tests. For tests of printed output, take the
@@ -279,7 +280,7 @@ def program_of(completion: str, cases: Sequence[Case] = ()) -> str:
 
 
 def _completed(code: str, earlier: Sequence[str]) -> str:
-    """Code after the earlier blocks that define or import the names that it lacks."""
+    """Return the code after those earlier blocks that define or import names that it lacks."""
     lacking = _free(_tree(code)) - {*dir(builtins)}
     for block in reversed(earlier):
         tree = _tree(block)
@@ -296,7 +297,7 @@ def _body(block: re.Match[str]) -> str:
 
 
 def _used(case: Case) -> set[str]:
-    """The names that a test may want from the program."""
+    """Return the names that a test may use from the program."""
     if case.kind == "call":
         return {case.function}
     return _free(_tree(case.check)) if case.kind == "check" else set()
@@ -316,7 +317,7 @@ def _imported(tree: ast.Module | None) -> set[str]:
 
 
 def _completeness(code: str, *, reads: bool) -> tuple[bool, bool, bool, bool]:
-    """Return how much code looks like a whole program, not like an output or an example of use.
+    """Return how much code looks like a whole program, not like output or an example of use.
 
     The values say whether it is Python, reads its input if it must, has all names that it uses, and
     prints.
@@ -358,7 +359,7 @@ def _free(tree: ast.AST | None) -> set[str]:
 
 
 def _tree(code: str) -> ast.Module | None:
-    """None if it is not Python."""
+    """Parse code; return None if it is not Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

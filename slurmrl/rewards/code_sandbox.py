@@ -1,9 +1,9 @@
 """The process that runs programs: one JSON request a line in, one JSON reply a line out.
 
 Its source is sent to a Python that may be inside a container (`slurmrl.rewards.code.LOADER`), so it
-imports nothing of slurmrl. Where the kernel allows, it has its own namespaces: no network, a
-read-only file system with one small private folder, and a process table whose processes all die
-with its first one. Elsewhere it reports the missing protections. Each program runs in a forked
+imports nothing of slurmrl. If the kernel allows it, the process has its own namespaces: no network,
+a read-only file system with one small private folder, and a process table whose processes all die
+with its first one. Otherwise it reports the missing protections. Each program runs in a forked
 child with resource limits and without capabilities, and never sees the expected results.
 """
 
@@ -41,8 +41,8 @@ MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 CAPABILITY_VERSION = 0x20080522
 PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
-"""Mount points for the private folder; the first that can be one is taken."""
-SHARED_MEMORY = "/dev/shm"  # where the semaphores of multiprocessing lie
+"""Possible mount points for the private folder; the first one that works is used."""
+SHARED_MEMORY = "/dev/shm"  # multiprocessing has its semaphores here
 VARIABLES = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
@@ -54,9 +54,9 @@ NAMED: tuple[str, ...] = ("abc", "dataclasses", "decimal", "enum", "fractions", 
 NAMED += ("random", "string", "copy", "datetime", "typing", "collections", "heapq", "bisect")
 NAMED += ("itertools", "functools", "math")
 MODULES = {*NAMED, "io", "json", "operator", "os", "re", "sys", "time"}
-"""Names that programs have without an import; for `NAMED` modules, ``import *`` names too."""
+"""Modules that programs have without an import; of `NAMED` modules, also all their names."""
 LAST_BYTES = 2000
-"""Bytes at the end of standard error from which the reason of a failure is taken."""
+"""Number of bytes at the end of standard error in which to look for the reason of a failure."""
 
 
 class Sandbox:
@@ -65,11 +65,11 @@ class Sandbox:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self.network = self.files = self.process_table = False
-        """Isolated resources."""
+        """Whether each of these resources is isolated."""
         if settings["namespaces"]:
             self._enter_namespaces()
         self._kept: dict[str, list[tuple[str, int]]] = {}
-        """Folders of this interpreter below each mount point, with descriptors of them."""
+        """The folders of this interpreter below each mount point, with their descriptors."""
         self._memory_folders = self._find_memory_folders()
         self._root = os.getuid() == 0
         self._own_proc = self.process_table and self._mount("proc", "/proc", "proc")
@@ -79,20 +79,20 @@ class Sandbox:
             _write("/proc/self/oom_score_adj", "1000")
 
     def protections(self) -> dict[str, bool]:
-        """The kernel does not limit root's processes; they are counted in a process table."""
+        """Return the active protections; root's processes are limited only by a process table."""
         counted = self._own_proc or not self._root
         return {"network": self.network, "files": self.files, "processes": counted}
 
     # -- isolation ---------------------------------------------------------------------------
 
     def _enter_namespaces(self) -> None:
-        """Return in the first process of a new process table. Its parent waits for it."""
+        """Enter namespaces and return in a new process table's first process; its parent waits."""
         wanted = NEW_MOUNTS | NEW_PIDS | NEW_NET | NEW_IPC
         if _works_in_child(lambda: _enter_own_users(wanted)):
             _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of credentials has undone it
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of credentials has undone this
         child = os.fork()
         if child:
             os.close(0)
@@ -105,8 +105,8 @@ class Sandbox:
     def _find_memory_folders(self) -> list[str]:
         """Make the file system read-only, if possible, and return mount points for memory.
 
-        Small file systems in memory can be mounted there. The mount point for the private folder
-        comes first. There are none if its file system cannot be mounted.
+        The mount points are for small file systems in memory, the one for the private folder first.
+        The result is empty if no such file system can be mounted.
         """
         if not self.process_table or LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) != 0:
             return []
@@ -129,14 +129,14 @@ class Sandbox:
         return True
 
     def _mount_memory(self, place: str) -> bool:
-        """Mount an empty file system that holds only this interpreter's folders, read-only."""
+        """Mount a file system that has only this interpreter's folders, read-only."""
         place = os.path.realpath(place)
         options = f"size={self._settings['files_bytes']},mode=700"
         if not self._mount("tmpfs", place, "tmpfs", options):
             return False
         for path, folder in self._kept[place]:
             os.makedirs(path)
-            os.fchdir(folder)  # its path is hidden
+            os.fchdir(folder)  # the mount hides the path
             if LIBC.mount(b".", path.encode(), None, MS_BIND | MS_REC, None) != 0:
                 LIBC.umount2(place.encode(), MNT_DETACH)
                 return False
@@ -185,7 +185,7 @@ class Sandbox:
     def _private_folder(self) -> Iterator[str]:
         """Yield an empty folder, and remove it with all files that the program has put there.
 
-        In memory, it has a separate mount: the next program finds no files of this one.
+        In memory, each program gets a separate mount, so it finds no files of earlier programs.
         """
         mounted: list[str] = []
         try:
@@ -198,14 +198,14 @@ class Sandbox:
                 yield folder
             finally:
                 if not mounted:
-                    with suppress(RecursionError):  # too deep for rmtree
+                    with suppress(RecursionError):  # the folders are too deep for rmtree
                         shutil.rmtree(folder, ignore_errors=True)
         finally:
             for place in mounted:
                 LIBC.umount2(place.encode(), MNT_DETACH)
 
     def _watch(self, child: int, timeout_s: float) -> str:
-        """Wait for the program; return why it failed, "" if it did not."""
+        """Wait for the program; return why it failed, or "" if it succeeded."""
         pidfd = os.pidfd_open(child)
         deadline = time.monotonic() + timeout_s
         step_s = WATCH_S if self._root and self._own_proc else timeout_s
@@ -217,7 +217,7 @@ class Sandbox:
                     return "too many processes"
         finally:
             os.close(pidfd)
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its number stays reserved
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its pid stays reserved
         if ended is None or ended.si_code != os.CLD_EXITED:
             return f"signal {ended.si_status if ended else 0}"
         return f"exit code {ended.si_status}" if ended.si_status else ""
@@ -226,14 +226,14 @@ class Sandbox:
         return sum(name.isdigit() for name in os.listdir("/proc")) if self._own_proc else 0
 
     def _kill_all(self, child: int) -> None:
-        """Kill and reap the program and every process that it has left."""
+        """Kill and reap the program and every process that it started."""
         is_init = self.process_table and os.getpid() == 1
         if not is_init:
             with suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
         with suppress(ChildProcessError):
             while True:
-                for pid in (-1,) if is_init else _children():  # -1: all other processes
+                for pid in (-1,) if is_init else _children():  # -1 means all other processes
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 while os.waitpid(-1, 0 if is_init else os.WNOHANG)[0]:
@@ -280,7 +280,7 @@ class Sandbox:
         settings = self._settings
         seconds = int(timeout_s) + 2
         processes = settings["most_processes"]
-        if not self.process_table:  # then the limit counts all processes of the user
+        if not self.process_table:  # without it, the limit counts all processes of the user
             processes += _threads_of_user()
         limits = {
             resource.RLIMIT_CPU: seconds,
@@ -302,7 +302,7 @@ class Sandbox:
 
 @cache
 def preamble() -> dict[str, Any]:
-    """The names that programs have without importing them, as in public harnesses."""
+    """Return the names that programs have without imports, as in public test harnesses."""
     modules = {name: import_module(name) for name in MODULES}
     names: dict[str, Any] = {}
     for module in (modules[name] for name in NAMED):
@@ -328,7 +328,7 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
     if kind == "script":
         try:
             _execute_text(program, "main.py", space)
-        finally:  # as the interpreter does at its end, after sys.exit() too
+        finally:  # as the interpreter does when it exits, even by sys.exit()
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             _flush(space)
@@ -348,20 +348,20 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
 
 
 def _flush(space: dict[str, Any]) -> None:
-    """Flush the program's files, as the interpreter does at its end."""
+    """Flush the program's files, as the interpreter does when it exits."""
     for file in (sys.stdout, sys.__stdout__, *space.values()):
-        with suppress(ValueError):  # closed, or its buffer was detached
+        with suppress(ValueError):  # the file is closed, or its buffer was detached
             if isinstance(file, io.IOBase):
                 file.flush()
 
 
 def _run_tests(code: str, module: types.ModuleType) -> None:
-    """Run code after the program as main module; any use of ``unittest`` needs passing tests."""
+    """Run test code after the program, as main module; if it uses ``unittest``, tests must pass."""
     module.__name__ = "__main__"
     sys.modules.update(__main__=module, solution=module)
     if "unittest" in code:
         for name in [name for name in sys.modules if name.partition(".")[0] == "unittest"]:
-            del sys.modules[name]  # which the program may have changed
+            del sys.modules[name]  # the program may have changed it
         _check_unittest()
     _execute_text(code, "tests.py", module.__dict__)
 
@@ -377,7 +377,7 @@ def _check_unittest() -> None:
         raise AssertionError(f"tests failed: {result}")
 
     def returning(program: Any) -> None:
-        program.exit = False  # nothing would be left to report the result
+        program.exit = False  # no process would remain to report the result
         main(program)
 
     unittest.TextTestRunner.run = checked  # type: ignore
@@ -385,7 +385,7 @@ def _check_unittest() -> None:
 
 
 def _execute_text(text: str, name: str, space: dict[str, Any]) -> None:
-    exec(compile(text, name, "exec", dont_inherit=True), space)  # without this file's __future__
+    exec(compile(text, name, "exec", dont_inherit=True), space)  # no __future__ of this file
 
 
 def _result(
@@ -412,13 +412,13 @@ def _result(
 
 
 def _folders_of_interpreter() -> set[str]:
-    """The folders that this interpreter imports from, with and without links in their paths."""
+    """Return the folders from which this interpreter imports, with and without links resolved."""
     paths = filter(os.path.isdir, (sys.prefix, sys.base_prefix, *sys.path))
     return {each(path) for path in paths for each in (os.path.abspath, os.path.realpath)}
 
 
 def _below(place: str, paths: Iterable[str]) -> list[str]:
-    """The paths at or below a place, without those that lie below another one."""
+    """Return the paths at or below a place, without paths below another one of them."""
     found = [place]
     for path in sorted(paths):
         if [each for each in found if f"{path}/".startswith(f"{each}/")] == [place]:
@@ -427,7 +427,7 @@ def _below(place: str, paths: Iterable[str]) -> list[str]:
 
 
 def _enter_own_users(others: int) -> None:
-    """Enter namespaces ``others`` and one of only this user, who may lack files after OSError."""
+    """Enter the namespaces ``others`` and a user namespace; after OSError, files may be lost."""
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(NEW_USER | others) != 0:
         raise OSError(ctypes.get_errno(), "no new namespaces")
@@ -458,7 +458,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _children() -> list[int]:
-    """The children of this process, which adopts those that they leave behind."""
+    """Return the children of this process, including orphans of children, which it adopts."""
     with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
     return []
@@ -479,8 +479,8 @@ def main(settings: dict[str, Any]) -> None:
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    preamble()  # once for all programs
-    methods = vars(context)["_concrete_contexts"]  # a spawned process would not find the program
+    preamble()  # imported once for all programs
+    methods = vars(context)["_concrete_contexts"]  # a spawned process could not import the program
     methods.update(dict.fromkeys(methods, methods["fork"]))
     vars(vars(context)["_default_context"]).update(_default_context=methods["fork"])
     sandbox = Sandbox(settings)

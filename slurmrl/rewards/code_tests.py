@@ -1,4 +1,4 @@
-"""Test code of rows: calls of the tests that nothing calls, and code that tests no program."""
+"""Test code of rows: call tests that nothing calls, and reject code that tests no program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PYTEST_ONLY: Final = ("fixture", "parametrize", "usefixtures", "skip", "skipif",
 """Decorators that only pytest understands."""
 PYTEST_SETUP: Final = ("setup_module", "setup_function", "teardown_module", "teardown_function")
 ENTRY_POINT: Final = re.compile(r"[^\W\d]\w*(\(\))?(\.[^\W\d]\w*)*")
-"""``add``, or ``Solution().add``."""
+"""Pattern of the name of a tested function: ``add`` or ``Solution().add``."""
 CALL_TESTS: Final = """
 
 def _call_tests(tests):
@@ -59,8 +59,8 @@ def _call_tests(tests):
         assert result.wasSuccessful() and result.testsRun > len(result.skipped), result
 
 """
-"""Runs functions and classes as pytest does. Programs lose names of `code_sandbox.preamble` that
-occur in test code, so none of these may occur here."""
+"""Code that runs test functions and classes as pytest does. It must not contain names of
+`code_sandbox.preamble`, because programs lose those that occur in test code."""
 
 CHECK_EQUALITY: Final = """
 
@@ -82,7 +82,7 @@ def _check_equality():
 
 _check_equality()
 """
-"""Fails if a class of the program has objects that pass every comparison."""
+"""Code that fails if a class of the program has objects that equal everything."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Definition = Function | ast.ClassDef
@@ -90,7 +90,7 @@ Definitions = Mapping[str, Definition]
 
 
 def runnable(code: str, entry_point: Any) -> tuple[str, str]:
-    """Return test code, and code after it that calls the tests that it defines and does not call.
+    """Return test code, followed by calls of the tests that it defines but does not call.
 
     :param entry_point: name of the function that HumanEval's ``check`` gets, and that other code
         calls ``candidate``; None if the row has none.
@@ -120,7 +120,7 @@ def runnable(code: str, entry_point: Any) -> tuple[str, str]:
 
 
 def _without_pytest_main(code: str) -> str:
-    """``pytest.main()`` would look for files, and would not raise if tests fail."""
+    """Remove ``pytest.main()``, which would look for files and would not raise if tests fail."""
     if "pytest.main(" not in code:
         return code
     lines = code.split("\n")
@@ -174,7 +174,7 @@ def _reached(
 ) -> list[ast.stmt]:
     """Return ``before``, then the ``nodes``, then the definitions of all names that they use."""
     reached = [*before, *(node for node in nodes if node not in before)]
-    for node in itertools.islice(reached, len(before), None):  # which grows
+    for node in itertools.islice(reached, len(before), None):  # this list grows
         names = [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
         found = [defined[name] for name in dict.fromkeys(names) if name in defined]
         reached += [each for each in found if each not in reached]
@@ -182,7 +182,7 @@ def _reached(
 
 
 def _is_test(node: Definition, defined: Definitions) -> bool:
-    """Whether pytest would run it."""
+    """Whether pytest would run this function or class."""
     if not isinstance(node, ast.ClassDef):
         return node.name.startswith("test")
     if _is_test_case(node, defined):
@@ -193,7 +193,7 @@ def _is_test(node: Definition, defined: Definitions) -> bool:
 
 
 def _is_test_case(node: Definition, defined: Definitions) -> bool:
-    """Whether it is a class of unittest with tests."""
+    """Whether this is a class of unittest with tests."""
     if not isinstance(node, ast.ClassDef):
         return False
     bases = [ast.unparse(base) for each in _classes(node, defined) for base in each.bases]
@@ -202,9 +202,9 @@ def _is_test_case(node: Definition, defined: Definitions) -> bool:
 
 
 def _classes(node: ast.ClassDef, defined: Definitions) -> list[ast.ClassDef]:
-    """A class and its bases, as far as the code defines them."""
+    """Return a class and its base classes, as far as the code defines them."""
     classes = [node]
-    for each in classes:  # which grows
+    for each in classes:  # this list grows
         bases = [defined.get(base.id) for base in each.bases if isinstance(base, ast.Name)]
         own = [base for base in bases if isinstance(base, ast.ClassDef)]
         classes += [base for base in own if base not in classes]
@@ -243,7 +243,7 @@ def _check_callable(defined: Definitions, tests: Sequence[Definition]) -> None:
 
 
 def _decorators(node: Definition) -> list[str]:
-    """The decorators of a function, or of a class and its methods."""
+    """Return the decorators of a function, or of a class and its methods."""
     methods = [each for each in node.body if isinstance(each, Function)]
     owners = [node, *methods] if isinstance(node, ast.ClassDef) else [node]
     return [ast.unparse(each) for owner in owners for each in owner.decorator_list]
@@ -251,7 +251,7 @@ def _decorators(node: Definition) -> list[str]:
 
 def _check_parameters(node: Function, name: str, own: int) -> None:
     decorators = _decorators(node)
-    if any("patch" in decorator for decorator in decorators):  # which gives arguments
+    if any("patch" in decorator for decorator in decorators):  # the decorator provides arguments
         return
     own = 0 if "staticmethod" in decorators else own
     arguments = node.args
@@ -311,7 +311,7 @@ def _names(code: str, unused: set[str]) -> tuple[set[str], set[str]]:
     module = symtable.symtable(code, "tests", "exec")
     used = {each.get_name() for each in module.get_symbols() if each.is_referenced()}
     tables = [each for each in module.get_children() if each.get_name() not in unused]
-    for table in tables:  # which grows
+    for table in tables:  # this list grows
         tables += table.get_children()
         symbols = [each for each in table.get_symbols() if each.is_referenced()]
         used |= {each.get_name() for each in symbols if each.is_global()}

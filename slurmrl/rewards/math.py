@@ -1,4 +1,4 @@
-"""1 for a completion whose final answer is mathematically equal to the reference, else 0."""
+"""The reward 1 for a completion whose final answer equals the reference mathematically, else 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPoo
 logger = log.get(__name__)
 
 SPACES = re.compile(r"[^\S\n]+|(?<=\n)\s+(?=\n)")
-"""White space that means no more than one space."""
+"""Pattern of white space that counts as one space."""
 
 PROGRAM = PoolProgram(
     "math-verify",
@@ -26,13 +26,13 @@ PROGRAM = PoolProgram(
     hint=": is math-verify installed?",
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
-"""A plain number, which is a valid reference. No process needs to check it."""
+"""Pattern of a plain number, which is always a valid reference."""
 BRACKETS = re.compile(r"(?<!\\)(?<!\\sqrt)(?<!\\left)\[((?:[^\[\]]|\[[^\[\]]*\])+)\]")
 """Square brackets, which may hold a pair of others, as in ``[\\sqrt[3]{8}]``; no ``\\[…\\]``."""
 
 
 class MathReward(RewardFunction):
-    """Judged by math-verify in separate processes.
+    """Reward that compares answers by math-verify in separate processes.
 
     :param timeout_s: seconds after which a completion scores 0 and counts as
         ``reward_unjudged``, as does a completion that crashes its process twice.
@@ -108,7 +108,7 @@ class MathReward(RewardFunction):
         ]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """References that have nothing to compare with, or that take too long to read."""
+        """Return why references are unusable: nothing to compare with, or too slow to parse."""
         references = [self._answer(row["answer"])[0] for row in rows]
         unclear = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
         replies = self._judge([{"reference": references[index]} for index in unclear], inf)
@@ -149,7 +149,7 @@ class MathReward(RewardFunction):
         text = SPACES.sub(" ", str(text)).strip()
         answer = marked_answer(text, self._marker)
         if answer is None and len(text) > self._tail and (box := boxed(text)):
-            text = rf"\boxed{{{box}}}"  # the tail below may not reach back to the box
+            text = rf"\boxed{{{box}}}"  # the box may be before the tail
         return tail(text if answer is None else answer, self._tail), answer is not None
 
 

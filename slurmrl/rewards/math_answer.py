@@ -77,7 +77,7 @@ NEGATIVE = re.compile(
     rf"(?:{WORDS}\s*(?:minus|negative)\s*\}}|(?:minus|negative)\b)\s*(?=\\?\$?[\d.]|\\[dt]?frac)",
     re.IGNORECASE,
 )
-"""The word for the sign of a number. ``10 minus 7`` is a calculation."""
+"""Pattern of the word "minus" as a sign, not as in the calculation ``10 minus 7``."""
 POWERS = {"squared": "^2", "cubed": "^3", "factorial": "!"}
 AFTER_NUMBER = re.compile(
     rf"(?<=\d)(?:\s*{WORDS}\s*({'|'.join(POWERS)})\s*\}}|\s+({'|'.join(POWERS)})\b(?!\s*[A-Za-z]))"
@@ -92,7 +92,7 @@ WRAPPED = (
 )
 FUNCTION = r"(?:arc)?(?:sin|cos|tan)h?|a(?:sin|cos|tan)h?|cot|csc|ln|log|lg|exp|gcd"
 UPRIGHT = re.compile(rf"\\(?:mathrm|text|operatorname)\s*\{{\s*({FUNCTION})\s*\}}")
-"""The name of a function in upright letters, which is no unit."""
+"""Pattern of a function's name in upright letters, which is not a unit."""
 LOGARITHM = re.compile(r"\\(?:(lg)|log\s*_\s*(?:e|\{\s*e\s*\}))(?![A-Za-z])")
 """Logarithms that math-verify does not read."""
 LEADING_TEXT = re.compile(
@@ -131,7 +131,7 @@ VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 AROUND = re.compile(rf"\A{SPACE}+|{SPACE}+\Z")
 PARENTHESES = re.compile(r"\A(?:\((.*)\)|\{([^{}]*)\})\Z", re.DOTALL)
 EUROPEAN = r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d{1,3}(?: \d{3})+,\d+"
-"""A number with a decimal comma or with dots between thousands, and no other meaning."""
+"""Pattern of a number with a decimal comma or dots between thousands, and no other reading."""
 DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 SCIENTIFIC = (
     rf"(?:(?P<digits>{DECIMAL})[eE]|(?:(?P<digit>\d(?:\.\d+)?)\s*(?:\\times|\\cdot|[x×*·⋅])\s*)?"
@@ -169,7 +169,7 @@ def rewritten(text: str) -> str:
 
 
 def decomposed(match: re.Match[str]) -> str:
-    """A character for several, such as ``½``, or digits above the line, by the plain ones."""
+    """Return the plain characters for a composed character, such as ``½``, or raised digits."""
     plain = unicodedata.normalize("NFKC", match[0].strip())
     if match[1]:
         return f"^{{{plain}}}"
@@ -181,8 +181,8 @@ def decomposed(match: re.Match[str]) -> str:
 def number(text: str, *, plain: bool) -> str:
     """Return the decimal number or fraction in lowest terms that an answer consists of.
 
-    A currency or units may be part of the answer. The result is "" for any other answer. ``plain``:
-    as in `without_units`; a comma may then separate decimals, too.
+    A currency or units may be part of the answer. The result is "" for any other answer. ``plain``
+    is as in `without_units`; with it, a comma may separate decimals too.
     """
     text = AROUND.sub("", text.replace("{,}", ","))
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])|(?<!\*)(?!(?<=10)\*\*[-+]?\d)\*\*(?!\*)", "", text)
@@ -216,11 +216,11 @@ def _value(literal: re.Match[str]) -> str:
 
 
 def without_units(text: str, *, plain: bool) -> str:
-    """An answer without the units at its end.
+    """Return an answer without the units at its end.
 
-    ``plain``: it is compared with a plain number, so that no letter is a variable. Elsewhere a
-    letter may be one if there are others, or if no space separates it from its number and it is a
-    capital or follows a brace.
+    With ``plain``, the answer is compared with a plain number, so no letter is a variable.
+    Otherwise a letter may be a variable if there are others. It may also be one without a space
+    before it, if it is a capital or follows a brace.
     """
     match = UNITS.search(text)
     if match is None:
@@ -238,7 +238,7 @@ def scaled(match: re.Match[str]) -> str:
 
 
 def fraction(repeating: re.Match[str]) -> str:
-    r"""``0.1\overline{6}`` as an exact fraction."""
+    r"""Return ``0.1\overline{6}`` as an exact fraction."""
     whole, fixed, cycle = repeating[1], repeating[2], repeating[3] or repeating[4]
     numerator = int(whole + fixed + cycle) - int(f"0{whole}{fixed}")
     value = Fraction(numerator, 10 ** len(fixed) * (10 ** len(cycle) - 1))
@@ -246,7 +246,7 @@ def fraction(repeating: re.Match[str]) -> str:
 
 
 def residue_symbol(residue: re.Match[str]) -> str:
-    """A symbol that only congruent numbers with the same modulus share."""
+    """Return a symbol that only congruent numbers with the same modulus share."""
     modulus = int(residue[2] or residue[3] or residue[4])
     return rf"\Upsilon_{{{int(residue[1]) % modulus if modulus else residue[1]}mod{modulus}}}"
 
@@ -263,7 +263,7 @@ def based_symbol(number: re.Match[str]) -> str:
         not base.isdigit() or int(digit, 16) >= int(base)
         for digit in re.findall("[A-Fa-f]", digits)
     ):
-        return number[0]  # a product with an indexed letter: 5C_2
+        return number[0]  # product with an indexed letter: 5C_2
     return digits if base == "10" else rf"\Upsilon_{{{digits}base{base}}}"
 
 
@@ -275,27 +275,27 @@ FORMULA = re.compile(
     re.DOTALL,
 )
 LONGEST_FORMULA = 300
-"""Longest text without an environment that is read as one formula: math-verify's parser needs very
-long to reject longer text."""
+"""Maximum length of a formula without an environment: math-verify's parser takes very long to
+reject longer strings."""
 BOX = re.compile(r"\\(?:boxed|f(?:rame)?box)\s*(?:(\{)|((?:[^\s{}$\\]|\\[A-Za-z]+|\{[^{}]*\})+))")
 SAME_ANSWER = re.compile(
     r"(?:(?!.*\b(?:not|wrong|incorrect|mistaken?)\b)[^.!?,;:\n]{0,60}\band\b)?"
     r"(?:(?!\s*\n\s*\n)[\s$,;+}\\]|\\[\])(\[,;:! ]|\\q?quad|\b(?:and|or)\b"
     r"|\\(?:text|mbox)\s*\{\s*,?\s*(?:and|or)\s*\}|[A-Za-z](?:_\{?\w+\}?)?\s*=)*"
 )
-"""Text between two boxes of one answer: separators, names as in ``x_2 =``, words and "and"."""
+"""Pattern between two boxes of one answer: separators, names as in ``x_2 =``, words and "and"."""
 BRACKETED = re.compile(r"(?<!\\)\[\s*(\$[^$]+\$)\s*\][\s.*]*\Z")
-"""A formula in brackets at the end, the answers of Geometry3K."""
+"""Pattern of a formula in brackets at the end, as in answers of Geometry3K."""
 FINAL = re.compile(r"final answer\b[^\n]{0,100}?\bis:?\s*\**[$\\\d-]", re.IGNORECASE)
-"""math-verify prefers the answer after this to a box."""
+"""Pattern of words whose following answer math-verify prefers to a box."""
 NUMBERED = re.compile(r"[\s*_]*\d+(?:\.\d+)*[.):]\s")
-"""The begin of a numbered heading."""
+"""Pattern of the start of a numbered heading."""
 VALUE = re.compile(r"[\s*_$=-]*(?:\\|[€£¥₹]|US\$)?\.?(?:\d|(?<=\\))")
-"""The begin of a number or a formula."""
+"""Pattern of the start of a number or a formula."""
 STEP = re.compile(r"[\s*_]*(?:step|part|case)\s*\d", re.IGNORECASE)
-"""The begin of a heading above a part of the work."""
+"""Pattern of the start of a heading above a part of the work."""
 TITLE = re.compile(r"\b(?:answer|solution|result|conclusion)\W*\Z", re.IGNORECASE)
-"""The end of a heading above the answer."""
+"""Pattern of the end of a heading above the answer."""
 QUOTED = r"\\(?:text\w*|mbox|math(?:rm|bf|it|sf)|operatorname|begin|end)\s*\{[^{}]*\}"
 COMMAND = re.compile(r"\\[A-Za-z]+")
 PROSE = re.compile(
@@ -304,14 +304,14 @@ PROSE = re.compile(
     r"|infinity|percent|percentage|pct|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi"
     r")(?![A-Za-z]))[A-Za-z]{3,}|is|of|so|we|to|it|be|an|as|if|at|by)(?![^\s.,;:!?)\"'*-])"
 )
-"""A word between spaces. It has a small letter and a vowel, and it is no mathematical name."""
+"""Pattern of a word between spaces: it has a small letter and a vowel, and is no math name."""
 ARTICLE = re.compile(r"a|A|I")
 ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
 TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
 MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^]|\.\d)")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
 NO_PROSE = re.compile(r"[+*/^_\\{}<>|]|(?<=\s)-\s")
-"""With one of these characters, a string with words and a number is a formula."""
+"""Characters that make a string with words and a number a formula."""
 CURRENCIES = re.compile("[€£¥₹]")
 NAMED = re.compile(
     r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
@@ -319,7 +319,7 @@ NAMED = re.compile(
 CALLED = re.compile(
     r"(?<![A-Za-z\\])((?:arc)?(?:sin|cos|tan)h?|cot|csc|sec|ln|log|exp)(?=\s*[(_]|\s+[\w\\])"
 )
-"""A function without its backslash."""
+"""Pattern of a function without its backslash."""
 POWER = re.compile(r"(?<=[\w)}])\s*\*\*\s*(-?\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))")
 ALIGNMENT = re.compile(r"\\(?:begin|end)\s*\{\w+\*?\}|&|\\\\\s*\Z")
 APPROXIMATELY = re.compile(
@@ -339,7 +339,7 @@ OPENING = re.compile(r"(?:(?<!\w)[\[(\"'`*“_>~+]+|(?<!\d):)(?=[-$\d.])|\b(?:US
 
 
 def marked_answer(text: str, marker: str) -> str | None:
-    """The rest of the line after the last marker that is no Markdown heading.
+    """Return the line's remainder after the last marker that is not a Markdown heading.
 
     None if there is no marker, or if the answer is in a box: after the marker, or before a heading.
     """
@@ -356,7 +356,7 @@ def marked_answer(text: str, marker: str) -> str | None:
 
 
 def is_heading(line: str) -> bool:
-    """Whether a line after the marker is empty or a title, as Markdown writes it."""
+    """Whether the line after a marker is empty or a title, as in a Markdown heading."""
     if not line.strip() or NUMBERED.match(line):
         return True
     return is_prose(line) and not VALUE.match(line)
@@ -402,7 +402,7 @@ def closing_braces(text: str) -> dict[int, int]:
 def stated(text: str) -> str:
     """Return a string without its calculations.
 
-    Only the number after the last ``=`` of a formula is left. Numbers with operators between them
+    Only the number after the last ``=`` of a formula remains. Numbers with operators between them
     are removed.
     """
     text = FORMULA.sub(lambda match: _last_number(formula_of(match)), text)
@@ -415,7 +415,7 @@ def stated(text: str) -> str:
 
 
 def formula_of(match: re.Match[str]) -> str:
-    """Content of an environment."""
+    """Return the content of an environment."""
     return "".join(filter(None, match.groups()))
 
 
@@ -430,7 +430,7 @@ def _last_number(formula: str) -> str:
 def only_formula(text: str, *, plain: bool = False) -> str | None:
     """Return the only formula, number or word of an answer, which may have prose around it.
 
-    The result is "" if there is none, and None if there are several. ``plain``: the answer is
+    The result is "" if there is none, and None if there are several. With ``plain``, the answer is
     compared with a plain number.
     """
     text = text.strip().removeprefix("=")
@@ -467,13 +467,13 @@ def the_only(formulas: list[str]) -> str | None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a string has a word that is no product of neighbors in the alphabet: ``abc``."""
+    """Whether a string has a word; products of neighbors in the alphabet (``abc``) are no words."""
     words = ("".join(sorted(word.lower())) for word in PROSE.findall(text))
     return any(word not in string.ascii_lowercase or len(word) < 3 for word in words)
 
 
 def bare(text: str) -> str:
-    """A text without LaTeX's quoted words and commands."""
+    """Return a string without LaTeX's quoted words and commands."""
     return COMMAND.sub(" ", re.sub(QUOTED, " ", text))
 
 

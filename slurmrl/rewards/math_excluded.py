@@ -26,7 +26,7 @@ RELATED = re.compile(
     r"(?<![\w.,])(?<![-+*/^] )-?\$?\d[-+*/^\d,.]*\s*[<>≤≥≠]=?\s*(?=[A-Za-z](?![\w>]))"
     r"|(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|[≤≥≠<])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
 )
-"""A bound, such as the 7 of ``x > 7`` or ``7 < x``."""
+"""Pattern of a bound, such as the 7 in ``x > 7`` or ``7 < x``."""
 UNEQUAL = re.compile(r"\\not\s*=|<>|≠|(?<![\d\s])\s*!=|(?<!\S)!=|(?<!\d)\s+!=")
 FACTORIAL = re.compile(r"(?<![\w.])(\d+)\s*!=\s*(\d[\d,]*)(?![\w.])")
 LARGEST_FACTORIAL = 200

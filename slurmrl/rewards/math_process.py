@@ -49,7 +49,7 @@ AMOUNT = r"(?<![\w.,/])(\d[\d,]*(?:\.\d+)?)"
 DOZEN = re.compile(rf"{AMOUNT}({SPACE}*(?:\\(?:text\w*|mbox)\s*\{{)?){SPACE}*dozens?(?![A-Za-z])")
 LETTERS = {"k": 3, "K": 3, "M": 6, "B": 9}
 IN_SHORT = re.compile(rf"({CURRENCY}\s*)?{AMOUNT}(k|(?(1)[KMB]|(?!)))(?![\w^\\])")
-"""``5k`` or ``$5M``."""
+"""Pattern of ``5k`` or ``$5M``."""
 Reading = list[Any]
 """Expressions that math-verify has read, and their source string."""
 
@@ -89,7 +89,7 @@ def compare_relatively() -> None:
 
 
 def leading_zeros(*numbers: Any) -> int:
-    """Zeros after the decimal point of the smallest number except zero; 0 if one is no number."""
+    """Return zeros after the decimal point of the smallest nonzero number; 0 for non-numbers."""
     if not all(getattr(each, "is_number", False) for each in numbers):
         return 0
     try:
@@ -163,18 +163,18 @@ def counted(text: str) -> list[str]:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two formulas are one text, apart from dollars and white space around operators."""
+    """Whether two formulas are equal except for dollars and white space around operators."""
     one, other = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", text).strip("$") for text in (one, other))
     return one == other
 
 
-@lru_cache(maxsize=64)  # the completions of a prompt have the same reference
+@lru_cache(maxsize=64)  # all completions of a prompt have one reference
 def read(text: str, *, plain: bool = False) -> Reading:
-    """math-verify's reading of an answer. ``plain``: it is compared with a plain number."""
+    """Parse an answer by math-verify. With ``plain``, it is compared with a plain number."""
     from math_verify import parse
 
     prepared = prepare(text, plain=plain)
-    mode = "first_match" if BOX.search(prepared) else "any_match"  # nothing outside a box counts
+    mode = "first_match" if BOX.search(prepared) else "any_match"  # only a box counts
     reading: Reading = parse(prepared, targets(), extraction_mode=mode, parsing_timeout=None)
     return reading
 
@@ -193,7 +193,7 @@ def targets() -> list[Any]:
 
 
 def read_stated(text: str) -> Reading:
-    """Number that a string states, as math-verify reads it."""
+    """Return the number that a string states, as math-verify parses it."""
     from math_verify import ExprExtractionConfig, parse
 
     numbers = [ExprExtractionConfig()]
@@ -211,7 +211,7 @@ def prepare(text: str, *, plain: bool = False) -> str:
     content = boxed(text)
     formula = only_formula(content or text, plain=plain) or content
     if value := number(formula, plain=False):
-        return value  # math-verify reads LaTeX slowly
+        return value  # math-verify parses LaTeX slowly
     marked = FORMULA.search(text)
     if formula and (content or not marked):
         return rf"\boxed{{{formula}}}"
@@ -222,7 +222,7 @@ def prepare(text: str, *, plain: bool = False) -> str:
 
 
 def refusal(text: str, reference: Reading) -> str:
-    """Return why no completion can be compared with a reference; "" if one can.
+    """Return why completions cannot be compared with a reference; "" if they can.
 
     Expressions that math-verify cannot compute are compared as strings.
     """

@@ -1,7 +1,7 @@
 """A pool of processes that answer requests, whose hangs and crashes do not affect the caller.
 
-Every reward that needs processes uses it (math, code, and users' own rewards in ``reward.pool``),
-as do rollout tasks and the Python tool. The last functions are for the processes themselves.
+All rewards with processes use it (math, code, and users' own rewards in ``reward.pool``), and so do
+rollout tasks and the Python tool. The last functions are for the processes themselves.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Reply = dict[str, Any]
 """The reply of a process."""
 
 ATTEMPTS = 2
-"""Attempts for a request whose process dies. A request that hangs is not retried."""
+"""Number of attempts at a request whose process dies. A request that hangs is not retried."""
 MOST_FAILED_STARTS = 3
 MOST_PROCESSES = 8
-"""Largest default number of processes; each needs 50 to 100 MB."""
+"""Maximum of the default number of processes; each needs 50 to 100 MB."""
 LOOK_S = 0.5
-"""Between two looks whether a call is abandoned."""
+"""Seconds between two checks whether a call was abandoned."""
 START_LIMIT_S = 120.0
 READ_BYTES = 1 << 16
 ENDING_S = 1.0
-"""How long a process may take to end after it closed its pipe, to report how it ended."""
+"""Seconds to wait for a process that closed its pipe, to report how it ended."""
 
 
 class Unanswered(NamedTuple):
@@ -56,31 +56,31 @@ class PoolProgram:
     """The program of a pool's processes.
 
     A process reads ``setup`` as its first line, if there is one, and writes one line when it is
-    ready: ``{"ready": true}`` with facts about itself, or ``{"failed": REASON}`` for a fault of
-    the configuration. Then it answers each line with one line. A reply with ``"retire": true`` is
-    the last one of this process.
+    ready: ``{"ready": true}`` with facts about itself, or ``{"failed": REASON}`` if the
+    configuration is wrong. Then it answers each line with one line. A reply with ``"retire": true``
+    is the last one of this process.
     """
 
     name: str
-    """For messages."""
+    """Name in messages."""
     command: Sequence[str]
-    """The pid of the process that starts it is added."""
+    """Command, to which the pid of the starting process is added."""
     setup: Mapping[str, Any] | None = None
     hint: str = ""
-    """Advice in case that it does not start."""
+    """Advice in the message if a process does not start."""
     modules: Sequence[str] = ()
     """Folders from which it imports. Default: the variables of its environment."""
     most_reply_bytes: int = 1 << 20
-    """Longest reply that is read. A longer one comes from a process that is out of control."""
+    """Maximum size of a reply. A longer one comes from a process that is out of control."""
     closing_s: float = 0.0
-    """How long an idle process may take to end after the end of its input, before it is killed."""
+    """Seconds after the end of its input at which an idle process is killed."""
 
 
 class PoolProcess:
     """A running process, which handles one request at a time.
 
-    It has its own session, which is killed as a whole. Its end is noticed by its pidfd: a
-    process that it has forked may keep the pipe open.
+    It has its own session, which is killed as a whole. A pidfd shows its end, because a process
+    that it has forked may keep the pipe open.
     """
 
     def __init__(self, program: PoolProgram) -> None:
@@ -124,8 +124,8 @@ class PoolProcess:
     def ask(self, index: int, request: Mapping[str, Any], timeout_s: float) -> None:
         """Begin to send a request.
 
-        The pipe takes the rest of a long one in `work`, so that a process that does not read cannot
-        block the caller.
+        `work` sends the remaining part of a long request, so that a process that does not read
+        cannot block the caller.
         """
         self.request = index
         self.deadline = time.monotonic() + timeout_s
@@ -139,7 +139,7 @@ class PoolProcess:
             yield self._requests.fileno(), selectors.EVENT_WRITE
 
     def work(self) -> Reply | None:
-        """Send and receive without waiting. Return a message once it is whole.
+        """Send and receive without waiting. Return a message when it is complete.
 
         :raises WorkerDiedError: the process has ended, or its reply is not a JSON object of bounded
             size.
@@ -161,7 +161,7 @@ class PoolProcess:
         self._requests.close()
 
     def close(self, deadline: float = 0.0) -> None:
-        """Kill the process and its session once it exits, or at the deadline, and reap it."""
+        """Wait for the process until the deadline; then kill and reap it and its session."""
         self._ended(max(deadline - time.monotonic(), 0.0))
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -173,7 +173,7 @@ class PoolProcess:
     def _send(self) -> None:
         if not self._unsent:
             return
-        with suppress(BlockingIOError, BrokenPipeError):  # its end is noticed elsewhere
+        with suppress(BlockingIOError, BrokenPipeError):  # the pidfd shows its end
             self._unsent = self._unsent[os.write(self._requests.fileno(), self._unsent) :]
 
     def _receive(self) -> bool:
@@ -189,7 +189,7 @@ class PoolProcess:
         return False
 
     def _ended(self, timeout_s: float) -> bool:
-        """Whether it has ended. It is not reaped, so that its session keeps its number."""
+        """Whether the process has ended. It is not reaped, so that its session keeps its number."""
         return bool(select.select([self._pidfd], [], [], timeout_s)[0])
 
     def _ending(self) -> str:
@@ -228,7 +228,7 @@ class ProcessPool:
         if not 0 < timeout_s < inf or (processes is not None and processes < 1):
             raise UsageError(f"timeout_s {timeout_s} and processes {processes} must be positive")
         self.facts: Reply = {}
-        """Report of the newest process about itself."""
+        """Facts that the newest process reported about itself."""
         self._size = processes
         self._timeout_s = timeout_s
         self._program = program
@@ -257,7 +257,7 @@ class ProcessPool:
         :raises WorkerDiedError: processes do not start.
         :raises UsageError: the program reports that the configuration is wrong.
         """
-        self._drop_busy()  # with requests of a call that was interrupted
+        self._drop_busy()  # it has requests of an interrupted call
         batch = _Requests(requests, within_s)
         while batch.waiting or any(process.request is not None for process in self._processes):
             self._turn(batch, min(self._size or most, len(requests)), LOOK_S if abandoned else inf)
@@ -288,7 +288,7 @@ class ProcessPool:
         self._processes = []
 
     def _turn(self, batch: _Requests, size: int, most_s: float = inf) -> None:
-        """Hand out requests to ``size`` processes and wait for an event, at most for ``most_s``."""
+        """Give requests to ``size`` processes and wait for an event, at most for ``most_s``."""
         while len(self._processes) < size:
             self._processes.append(PoolProcess(self._program))
         self._hand_out(batch)
@@ -387,7 +387,7 @@ class _Requests:
         self.end = min(self.end, now + self._within_s)
 
     def retry(self, index: int | None, why: str) -> None:
-        """Let a lost process's request wait for another one, unless that was its last attempt."""
+        """Queue the request of a lost process again, unless that was its last attempt."""
         if index is None:
             return
         self._attempts[index] += 1
@@ -401,7 +401,7 @@ class _Requests:
 
 
 def end_with_parent() -> None:
-    """Die with the process that started this one, or before it where memory runs out."""
+    """Let this process die with its parent, or before it if memory runs out."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[-1]):
         os._exit(1)
@@ -414,7 +414,7 @@ def take_pipes() -> tuple[IO[bytes], IO[bytes]]:
     """Return the pipes of requests and of replies.
 
     Standard input becomes empty and standard output becomes standard error, for code that reads or
-    prints. A forked copy of the process has neither pipe, so it cannot answer requests too.
+    prints. A forked copy of the process has neither pipe, so it cannot answer requests.
     """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     empty = os.open(os.devnull, os.O_RDONLY)

@@ -1,8 +1,9 @@
-"""The process that runs a whole reward, apart from the process that asks for scores.
+"""The process that runs a whole reward, separate from the process that requests scores.
 
-Run as ``python -m slurmrl.rewards.reward_process``. A pool of a user's reward asks for one
-completion at a time (`PooledReward`), a rollout task for all completions of a prompt. Output of the
-user's code goes to standard error; requests and replies use separate descriptors.
+The command is ``python -m slurmrl.rewards.reward_process``. A pool of a user's reward requests the
+score of one completion at a time (`PooledReward`), a rollout task the scores of all completions of
+a prompt. Output of the user's code goes to standard error; requests and replies use separate
+descriptors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from slurmrl.rewards.process_pool import Reply, end_with_parent, send, take_pipe
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 
 MOST_CHARACTERS = 1000
-"""Longest description of an error."""
+"""Maximum length of the description of an error."""
 
 
 def main() -> None:
@@ -47,7 +48,7 @@ def _limit_memory(size: int) -> None:
 
 
 def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> WeightedReward | None:
-    """Make the reward and report that, or why not."""
+    """Make the reward; report success or the failure."""
     settings = Reward.model_validate(setup["reward"])
     try:
         reward = make_reward(settings, cores=setup["cores"], of_one_prompt=setup["of_groups"])
@@ -73,7 +74,7 @@ def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: boo
         if of_groups and (problem := judged.problem(len(request["completions"]))):
             raise RewardError(f"the reward {problem}")
         return {"judged": objects.to_json(judged)}
-    except MemoryError as error:  # its memory may be lost for good
+    except MemoryError as error:  # it may never release its memory
         return {"error": _short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return {"error": _short(error)}

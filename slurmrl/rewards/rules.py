@@ -12,7 +12,7 @@ from slurmrl.rewards.scores import as_number, shown
 
 
 class ExactMatch(RewardFunction):
-    """White space around either text does not count."""
+    """Reward 1 for a completion that equals the answer up to white space around it, else 0."""
 
     needs_answers: ClassVar[bool] = True
 

@@ -17,7 +17,7 @@ FLOAT32_MAX = 3.4028234e38
 LIMITS = "of at most 3.4e+38, float32's largest"
 SHOWN_CHARACTERS = 200
 METRIC = "reward/"
-"""Prefix of the metric of a reward part: the mean of its unweighted scores."""
+"""Prefix of the metric of a reward part, which is the mean of its unweighted scores."""
 Stats = Mapping[str, tuple[float, float]]
 """Name of a metric to (sum, count)."""
 SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
@@ -28,10 +28,10 @@ def as_scores(
 ) -> list[float]:
     """Convert an iterable of numbers to one finite number for each completion.
 
-    The iterable may be a list, a tuple, a tensor or an array, for example. ``places`` are the
+    For example, the iterable may be a list, a tuple, a tensor or an array. ``places`` are the
     source lines of the completions' rows.
 
-    :raises RewardError: anything else was returned.
+    :raises RewardError: the values are anything else.
     """
     values = _values(reward, returned, len(completions))
     if len(values) != len(completions):
@@ -51,7 +51,7 @@ def as_scores(
 
 
 def check_sum(score: float, place: str, parts: str) -> None:
-    """Check a completion's reward, which adds up ``parts`` (for the message).
+    """Check a completion's reward, the sum of ``parts`` (which the message shows).
 
     :raises RewardError: it is too large for a float32.
     """
@@ -62,15 +62,15 @@ def check_sum(score: float, place: str, parts: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value for a message."""
+    """Return the beginning of a value, for a message."""
     try:
         return repr(value)[:SHOWN_CHARACTERS]
-    except ValueError:  # integers of thousands of digits are not printed
+    except ValueError:  # Python does not print integers with thousands of digits
         return f"{type(value).__name__} of thousands of digits"
 
 
 def _values(reward: str, returned: Any, count: int) -> list[Any]:
-    shape = getattr(returned, "shape", None)  # of tensors and arrays
+    shape = getattr(returned, "shape", None)  # tensors and arrays
     if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | set):
         if shape is None:
             return list(returned)
@@ -86,7 +86,7 @@ def _values(reward: str, returned: Any, count: int) -> list[Any]:
 
 
 def as_number(value: Any) -> float | None:
-    """The value as a float, scalars of torch and numpy included; None if it is not a number."""
+    """Return the value, even a scalar of torch or numpy, as a float; None if it is no number."""
     if not isinstance(value, Real) and hasattr(value, "item"):
         try:
             value = value.item()
@@ -101,14 +101,14 @@ def as_number(value: Any) -> float | None:
 
 
 def shortened(text: str) -> str:
-    """The text in quotes; a long one without its middle."""
+    """Return the string in quotes; omit the middle of a long one."""
     half = SHOWN_CHARACTERS // 2
     return repr(text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCompletions:
-    """One entry for each completion. Numbers keep all their bits, even in files."""
+    """Scores of completions, one entry for each. Numbers keep all their bits, even in files."""
 
     scores: tuple[Annotated[float | None, SCORE], ...] = ()
     """The weighted sums; None for completions that the reward could not score."""
@@ -118,11 +118,11 @@ class JudgedCompletions:
     stats: Stats = field(default_factory=dict)
     """Counts that the functions return in addition."""
     submission: int = 0
-    """Submission of the trial with whose code and settings a rollout task has scored. Another one
-    may have another reward."""
+    """Number of the submission whose code and settings a rollout task used to score. Another
+    submission may have another reward."""
 
     def problem(self, count: int) -> str | None:
-        """Why these are not the scores of ``count`` completions, all finite; None if they are."""
+        """Return why these are not finite scores of ``count`` completions; None if they are."""
         if (len(self.scores), len(self.parts)) != (count, count):
             return f"scores {len(self.scores)} completions of {count}"
         given = [score for part in self.parts for score in part.values()]
@@ -140,7 +140,7 @@ class JudgedCompletions:
         return added([self.stats, *given])
 
     def spread(self, places: Sequence[int], count: int) -> JudgedCompletions:
-        """The same of ``count`` completions, of which these are at ``places``. Others score 0."""
+        """Return scores of ``count`` completions: these at ``places``, and 0 for the others."""
         scores: list[float | None] = [0.0] * count
         parts = [dict[str, float]() for _ in range(count)]
         for place, score, part in zip(places, self.scores, self.parts, strict=True):
@@ -170,7 +170,7 @@ class JudgedCompletions:
 
 
 def added(stats: Iterable[Stats]) -> dict[str, tuple[float, float]]:
-    """The sums of statistics, name by name."""
+    """Return the sums of statistics, by name."""
     sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for each in stats:
         for name, (total, count) in each.items():

@@ -1,4 +1,4 @@
-"""The configured reward: a weighted sum of functions, each for the rows that it is meant for.
+"""The configured reward: a weighted sum of functions, each of which scores certain rows.
 
 A user's function may run in a pool of processes: a failure there costs one completion.
 """
@@ -24,16 +24,16 @@ MODULE = "slurmrl.rewards.reward_process"
 MOST_REPLY_BYTES = 16 << 20
 logger = log.get(__name__)
 CLOSING_S = 5.0
-"""How long the ``close()`` of a user's class may take."""
+"""Seconds that the ``close()`` of a user's class may take."""
 MOST_LOGGED = 5
-"""Failures of one call that the log shows."""
+"""Maximum number of failures of one call in the log."""
 MOST_SINGLE_FAILURES = 8
-"""Calls in a row, of one completion or of one prompt each, that may fail."""
+"""Number of calls in a row, each for one completion or one prompt, that may fail."""
 Row = Mapping[str, Any]
 
 
 class Scorer(Protocol):
-    """A function behind one calling convention: `CheckedReward` or `PooledReward`."""
+    """Interface of a function that scores completions: `CheckedReward` or `PooledReward`."""
 
     @property
     def needs_answers(self) -> bool: ...
@@ -70,7 +70,7 @@ class WeightedPart(NamedTuple):
 class WeightedReward:
     """The weighted sum of the scores of a reward's parts.
 
-    :param parts: by name; `ALONE` for a reward that is not a sum, which has no separate metric.
+    :param parts: parts by name; the part `ALONE`, of a reward that is not a sum, has no metric.
     """
 
     def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
@@ -92,7 +92,7 @@ class WeightedReward:
         return any(part.scorer.has_stats for part in self._parts.values())
 
     def wanted(self) -> set[str]:
-        """The names of the additional arguments that functions ask for. Raises as `judge` does."""
+        """The names of the additional arguments that functions request. Raises as `judge` does."""
         return {name for part in self._parts.values() for name in part.scorer.wanted()}
 
     def judge(
@@ -105,7 +105,7 @@ class WeightedReward:
     ) -> JudgedCompletions:
         """Return the weighted sum for each completion, and its parts.
 
-        The sum is None where a part with a weight could not score the completion.
+        The sum is None if a part with a weight could not score the completion.
 
         :raises RewardError: see `CheckedReward.score`; or no part scores a row, or the sum for a
             completion is too large.
@@ -200,7 +200,7 @@ def reward_program(
     :param cores: CPU cores that it may use.
     :param of_groups: each request has the completions of one prompt.
     :param memory_bytes: limit of its private memory.
-    :param closing_s: how long the functions may take to release their resources.
+    :param closing_s: seconds that the functions may take to release their resources.
     """
     return PoolProgram(
         f"the reward '{reward.title}'",
@@ -247,8 +247,8 @@ def _shown(value: Any) -> str:
 class PooledReward:
     """A user's reward that is called in separate processes with one completion at a time.
 
-    A completion for which it raises, takes too long, returns no score or kills its process gets
-    ``pool.unjudged_score``, or no score without that.
+    If the reward raises, takes too long, returns no score or kills its process, the completion gets
+    ``pool.unjudged_score``, or no score if that is not set.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class PooledReward:
 
     @property
     def needs_answers(self) -> bool:
-        """A user's function decides itself about the required fields of a row."""
+        """False: a user's function checks the required fields of a row itself."""
         return False
 
     def wanted(self) -> Sequence[str]:
@@ -293,7 +293,7 @@ class PooledReward:
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
     ) -> list[float | None]:
-        """One finite score per completion, or None; see `CheckedReward.score`.
+        """Return one finite score, or None, per completion; see `CheckedReward.score`.
 
         :raises RewardError: no completion could be scored.
         """
@@ -331,7 +331,7 @@ class PooledReward:
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`).
 
-        Without rows it checks that the reward can be made.
+        Without rows, check only that the reward can be made.
 
         :raises UsageError: see `slurmrl.rewards.make`.
         """
@@ -365,9 +365,9 @@ class PooledReward:
     def _report(
         self, errors: Sequence[str], completions: Sequence[str], places: Sequence[str]
     ) -> None:
-        """Log the failures.
+        """Log the failures of a call.
 
-        :raises RewardError: there is nothing else.
+        :raises RewardError: all completions failed.
         """
         failed = [index for index, error in enumerate(errors) if error]
         given = self._settings.unjudged_score
@@ -406,7 +406,7 @@ def _why(reply: Reply | Unanswered) -> str:
 
 
 def _problem(reply: Reply | Unanswered) -> str:
-    """What `check_rows` says about a row."""
+    """Return the problem of a row that `check_rows` reports."""
     if isinstance(reply, Unanswered) or "error" in reply:
         return f"check_rows failed: {_why(reply)}"
     return str(reply["problem"])
