@@ -6,7 +6,7 @@ master per incarnation. Only ``workers.worker`` imports torch.
     supervisor ──► agent ──► fork server ──► worker      a pipe from the agent to each of them
                      └─────► master                   on the first host of the trainer group
 
-The master appends messages to one control log. Agents read it and pass each message on to their
-workers. Workers answer through their agent, which appends to its own log; the master reads those
-logs. `messages` lists every message.
+The master appends messages to one control log. Agents read it and forward each message to their
+workers. Workers answer through their agent, which appends to its own log. The master reads the
+agents' logs. `messages` lists every message.
 """

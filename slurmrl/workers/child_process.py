@@ -1,17 +1,17 @@
 """Child processes that cannot outlive their parent and that only their parent ends.
 
-Children ignore the signals that Slurm sends to whole steps (their agent handles those). When the
-parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe. Output that
-the file does not take is dropped.
+Children ignore the signals that Slurm sends to whole steps (their agent handles them). When the
+parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe. They drop
+output that the output file does not accept.
 
-They send pulses over their pipe. A process sends none while it is stopped or something holds its
-interpreter lock. One that waits for other ranks does send them; the master's deadline covers those.
+They send pulses over their pipe. A process sends none while it is stopped or its interpreter lock
+is held. A process that waits for other ranks does send them; the master's deadline limits waits.
 
-On request a process writes its stacks, even if it hangs. SIGQUIT makes it write the Python stacks
-of its threads into memory that it shares with its agent. The interpreter's fault handler does that
+On request, a process writes its stacks, even if it hangs. SIGQUIT makes it write the Python stacks
+of its threads into memory that it shares with its agent. The interpreter's fault handler does this
 inside the signal handler, so it works while the interpreter lock is held or a collective never
-ends. Only a process that is stopped or blocked in the kernel cannot answer. The pulse thread then
-adds the parts that need Python (torch's flight recorder) and the last line, as soon as it runs.
+ends. It fails only if the process is stopped or blocked in the kernel. The pulse thread then adds
+the parts that need Python (torch's flight recorder) and the last line.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 10.0
-"""How long killed children may take to end. One that is blocked in the kernel (a file system or a
-GPU does not answer) takes longer, and nothing can be done about that."""
+"""Seconds that killed children may take to end. A child that is blocked in the kernel (a file
+system or a GPU does not answer) takes longer, and nothing can shorten that."""
 
 
 def name_process(name: str) -> None:
@@ -69,8 +69,8 @@ def adopt_orphans() -> None:
 def ignore_signals() -> None:
     """Ignore the signals that Slurm sends to whole steps; the agent handles them.
 
-    Children inherit this, but a container runtime may reset it (Apptainer does), so they call it
-    again.
+    Children inherit this. They call it again, because a container runtime may reset it (Apptainer
+    does).
     """
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -85,7 +85,7 @@ def allow_tracing() -> None:
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send ``number`` to this process when its parent ends."""
+    """Let the kernel send the signal ``number`` to this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
@@ -94,17 +94,17 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 def kill_parent() -> None:
     """Kill the process that started this one, even if it is stopped."""
     parent = os.getppid()
-    if parent > 1:  # else it is gone already
+    if parent > 1:  # otherwise it has already ended
         os.kill(parent, signal.SIGKILL)
 
 
 class Child:
-    """A child process of this one."""
+    """A child process of this process."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], stacks_fd: int | None = None
     ) -> None:
-        """``stacks_fd``: where it writes its stacks on request (see `workers.child_process`)."""
+        """``stacks_fd`` is the file for its stacks on request (see `workers.child_process`)."""
         self.name = name
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
@@ -115,16 +115,16 @@ class Child:
         return self.process.poll()
 
     def ending(self) -> str:
-        """Describe how it ended."""
+        """Describe how the child ended."""
         return ending(self.name, self.process.returncode)
 
     def kill(self) -> None:
-        """End it, even if it is stopped."""
+        """Kill the child, even if it is stopped."""
         if self.ended() is None:
             self.process.kill()
 
     def close(self, timeout_s: float = KILL_TIMEOUT_S) -> None:
-        """Kill it if it still runs."""
+        """Kill the child if it still runs."""
         close_all([self], timeout_s)
 
 
@@ -141,7 +141,7 @@ def find_descendant(pid: int, name: str) -> int | None:
             ]
             if (folder / "comm").read_text().rstrip("\n") == name:
                 return int(folder.name)
-        except OSError:  # it has ended, or this kernel has no such lists
+        except OSError:  # the process has ended, or this kernel lacks lists of children
             continue
         waiting += children
     return None
@@ -150,8 +150,8 @@ def find_descendant(pid: int, name: str) -> int | None:
 def kill_descendant(pid: int, name: str) -> int | None:
     """Send SIGKILL to the descendant of ``pid`` that has this name.
 
-    Return a descriptor that is readable once it has ended and its memory and devices are freed;
-    None if there is none.
+    Return a descriptor that is readable when it has ended and its memory and devices are freed;
+    None if there is no such process.
     """
     descendant = find_descendant(pid, name)
     if descendant is None:
@@ -160,7 +160,7 @@ def kill_descendant(pid: int, name: str) -> int | None:
         pidfd = os.pidfd_open(descendant)
     except ProcessLookupError:
         return None
-    if find_descendant(pid, name) == descendant:  # and not another process that got its number
+    if find_descendant(pid, name) == descendant:  # not another process that got its pid
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     return pidfd
@@ -180,7 +180,7 @@ def ending(name: str, code: int | None) -> str:
 
 
 def close_all(children: Iterable[Child], timeout_s: float = KILL_TIMEOUT_S) -> None:
-    """Kill children together. Those that do not end in time are left behind."""
+    """Kill children together. Do not wait longer for children that do not end in time."""
     closed = list(children)
     for child in closed:
         child.kill()
@@ -215,7 +215,7 @@ def spawn(
 
     def before_exec() -> None:
         ignore_signals()
-        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until it installs its handler
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # until the child has installed its handler
         die_with(parent)
 
     try:
@@ -297,7 +297,7 @@ class _Forgiving(io.FileIO):
 
 
 def drop_failed_output() -> None:
-    """Replace sys.stdout and sys.stderr of this process: printing raises no OSError any more."""
+    """Replace sys.stdout and sys.stderr of this process, so that printing raises no OSError."""
     sys.stdout.flush()
     sys.stderr.flush()
     sys.stdout = _forgiving(1, line_buffering=False)
@@ -325,10 +325,9 @@ def new_stacks_file() -> int:
 
 
 def write_stacks_on_signal(descriptor: int) -> None:
-    """Make this process, and those forked from it, answer the signal. Main thread only.
+    """Let this process and its forks answer the signal. Call it in the main thread.
 
-    The fault handler passes the signal on to Python's own handler, which only wakes
-    `stacks_wakeup`.
+    The fault handler then calls Python's handler of the signal, which only wakes `stacks_wakeup`.
     """
     signal.signal(STACKS_SIGNAL, _ignore)
     signal.siginterrupt(STACKS_SIGNAL, False)
@@ -383,12 +382,12 @@ K = TypeVar("K", bound=Hashable)
 CHUNK_BYTES = 4096
 PULSES_PER_SILENCE = 4
 GAPS_PER_SILENCE = 4
-"""The time between two checks counts as at most this fraction of the silence limit: a watcher that
-did not run itself could not hear anything."""
+"""The time between two checks counts as at most the silence limit divided by this: the watcher may
+not have run in between, so it could not receive pulses."""
 
 
 def pulse_interval_s(heartbeat_s: float, silence_s: float) -> float:
-    """Return the interval between two pulses: several must be missing before silence counts."""
+    """Return the interval between two pulses; several must be missing before silence counts."""
     return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
 
 
@@ -409,7 +408,7 @@ def start_pulse(
     """Send a pulse at once and then every ``every_s`` seconds, from a thread.
 
     The thread ends with the process or the pipe. It sends no pulse while earlier messages are
-    unread: those are signs of life too.
+    unread, because these show that the process is alive too.
     """
 
     def beat() -> None:
@@ -444,7 +443,7 @@ class SilenceWatch(Generic[K]):
         self._ages.pop(key, None)
 
     def silent(self) -> list[K]:
-        """Return the keys of those that have been silent for too long."""
+        """Return the keys of processes that have been silent for too long."""
         now = self._clock()
         passed_s = min(now - self._looked_at, self._silence_s / GAPS_PER_SILENCE)
         self._looked_at = now

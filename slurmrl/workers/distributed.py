@@ -1,15 +1,15 @@
-"""The process group of a worker's world, the worker's GPUs, and the collective that it is in.
+"""The process group of a worker's world, the worker's GPUs, and its current collective.
 
-The ranks find each other in a store in the run directory. torch's own TCPStore listens on a port
-without a key: any user of the network could write the addresses to which ranks connect, and what
-else they read from it. The run directory belongs to the user. One file per key: a rank writes its
-keys once and reads the others' keys once, while the group forms.
+The ranks find each other by a store in the run directory, which belongs to the user. torch's
+TCPStore listens on a port without authentication: any user of the network could change the
+addresses to which ranks connect, and other values that they read. The store has one file per key.
+While the group forms, each rank writes its keys once and reads the other ranks' keys once.
 
-torch's flight recorder shows the collective that a rank is in. It records every collective of NCCL
-and gloo anyway (TORCH_FR_BUFFER_SIZE entries, 2000 by default), so this adds nothing to the cost of
-a collective. For each group torch also keeps the numbers of the newest collective that has begun
-and of the newest that has ended, which are cheap to read. Reading the entries takes milliseconds,
-so it happens only for a collective that does not end.
+torch's flight recorder shows the current collective of a rank. It records every collective of NCCL
+and gloo anyway (TORCH_FR_BUFFER_SIZE entries, 2000 by default), so this adds no cost to a
+collective. For each group, torch also keeps the numbers of the newest collective that has begun and
+of the newest that has ended, which are cheap to read. Reading the entries takes milliseconds, so
+this module does it only for a collective that does not end.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from slurmrl.tensors.parallel.groups import Activity
 from slurmrl.workers.messages import Start
 
 SHORTEST_TIMEOUT = timedelta(minutes=30)
-"""Shortest time-out: no call of the master bounds the time in which models are loaded."""
+"""Minimum time-out, because no call of the master limits the time in which models are loaded."""
 MARGIN = timedelta(minutes=5)
 T = TypeVar("T")
 SHORTEST_POLL_S = 0.02
 POLL_S_PER_RANK = 0.0005
-"""Together, waiting ranks list the directory at most 2000 times a second."""
+"""Poll interval per rank: all ranks together list the directory at most 2000 times a second."""
 Refuse = Callable[[str, int], str | None]
-"""By a GPU's name and bytes: why models cannot fit into it; None if they may."""
+"""Returns why models cannot fit into a GPU with this name and bytes; None if they may."""
 
 
 def collective_timeout(step_timeout_s: float) -> timedelta:
@@ -73,9 +73,9 @@ def join(
     """Form the process group of all ranks that meet in ``directory``; return its store.
 
     Args:
-        start: names the number of ranks and the network interface.
-        directory: used only by this world.
-        timeout: of one collective.
+        start: has the number of ranks and the network interface.
+        directory: a directory that only this world uses.
+        timeout: time-out of one collective.
     """
     if interface := start.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -88,7 +88,7 @@ def join(
         world_size=start.world_size,
         timeout=timeout,
     )
-    # torch holds only the C++ half of the store, which fails without this half.
+    # torch references only the C++ part of the store, which fails without this Python object.
     weakref.finalize(dist.group.WORLD, id, store)
     return store
 
@@ -96,15 +96,15 @@ def join(
 def wait_for_all(store: RunStore, rank: int, world_size: int, name: str) -> None:
     """Return once all ranks have called this with ``name``.
 
-    A barrier of NCCL would make a communicator of all ranks, which costs memory and time on each
-    GPU and which nothing else uses.
+    A barrier of NCCL would make a communicator of all ranks, which nothing else uses. It would cost
+    memory and time on each GPU.
     """
     store.set(f"{name}/{rank}", "")
     store.wait([f"{name}/{other}" for other in range(world_size)])
 
 
 def host_group(accelerator: Accelerator, timeout: timedelta) -> dist.ProcessGroup | None:
-    """All ranks, for tensors in host memory; None is the world's own group. Collective."""
+    """Return a group for tensors in host memory; None is the world's own. Collective."""
     if accelerator.backend == "gloo":
         return None
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
@@ -114,12 +114,12 @@ def host_group(accelerator: Accelerator, timeout: timedelta) -> dist.ProcessGrou
 class RunStore(Store):
     """The store of one world in ``directory``, which its ranks create.
 
-    torch calls it from C++, and needs no other methods to form groups of gloo and NCCL. It must
-    live as long as the groups, and so must every store that `clone` returns.
+    torch calls it from C++, and needs only these methods to form groups of gloo and NCCL. The
+    store, and every store that `clone` returns, must exist as long as the groups.
     """
 
     def __init__(self, directory: Path, world_size: int, timeout: timedelta) -> None:
-        """``timeout``: of `get`, and of `wait` where the caller names none."""
+        """``timeout`` is the time-out of `get`, and the default of `wait`."""
         super().__init__()
         atomic.make_private_directory(directory)
         self._directory = directory
@@ -133,10 +133,9 @@ class RunStore(Store):
         _retry("write", lambda: atomic.replace(path, data, durable=False))
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key once a rank has set it.
+        """Wait until a rank has set a key; return its value.
 
-        Raises DistStoreError after the time-out, EnvironmentFailure if the directory does not
-        answer.
+        Raises DistStoreError after the time-out, EnvironmentFailure without an answer.
         """
         self.wait([key])
         path = self._directory / _file_name(key)
@@ -145,8 +144,8 @@ class RunStore(Store):
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are set.
 
-        The directory is listed, because an NFS client may believe for a minute that a file that it
-        has looked for is missing.
+        List the directory, because an NFS client may report a file as missing for a minute after a
+        failed lookup.
         """
         names = {_file_name(key) for key in keys}
         if not names <= self._seen:
@@ -154,7 +153,7 @@ class RunStore(Store):
         return names <= self._seen
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return once all keys are set. Raises DistStoreError after the time-out."""
+        """Wait until all keys are set. Raises DistStoreError after the time-out."""
         within = self._timeout if timeout is None else timeout
         deadline = time.monotonic() + within.total_seconds()
         backoff = Backoff(last_s=self._longest_poll_s)
@@ -167,7 +166,7 @@ class RunStore(Store):
             backoff.sleep()
 
     def clone(self) -> RunStore:
-        """Return this store itself, which holds no connection, for torch's NCCL monitor thread."""
+        """Return this store, which has no connection, for torch's NCCL monitor thread."""
         return self
 
     def _names(self) -> list[str]:
@@ -189,7 +188,7 @@ def _file_name(key: str) -> str:
 def take_gpus(group: GroupPlan, refuse: Refuse, activity: Activity, *, exclusive: bool) -> None:
     """Wait for this worker's GPUs, on cores near the first one.
 
-    ``exclusive``: see `device.wait_until_free`. Raises UsageError for models that cannot fit,
+    ``exclusive``: see `device.wait_until_free`. Raises UsageError for models that cannot fit, and
     UnusableGpuError.
     """
     first = torch.cuda.get_device_properties(device.GPU.device)
@@ -204,9 +203,9 @@ def take_gpus(group: GroupPlan, refuse: Refuse, activity: Activity, *, exclusive
 SHOWN = 40
 """Number of newest collectives in a rank's stacks."""
 Dump = Callable[[bool, bool], bytes]
-"""(with collectives, only active ones) -> JSON"""
+"""Function that returns JSON; its arguments: with collectives, only active ones."""
 Place = tuple[str, str]
-"""(torch's number of a group, number of a collective in it)"""
+"""torch's number of a group, and the number of a collective in it."""
 
 
 class _Entry(NamedTuple):
@@ -214,10 +213,10 @@ class _Entry(NamedTuple):
 
     name: str
     number: int | None
-    """Its number in the group."""
+    """Number of the collective in its group."""
     group: str
     began: float
-    """By the clock of `time.time`."""
+    """Start by the clock of `time.time`."""
 
 
 class Collectives:
@@ -227,7 +226,7 @@ class Collectives:
         self._pending: set[Place] = set()
         """Collectives that were pending at the last call."""
         self._looked_up: dict[Place, _Entry | None] = {}
-        """Entries of those that were pending at the call before as well."""
+        """Entries of collectives that were pending at the last two calls."""
 
     def waiting(self) -> PendingCollective | None:
         """Return the oldest collective that was pending at the last call too.
@@ -257,7 +256,7 @@ class Collectives:
         )
 
     def recorded(self) -> str:
-        """Return the newest collectives as text, the newest last."""
+        """Return the newest collectives as lines, the newest last."""
         lines = []
         for entry in _dump(entries=True).get("entries", [])[-SHOWN:]:
             known = _parse(entry)
@@ -295,7 +294,7 @@ def _pending(content: Mapping[str, Any]) -> set[Place]:
 
 
 def _entry(entries: Sequence[Mapping[str, Any]], place: Place) -> _Entry | None:
-    """Return the first pending collective of a group: the later ones wait for it."""
+    """Return the first pending collective of a group, for which later ones wait."""
     group = place[0]
     for entry in entries:
         if str(entry.get("pg_id")) == group and not entry.get("retired"):
@@ -314,7 +313,7 @@ def _parse(entry: Mapping[str, Any]) -> _Entry:
 
 
 def _ranks(group: str) -> list[int]:
-    """Return the ranks of the group of this name; empty if torch does not know it."""
+    """Return the ranks of the group with this name; empty if torch does not know it."""
     try:
         return list(dist.get_process_group_ranks(c10d._resolve_process_group(GroupName(group))))
     except (RuntimeError, ValueError, KeyError):

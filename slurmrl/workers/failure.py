@@ -37,13 +37,13 @@ logger = log.get(__name__)
 PUBLISH_TIMEOUT_S = 60.0
 """Seconds without an answer from the directory after which a failure goes unreported."""
 ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
-"""Errors that another start, perhaps on another host, may not meet."""
+"""Errors that may not occur again at another start, perhaps on another host."""
 COLLECT_S = 15.0
-"""How long the master waits for the stacks of all hosts."""
+"""Seconds that the master waits for the stacks of all hosts."""
 
 
 def failure_of(error: Exception, who: str) -> Failure:
-    """Return the failure that an exception carries, or derive one from its type. ``who`` failed."""
+    """Return the failure in an exception, or derive one from its type; ``who`` is what failed."""
     if isinstance(error, ReportedError):
         failure: Failure = error.failure
         return failure
@@ -76,7 +76,7 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _chain(shown: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
-    """Yield an exception and those that `traceback` prints above it."""
+    """Yield an exception and the exceptions that `traceback` prints above it."""
     while shown is not None:
         yield shown
         hidden = shown.__suppress_context__ or shown.__cause__ is not None
@@ -100,7 +100,7 @@ def _is_users(file: str) -> bool:
 
 
 def concerning(error: BaseException, failure: Failure) -> Failure:
-    """Add the checkpoint or the input that an error is about."""
+    """Add the checkpoint or the input that an error names."""
     if isinstance(error, DamagedCheckpointError):
         return replace(failure, damaged=error.directory)
     if isinstance(error, UnreadableInputError):
@@ -144,7 +144,7 @@ def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> N
 
 
 def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:
-    """Publish that a host is of no further use in this start of a job.
+    """Publish that this start of a job no longer uses a host.
 
     Raises EnvironmentFailure if the directory does not answer.
     """
@@ -165,7 +165,7 @@ def publish_hang(
 ) -> None:
     """Log the explanation, write it as an event and add it to the name store for `status`.
 
-    ``files`` hold the stacks.
+    ``files`` contain the stacks.
     """
     explained = Hang(text=explain(grouped(rows)), files=tuple(files))
     logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")

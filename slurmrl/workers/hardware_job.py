@@ -26,9 +26,9 @@ from slurmrl.workers.agent.fork_environment import interpreter
 
 ASK: Final = "ask.json"
 LIMIT_S: Final = 900.0
-"""Longest time of a rank."""
+"""Maximum time of a rank."""
 TIMEOUT: Final = timedelta(minutes=5)
-"""Longest wait of one collective."""
+"""Time-out of one collective."""
 ECHO: Final = 76
 """Exit code of a rank whose error looks like a consequence of another rank's end."""
 CONSEQUENCES: Final = (ECHO, None)

@@ -1,9 +1,9 @@
 """Measurements of a rank's hardware: products, memory, collectives, a model, and the directory.
 
-Each measurement yields points: plain values with the least seconds of several repetitions, because
-other processes can only make one slower. Ranks with one thread on a processor count CPU seconds for
-the same reason; in collectives, these include the threads that send and receive.
-`desk.measured_profile` makes the numbers of a hardware profile of the points.
+Each measurement yields points: plain values with the minimum seconds of several repetitions,
+because other processes can only make a repetition slower. Ranks with one thread on a processor
+count CPU seconds for the same reason; in collectives, these include the threads that send and
+receive. `desk.measured_profile` turns the points into the numbers of a hardware profile.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from slurmrl.workers.hardware_sizes import MeasureSizes
 Point: TypeAlias = dict[str, Any]
 LEAST: Final = 3
 MOST: Final = 50
-"""Repetitions of one measurement."""
+"""Maximum number of repetitions of one measurement."""
 SMALL_BYTES: Final = 4096
 SHORT: Final = 32
-"""Tokens of short sequences, in which attention costs nearly nothing."""
+"""Length of short sequences, in which attention costs almost no time."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Measures:
             yield {"what": "host_copy", "bytes": 4 * count, "seconds": seconds}
 
     def model(self) -> Iterator[Point]:
-        """Yield the seconds of the layers of the built-in decoder, and of generation with it."""
+        """Yield the seconds of the built-in decoder's layers, and of generation with it."""
         decoder, sizes = self._decoder(), self._sizes
         tokens = sizes.tokens
         for count, length in ((tokens, tokens), (tokens, SHORT), (1, 1)):
@@ -131,7 +131,7 @@ class Measures:
         return decoder.to(self._device, dtype).requires_grad_(False)
 
     def _generated(self, engine: NativeRollout, rows: int) -> float:
-        """Seconds in which ``rows`` sequences of one prompt are generated."""
+        """Return the seconds in which ``rows`` sequences of one prompt are generated."""
         options = GenerationOptions(max_new_tokens=self._sizes.new_tokens)
         number = 0
 
@@ -154,7 +154,7 @@ class Measures:
     def collectives(self, ranks: Ranks) -> Iterator[Point]:
         """Yield the seconds of collectives and of messages between neighbors.
 
-        ``bytes`` are the whole tensor, of which each rank has a part.
+        ``bytes`` is the size of the whole tensor, of which each rank has a part.
         """
         for size in self._sizes.message_bytes:
             count = max(size // 4 // ranks.size, 1)
@@ -176,7 +176,7 @@ class Measures:
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         }
-        if ranks.size == 2:  # there and back
+        if ranks.size == 2:  # in both directions
             if ranks.rank == 0:
                 actions["send"] = lambda: (
                     dist.send(whole, ranks.peer, group=group),
@@ -239,9 +239,9 @@ class Measures:
         return torch.rand(shape, device=self._device).to(dtype)
 
     def _least(self, action: Callable[[], Any], group: Any = False) -> float:
-        """Return the least seconds of an action after a first one.
+        """Return the minimum seconds of an action, after one run to warm up.
 
-        The members of a ``group`` repeat it equally often, and begin together.
+        The members of a ``group`` repeat it the same number of times, and start together.
         """
         together, clock = group is not False, self._clock
         self._seconds(action, clock)
@@ -273,7 +273,7 @@ class Measures:
 def directory(folder: Path, sizes: MeasureSizes) -> Iterator[Point]:
     """Yield the seconds of files in a folder: small ones and a large one, each with fsync.
 
-    The middle one of many counts here: a file system is as slow for the run.
+    Here the median of many repetitions counts, because a run sees the file system's usual speed.
     """
     data = os.urandom(SMALL_BYTES)
     created, read = [], []

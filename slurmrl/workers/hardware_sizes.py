@@ -14,7 +14,7 @@ class MeasureSizes:
     """Sizes of the measurements."""
 
     point_s: float
-    """Least seconds in which a measurement is repeated."""
+    """Minimum seconds for which a measurement is repeated."""
     sides: Sequence[int]
     """Sides of square products."""
     copy_bytes: int
@@ -24,10 +24,10 @@ class MeasureSizes:
     tokens: int
     """Tokens of a forward pass."""
     rows: int
-    """Sequences that are generated together."""
+    """Number of sequences that are generated together."""
     new_tokens: int
     model: Mapping[str, Any]
-    """Architecture, as in a config.json."""
+    """Architecture of the model, as in a config.json."""
 
 
 ON_CPUS: Final = MeasureSizes(

@@ -1,12 +1,12 @@
 """Links, the jobs of a trial: their turns, and the end of a trial or job in special cases.
 
-This module tells whether a link has anything to do, ends a trial for a user error, and reads the
-turns of links as recorded in the name store (see `supervisor.leader_lock`). It observes the first
-agent of a job, and ends a job whose batch process was lost with its host.
+This module decides whether a link has anything to do, ends a trial for a user error, and reads the
+turns of links in the name store (see `supervisor.leader_lock`). It observes the first agent of a
+job, and ends a job whose batch process was lost with its host.
 
-Slurm ends such a job, except one with spares (``--no-kill``). Its remaining processes end that one:
-the agents that see the first agent's lease expire (`workers.agent.loss_detection`), and the
-watchers (`workers.supervisor.watcher`), which run even if no agent does.
+Slurm ends such a job itself, unless the job has spares (``--no-kill``). The remaining processes end
+a job with spares: agents that see the first agent's lease expire (`workers.agent.loss_detection`),
+or watchers (`workers.supervisor.watcher`), which run even without agents.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ logger = log.get(__name__)
 ASK_S = (2.0, 60.0)
 """First and longest pause between attempts to end the job."""
 ASKED = 30
-"""This many attempts: more than 20 minutes."""
+"""Number of attempts to end the job, which take more than 20 minutes."""
 REFUSALS = 3
-"""Refused requeues of a running job after which it is cancelled."""
+"""Number of rejected requeues of a running job after which it is cancelled."""
 _START = FieldType(
     "JOBID.RESTARTCOUNT",
     lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}\.\d{1,9}", value) is not None,
@@ -63,17 +63,16 @@ _ELEMENT = FieldType(
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
     """Return why this job has nothing to do (an ended trial, a newer submission, a stop), or None.
 
-    Waits while the directory does not answer: if links failed instead, the whole chain would be
-    used up.
+    Wait while the directory does not answer. If links failed instead, they would use up the chain.
     """
     return retry("read the history", lambda: _reason(paths, submission))
 
 
 def end_as_failed(paths: RunPaths, submission: int, reason: str) -> None:
-    """End the trial because of a user error that every other job and host would meet too.
+    """End the trial because of a user error that would occur in every job and on every host.
 
-    The error came before an incarnation that could report it. A trial that has ended already, or
-    that a newer submission has taken over, stays unchanged.
+    The error occurred before an incarnation could report it. If the trial has already ended, or a
+    newer submission has taken it over, nothing changes.
 
     Call it only from the job that holds the trial: another job may be running it.
     """
@@ -100,10 +99,10 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
 
 
 def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Requeue the job of a link in place of its batch process, or cancel it where nothing follows.
+    """Requeue the job of a link instead of its batch process, or cancel it if no link follows.
 
-    Nobody else would end the job before its time limit, so a controller that does not answer is
-    asked again, and a job that Slurm refuses to requeue is cancelled.
+    Nothing else would end the job before its time limit. So this tries again if the controller does
+    not answer, and cancels the job if Slurm refuses to requeue it.
     """
     client = SlurmClient(TIMEOUT_S)
     leave = client.requeue if _is_requeued(link) else _cancel(client)
@@ -123,7 +122,7 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
 
 
 def this_start(client: SlurmClient, link: Link) -> QueueRow | None:
-    """Return Slurm's queue row for the present start of a link. Raises SchedulerError.
+    """Return Slurm's queue row for the current start of a link. Raises SchedulerError.
 
     Return None if Slurm has forgotten this start, or has requeued the link after it.
     """
@@ -144,7 +143,7 @@ def _cancel(client: SlurmClient) -> Callable[[str], None]:
 
 
 def _holds_hosts(client: SlurmClient, link: Link) -> bool:
-    """Return whether the job runs and was not requeued since, as far as Slurm says."""
+    """Return whether, according to Slurm, the job runs and was not requeued since."""
     try:
         row = this_start(client, link)
     except SchedulerError as error:
@@ -154,9 +153,9 @@ def _holds_hosts(client: SlurmClient, link: Link) -> bool:
 
 
 class FirstAgent:
-    """The trainers' first agent, which lives while its lease is renewed, by this process's clock.
+    """The trainers' first agent, which is alive while it renews its lease, by this process's clock.
 
-    It is the newest one that has claimed its task in a round or a start of a job.
+    It is the newest agent that has claimed this task in a round or a start of a job.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class FirstAgent:
         return LeaseObserver(lease, self._ttl_s, self._clock)
 
     def find(self, job: str) -> Identity | None:
-        """Return the newest claim in ``job``, which is observed from now on, or None without one.
+        """Return the newest claim in ``job``, and observe it from now on; None without a claim.
 
         ``job`` is ``JOBID.RESTART.ROUND`` or ``JOBID.RESTART``. Raises EnvironmentFailure.
         """
@@ -192,7 +191,7 @@ class FirstAgent:
         return claim
 
     def try_to_find(self, job: str) -> Identity | None:
-        """Do the same, but return None while the directory does not answer."""
+        """Call `find`, but return None while the directory does not answer."""
         try:
             return self.find(job)
         except EnvironmentFailure as error:
@@ -204,11 +203,11 @@ class FirstAgent:
 
 
 class Left(StrEnum):
-    """How the previous job left the trial."""
+    """The way in which the previous job left the trial."""
 
     ENDED = "ended"
     PUT_BACK = "put back"
-    """Slurm has requeued it, or ended it with its host, through no fault of the job."""
+    """Slurm has requeued the job, or ended it with its host; the job is not the cause."""
     UNKNOWN = "unknown"
 
 
@@ -223,16 +222,16 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One job's time with the trial."""
+    """The time in which one job has the trial."""
 
     start: str
     """``JOBID.RESTARTCOUNT``."""
     element: str
     """``41_3``."""
     host: str
-    """Where its batch process runs."""
+    """Host of its batch process."""
     before: str = ""
-    """The start before it."""
+    """The previous start."""
     left: Left = Left.UNKNOWN
 
     @property
@@ -256,7 +255,7 @@ def read_turn(names: NameStore, number: int) -> Turn | None:
 
 
 def read_intact_turn(names: NameStore, number: int) -> Turn | None:
-    """Read a turn; a damaged one counts as none, so that it cannot block every job."""
+    """Read a turn. A damaged turn counts as missing, so that it cannot block every job."""
     try:
         return read_turn(names, number)
     except CorruptFileError as error:

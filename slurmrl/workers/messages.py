@@ -1,8 +1,8 @@
 """The messages between master, agents and workers, by channel.
 
-On a channel a message is a JSON object with a ``type``; `MessageSet` makes it and checks it. Fields
-of a newer version are ignored, a type of one is refused: the processes of an incarnation run the
-same code.
+A message is a JSON object with a ``type``; `MessageSet` makes and checks it. Unknown fields, from a
+newer version, are ignored. Unknown types are rejected, because the processes of an incarnation run
+the same code.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from slurmrl.tensors.weights.format import VERSION
 REMEDY = "the processes of an incarnation must run the same version of slurmrl"
 _NUMBERS = (int, float)
 MEASURE = FieldType("a number", lambda value: isinstance(value, _NUMBERS))
-"""Also NaN and infinity, which losses may be."""
+"""Any number, including NaN and infinity, which losses may be."""
 
 
 def _are_items(value: Any) -> bool:
-    """Check thousands of items fast, in each worker and step."""
+    """Check thousands of items fast, because each worker does this in each step."""
     pairs = isinstance(value, list) and all(type(item) is list for item in value)
     return pairs and all(len(item) == 2 and type(item[0]) is type(item[1]) is int for item in value)
 
@@ -46,14 +46,14 @@ class Order:
     """Messages that the master posts. Every rank executes orders in the same order."""
 
     seq: Annotated[int, SIZE] = 0
-    """Its number, which `WorkerChannel.post` sets."""
+    """Number of the order, which `WorkerChannel.post` sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadBatch(Order):
     step: int
     items: Annotated[tuple[tuple[int, int], ...], ITEMS]
-    """(epoch, index)"""
+    """Each item as (epoch, index)."""
     evaluation: bool = False
     """Whether items and calls belong to an evaluation."""
     suite: str = WHOLE
@@ -84,19 +84,19 @@ class Save(Order):
 
     step: int
     directory: Annotated[str, FILE_NAME]
-    """Its name in ``checkpoints/``."""
+    """Name of the checkpoint's directory in ``checkpoints/``."""
     asynchronous: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteVersion(Order):
-    """Write this rank's part of a weight version, with the weights of now."""
+    """Write this rank's part of a weight version, with the current weights."""
 
     step: int
     version: Annotated[str, VERSION]
     base: Annotated[str, VERSION] | None = None
-    """The version of the previous `WriteVersion`; this one stores the differences to it. None: it
-    is whole."""
+    """The version of the previous `WriteVersion`, to which this one stores the differences. None
+    for a full version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +106,11 @@ class Exit(Order):
 
 @dataclass(frozen=True, kw_only=True)
 class Over(Order):
-    """The incarnation ends because of a failure; not numbered."""
+    """The incarnation ends because of a failure. This message has no number."""
 
     stacks: str = ""
-    """Reason why agents collect the stacks of their processes before they kill them; empty: they do
-    not."""
+    """Reason why agents collect the stacks of their processes before they kill them; empty if they
+    do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +118,14 @@ class CollectStacks(Order):
     """A user requests stacks."""
 
     number: Annotated[int, COUNT]
-    """That of the request, from 1."""
+    """Number of the request, from 1."""
     ranks: tuple[Annotated[int, COUNT], ...] | None = None
-    """None: all ranks, and the master."""
+    """The ranks; None for all ranks and the master."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingAt(Order):
-    """Ring the master's bell when a log has grown; not numbered."""
+    """Ring the master's bell when a log has grown. This message has no number."""
 
     bell: BellAddress
 
@@ -152,7 +152,7 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """A worker has its models and data. All ranks see the same data and tokens."""
+    """A worker has its models and data. All ranks report the same data and tokens."""
 
     rank: Annotated[int, COUNT]
     size: Annotated[int, SIZE]
@@ -176,18 +176,18 @@ class Done:
     """The number of the order."""
     seconds: Annotated[float, SECONDS]
     began: Annotated[float, SECONDS] = 0.0
-    """By the clock of its host, in seconds since the epoch."""
+    """Start of the call by the clock of its host, in seconds since the epoch."""
     peak_bytes: Annotated[int, SIZE] = 0
-    """The most memory that it has had: tensors on its GPU, or of the process without one."""
+    """Maximum memory used so far: by tensors on its GPU, or by the process if it has no GPU."""
     tokens: Annotated[int, SIZE] = 0
     stats: Mapping[str, tuple[Annotated[float, MEASURE], Annotated[float, MEASURE]]] = field(
         default_factory=dict
     )
-    """(sum, count) of each metric"""
+    """(sum, count) of each metric."""
     texts: tuple[Mapping[str, Any], ...] = ()
     """Rows of the samples table."""
     notes: tuple[Mapping[str, Any], ...] = ()
-    """More about such rows, by ``id`` and ``index``."""
+    """Additional fields of such rows, by ``id`` and ``index``."""
     dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
     """Places in the batch of the items that a filter rejects, by reason."""
     scored: bool = False
@@ -208,7 +208,7 @@ class Saved:
     files: tuple[SavedFile, ...] = ()
     """Files of a checkpoint. (A part of a weight version has its own index.)"""
     error: str = ""
-    """Reason why they were not written."""
+    """Reason why the files were not written; empty if they were."""
 
 
 Answer: TypeAlias = Preparing | Ready | Done | Saved
@@ -221,7 +221,7 @@ Answer: TypeAlias = Preparing | Ready | Done | Saved
 class Hello:
     agent: Identity
     bell: BellAddress | None = None
-    """The agent's own bell."""
+    """Bell of the agent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,11 +231,11 @@ class Stacked:
     group: str
     task: Annotated[int, COUNT]
     number: Annotated[int, COUNT]
-    """That of the request; 0 after a hang."""
+    """Number of the request; 0 after a hang."""
     file: str
     """Path in the run directory."""
     ranks: tuple[RankProgress, ...]
-    """Activity of its ranks."""
+    """Activity of the host's ranks."""
 
 
 FromAgent: TypeAlias = Answer | Hello | Warned | Failure | Stacked
@@ -250,14 +250,14 @@ class Start:
 
     world_size: Annotated[int, COUNT]
     interface: str | None = None
-    """Network interface for traffic between ranks where the user's environment names none."""
+    """Network interface for traffic between ranks, if the user's environment names none."""
     base: Annotated[str, FILE_NAME] | None = None
     """The commit to load."""
     incarnation: Annotated[int, COUNT] = 0
     exclusive: bool = False
     """Whether the scheduler gives each GPU to one job."""
     submission: Annotated[int, COUNT] = 0
-    """Submission of the trial that this code and these settings belong to."""
+    """Number of the submission to which this code and these settings belong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,12 +268,12 @@ class StartRollout(Start):
     """
 
     agent: Identity
-    """The attempt, whose requests and results are the worker's."""
+    """The attempt whose requests the worker handles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Take the requests of this incarnation, which is the newest now. The one before is over."""
+    """Handle the requests of this incarnation, now the newest; the previous one has ended."""
 
     incarnation: Annotated[int, COUNT]
 
@@ -291,7 +291,7 @@ class Retire:
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """A sign of life, of a worker or the master."""
+    """A pulse of a worker or the master, which shows that it is alive."""
 
     doing: RankProgress | None = None
 
@@ -314,7 +314,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class WriteStacks:
-    """Have the worker of a rank write its stacks."""
+    """Let the worker of a rank write its stacks."""
 
     rank: Annotated[int, COUNT]
 
@@ -339,7 +339,7 @@ M = TypeVar("M", bound=objects.Dataclass)
 
 
 class MessageSet(Generic[M]):
-    """The messages that may come on a channel."""
+    """The messages that a channel may carry."""
 
     def __init__(self, channel: str, kinds: Mapping[str, type[M]]) -> None:
         self._channel = channel

@@ -1,12 +1,12 @@
 """How often processes read the shared directory, and whether the run directory is still there.
 
 An idle trial causes at most ``max(200, 0.5 x hosts)`` file operations a second in all. Hosts of
-larger trials therefore poll less often, and notice changes up to `poll_s` later. Busy rollout
-tasks cause up to ``max(1000, 2 x hosts)`` operations a second in addition, the master's reads of
-their results less than 500.
+larger trials therefore poll less often, and notice changes up to `poll_s` later. In addition, busy
+rollout tasks cause up to ``max(1000, 2 x hosts)`` operations a second, and the master's reads of
+their results fewer than 500.
 
-A directory that does not answer is waited for. One that was removed does not come back, and without
-it no other process sees a process's messages.
+Processes wait for a directory that does not answer. They end if it was removed, because without it
+they cannot exchange messages.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from slurmrl.run.reports import Cause, Failure
 ITSELF = "."
 LOOK_S = 5.0
 GONE_S = 20.0
-"""A directory that is missing for this long counts as removed; until then it may be moved back."""
+"""Seconds without a directory after which it counts as removed; before, it may come back."""
 OPERATIONS_PER_S = 200.0
 OPERATIONS_PER_S_AND_HOST = 0.5
 BEAT = 3
 """File operations of a heartbeat, of reading a lease, of polling a log: open, transfer, close."""
 CHECK = 3
-"""File operations of polling the history without news (list, look up the next slot) and of reading
-the size of the host's output, which happens as often."""
+"""File operations of polling an unchanged history (list, look up the next slot), and of reading the
+size of the host's output, which happens equally often."""
 PUBLISH = 16
-"""File operations of replacing the status, generously."""
+"""File operations of replacing the status: an upper bound."""
 TASKS_OPERATIONS_PER_S = 1000.0
 TASKS_OPERATIONS_PER_S_AND_HOST = 2.0
 LOOK = 4
 """File operations of a rollout task's look for requests and weights: read a log, list the
 versions."""
 RESULTS_PER_S = 150.0
-"""Logs of results that the master reads, one after the other: at a millisecond for each of three
-operations it has more than half of its time for the trainers."""
+"""Result logs that the master reads per second, one after the other. With three operations of 1 ms
+each, it has more than half of its time for the trainers."""
 SHORTEST_POLL_S = 0.05
 SHORTEST_RESULTS_S = 0.2
 SHORTEST_TASK_S = 1.0
 POLL_JITTER = 1.2
-"""Pauses between polls are randomly shortened (see `backoff`), by less than this factor."""
+"""Maximum factor by which pauses between polls are randomly shortened (see `backoff`)."""
 
 
 class Presence:
@@ -67,7 +67,7 @@ class Presence:
         self._calls = calls
         self._looks = Interval(look_s, clock)
         self._since: float | None = None
-        """When a directory was first found missing."""
+        """Time at which a directory was first found missing."""
 
     def check(self) -> None:
         """Raise if the run directory or a directory for messages was removed.
@@ -91,7 +91,7 @@ class Presence:
         reason = (
             f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
-        # No host is to blame, so the jobs exclude none.
+        # No host is the cause, so jobs exclude none.
         raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
     def sleep(self, seconds: float) -> None:
@@ -100,12 +100,12 @@ class Presence:
         self.check()
 
     def wait(self) -> None:
-        """Wait until the run directory is there. Raises RunGoneError."""
+        """Wait until the run directory exists. Raises RunGoneError."""
         while self._missing() == [ITSELF]:
             self.sleep(self._look_s)
 
     def _missing(self) -> list[str]:
-        """Return the names of missing directories; none where the file system does not answer."""
+        """Return the names of missing directories; none if the file system does not answer."""
         try:
             names = set(self._calls.listdir(self._paths.run))
         except FileNotFoundError:
@@ -116,9 +116,9 @@ class Presence:
 
 
 def make_channels(paths: RunPaths) -> None:
-    """Make the directories through which processes exchange messages, where they are missing.
+    """Make missing directories through which processes exchange messages.
 
-    The run directory itself must be there. Raises EnvironmentFailure.
+    The run directory itself must exist. Raises EnvironmentFailure.
     """
     for directory in paths.channels():
         atomic.make_private_directory(directory)
@@ -129,21 +129,21 @@ class PollIntervals:
     """Intervals in seconds."""
 
     beat_s: float
-    """Between two heartbeats of an agent."""
+    """Time between two heartbeats of an agent."""
     check_s: float
-    """Between two reads of the history by an agent."""
+    """Time between two reads of the history by an agent."""
     status_s: float
-    """Between two rounds of the master: read all leases, replace the status."""
+    """Time between two rounds of the master, which reads all leases and replaces the status."""
     poll_s: float
-    """Longest pause between two polls of a log where nothing announces its changes (no inotify)."""
+    """Maximum pause between two polls of a log whose changes nothing announces (no inotify)."""
     results_s: float
-    """Between two reads of the results of a busy rollout task."""
+    """Time between two reads of the results of a busy rollout task."""
     task_s: float
-    """Shortest pause of a rollout task between two looks for requests and weights."""
+    """Minimum time between two looks of a rollout task for requests and weights."""
     record_s: float
-    """Shortest time between two records of results by a task, each of which it announces."""
+    """Minimum time between two records of results by a task; it announces each one."""
     spread_s: float
-    """Over which the tasks' looks are spread after the master has announced something to all."""
+    """Time over which the looks of tasks are spread after the master has sent wake-ups to all."""
 
     @staticmethod
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
@@ -170,17 +170,17 @@ class PollIntervals:
         )
 
     def operations_per_s(self, hosts: int) -> float:
-        """Return the file operations per second of an idle trial on ``hosts`` hosts, at most."""
+        """Return the maximum file operations per second of an idle trial on ``hosts`` hosts."""
         periodic = _periodic_operations(hosts, self.beat_s, self.check_s, self.status_s)
         return periodic + _polls(hosts) / self.poll_s
 
 
 def _periodic_operations(hosts: int, beat_s: float, check_s: float, status_s: float) -> float:
-    """File operations per second of heartbeats, checks and the status."""
+    """Return the file operations per second of heartbeats, checks and the status."""
     beats = BEAT * hosts / beat_s + CHECK * hosts / check_s
     return beats + (BEAT * hosts + PUBLISH) / status_s
 
 
 def _polls(hosts: int) -> float:
-    """File operations of one poll of all logs."""
+    """Return the file operations of one poll of all logs."""
     return 2 * BEAT * hosts * POLL_JITTER

@@ -1,7 +1,7 @@
 """The messages between the master and the attempts of rollout tasks.
 
-Requests come in a log for each incarnation and attempt, results in one log of the attempt, which
-later incarnations go on reading where the last commit stopped.
+There is a request log for each incarnation and attempt, and one result log for each attempt. A
+later incarnation continues to read the result log at the place in the last commit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slurmrl.workers.messages import MessageSet
 
 @dataclass(frozen=True, kw_only=True)
 class RequestedItem:
-    """An item, and the row of the dataset that it is; the task reads the dataset itself."""
+    """An item and its row in the dataset; the task reads the dataset itself."""
 
     item: Annotated[int, SIZE]
     epoch: Annotated[int, SIZE]
@@ -36,7 +36,7 @@ class GenerateItems:
     lease: Annotated[str, LEASE]
     items: tuple[RequestedItem, ...]
     oldest: Annotated[str, VERSION]
-    """Tokens of an older weight version are of no use."""
+    """Oldest usable weight version: tokens of older versions are useless."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,15 @@ class Confirm:
     """
 
     leases: tuple[GenerateItems, ...] = ()
-    """Those that still hold, with the items that the master has no result of. The request may have
-    been made by an earlier incarnation, whose log the task need not have read."""
+    """The leases that are still valid, with the items for which the master has no result. An
+    earlier incarnation may have made the request, in a log that the task has not read."""
     bell: BellAddress | None = None
-    """To ring when results are recorded."""
+    """Bell to ring when results are recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """These items are not wanted any more if unfinished; no answer is expected."""
+    """These items are no longer wanted unless they are finished; the master expects no answer."""
 
     lease: Annotated[str, LEASE]
     items: tuple[Annotated[int, SIZE], ...]
@@ -63,7 +63,7 @@ class Abort:
 
 @dataclass(frozen=True, kw_only=True)
 class Leave:
-    """Finish or give back all items, and exit."""
+    """Finish all items or give them back, and exit."""
 
     within_s: Annotated[float, SECONDS]
 
@@ -76,21 +76,21 @@ RolloutRequest: TypeAlias = Confirm | GenerateItems | Abort | Leave
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """The first message of a log: the task's agent, whose lease shows that it lives."""
+    """The first message of a log: the task's agent, whose lease shows that it is alive."""
 
     agent: Identity
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsFinished:
-    """These groups are on disk."""
+    """The samples of these groups are on disk."""
 
     groups: tuple[StoredGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaveBack:
-    """These items are not going to be finished under the lease: the task retires."""
+    """These items will not be finished under the lease, because the task retires."""
 
     lease: Annotated[str, LEASE]
     items: tuple[Annotated[int, SIZE], ...]
@@ -106,7 +106,7 @@ class Leaving:
 
 @dataclass(frozen=True, kw_only=True)
 class Holds:
-    """The weight version that samples the next token."""
+    """The task's weight version, which samples the next token."""
 
     version: Annotated[str, VERSION]
 
@@ -121,18 +121,18 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Hears:
-    """The task's bell, to ring when there are requests or weights. Said to each incarnation."""
+    """The task's bell, to ring when there are requests or weights. Each incarnation gets it."""
 
     bell: BellAddress
 
 
 COUNTS_S: Final = 30.0
-"""An attempt says its counts this often, whatever it does."""
+"""Seconds between two reports of an attempt's counts, even if it is idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutCounts:
-    """Sums since the attempt began, such as ``tokens``, and the current problem."""
+    """Counters since the attempt began, such as ``tokens``, and the current problem."""
 
     counts: Mapping[str, Annotated[float, NUMBER]] = field(default_factory=dict)
     problem: str = ""

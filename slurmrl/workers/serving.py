@@ -1,4 +1,4 @@
-"""How workers keep servers, and use those that run already, by the configuration."""
+"""How workers start servers and keep them running, or use existing servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own_server(
     memory_bytes: int | None,
     sleeps: bool = False,
 ) -> Serving:
-    """A server of the run's own; arguments as of `Serving`."""
+    """Return a server that the run starts; the arguments are like the arguments of `Serving`."""
     rollout, tokenizer = settings.config.rollout, settings.config.actor.tokenizer
     assert rollout.python is not None, "checked at submission"
     assert tokenizer is not None, "checked at submission"
@@ -44,11 +44,11 @@ def own_server(
 
 
 def running_servers(settings: Settings, paths: RunPaths) -> Running:
-    """``rollout.servers``. Raises UsageError for keys that cannot be used, EnvironmentFailure."""
+    """Return ``rollout.servers``. Raises UsageError for unusable keys, and EnvironmentFailure."""
     rollout = settings.config.rollout
     weights = paths.weights
     keys = Path(rollout.server_keys) if rollout.server_keys is not None else None
-    if rollout.server_weights is not None:  # other trials may use it, too
+    if rollout.server_weights is not None:  # other trials may use the server too
         weights = Path(rollout.server_weights) / f"{paths.trial}-{_digest(paths.run)}"
     return Running(
         addresses=tuple(map(Address, rollout.servers)),

@@ -41,13 +41,13 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 LOOK_TIMEOUT_S = 60.0
-"""Seconds without an answer from the directory after which this host gives up after a failure."""
+"""Seconds without an answer from the directory after which a host that failed stops trying."""
 OK = 0
-"""The trial has ended, or belongs to another job now."""
+"""Exit code: the trial has ended, or another job has taken it over."""
 FAILED = 1
-"""This job cannot continue here."""
+"""Exit code: this job cannot continue on this host."""
 AGAIN = 75
-"""The agents of this job must be restarted without the lost host (EX_TEMPFAIL)."""
+"""Exit code: the agents of this job must restart without the lost host (EX_TEMPFAIL)."""
 
 
 class Agent:
@@ -60,7 +60,7 @@ class Agent:
         self._unborn = 0
         """Consecutive failures before an incarnation began."""
         self._without = ""
-        """The first agent's host if it is lost, and with it the job's batch process."""
+        """The first agent's host, if it is lost together with the job's batch process."""
 
     def run(self) -> int:
         """Serve until the end; return the exit code."""
@@ -89,7 +89,7 @@ class Agent:
     def _roll_out(self) -> int:
         """Supervise a rollout task to its end.
 
-        Another task replaces one that fails, or in the trainers' job another attempt.
+        If it fails, another task replaces it; in the trainers' job, another attempt does.
         """
         task = RolloutTask(self.host, orphan_s=self.host.orphan_s)
         try:
@@ -166,7 +166,7 @@ class Agent:
         return None
 
     def _look(self) -> tuple[bool, Failure | None]:
-        """Return whether another job began the newest incarnation, and our first failure."""
+        """Return whether another job began the newest incarnation, and the host's first failure."""
         superseded = self.host.superseded(self._served)
         return superseded, published.failure(self.host.names, self._served)
 
@@ -201,7 +201,7 @@ class Agent:
 def serve(run: Path, submission: int, group: str, task: int | None = None) -> int:
     """Run an agent; return its exit code.
 
-    ``task``: see `Host`. A user error that the trainers meet ends the trial. Raises SlurmrlError if
+    ``task``: see `Host`. A user error in the trainers' job ends the trial. Raises SlurmrlError if
     the agent cannot start for another reason.
     """
 

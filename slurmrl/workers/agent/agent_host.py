@@ -1,7 +1,6 @@
 """The state of an agent that lasts longer than one incarnation.
 
-It consists of the claimed task, the lease, the processes and their output, and the warnings that
-the job will end.
+It consists of the claimed task, the lease, the processes and their output, and warnings.
 """
 
 from __future__ import annotations
@@ -57,24 +56,24 @@ from slurmrl.workers.polling import LOOK_S, PollIntervals, Presence
 logger = log.get(__name__)
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LATE_S = 90.0
-"""Slurm may send a warning up to a minute early; the rest allows for a busy host."""
+"""Slurm may send a warning up to a minute early; 30 s more allow for a busy host."""
 SHARE = 4
-"""A file may take 1/SHARE of the limit of its task, and the part before it as much. The rest is for
-earlier attempts and for stacks."""
+"""An output file may take 1/SHARE of the limit of its task, and so may its previous part. The
+remaining space is for earlier attempts and for stacks."""
 SHORTEST_LOOK_S = 1.0
 NEWEST_BYTES = 256 * 1024
 
 
 class Host:
-    """Claims the task and holds its lease. Raises SlurmrlError if this host cannot start."""
+    """The claimed task and its lease. Raises SlurmrlError if this host cannot start."""
 
     def __init__(
         self, paths: RunPaths, submission: int, group: str, task: int | None = None
     ) -> None:
-        """``task``: number of a rollout task in the trainers' job."""
+        """``task`` is the number of a rollout task in the trainers' job, else None."""
         self.paths = paths
         self.inside = task is not None
-        """Whether trainers continue next to it in the same job."""
+        """Whether the trainers run in the same job."""
         self.submission = submission
         config = load_resolved(paths.config)
         self.cluster = config.cluster
@@ -89,8 +88,8 @@ class Host:
         self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
         self.serving = 0
-        """The incarnation that is served now; 0 between two of them. Of a rollout task: the newest
-        one."""
+        """The incarnation that is served now; 0 between two incarnations. For a rollout task, the
+        newest one."""
         self._lease = Lease(lease)
         self.lease_guard = LeaseGuard(
             self._beat,
@@ -114,7 +113,7 @@ class Host:
         self.events = EventWriter(paths, writer)
 
     def _is_stopped(self) -> bool:
-        """Return whether a user has asked this submission to stop, as far as it can be read."""
+        """Return whether a user has stopped this submission; False if that cannot be read."""
         try:
             return bool(demand.stop_requested_by(self.paths, self.submission))
         except EnvironmentFailure as error:
@@ -136,7 +135,7 @@ class Host:
 
     @property
     def leads(self) -> bool:
-        """Whether the master runs here."""
+        """Whether the master runs on this host."""
         return self.identity.trains and self.identity.task == 0
 
     @property
@@ -148,12 +147,12 @@ class Host:
         """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""
         workers, per_worker = self.group.workers_per_host, self.group.gpus_per_worker
         first = 0
-        if self.inside:  # after the trainers and the tasks before it
+        if self.inside:  # after the GPUs of the trainers and of earlier tasks
             trainers = self.plan.trainers
             before = self.identity.task % trainers.tasks_per_host * workers * per_worker
             first = trainers.workers_per_host * trainers.gpus_per_worker + before
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if given is None and not self.deals_gpus:  # no scheduler assigns them
+        if given is None and not self.deals_gpus:  # no scheduler assigns GPUs
             given = ",".join(map(str, range(first + workers * per_worker)))
         return gpu.assign(given or "", workers, per_worker, first)
 
@@ -183,7 +182,7 @@ class Host:
         return self._superseded(self.state(), after)
 
     def _superseded(self, state: TrialState, after: int) -> bool:
-        """Return whether another job began a newer incarnation; False if ``after`` is 0.
+        """Return whether another job has begun a newer incarnation; False if ``after`` is 0.
 
         ``after`` is 0 before our first incarnation: the previous job may have begun the newest one.
         """
@@ -194,7 +193,7 @@ class Host:
         return bool(state.begin_data.get("job") == self.identity.job)
 
     def state(self) -> TrialState:
-        """Return the state of a trial that goes on. Raises TrialEndedError, EnvironmentFailure."""
+        """Return the state of a running trial. Raises TrialEndedError, EnvironmentFailure."""
         state = fold(self.history.read())
         if state.end is not None:
             raise TrialEndedError(f"the trial has ended ({state.end.kind}); nothing to do")
@@ -220,7 +219,7 @@ class Host:
             raise TrialEndedError(f"the trial has ended {how}")
 
     def describe(self, error: SlurmrlError) -> Failure:
-        """Return the failure of this host that an error means, and log it."""
+        """Return the failure of this host for an error, and log it."""
         failure = failure_of(error, f"{self.identity.label} on {self.identity.host}")
         if failure.host is None:
             failure = replace(failure, host=self.identity.host)
@@ -234,12 +233,12 @@ class Host:
         self.events.write("failure", incarnation=incarnation, **short)
 
     def renew_lease(self) -> None:
-        """Renew the lease when due. Ignore events that end an incarnation: this one is over."""
+        """Renew the lease when due. Ignore events that end an incarnation, because it has ended."""
         with suppress(SlurmrlError):
             self.lease_guard.turn()
 
     def idle(self, seconds: float) -> None:
-        """Wait, but ignore failures: the work of these processes is over."""
+        """Wait, and ignore failures, because these processes have done their work."""
         self.renew_lease()
         self.children.turn(seconds)
 
@@ -270,7 +269,7 @@ def claim(
     task: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Identity:
-    """Claim the next free attempt at a task; None: the task of this array element or host."""
+    """Claim the next free attempt at a task; None means the task of this array element or host."""
     if task is None:
         task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
     start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"
@@ -291,10 +290,10 @@ def claim(
 
 
 class Warnings:
-    """Handles the signals, from `listen` on.
+    """Warnings of the job's end, which arrive as signals after `listen`.
 
-    ``lead_s`` is how long before the time limit the scheduler was requested to warn, ``stopped``
-    whether a user has asked the trial to stop.
+    ``lead_s`` is the requested time between the scheduler's warning and the time limit. ``stopped``
+    returns whether a user has requested a stop of the trial.
     """
 
     def __init__(
@@ -315,7 +314,7 @@ class Warnings:
     def listen(self) -> None:
         for number in SIGNALS:
             signal.signal(number, self._receive)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor held them back
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor has blocked them
 
     @property
     def received(self) -> bool:
@@ -341,7 +340,7 @@ class Warnings:
         if end is None:
             return Warned(signal=name, cause="unknown")
         left_s = end - self._clock()
-        # Slurm warns of a time limit with USR2, and sends TERM when it is reached.
+        # Slurm warns of a time limit with USR2, and sends TERM at the limit.
         lead_s = self._lead_s if name == "SIGUSR2" else 0.0
         cause = "time_limit" if left_s <= lead_s + LATE_S else "preemption"
         return Warned(signal=name, cause=cause, time_left_s=round(left_s, 1))
@@ -350,10 +349,10 @@ class Warnings:
 class Output:
     """The output file of the current attempt at a task, rotated so that its size is bounded.
 
-    Processes append to one file directly (O_APPEND), so rotation cannot slow or block them, and
-    their last lines are on disk even if the agent is dead. The agent checks the size periodically.
-    It copies the newest part of a file that is too long to ``.1`` and truncates the file. Output
-    that is written between the last read and the truncation, within microseconds, is lost.
+    Processes append to one file directly (O_APPEND). So rotation cannot slow or block them, and
+    their last lines are in the file even if the agent is dead. The agent checks the size
+    periodically. If the file is too long, the agent copies its newest part to ``.1`` and truncates
+    the file. Output written in the microseconds between copy and truncation is lost.
     """
 
     def __init__(
@@ -363,7 +362,7 @@ class Output:
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limit_bytes``: of all files of the task; ``look_s``: longest time between checks."""
+        """``limit_bytes`` limits all files of the task, ``look_s`` the time between checks."""
         self.path = path
         self._limit_bytes = limit_bytes
         self._look_s = look_s
@@ -410,7 +409,7 @@ class Output:
         return newest
 
     def _plan(self, now: float, size: int, most: int) -> None:
-        """Schedule the next check: the faster the file grows, the sooner."""
+        """Schedule the next check, sooner if the file grows faster."""
         passed_s = max(now - self._looked_at, 1e-3)
         bytes_per_s = (size - self._size) / passed_s
         half_full_s = (most - size) / bytes_per_s / 2 if bytes_per_s > 0 else self._look_s
@@ -439,7 +438,7 @@ class Output:
         try:
             self._prune()
         except FileNotFoundError:
-            return  # the first attempt: there is no directory yet
+            return  # at the first attempt, there is no directory yet
         except (OSError, EnvironmentFailure) as error:
             logger.warning("cannot remove old output beside %s: %s", self.path, error)
 

@@ -44,16 +44,16 @@ from slurmrl.workers.messages import (
 logger = log.get(__name__)
 
 ToWorker: TypeAlias = Start | Order | StartRollout | Serve | Retire
-"""The last three are for the workers of rollout tasks."""
+"""Messages to a worker; the last three are for the workers of rollout tasks."""
 END_TIMEOUT_S = 5.0
-"""How long the fork server may take to kill its workers before it is killed itself."""
+"""Seconds that the fork server may take to kill its workers before it is killed itself."""
 RELEASE_S = 90.0
-"""How long a killed worker may take to end: the driver unpins its host memory, which for 40 GiB
-took a minute, and frees its GPU memory; the kernel may wait for a file system."""
+"""Seconds that a killed worker may take to exit. The driver unpins its host memory (a minute for 40
+GiB) and frees its GPU memory; the kernel may wait for a file system."""
 REPORT_S = 3.0
-"""How long the fork server may take to report exits; more than it waits for leftovers."""
+"""Seconds that the fork server may take to report exits; more than it waits for leftovers."""
 MISSED_PULSES = 3
-"""A rank that missed this many is reported as silent; it is killed only after `silence_s`."""
+"""Missed pulses after which a rank is reported as silent; it is killed only after `silence_s`."""
 MASTER = "the master"
 
 
@@ -65,7 +65,7 @@ class Ended:
     code: int
     """Exit code, negative for a signal."""
     rank: int | None
-    """None for the master and the fork server."""
+    """The rank; None for the master and the fork server."""
     why: str = ""
     """The reason, if the process reported one."""
 
@@ -81,9 +81,9 @@ class Slot:
         self.rank = rank.rank
         self.name = f"{rank} on {host}"
         self.stacks_fd = child_process.new_stacks_file()
-        """Where its workers write their stacks on request (see `workers.child_process`)."""
+        """File in which its workers write their stacks on request (see `workers.child_process`)."""
         self.pipe: Connection | None = None
-        """To the worker."""
+        """Connection to the worker."""
         self.running = False
         """Whether a worker was requested and has not ended."""
 
@@ -108,7 +108,7 @@ class Slot:
 
 @dataclass
 class News:
-    """Events of one turn."""
+    """The events of one turn."""
 
     received: list[Answer] = field(default_factory=list)
     """Messages of workers for the master."""
@@ -128,14 +128,14 @@ class Children:
         cluster: Cluster,
         defaults: Mapping[str, str] | None = None,
     ) -> None:
-        """``defaults``: variables for workers (see `agent.fork_environment`)."""
+        """``defaults`` are variables for workers (see `agent.fork_environment`)."""
         self.paths = paths
         self.group = group
         self.identity = identity
         self.slots: list[Slot] = []
         self.fork_server: child_process.Child | None = None
         self._line: Connection | None = None
-        """To the fork server."""
+        """Connection to the fork server."""
         self._import_error = ""
         """Reason why the imports of the fork server failed."""
         self.master: child_process.Child | None = None
@@ -227,9 +227,9 @@ class Children:
             slot.send(message)
 
     def wake_on(self, follower: Follower) -> None:
-        """Also end a `turn` when the logs of a follower have changed."""
+        """End each `turn` early if the logs of a follower have changed."""
         if follower.fileno() >= 0:
-            self._listen(follower.fileno(), follower.drain)  # the caller of `turn` reads it next
+            self._listen(follower.fileno(), follower.drain)  # the caller of `turn` reads logs next
 
     def sleep_on(self, follower: Follower) -> None:
         """Undo `wake_on`."""
@@ -238,17 +238,15 @@ class Children:
     def turn(self, timeout_s: float) -> News:
         """Wait at most ``timeout_s`` until a child sends a message or ends.
 
-        The last messages of a child are returned no later than its end.
+        The last messages of a child are returned before or together with its end.
         """
         for pipe in (self._line, *(slot.pipe for slot in self.slots)):
             if pipe is not None:
-                pipe.flush()  # messages that did not fit into the buffer of a busy process
+                pipe.flush()  # send messages that did not fit into the buffer of a busy process
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
-            if (
-                self._selector.get_map().get(key.fd) is key
-            ):  # an earlier handler may have removed it
+            if self._selector.get_map().get(key.fd) is key:  # an earlier handler may remove it
                 handler()
         return self._news
 
@@ -303,17 +301,17 @@ class Children:
             self._news.ended.append(Ended(slot.name, message.code, slot.rank))
 
     def _fork_server_ended(self) -> None:
-        """Its workers have ended with it."""
+        """Handle the end of the fork server: its workers have ended with it."""
         assert self.fork_server is not None
         code = self.fork_server.process.wait()
-        self._hear_fork_server()  # messages from before its end
+        self._hear_fork_server()  # messages that it sent before its end
         ended = [self._end(slot) for slot in self.slots]
         if any(ended):
             self._news.ended.append(Ended(self.fork_server.name, code, None, self._import_error))
         self._drop_fork_server()
 
     def _end(self, slot: Slot) -> bool:
-        """Take the last messages of a worker that has ended. Return whether its end is news."""
+        """Receive the last messages of an ended worker. Return whether its end was unknown."""
         if not slot.running:
             return False
         slot.running = False
@@ -385,8 +383,8 @@ class Children:
     def end(self, *, grace_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill all workers at once, and the master if it still runs after ``grace_s``.
 
-        The fork server stays, unless it does not answer: then it is killed together with its
-        workers. ``meanwhile`` is called during the wait, which may take longer than a lease lasts.
+        The fork server keeps running, unless it does not answer: then it is killed together with
+        its workers. ``meanwhile`` is called during the wait.
         """
         for slot in self.slots:
             if slot.running and self._line is not None:
@@ -436,7 +434,7 @@ class Children:
         """Stop all processes, the workers before the fork server.
 
         The workers must have released their devices when this process exits. ``meanwhile`` is
-        called while they take long to end.
+        called while it waits for them.
         """
         self.end(meanwhile=meanwhile)
         self._drop_fork_server()
@@ -452,7 +450,7 @@ class Children:
         self._forget(slot.rank)
 
     def _drop_fork_server(self) -> None:
-        """Kill the fork server if it still runs, and with it all workers."""
+        """Kill the fork server, if it still runs, together with all workers."""
         for slot in self.slots:
             self._drop_worker(slot)
             slot.running = False

@@ -19,23 +19,23 @@ from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.scheduler.base import FABRIC_PREFIXES, NO_BYTECODE
 
 SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
-"""numpy's OpenBLAS starts its threads on import, and a fork server must have none: a fork copies
-only the calling thread, and with it locks that the others hold."""
+"""Variables that keep numpy's OpenBLAS from starting threads on import. A fork server must have no
+other threads: a fork copies only the calling thread, but also the locks that other threads hold."""
 FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
-"""How many collectives torch records of NCCL and gloo, to explain hangs: the default of torch 2.13,
-but not of every version. Agents collect them. torch itself would have a thread of each rank look
-into the group's store once a second for a rank that timed out."""
+"""Variables that make torch record this many collectives of NCCL and gloo, to explain hangs. (This
+is the default of torch 2.13, but not of every version.) Agents collect them. (With torch's
+mechanism, a thread of each rank would read the store once a second.)"""
 ALLOCATOR: Final = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-"""torch's allocator grows its segments, so memory of micro-batches of varying lengths does not
-fragment."""
+"""Setting that lets torch's allocator grow its segments, so that micro-batches of varying lengths
+do not fragment memory."""
 OLDER_NAMES: Final = {
     "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
 }
-"""torch reads these, too: it takes one of two settings, not always the user's."""
+"""Older names that torch reads too; of two settings it takes one, not always the user's."""
 BLACKWELL: Final = 10.0
-"""Compute capability from which CUDA starts kernels of several streams in the order of their calls
-with any number of connections."""
+"""Compute capability from which on CUDA starts kernels of several streams in the order of their
+calls, whatever the number of connections."""
 
 HANDED_ON = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),
@@ -91,7 +91,7 @@ def interpreter(
 ) -> tuple[str, ...]:
     """Return the command up to and including Python.
 
-    ``environ`` is the fork server's, ``chosen`` are the names in ``cluster.env``.
+    ``environ`` is the fork server's environment, ``chosen`` are the names in ``cluster.env``.
     """
     if slurm.container is None:
         return (sys.executable,)

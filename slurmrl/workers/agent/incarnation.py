@@ -1,10 +1,10 @@
-"""One incarnation on one host: fork workers (and start the master), form, relay messages.
+"""One incarnation on one host: fork workers, start the master, form the world, relay messages.
 
 Every wait goes through `turn`, which also renews the lease, receives the children's messages and
 detects children that ended or hang, so no event on this host is missed while waiting.
 
-The master needs the answers of all ranks before it acts on any. A host whose workers answer one
-after the other therefore sends all their answers in one write, and not one write each.
+The master needs the answers of all ranks before it acts. A host whose workers answer one after the
+other therefore sends all answers in one write.
 """
 
 from __future__ import annotations
@@ -61,36 +61,36 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 FORM_TIMEOUT_S = 600.0
-"""Longest wait for the incarnation to begin."""
+"""Maximum wait for the incarnation to begin."""
 LATE_BEGIN_S = 30.0
-"""Longest wait for the incarnation to begin after this host has failed."""
+"""Maximum wait for the incarnation to begin after this host has failed."""
 EXIT_TIMEOUT_S = 60.0
-"""Longest wait for processes to end after ``exit``."""
+"""Maximum wait for processes to exit after ``exit``."""
 MASTER_GRACE_S = 3.0
-"""How long a master may take to post ``over`` to the other hosts."""
+"""Seconds that a master may take to post ``over`` to the other hosts."""
 OVER_S = 5.0
-"""How long a host with a hung rank keeps its ranks until the master has requested the stacks of the
-other hosts. If they were killed before, ranks elsewhere would fail and their stacks show that."""
+"""Seconds for which a host with a hung rank keeps its ranks, so that the master can request the
+stacks of the other hosts. Otherwise killed ranks would make other ranks fail before that."""
 LOOK_S = 0.1
-"""Interval of polls while a short wait lasts."""
+"""Interval of polls during short waits."""
 EXPLAIN_S = COLLECT_S + MASTER_GRACE_S
-"""How long a master may take to collect the stacks of all hosts and publish the explanation."""
+"""Seconds that a master may take to collect the stacks of all hosts and publish the explanation."""
 HOLD_S = 1.0
-"""Longest time that an answer waits for the answers of slower workers. The master then learns which
-ranks have answered; `slurmrl status` and the message about a deadline show these ranks."""
+"""Maximum time that an answer waits for the answers of slower workers. After it, the master gets
+the answers so far; `slurmrl status` and messages about deadlines show them."""
 
 
 class Incarnation:
-    """This job's next incarnation after number ``after``."""
+    """The next incarnation of this job after the one with the number ``after``."""
 
     def __init__(self, host: Host, after: int) -> None:
         self.host = host
         self.after = after
         self.number = 0
-        """0 until it has begun."""
+        """Number of the incarnation; 0 until it has begun."""
         self.replies: Replies | None = None
         self._passed_on: int | None = None
-        """Number of the last order that was passed on to the workers."""
+        """Number of the last order that was forwarded to the workers."""
         self._nonce = uuid.uuid4().hex
         self._symptoms = Symptoms(
             host.identity.host,
@@ -105,9 +105,9 @@ class Incarnation:
         """Whether stacks were reported to the master, which then publishes an explanation."""
 
     def run(self) -> None:
-        """Serve it until the master posts ``exit``.
+        """Serve the incarnation until the master posts ``exit``.
 
-        Raises StaleIncarnationError if it ended for a reason outside of this host, TrialEndedError,
+        Raises StaleIncarnationError if it ended for a reason outside this host, TrialEndedError,
         and other SlurmrlErrors for failures on this host (see `fail`).
         """
         self._start()
@@ -131,7 +131,7 @@ class Incarnation:
         return self.host.begun(self.after)
 
     def _join(self, number: int) -> None:
-        """Take part in incarnation ``number``; from here on a newer one ends it."""
+        """Join incarnation ``number``; from now on, a newer one ends this one."""
         self.number = self.host.serving = number
         logger.info("incarnation %d", number)
         gpus = {"gpus": self.host.devices()} if self.host.group.gpus_per_worker else {}
@@ -151,7 +151,7 @@ class Incarnation:
         self.send(Hello(agent=host.identity, bell=where))
 
     def _form(self, state: TrialState) -> None:
-        """Tell each worker which network it uses and which commit it loads."""
+        """Tell each worker which network to use and which commit to load."""
         host = self.host
         own = fabric_address(host.cluster.interface, host.group.hosts_of_job)
         start = Start(
@@ -210,7 +210,7 @@ class Incarnation:
         return True
 
     def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
-        """Take turns until the master's log is due to be read again; only one with ``may_stop``."""
+        """Take turns until the master's log must be read again; with ``may_stop`` only one turn."""
         while True:
             self.turn(min(master.pause_s(), self.host.intervals.beat_s))
             if may_stop or master.woken or master.pause_s() <= 0:
@@ -225,7 +225,7 @@ class Incarnation:
             )
 
     def _let_exit(self) -> None:
-        """Wait until all processes have exited. All work is done: those that do not are killed."""
+        """Wait until all processes have exited; kill those that do not: all work is done."""
         self._symptoms.told_to_exit = True
         try:
             self.wait("its processes to exit", self._all_ended, EXIT_TIMEOUT_S)
@@ -238,7 +238,7 @@ class Incarnation:
     # -- one turn of the loop ----------------------------------------------------------------
 
     def wait(self, what: str, poll: Callable[[], T | None], timeout_s: float) -> T:
-        """Poll until there is a value.
+        """Poll until ``action`` returns a value.
 
         Time during which the directory does not answer does not count towards ``timeout_s``.
         """
@@ -279,7 +279,7 @@ class Incarnation:
         self._symptoms.judge(news)
 
     def _send_warning(self) -> None:
-        """Report a warning to the master and in the name store, once there is an incarnation."""
+        """Report a warning to the master and in the name store, if the incarnation has begun."""
         if self.replies is None or (warned := self.host.warnings.take()) is None:
             return
         known = objects.to_json(warned)
@@ -289,7 +289,7 @@ class Incarnation:
             self.host.names.add(keys.warned(self.number), json.dumps(known))
 
     def send(self, *news: FromAgent) -> None:
-        """Send messages to the master, once there is an incarnation."""
+        """Send messages to the master, if the incarnation has begun."""
         if self.replies is not None:
             self.replies.send(*news)
 
@@ -301,7 +301,7 @@ class Incarnation:
         The master then ends the incarnation on the other hosts too.
         """
         host, failure = self.host, self.host.describe(error)
-        if failure.cause != Cause.LOST_HOST:  # else there is no master left to begin
+        if failure.cause != Cause.LOST_HOST:  # otherwise there is no master that could begin
             self._await_begin()
         self._send_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
@@ -318,7 +318,7 @@ class Incarnation:
     def _explain(self, failure: Failure) -> None:
         """Keep the stacks of a hang as evidence.
 
-        They are the stacks of all hosts if the master can still request them, else of this host.
+        These are the stacks of all hosts if the master can still request them, else of this host.
         """
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
             taken = self._witness.take(self.number, 0, failure.reason, self.host.idle)
@@ -339,7 +339,7 @@ class Incarnation:
     def _await_begin(self) -> None:
         """Give the master time to begin an incarnation that has already failed.
 
-        The history then counts this failure, so that restarts come to an end.
+        The history then counts this failure, so that restarts do not continue forever.
         """
         children = self.host.children
         backoff = Backoff()
@@ -357,15 +357,15 @@ class Incarnation:
             logger.info("%s", error)
 
     def close(self) -> None:
-        """End its processes on this host.
+        """End the processes of the incarnation on this host.
 
-        If there are other hosts, the master gets the time to post ``over``.
+        If there are other hosts, the master gets time to post ``over``.
         """
         host = self.host
         host.serving = 0
         deadline = time.monotonic() + EXPLAIN_S
         while self._explained and host.children.master_runs and time.monotonic() < deadline:
-            self.send()  # retry messages that the directory has not taken
+            self.send()  # send messages again that the directory has not accepted
             host.idle(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
         host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S, meanwhile=host.renew_lease)
@@ -377,18 +377,18 @@ class Incarnation:
 
 
 class Answers:
-    """Holds back answers until the last of ``workers`` has given the same one."""
+    """Delays answers until all ``workers`` have given the same answer."""
 
     def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._workers = workers
         self._clock = clock
         self._held: list[Answer] = []
         self._given: Counter[tuple[type[Answer], int]] = Counter()
-        """How many workers have given an answer, by its type and the message that it answers."""
+        """Number of workers that gave an answer, by its type and the message that it answers."""
         self._until = math.inf
 
     def take(self, received: Sequence[Answer]) -> list[Answer]:
-        """Hold answers; return all held ones if it is time to send them."""
+        """Add answers; return all delayed answers if it is time to send them."""
         if received and not self._held:
             self._until = self._clock() + HOLD_S
         self._held += received
@@ -396,12 +396,12 @@ class Answers:
         return self.release() if any(complete) or self.wait_s() <= 0 else []
 
     def release(self) -> list[Answer]:
-        """Return the answers that are held, and hold them no longer."""
+        """Return the delayed answers, and forget them."""
         held, self._held, self._until = self._held, [], math.inf
         return held
 
     def wait_s(self) -> float:
-        """Return how long until `take` returns the answers that are held."""
+        """Return the time until `take` returns the delayed answers."""
         return max(self._until - self._clock(), 0.0)
 
     def _completes(self, answer: Answer) -> bool:
@@ -426,13 +426,13 @@ class Replies:
         self.bell = bell
         self._writer = writer
         self._unsent = False
-        """Whether the writer holds messages that the directory has not taken yet."""
+        """Whether the writer has messages that the directory has not accepted yet."""
         self._masters_bell: BellAddress | None = None
 
     def send(self, *news: FromAgent) -> None:
         """Send messages.
 
-        Those that the directory does not take now are sent first the next time.
+        Messages that the directory does not accept now are sent first next time.
         """
         if not (news or self._unsent):
             return

@@ -1,10 +1,10 @@
 """Detection of failures: the processes of a host, the host's own lease, and other hosts.
 
-`Symptoms` evaluates the events of the host's processes, and whether the kernel killed one of them
-for lack of memory. `LeaseGuard` renews the host's own lease and fences the host while it may have
-expired. `Leader` detects the loss of a job's first host, on which the master and the batch process
-run: the remaining agents of a round see it first, end the incarnation and requeue the job.
-`TrainersLease` shows a rollout task whether the trainers are alive.
+`Symptoms` evaluates the events of the host's processes, and out-of-memory kills by the kernel.
+`LeaseGuard` renews the host's lease and fences the host while the lease may have expired. `Leader`
+detects the loss of a job's first host, on which the master and the batch process run. The other
+agents of the round then end the incarnation and requeue the job. `TrainersLease` shows a rollout
+task whether the trainers are alive.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from slurmrl.workers.link import FirstAgent, requeue
 logger = log.get(__name__)
 
 ECHO_GRACE_S = 2.0
-"""How long to hold back an exception that looks like a consequence of another rank's end: that end
-is the better explanation if it is reported in time."""
+"""Seconds for which to delay an exception that looks like a consequence of another rank's end. That
+end is the better explanation if it is reported in time."""
 ECHO_TURN_S = 0.1
 WATCHDOG = "watchdog thread terminated with exception"
-"""Output of torch's NCCL watchdog, with the reason, before it aborts the process."""
+"""Output of torch's NCCL watchdog before it aborts the process; the reason follows."""
 OWN_CGROUPS = Path("/proc/self/cgroup")
 COUNTER = "oom_kill"
 
 
 class Symptoms:
-    """Raises ReportedError for the first failure."""
+    """Evaluation of events of a host's processes; raises ReportedError for the first failure."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Symptoms:
     ) -> None:
         """``output`` returns the newest output of the processes in this incarnation."""
         self.told_to_exit = False
-        """Whether ``exit`` was passed on, so that workers may end."""
+        """Whether ``exit`` was forwarded, so that workers may exit."""
         self._host = host
         self._children = children
         self._oom = oom
@@ -68,7 +68,7 @@ class Symptoms:
 
     @property
     def longest_turn_s(self) -> float:
-        """Return how long the next turn may wait."""
+        """Return the maximum wait of the next turn."""
         return math.inf if self._echo is None else ECHO_TURN_S
 
     def judge(self, news: News) -> None:
@@ -113,7 +113,7 @@ class Symptoms:
         )
 
     def _last_words(self) -> str:
-        """Return the last line of the group's log, which may be another process's; "" without."""
+        """Return the last line of the group's log, perhaps of another process, or ""."""
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
         return f"the log ends with: {lines[-1]}" if lines else ""
 
@@ -141,8 +141,8 @@ class Symptoms:
 class OomKills:
     """Reads the kernel's count of out-of-memory kills from this machine's most precise counter.
 
-    The counter belongs to our control group (version 2, else 1), else to the whole host. Our
-    children are in that group or below it, even in containers.
+    The counter belongs to this process's control group (version 2, else 1), else to the whole host.
+    The children are in this group or below it, even in containers.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -150,7 +150,7 @@ class OomKills:
         self._seen = self._count()
 
     def happened(self) -> bool:
-        """Return whether there was one since the last call, or since the start."""
+        """Return whether the kernel killed a process since the last call, or since the start."""
         before, self._seen = self._seen, self._count()
         return self._seen > before
 
@@ -159,7 +159,7 @@ class OomKills:
 
 
 def _counters(root: Path) -> list[Path]:
-    """Return the files that may hold the count, the most precise one first."""
+    """Return the files that may have the count, the most precise one first."""
     counters: list[Path] = []
     mounted = root / "sys/fs/cgroup"
     for line in _read(root / OWN_CGROUPS.relative_to("/")).splitlines():
@@ -188,9 +188,9 @@ def _read(path: Path) -> str:
 
 
 WATCHERS = 3
-"""This many agents watch the first one, however many there are."""
+"""Number of agents that watch the first agent."""
 GRACE_S = 30.0
-"""How long a batch process that still runs may take to end this step."""
+"""Seconds that a batch process, if it still runs, may take to end this step."""
 LOOK_S = 3.0
 
 
@@ -198,9 +198,9 @@ class LeaseGuard:
     """Renews the lease every ``beat_s`` and reads the history every ``check_s``.
 
     The host is fenced when a renewal fails, or when the last successful one began ``ttl_s`` ago
-    (the process was suspended or hung): others may take it for dead then. A fenced host starts
-    nothing new. A successful renewal, followed by a successful read of the history, lifts the
-    fence. A directory that does not answer ends nothing.
+    (the process was suspended or hung), because others may then consider it dead. A fenced host
+    starts nothing new. A successful renewal, followed by a successful read of the history, lifts
+    the fence. If the directory does not answer, nothing ends.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class LeaseGuard:
         self._clock = clock
         self._next_beat = self._next_check = clock()
         self._beaten_at: float | None = None
-        """When the last renewal began; None if it failed."""
+        """Time at which the last renewal began; None if it failed."""
         self._fenced = True
 
     def turn(self) -> None:
@@ -297,7 +297,7 @@ def leave_without(
 ) -> None:
     """Requeue the job in place of its batch process, which was lost with ``host``.
 
-    If the batch process is alive after all, it ends this process within the grace.
+    If the batch process is still alive, it ends this process within the grace time.
     """
     waited_s = 0.0
     while waited_s < GRACE_S and usable_hosts([host], ()):
@@ -323,18 +323,18 @@ class TrainersLease:
         """The round whose first agent is not known yet."""
 
     def follow(self, job: str) -> None:
-        """From now on observe the first agent of this round, which began the newest incarnation."""
+        """Observe the first agent of this round from now on; it began the newest incarnation."""
         self._sought = job
 
     def seen(self, incarnation: int) -> Orphaned:
-        """Return the last heartbeat of ``incarnation``, the newest one."""
+        """Return the last heartbeat in ``incarnation``, which must be the newest."""
         counter = self._view.counter
         return Orphaned(incarnation=incarnation, attempt=self._first.attempt, counter=counter)
 
     def beat_since(self, seen: Orphaned) -> bool:
         """Return whether the trainers may have renewed their lease since another task saw it.
 
-        They may have renewed it if the directory does not answer.
+        This is true if the directory does not answer.
         """
         return self._first.lease(seen.attempt).observe().counter != seen.counter
 

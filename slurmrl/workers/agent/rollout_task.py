@@ -42,30 +42,30 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 ORPHAN_RETIRE_S = 60.0
-"""How long the workers of such a task may take: they have nothing left to finish."""
+"""Seconds that workers may take to retire if there are no trainers: they have nothing to finish."""
 EXIT_TIMEOUT_S = 60.0
-"""Longest wait for the other ranks after one has exited normally."""
+"""Maximum wait for the other ranks after one rank has exited normally."""
 FOLDER_GONE_S = 60.0
-"""Without its directory or a log, after which an attempt counts as lost. Workers that have said
-their last word exit sooner."""
+"""Seconds without its directory or a log after which an attempt counts as lost. Workers that have
+sent their last message exit sooner."""
 MARGIN_S = 10.0
-"""How long before the end of the job workers that have not exited are killed."""
+"""Seconds before the end of the job at which workers that have not exited are killed."""
 SHORT_S = 20.0
-"""How long workers may take where nobody knows when the job is killed. Slurm's default between TERM
-and KILL is 30 s."""
+"""Seconds that workers may take if the time of the job's end is unknown. Slurm's default between
+TERM and KILL is 30 s."""
 TURN_S = 0.5
-"""Longest wait for an event of a worker; a signal is noticed after it."""
+"""Maximum wait for an event of a worker; the process handles signals after it."""
 
 
 class RolloutTask:
-    """The attempt that ``host`` has claimed."""
+    """The attempt at a rollout task that ``host`` has claimed."""
 
     def __init__(
         self, host: Host, *, orphan_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Prepare a task that waits ``orphan_s`` seconds for lost trainers.
 
-        ``orphan_s`` is infinite in the trainers' own job, because the task ends with that job.
+        ``orphan_s`` is infinite in the trainers' job, because the task ends with that job.
         """
         self.host = host
         self._orphan_s = orphan_s
@@ -87,9 +87,9 @@ class RolloutTask:
         )
         self._ready: set[int] = set()
         self._retired = False
-        """Whether a worker has exited normally: told by this process, or by the master."""
+        """Whether a worker has exited normally: this process or the master told it to retire."""
         self._told = False
-        """Whether this process has told them."""
+        """Whether this process has told the workers to retire."""
         self._deadline = math.inf
         """Time at which workers that have not retired are killed."""
 
@@ -110,11 +110,11 @@ class RolloutTask:
             self._keep_deadline()
             self.turn(TURN_S)
         logger.info("its workers have retired")
-        if self.host.inside and not self._told:  # nothing else replaces it; none is too many
+        if self.host.inside and not self._told:  # nothing else replaces it; not surplus
             raise _lost("the master told it to exit")
 
     def _is_orphaned(self) -> bool:
-        """Return whether an earlier task has waited for the same trainers as long as it should."""
+        """Return whether an earlier task has already waited long enough for the same trainers."""
         if math.isinf(self._orphan_s):
             return False
         host = self.host
@@ -132,7 +132,7 @@ class RolloutTask:
         return seen if seen is not None and seen.incarnation == newest else None
 
     def _start(self) -> None:
-        """Start the workers, and have them connect to each other: all of them are on this host."""
+        """Start the workers and let them connect to each other; all are on this host."""
         host, identity = self.host, self.host.identity
         devices = host.devices()
         self._retry("make a directory", lambda: atomic.make_private_directory(self._folder))
@@ -153,8 +153,7 @@ class RolloutTask:
     def _follow(self) -> None:
         """When due, look for a newer incarnation and tell the workers.
 
-        Raises TrialEndedError, including when a newer submission has taken the trial over with its
-        own tasks.
+        Raises TrialEndedError, even if a newer submission with its own tasks took over the trial.
         """
         if not self._looks.due():
             return
@@ -182,7 +181,7 @@ class RolloutTask:
             self._record_orphan()
 
     def _record_orphan(self) -> None:
-        """No other task need wait for these trainers."""
+        """Record the missing trainers, so that no other task waits for them."""
         host = self.host
         try:
             demand.write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
@@ -192,8 +191,8 @@ class RolloutTask:
     def _look_at_folder(self) -> None:
         """When due, raise if the directory of this attempt or a log in it was removed or replaced.
 
-        The master removes the directory of an attempt that was lost while it did not run; users
-        remove files. Requests and results can no longer pass.
+        The master removes the directory of an attempt that it lost while this host was suspended;
+        users remove files. Without them, requests and results cannot be exchanged.
         """
         if not self._folder_looks.due():
             return
@@ -239,7 +238,7 @@ class RolloutTask:
     # -- its end -----------------------------------------------------------------------------
 
     def _retire(self, reason: str, within_s: float) -> None:
-        """Tell the workers, unless they have been told to be as fast already."""
+        """Tell the workers to retire, unless they know a deadline that is at least as early."""
         deadline = self._clock() + within_s
         if deadline >= self._deadline:
             return
@@ -260,7 +259,7 @@ class RolloutTask:
     def fail(self, error: SlurmrlError) -> Failure:
         """Record a failure of this task, with the stacks of its workers if they hang.
 
-        Retiring workers were about to exit anyway: nobody needs to know why they failed.
+        Failures of retiring workers are not recorded, because the workers would have exited anyway.
         """
         host, failure = self.host, self.host.describe(error)
         host.write_failure(host.serving, failure)
@@ -315,7 +314,7 @@ def _kind(path: Path) -> tuple[int, int]:
 
 
 def _lost(why: str) -> SlurmrlError:
-    """The master gets nothing more from this attempt; another one may begin on this host."""
+    """Record that this attempt is lost: it gives no more results, and another one may begin."""
     reason = f"the trainers get nothing more from this rollout task: {why}"
     return ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=""))
 
@@ -323,7 +322,7 @@ def _lost(why: str) -> SlurmrlError:
 def time_to_retire_s(warned: Warned) -> float:
     """Return how long workers may take after a warning.
 
-    How long Slurm waits before it kills a job that it preempts is not known here.
+    The host does not know how long Slurm waits before it kills a preempted job.
     """
     left_s = warned.time_left_s
     if warned.cause != "time_limit" or left_s is None:

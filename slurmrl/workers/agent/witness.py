@@ -1,6 +1,6 @@
 """Collection of the stacks of a host's processes, and the files and reports about them.
 
-For processes that do not answer, the report has their state.
+For a process that does not answer, the report has its state.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from slurmrl.workers.messages import Stacked
 logger = log.get(__name__)
 
 ANSWER_S = 5.0
-"""How long a process may take to answer. A running one takes milliseconds."""
+"""Seconds that a process may take to answer. A running process takes milliseconds."""
 RUNNING_S = 1.0
-"""How long a process may take, after its stacks, to add the parts that need the interpreter."""
+"""Seconds that a process may take, after its stacks, to add the parts that need the interpreter."""
 PAUSE_S = 0.05
 MOST_BYTES = 256 * 1024
-"""Longest text of one process."""
+"""Maximum bytes of the stacks of one process."""
 PY_SPY = "py-spy"
 PY_SPY_S = 8.0
-"""How long py-spy may take for all processes, one after another."""
+"""Seconds that py-spy may take for all processes, one after the other."""
 HELD = "Tt"
-"""States in which a process cannot be interrupted for its C frames."""
+"""States of a process in which it cannot be interrupted to get its C frames."""
 BLOCKED = "D"
 STATES = {
     "T": "it is stopped (SIGSTOP)",
@@ -55,7 +55,7 @@ SEEN = f"Seen by {PY_SPY}:\n"
 SEEN_THREAD = re.compile(r"^Thread .*\n", re.M)
 SEEN_FRAME = re.compile(r"^    (?P<name>.+) \((?P<file>.+\.py|<.+>):(?P<line>\d+)\)$", re.M)
 MOST_FILES = 10
-"""Files that one agent keeps: a new one replaces the oldest."""
+"""Maximum number of files that one agent keeps: a new one replaces the oldest."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StacksAnswer:
     """None for the master."""
     name: str
     text: str
-    """Its stacks, or why there are none."""
+    """Its stacks, or the reason why there are none."""
     answered: bool
 
 
@@ -124,10 +124,10 @@ def _state(pid: int) -> str:
 def _py_spy(pid: int, state: str, deadline: float) -> str:
     """Return the stacks that py-spy reads from outside, or why it could not read them.
 
-    The stacks have C frames, for which py-spy pauses the process. If the process is stopped or
-    blocked, they have none. Return an empty string if py-spy is not installed.
+    The stacks have C frames, for which py-spy pauses the process. C frames are missing if the
+    process is stopped or blocked. Return an empty string if py-spy is not installed.
     """
-    beside = Path(sys.executable).with_name(PY_SPY)  # PATH of a job need not have the environment
+    beside = Path(sys.executable).with_name(PY_SPY)  # a job's PATH need not contain the environment
     program = str(beside) if beside.exists() else shutil.which(PY_SPY)
     if program is None:
         return ""
@@ -154,9 +154,9 @@ def _py_spy(pid: int, state: str, deadline: float) -> str:
 def top_frame(text: str) -> str:
     """Return where the main thread is: ``rewards.py:44 in __call__``."""
     own, _, seen = text.partition(SEEN)
-    parts = MAIN_THREAD.split(own)  # the last one listed
+    parts = MAIN_THREAD.split(own)  # it is listed last
     frame = FRAME.search(parts[-1]) if len(parts) > 1 else None
-    parts = SEEN_THREAD.split(seen)  # the first one listed
+    parts = SEEN_THREAD.split(seen)  # it is listed first
     frame = frame or (SEEN_FRAME.search(parts[1]) if len(parts) > 1 else None)
     if frame is None:
         return ""

@@ -67,7 +67,7 @@ logger = log.get(__name__)
 
 
 def serve(run: Path, submission: int, job: str, link: int) -> int:
-    """Run one incarnation; 0 when the trial ended or handed over, 1 when it failed."""
+    """Run one incarnation. Return 0 if the trial ended or was handed over, 1 if it failed."""
     for warning in ownership.check(run):
         logger.warning("%s", warning)
     paths = RunPaths(run)
@@ -100,7 +100,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         if master is not None:
             _end(master, names, events, failure)
         if failure.agent:
-            kill_parent()  # it cannot see that we end
+            kill_parent()  # it does not notice the end of this process
         return 1
     return 0
 
@@ -177,7 +177,7 @@ def _rollouts(
     committed: Mapping[str, Any] | None,
     events: EventWriter,
 ) -> RolloutTasks:
-    """The rollout tasks, as the commit knows them."""
+    """Return the rollout tasks in the state of the commit."""
     config, batch_size = settings.config, settings.algorithm.batch_size
     tasks = config.rollout.tasks
     assert tasks is not None, "the caller has asked"
@@ -227,7 +227,7 @@ def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
 def _clean(paths: RunPaths, state: TrialState) -> None:
     """Remove leftovers of earlier incarnations that the history does not name.
 
-    These are half-written checkpoints, obsolete control logs and meeting places.
+    These are incomplete checkpoints, old control logs and old directories of process groups.
 
     Earlier incarnations can no longer commit, but a newer one may have begun since ``state`` was
     read and may be writing, so its files stay. Damaged checkpoints that were set aside stay until a
@@ -251,7 +251,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
 
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
-    """Tell the agents that it is over; after a hang they first report their ranks."""
+    """Tell the agents that the incarnation ended; after a hang, they first report their ranks."""
     if failure.cause not in HANGS or failure.agent:
         master.channel.end()
         return
@@ -263,7 +263,7 @@ def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure
 
 
 def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> Failure:
-    """Publish why this incarnation failed, unless a rank was first."""
+    """Publish why this incarnation failed, unless a rank has already done so."""
     if isinstance(error, RunFailedError | UsageError):
         logger.error("%s", error)
     else:
@@ -277,7 +277,7 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
 def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
     """Return advice for a job that reached its time limit before the first commit.
 
-    It says how far the job came, and which settings to change.
+    It says how far the job got, and which settings to change.
     """
     ready_s = next(
         (
@@ -304,7 +304,7 @@ def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
 
 
 def _finished(paths: RunPaths) -> str:
-    """Count the steps since the last commit, which the next incarnation has not discarded yet."""
+    """Count the steps since the last commit in the metrics, which nothing has cut yet."""
     commit = fold(History(paths.history).read()).last_commit
     newest = metrics.newest(metrics.read_latest(paths.metrics, 1)).get("step", 0)
     steps = int(newest) - (commit.step if commit is not None else 0)

@@ -1,11 +1,12 @@
-"""Commits: the ranks' files, the manifest, then the history slot; and the deletion of old ones.
+"""Commits (the ranks' files, the manifest, then the history slot) and deletion of old commits.
 
-A checkpoint is started and then polled while the ranks continue training. It exists once the
-history names it; if it fails, its directory is removed. An `Outcome` reports either.
+The master starts a checkpoint and then polls it while the ranks continue training. The checkpoint
+counts once the history names it. If it fails, its directory is removed. An `Outcome` reports
+success or failure.
 
 An incarnation begins on the newest undamaged commit (`begin_on_base`). BEGIN names it, so that all
-agents load the same. Newer, damaged commits are deleted from the history right after BEGIN, with
-the reason, and their files are set aside.
+agents load the same. Newer, damaged commits are then deleted from the history, with the reason, and
+their files set aside.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a checkpoint ended."""
+    """The result of a checkpoint."""
 
     step: int
     seconds: float
     """From its start to its end."""
     stall_s: float
-    """Time for which training waited: ranks that copied, and the master while it was blocked.
-    (Not: file operations of the master while the ranks had work to do.)"""
+    """Time for which training waited: while ranks copied, and while the master was blocked. File
+    operations of the master during the ranks' work do not count."""
     error: str | None = None
     """Reason why it failed; None if it is committed."""
 
@@ -97,9 +98,9 @@ class Committer:
     # -- one checkpoint ----------------------------------------------------------------------
 
     def start(self, step: int, state: dict[str, Any], *, asynchronous: bool) -> Outcome | None:
-        """Tell the ranks to save ``step``; the previous checkpoint must be over (`wait`).
+        """Tell the ranks to save ``step``; the previous checkpoint must have ended (`wait`).
 
-        Returns the outcome only if the checkpoint cannot be started.
+        Return the outcome only if the checkpoint cannot be started.
         """
         assert self._writing is None, "one checkpoint at a time"
         began = time.monotonic()
@@ -128,7 +129,7 @@ class Committer:
         return self._finish(writing, [saved for _, saved in answers])
 
     def wait(self) -> Outcome | None:
-        """Wait until the pending checkpoint is over; return None if there is none.
+        """Wait until the pending checkpoint ends; return None if there is none.
 
         Raises WaitTimeoutError, StaleIncarnationError, TrialEndedError.
         """
@@ -154,14 +155,14 @@ class Committer:
         return self._name(writing)
 
     def _name(self, writing: Writing) -> Outcome:
-        """Win the COMMIT slot, retrying while it is unclear whether it was won.
+        """Write the COMMIT record; try again while it is unclear whether it was written.
 
-        The directory must stay until then. A second record of the same commit would change nothing.
+        The directory must exist until then. A second record of a commit has no effect.
         """
         return retry(f"commit step {writing.step}", lambda: self._win_slot(writing))
 
     def _win_slot(self, writing: Writing) -> Outcome:
-        """Raises EnvironmentFailure if it is unclear whether the slot was won."""
+        """Write the COMMIT record. Raises EnvironmentFailure if the outcome is unclear."""
         directory = writing.directory.name
         try:
             record = self.writer.append(Kind.COMMIT, {"step": writing.step, "directory": directory})
@@ -207,7 +208,7 @@ class Committer:
             self._delete(commit)
 
     def _delete(self, commit: Commit) -> None:
-        """Delete first from the history, then from disk; on failure, leave it for the next time."""
+        """Delete a commit from the history, then from disk; after a failure, retry next time."""
         try:
             self.writer.append(Kind.DELETE, {"step": commit.step, "directory": commit.directory})
         except EnvironmentFailure as error:
@@ -261,7 +262,7 @@ def choose(
 ) -> tuple[str | None, list[Damage]]:
     """Return the directory of the newest usable commit, or None, and the damages of newer commits.
 
-    This checks file sizes; ranks have checked and reported wrong checksums.
+    It checks file sizes, and uses reports of ranks about wrong checksums.
     """
     damages: list[Damage] = []
     reported = _reported_damage(names, state)
@@ -292,7 +293,7 @@ def set_aside(
         retry("delete a damaged checkpoint", partial(writer.append, Kind.DELETE, record))
         try:
             calls.rename(paths.checkpoints / directory, paths.damaged_checkpoint(directory))
-        except OSError as error:  # already removed, or removed when an incarnation begins
+        except OSError as error:  # already removed, or removed when the next incarnation begins
             logger.warning("%s is not kept: %s", directory, error.strerror)
         events.write("damaged", directory=directory, step=step, reason=reason)
 

@@ -71,7 +71,7 @@ from slurmrl.workers.master.progress import STATE
 
 ROLE = "actor"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
-LEFT_S = 24 * 3600.0  # older temporary directories are left over by a killed export
+LEFT_S = 24 * 3600.0  # older temporary directories are from killed exports
 Made = TypeVar("Made")
 
 
@@ -81,7 +81,7 @@ class Exported:
 
     folder: Path
     types: ExportTypes | None = None
-    """None for adapters, which are no update of other weights."""
+    """Types of the tensors; None for adapters, which do not update other weights."""
 
     @property
     def warning(self) -> str | None:
@@ -105,7 +105,7 @@ class Exporter:
         return self.config.model(self.role)
 
     def folder(self, step: int) -> Path:
-        """Return where an export of a step is by default."""
+        """Return the default folder of an export of a step."""
         adapter = self.model.lora is not None and self.form == "adapter"
         return self.paths.export(step, self.role, adapter=adapter)
 
@@ -166,17 +166,17 @@ class Exporter:
         model, stops = self.model, self._stop_tokens(checkpoint)
         stated = config_values(model)
         if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
-            # The family's default need not be a token of this tokenizer.
+            # The family's default may not be a token of this tokenizer.
             stated = {**stated, EOS: _one_or_list(stops)}
         values, storage = file_form(stated, model.implementation, self.head)
         if model.implementation == "hf" and model.lora is not None:
-            storage = stored  # adapters are merged into the folder's own tensors
+            storage = stored  # adapters are merged into the tensors of the model folder
         if _scores_turn_ends(self.paths, self.role):
             values[SCORE_AT] = TURN_END
         return values, _generation(generation_values(model), values, stops), storage
 
     def _whole(self, trained: RoleCheckpoint) -> ExportedWeights:
-        """Return all weights, with adapters merged. Raises UsageError if the base has changed."""
+        """Return all weights, with merged adapters. Raises UsageError if the base has changed."""
         model = self.model
         if model.lora is None:
             return trained
@@ -244,7 +244,7 @@ def export_step(
 ) -> Exported:
     """Export a commit of any trial, running or not.
 
-    By default, export the newest into its own directory. If the run deletes it, another is used.
+    By default, export the newest commit into its own directory, or another if the run deletes it.
 
     Raises UsageError for an unknown step or role, a target in use, or an adapter of a role without
     one, CheckpointError for a damaged commit, naming the alternatives.
@@ -282,7 +282,7 @@ def pin_actor(paths: RunPaths, step: int | None) -> Path:
 
 
 def pin_to_evaluate(paths: RunPaths, commit: Commit) -> None:
-    """Pin a commit for `evaluation.tasks` only, until these have ended. Raises as `pin_actor`."""
+    """Pin a commit only for `evaluation.tasks`, until these have ended. Raises as `pin_actor`."""
     folder = paths.checkpoint_to_evaluate(commit.directory)
     if not manifest.is_pinned(folder):
         config = load_resolved(paths.config)
@@ -339,7 +339,7 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
 def _plan(paths: RunPaths) -> Plan:
     """Return a trial's plan, made from its configuration if the file is damaged or missing.
 
-    Raises CorruptFileError or EnvironmentFailure if that needs code that is not here.
+    Raises CorruptFileError or EnvironmentFailure if that needs code that this host lacks.
     """
     try:
         return Plan.read(paths.plan)
@@ -351,7 +351,7 @@ def _plan(paths: RunPaths) -> Plan:
 
 
 def _head(paths: RunPaths, role: str) -> Head:
-    """Return the head of a role that is trained or averaged; checkpoints hold no other roles."""
+    """Return the head of a trained or averaged role; checkpoints have only such roles."""
     models = _plan(paths).models
     trained = sorted(name for name, model in models.items() if model.changes)
     if not trained:
@@ -367,8 +367,8 @@ def _head(paths: RunPaths, role: str) -> Head:
 def _scores_turn_ends(paths: RunPaths, role: str) -> bool:
     """Return whether the role is a reward model that was trained at the ends of turns.
 
-    Only the plan tells: an older slurmrl planned training at the ends of whole conversations.
-    Raises CorruptFileError, EnvironmentFailure.
+    The plan records this, because older versions trained at the ends of whole conversations. Raises
+    CorruptFileError, EnvironmentFailure.
     """
     if role != ROLE or all(call.interface not in REWARD_MODELS for call in _plan(paths).calls):
         return False
@@ -387,7 +387,7 @@ def _generation(
     known = values.get(EOS)
     if not stops or set(stops) == set(known if isinstance(known, list) else [known]):
         return values
-    values.pop("_from_model_config", None)  # transformers would take config.json's ids instead
+    values.pop("_from_model_config", None)  # otherwise transformers uses the ids in config.json
     return {**values, EOS: _one_or_list(stops)}
 
 
@@ -410,16 +410,16 @@ class ExportTypes:
 
     precision: Precision
     name: str
-    """The type that most tensors were to get."""
+    """The type intended for most tensors."""
     kept: float | None = None
     """The share of the training's update that survives rounding to ``name``. None if nothing is
     rounded, or the weights before the training are unknown."""
     refused: bool = False
-    """Whether the export is in float32, because ``name`` keeps too little."""
+    """Whether the export is in float32, because ``name`` would lose too much of the update."""
 
     @property
     def warning(self) -> str | None:
-        """What to say about an export that loses, or would have lost, much of the update."""
+        """Warning about an export that loses, or would have lost, much of the update."""
         if self.refused and self.kept is None:
             return (
                 "exported in float32: the weights that the training started from cannot be read, "
@@ -468,7 +468,7 @@ def export_types(
 
 
 def _measured(start: FolderTensors, entry: TensorEntry, dtype: str) -> Survival:
-    """Measure one tensor. A tensor that training has added has no update."""
+    """Measure one tensor. A tensor that training has added counts as without an update."""
     specs = start.specs()
     name = stored_name(entry.name, specs)
     if name is None or specs[name].shape != entry.spec.shape:
@@ -492,7 +492,7 @@ def _precision(model: Model, dtype: ExportDtype) -> Precision:
 
 
 def _source_dtypes(folder: Path) -> Mapping[str, str]:
-    """The types of the tensors in a model folder's files; quantized ones are left out."""
+    """Return the types of the tensors in a model folder's files, without quantized tensors."""
     inputs.check_folder(folder)
     headers, _ = read_headers(folder)
     return {name: spec.dtype for name, spec in headers.items() if spec.dtype in FLOATS}

@@ -1,4 +1,4 @@
-"""The decision whether to begin another incarnation, from how the previous ones ended.
+"""The decision whether to begin another incarnation, from the ends of previous ones.
 
 Pure functions, apart from reading failures from the name store.
 """
@@ -19,7 +19,7 @@ from slurmrl.workers.link import starts_put_back
 
 TIME_LIMIT = "time_limit"
 LOSSES = 10
-"""This many times ``max_restarts_without_commit`` starts may be lost with their hosts."""
+"""Factor of ``max_restarts_without_commit``: this many starts may be lost with their hosts."""
 
 
 def judge(
@@ -33,16 +33,16 @@ def judge(
 
     The data has a reason and a traceback. Another incarnation, in ``job``, is futile if:
 
-    - the last one met a user error (a UsageError)
+    - the last one ended with a user error (a UsageError)
     - user code failed with the same exception at the same step twice
     - the same input was absent twice in a row
     - two jobs in a row reached their time limit before a commit (``explain_limit`` adds figures)
     - ``max_begins`` incarnations in a row made no commit
 
-    Incarnations whose job was taken away do not count, unless very many were lost without warning.
+    Incarnations whose job Slurm took away do not count, unless very many were lost without warning.
     """
     in_vain = fold(records).begins_without_commit
-    begun = _since_resume(records)[-(in_vain + 1) :]  # with the one that made the last commit
+    begun = _since_resume(records)[-(in_vain + 1) :]  # including the incarnation of the last commit
     if not begun:
         return None
     jobs_after = [*(JobTag.of(record.data) for record in begun[1:]), JobTag(job)]
@@ -90,8 +90,8 @@ def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
 def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
     """Mark GPU faults that are likely to happen again.
 
-    - faults of a host that failed before, since nothing replaces it
-    - faults that the same call met at the same step on another host, since the code may cause them
+    - faults of a host that failed before, because no other host replaces it
+    - faults that also occurred on another host in the same call and step: the code may cause them
     """
     marked: list[Ending] = []
     for ending in endings:
@@ -108,7 +108,7 @@ def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
 def read_ending(
     names: NameStore, begin: Record, next_job: JobTag, taken: Collection[str] = ()
 ) -> Ending:
-    """Return how the incarnation of a BEGIN record ended.
+    """Return the end of the incarnation of a BEGIN record.
 
     ``next_job`` is the job of the next incarnation; ``taken`` are the starts of jobs that Slurm has
     taken away.
@@ -126,7 +126,7 @@ def read_ending(
 
 
 def _since_resume(records: list[Record]) -> list[Record]:
-    """Return the BEGIN records after the last RESUME: the user may have fixed the problem."""
+    """Return the BEGIN records after the last RESUME: the user may have fixed earlier problems."""
     begun: list[Record] = []
     for record in records:
         if record.kind is Kind.RESUME:
@@ -146,12 +146,12 @@ def _same_exception(last_two: list[Ending]) -> dict[str, Any] | None:
 
 
 def _same_place(one: Ending, other: Ending) -> bool:
-    """Whether the same failed at the same step."""
+    """Whether two incarnations failed in the same way at the same step."""
     return (one.what, one.failure.step) == (other.what, other.failure.step)
 
 
 def _absent(last_two: list[Ending]) -> dict[str, Any] | None:
-    """A file that is missing from a directory that can be read was deleted."""
+    """Return the reason if an input file was deleted: it is missing in a readable directory."""
     last = last_two[-1]
     absent = last.failure.absent
     if len(last_two) < 2 or not absent or last_two[0].failure.absent != absent:
@@ -169,7 +169,7 @@ def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> dic
 
 
 def _lost(endings: list[Ending], most: int) -> dict[str, Any] | None:
-    """A trial that loses host after host may itself be the reason."""
+    """Return the reason if a trial loses so many hosts that it may itself be the cause."""
     lost = [ending for ending in endings if ending.lost and not ending.warning]
     if len(lost) < most:
         return None

@@ -50,14 +50,14 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 LOOKS_PER_TTL = 4
-"""Looks per lease TTL for agents that have not said hello."""
+"""Number of checks, per TTL of a lease, for agents that have not said hello."""
 PUBLISH_AGAIN_S = (2.0, 300.0)
-"""First and longest pause before a version is published again that tasks lack."""
+"""First and longest pause before the master publishes a version again that tasks lack."""
 SINKS_S = 60.0
-"""How long the end of a trial waits for sinks that lack steps."""
+"""Seconds that the end of a trial waits for sinks that lack steps."""
 REST_S = 0.05
 LAST_RETRY_S = (2.0, 60.0)
-"""First and longest pause before the last commit is tried again."""
+"""First and longest pause before the master tries the last commit again."""
 
 
 class Master:
@@ -136,11 +136,11 @@ class Master:
         self.fresh = state.last_commit is None
         self.samples = KeptSampleWriter(paths.samples, writer.incarnation, state.last_step + 1)
         self.rows_left_out = 0
-        """Rows of the training data that are too long."""
+        """Number of rows of the training data that are too long."""
         self._told_unknown = self._saw_metric = False
         self._publish_pauses = Backoff(*PUBLISH_AGAIN_S)
         self._publish_at = 0.0
-        """When a version may be published again that tasks lack, by the monotonic clock."""
+        """Monotonic time from which on a version that tasks lack may be published again."""
         self._stall_s: float | None = None
         """Stall of the checkpoints that ended since the last metrics line; None if none did."""
 
@@ -264,7 +264,7 @@ class Master:
             self.events.write("no_such_metric", condition=str(condition))
 
     def _use_stop_tokens(self, seen: set[tuple[tuple[int, str], ...]]) -> None:
-        """``seen`` holds the ids and strings that each rank has read from the model's files."""
+        """Set the stop tokens; ``seen`` has the ids and strings that ranks read from files."""
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
         tokens = seen.pop()
@@ -340,20 +340,20 @@ class Master:
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Retry ``action`` while the directory rejects it.
 
-        The disk may be full of a failed checkpoint, which is removed during the retries.
+        A failed checkpoint, which is removed during the retries, may have filled the disk.
         """
         return retry(what, action, self.channel.rest)
 
     # -- weight versions ---------------------------------------------------------------------
 
     def _publish(self) -> None:
-        """Publish the weights of now, after the previous version is over."""
+        """Publish the current weights after the previous publication has ended."""
         if self.versions is not None:
             self._tell_version(self.versions.wait())
             self._tell_version(self.versions.start(self.progress.step))
 
     def _publish_again(self) -> None:
-        """Publish the weights of now if rollout tasks need them and have no version to read.
+        """Publish the current weights if rollout tasks need them and have no version to read.
 
         The ranks must be between two steps.
         """
@@ -371,7 +371,7 @@ class Master:
         self._tell_version(versions.start(self.progress.step, again=True))
 
     def _tell_version(self, outcome: Publication | None) -> None:
-        """Report how a publication ended; the run continues after a failed one."""
+        """Report the result of a publication; the run continues after a failure."""
         if outcome is None:
             return
         named = {"step": outcome.version.step, "version": outcome.version.name}
@@ -392,7 +392,7 @@ class Master:
     # -- checkpoints -------------------------------------------------------------------------
 
     def _checkpoint(self, *, asynchronous: bool) -> None:
-        """Commit this step, after the previous checkpoint is over."""
+        """Commit this step after the previous checkpoint has ended."""
         self._tell(self.committer.wait())
         step, state = self.progress.step, self.progress.state()
         if self.rollouts is not None:
@@ -419,7 +419,7 @@ class Master:
                 self.channel.rest(pause_s)
 
     def _tell(self, outcome: Outcome | None) -> None:
-        """Report how a checkpoint ended; the run continues after a failed one."""
+        """Report the result of a checkpoint; the run continues after a failure."""
         if outcome is None:
             return
         self._stall_s = (self._stall_s or 0.0) + outcome.stall_s
@@ -455,7 +455,7 @@ class Master:
             self.events.write("no_such_metric", condition=str(self.progress.stop_when), step=step)
 
     def _let_sinks_catch_up(self) -> None:
-        """Before the end of the trial, after which no incarnation would hand the rest over."""
+        """Let sinks catch up before the trial ends: no later incarnation could help them."""
         deadline = time.monotonic() + SINKS_S
         while behind := self.recorder.behind:
             if time.monotonic() > deadline:

@@ -78,8 +78,8 @@ STATE: Fields = {
     "recorded": list_of(objects.shape(RecordedSteps)),
     "rollouts": ATTEMPTS,
 }
-"""Fields of a committed state. ``evaluations`` is null without evaluations, and there are no
-``rollouts`` without rollout tasks (`Master` adds them)."""
+"""Fields of a committed state. ``evaluations`` is null without evaluations. ``rollouts``, which
+`Master` adds, exists only with rollout tasks."""
 REQUIRED = ("step", "metrics", "controller", "commits")
 
 
@@ -91,14 +91,14 @@ def ledger_of(state: Mapping[str, Any]) -> LedgerRecord:
 
 
 def _frequency(section: Any) -> Frequency:
-    """The frequency of a section that has the three ``every_`` settings."""
+    """Return the frequency of a section that has the three ``every_`` settings."""
     return Frequency(
         section.every_steps, section.every_seconds, section.every_epochs, now_s=time.monotonic()
     )
 
 
 class Progress:
-    """Starts at step 0, or from a commit's state."""
+    """Progress of a run, which starts at step 0 or from a commit's state."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Progress:
         state: Mapping[str, Any] | None,
         ledger: Ledger | None = None,
     ) -> None:
-        """``ledger``: of the same commit, if it is not a plain one."""
+        """``ledger`` is the ledger of the same commit, if it is not a plain ledger."""
         self.config: Config = settings.config
         self.batch_size: int = settings.algorithm.batch_size
         self.refill: Refill = settings.algorithm.refill()
@@ -121,13 +121,13 @@ class Progress:
         self.ledger = ledger or Ledger(None if state is None else ledger_of(state))
         self.dataset: dict[str, Any] | None = None
         self.metrics: dict[str, Any] = {}
-        """Metrics of the last step, evaluation included."""
+        """Metrics of the last step and its evaluation."""
         self.stop_when = StopWhen.parse(self.config.stop_when) if self.config.stop_when else None
         self.held_out: Mapping[str, int] = {}
         self.stop_token_ids: list[int] = []
-        """The tokens that end a completion; an export states them."""
+        """The tokens that end a completion; exports contain them."""
         self.chat_template: str | None = None
-        """The chat template in `dataset.chat_template: FILE`; an export has it."""
+        """The chat template in `dataset.chat_template: FILE`; exports contain it."""
         self.recorded: list[RecordedSteps] = []
         """The steps whose results are recorded, in order."""
         self._one_pass: bool = settings.algorithm.one_pass
@@ -140,7 +140,7 @@ class Progress:
     # -- committed state ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values: with the ranks' files, all that a successor needs."""
+        """Return JSON values; together with the ranks' files, a successor needs nothing else."""
         return {
             "step": self.step,
             "ledger": objects.to_json(self.ledger.record()),
@@ -178,13 +178,13 @@ class Progress:
         held_out: Mapping[str, int],
         directories: Sequence[Path] = (),
     ) -> None:
-        """Set the dataset that the ranks have read; ``directories`` hold its prepared rows.
+        """Set the dataset that the ranks have read; ``directories`` have its prepared rows.
 
         ``held_out`` has the sizes of the datasets of `Config.evaluations`.
 
         Raises:
-            UsageError: it differs from the dataset that the last commit's ledger is about.
-            CorruptFileError, EnvironmentFailure: the order cannot be made from the prepared rows.
+            UsageError: it differs from the dataset of the last commit's ledger. CorruptFileError,
+            EnvironmentFailure: the order cannot be made from the prepared rows.
         """
         dataset = {"size": size, "fingerprint": fingerprint, "sources": self._sources(directories)}
         before = self.dataset
@@ -224,7 +224,7 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """Epochs of which all items are trained or dropped.
+        """Number of epochs whose items are all trained or dropped.
 
         With weights, an epoch has as many items as all sources together.
         """
@@ -238,8 +238,8 @@ class Progress:
     def take(self, count: int) -> list[int]:
         """Take the numbers of the next items for the next step.
 
-        `advance` counts those as trained that are neither dropped nor given back by then. In a
-        single pass, there may be fewer.
+        `advance` then counts as trained the items that were neither dropped nor given back. In a
+        single pass, there may be fewer items.
         """
         if self._one_pass:
             count = min(count, self.order.size - self.ledger.settled)
@@ -248,20 +248,20 @@ class Progress:
         return taken
 
     def use(self, numbers: Iterable[int]) -> None:
-        """Count items that are in flight for the next step as if `take` had returned them."""
+        """Count items in flight for the next step as if `take` had returned them."""
         self._batch += numbers
 
     def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
-        """The numbered items as (epoch, index)."""
+        """Return the items with these numbers as (epoch, index)."""
         return self.order.items(numbers)
 
     def drop(self, numbers: Collection[int], reason: str) -> None:
-        """Count taken items as dropped for a reason: they are never trained."""
+        """Count taken items as dropped for a reason; they are never trained."""
         self.ledger.drop(numbers, reason)
         self._leave(numbers)
 
     def give_back(self, numbers: Collection[int]) -> None:
-        """Queue taken items again, before all that were never taken."""
+        """Queue taken items again, before all items that were never taken."""
         self.ledger.give_back(numbers)
         self._leave(numbers)
 
@@ -270,7 +270,7 @@ class Progress:
         self._batch = [number for number in self._batch if number not in left]
 
     def evaluation_items(self, suite: str = WHOLE) -> list[tuple[int, int]]:
-        """Items of the evaluation of a suite: always the same ones, from the top of the dataset."""
+        """Return the items of the evaluation of a suite: always the first ones of the dataset."""
         evaluation, size = self.config.evaluations[suite].evaluation, self.held_out[suite]
         assert evaluation is not None, "one of `evaluations`"
         return [(0, index) for index in range(min(evaluation.samples or size, size))]
@@ -292,7 +292,7 @@ class Progress:
         self._batch = []
 
     def record(self, incarnation: int, files: int) -> None:
-        """The step that was finished last is recorded in part files of an incarnation."""
+        """Note that the last finished step is recorded in part files of an incarnation."""
         before = self.recorded[-1] if self.recorded else None
         first = self.step
         if before is not None and (before.incarnation, before.files) == (incarnation, files):
@@ -329,8 +329,7 @@ class Progress:
     def finish_reason(self) -> str | None:
         """Return why the run is finished after this step, or None.
 
-        It is evaluated again after a restart, so a run that was killed between its last commit and
-        its end stops there.
+        A restart checks this again, so a run that was killed after its last commit stops there.
         """
         if self.stop_when is not None and self.stop_when.met(self.metrics):
             return f"stop_when: {self.stop_when}"

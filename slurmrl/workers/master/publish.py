@@ -1,8 +1,8 @@
 """The master's reports of steps: the run's status, the metrics of steps, and ``timeline.json``.
 
 The status is for ``slurmrl status``; its ages are by the master's clock. The timeline is for
-reports: when the ranks executed the calls of the newest steps, and their memory. It is replaced at
-most every few seconds, so the end of an incarnation that dies may be missing.
+reports: it has the times of calls and the memory of ranks in the newest steps. It is replaced at
+most every few seconds, so it may lack the end of an incarnation that dies.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class StatusPublisher:
         self._lease_ttl_s = lease_ttl_s
         self._observers: dict[Path, LeaseObserver] = {}
         self._views: dict[str, LeaseView] = {}
-        """By label of the agents that are known now."""
+        """Views of the leases of the known agents, by label."""
         self._tasks: dict[str, Any] = {}
-        """The agents' leases as read last."""
+        """The agents' leases at the last read."""
         self._looks = Interval(interval_s, time.monotonic)
         self._committed: tuple[int, float] | None = None
         self._status: dict[str, Any] = {
@@ -76,7 +76,7 @@ class StatusPublisher:
         """Change the status and publish it now.
 
         The keys are ``step``, ``total_steps``, ``metrics``, ``phase`` and ``checkpoint_failed``
-        (step and reason of the newest failed checkpoint, until one succeeds).
+        (step and reason of the newest failed checkpoint, until a checkpoint succeeds).
         """
         self._status.update(changes, waiting=None)
         self._publish_now()
@@ -127,7 +127,7 @@ class StatusPublisher:
         ]
 
     def _publish_now(self) -> None:
-        """Publish before the interval has passed; the agents are looked at once per interval."""
+        """Publish at once. The agents' leases are read only once per interval."""
         if self._looks.due():
             self._look_at_agents()
         self._publish()
@@ -151,7 +151,7 @@ class StatusPublisher:
         }
         try:
             self._names.add(keys.status(), json.dumps(value), replace=True, durable=False)
-        except EnvironmentFailure as error:  # only the display is delayed
+        except EnvironmentFailure as error:  # only the display is late
             logger.warning("cannot publish the status, will retry: %s", error)
 
     def _view(self, agent: Identity) -> LeaseView:
@@ -171,9 +171,9 @@ class StatusPublisher:
 
 
 Answers = Mapping[int, Done]
-"""By rank."""
+"""Answers by rank."""
 Answered = list[tuple[CallPlan, Answers]]
-"""The answers to each executed call. A call that candidates went through occurs once a round."""
+"""The answers to each executed call. A call that processes candidates occurs once per round."""
 
 
 def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
@@ -188,7 +188,7 @@ def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
 
 
 def _sums(ranks: Sequence[int], rounds: Sequence[Answers]) -> dict[str, tuple[float, float]]:
-    """Sum and count of each metric over ranks and rounds."""
+    """Return sum and count of each metric over ranks and rounds."""
     sums: dict[str, list[float]] = {}
     for answers, rank in product(rounds, ranks):
         for name, (total, count) in answers[rank].stats.items():
@@ -199,12 +199,12 @@ def _sums(ranks: Sequence[int], rounds: Sequence[Answers]) -> dict[str, tuple[fl
 
 
 def seconds(*rounds: Answers) -> float:
-    """Return the time of a call: its slowest rank, all rounds together."""
+    """Return the time of a call: of its slowest rank, summed over all rounds."""
     return sum(max(answer.seconds for answer in answers.values()) for answers in rounds)
 
 
 def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[str, Any]:
-    """Metrics of one step: the calls' stats, their times, and tokens per second."""
+    """Return the metrics of one step: the calls' stats, their times, and tokens per second."""
     metrics: dict[str, Any] = {}
     rounds: dict[str, list[Answers]] = {}
     for call, answers in calls:
@@ -222,7 +222,7 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
 def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, Any]:
     """Return the metrics of the evaluation of a suite from the metrics of its calls (`of_step`).
 
-    The only time among them is the time of the whole evaluation.
+    They have only one time: of the whole evaluation.
     """
     own = {name: value for name, value in metrics.items() if not name.startswith("time/")}
     named = {f"{evaluation_metric(suite)}{name}": value for name, value in own.items()}
@@ -233,8 +233,7 @@ def of_evaluation(metrics: Mapping[str, Any], suite: str = WHOLE) -> dict[str, A
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
     """Return readable samples of the batch, or of the first candidates for it, with notes on them.
 
-    They come from all calls that give samples, the notes from all calls. Notes on other samples are
-    left out.
+    All calls may give samples and notes. Notes on other samples are omitted.
     """
     first = {call.name: (call, answers) for call, answers in reversed(calls)}
     names = dict.fromkeys(call.name for call, _ in calls)
@@ -258,20 +257,20 @@ def _each(
 
 
 def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Readable samples as JSON lines, whatever numbers they hold."""
+    """Return readable samples as JSON lines, even if numbers in them are not finite."""
     return b"".join(encode({"step": step, **row}) for row in rows)
 
 
 STEPS = 10
 MOST_CALLS = 50
-"""Most calls of a step; a filter may need many rounds."""
+"""Maximum number of calls of a step; a filter may need many rounds."""
 MOST_RANKS = 64
-"""With these limits the file has about a megabyte at most."""
+"""Maximum number of ranks. With these limits, the file has at most about 1 MB."""
 EVERY_S = 10.0
 
 
 class Timeline:
-    """Holds the newest steps of this incarnation."""
+    """The times of the newest steps of this incarnation."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
@@ -289,7 +288,7 @@ class Timeline:
             self.write()
 
     def write(self) -> None:
-        """Replace the file. A report without it is no reason to end the run."""
+        """Replace the file. The run continues if this fails."""
         if not self._steps:
             return
         peaks = sorted(self._peaks.items())[:MOST_RANKS]
@@ -301,7 +300,7 @@ class Timeline:
 
 
 def _call(call: CallPlan, answers: Mapping[int, Done]) -> dict[str, Any]:
-    """``ranks`` are (rank, begin in seconds since the epoch, seconds)."""
+    """Return a call's entry; ``ranks`` are (rank, start in seconds since the epoch, seconds)."""
     ranks = [
         (rank, round(answers[rank].began, 4), round(answers[rank].seconds, 4))
         for rank in call.ranks[:MOST_RANKS]

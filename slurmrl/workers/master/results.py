@@ -1,8 +1,8 @@
-"""Results and scores that the master makes of the part files of ranks.
+"""Results and scores, which the master makes from the part files of ranks.
 
-`Results`: one file of all committed steps of a trial whose steps record, with its estimates.
-`EvaluationScores`: one file for each evaluation during training. `UnscoredSteps` ends a trial whose
-reward gives most completions no score.
+`Results` writes one file for all committed steps, with estimates, if the steps of the trial record
+results. `EvaluationScores` writes one file for each evaluation during training. `UnscoredSteps`
+ends a trial whose reward gives most completions no score.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from slurmrl.workers.master.progress import Progress
 
 
 class Results:
-    """Part files hold the lines of one step and rank. ``progress`` names the items of each step."""
+    """Results of steps, in part files for one step and rank; ``progress`` names their items."""
 
     def __init__(
         self, paths: RunPaths, settings: Settings, plan: Plan, progress: Progress, incarnation: int
@@ -50,7 +50,7 @@ class Results:
         self._incarnation = incarnation
         self._files = files_of_step(plan)
         self._recorded = progress.ledger.trained
-        """Items of the recorded steps."""
+        """Number of items of the recorded steps."""
         self._summary: Summary | None = None
 
     def finish_step(self) -> None:
@@ -64,7 +64,7 @@ class Results:
         self._recorded = items
 
     def metrics(self) -> dict[str, float]:
-        """After the last step: the metrics of the whole run. Raises as `write`."""
+        """Return the metrics of the whole run, after the last step. Raises as `write`."""
         if not self._files or self._progress.finish_reason() is None:
             return {}
         summary = self._summarize()
@@ -80,13 +80,13 @@ class Results:
         """
         if not self._files:
             return
-        sweep_temporaries(self._paths.run)  # a killed master may have left large ones
+        sweep_temporaries(self._paths.run)  # a killed master may have left large temporary files
         replace_by_parts(self._paths.results, map(encode, self._records()))
         if (summary := self._summarize()) is not None:
             replace_by_parts(self._paths.summary, summary_text(self._head(), summary))
 
     def remove_parts(self) -> None:
-        """Remove the part files, once the history says that the trial is finished for good."""
+        """Remove the part files, after the history has recorded the end of the trial."""
         if self._files and self._progress.finish_reason() == END_OF_DATASET:
             shutil.rmtree(self._paths.parts, ignore_errors=True)
 
@@ -97,7 +97,7 @@ class Results:
         return self._summary
 
     def _head(self) -> dict[str, Any]:
-        """Subject of the summary."""
+        """Return the subject of the summary."""
         return {
             "version": 1,
             "trial": f"{self._paths.experiment}/{self._paths.trial}",
@@ -107,7 +107,7 @@ class Results:
         }
 
     def _records(self) -> Iterator[Record]:
-        """The lines of all steps, each step's in the order of its batch."""
+        """Yield the lines of all steps, each step in the order of its batch."""
         count = 0
         for steps in self._progress.recorded:
             for step in range(steps.first, steps.last + 1):
@@ -134,7 +134,7 @@ def summary_text(head: Mapping[str, Any], summary: Summary) -> Iterator[bytes]:
 def files_of_step(plan: Plan) -> int:
     """Return the number of part files that the ranks write in a step.
 
-    There is one for each share of the items of the call that records; 0 without such a call.
+    There is one for each part of the items in the recording call; 0 without such a call.
     """
     calls = [call for call in plan.calls if call.method is Method.RECORD]
     if not calls:
@@ -149,7 +149,7 @@ ITEM: Final = "id"
 
 
 class ScoringCall(NamedTuple):
-    """A call that gave scores, and the part files that have them."""
+    """A call that produced scores, and the part files with the scores."""
 
     name: str
     prefix: str
@@ -157,7 +157,7 @@ class ScoringCall(NamedTuple):
 
 
 class EvaluationScores:
-    """Ranks write the scores of an evaluation to part files.
+    """Scores of evaluations during training, which ranks write to part files.
 
     The master makes one file of the part files of each suite before it records the metrics of the
     step, and so before the commit of that step.
@@ -176,8 +176,8 @@ class EvaluationScores:
         These are the files of steps after that commit, leftovers of interrupted evaluations, and
         files that an earlier `keep` did not remove.
 
-        The folder of part files is made here and stays: an NFS client that has found it missing may
-        believe so for a minute after a rank on another host has made it.
+        The folder of part files is made here and kept: an NFS client that has found it missing may
+        report this for a minute after a rank on another host has made it.
         """
         if self._settings.config.evaluation is not None:
             make_private_directory(self._paths.parts)
@@ -219,7 +219,8 @@ class EvaluationScores:
     def keep(self, committed: int) -> None:
         """Remove all but the newest ``evaluation.keep_last`` files of steps up to the last commit.
 
-        Later ones do not count: the next incarnation removes them. Raises EnvironmentFailure.
+        Files of later steps do not count: the next incarnation removes them. Raises
+        EnvironmentFailure.
         """
         evaluation = self._settings.config.evaluation
         if evaluation is None or evaluation.keep_last is None:
@@ -252,14 +253,14 @@ class EvaluationScores:
         }
 
     def _remove(self, calls: Sequence[ScoringCall]) -> None:
-        """Remove part files. The next incarnation removes those that stay."""
+        """Remove part files. The next incarnation removes files for which this failed."""
         with suppress(EnvironmentFailure):
             for call in calls:
                 for number in call.numbers:
                     remove(self._paths.part(call.prefix, number))
 
     def _steps(self) -> list[int]:
-        """The steps that have files, in their order. Raises EnvironmentFailure."""
+        """Return the steps that have files, in order. Raises EnvironmentFailure."""
         matches = map(_FILE.fullmatch, _names(self._paths.evaluations))
         return sorted({int(match[1]) for match in matches if match})
 
@@ -273,10 +274,10 @@ def _names(directory: Path) -> list[str]:
 
 
 def _merged(calls: Sequence[ScoringCall], records: Sequence[Record]) -> Record:
-    """Records of several calls about an item.
+    """Merge records of several calls about an item.
 
-    Raises UsageError if two of them give the same score: one would silently replace the other in
-    the estimates.
+    Raises UsageError if two calls give the same score, because one would silently replace the other
+    in the estimates.
     """
     line: dict[str, object] = {}
     givers: dict[str, str] = {}
@@ -296,7 +297,7 @@ MOST_STEPS: Final = 5
 
 
 class UnscoredSteps:
-    """Counts the newest steps in a row with too few scores."""
+    """Count of the newest steps in a row that have too few scores."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -304,7 +305,7 @@ class UnscoredSteps:
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step.
 
-        :raises RewardError: there are `MOST_STEPS` of them, or none has a score.
+        :raises RewardError: there are `MOST_STEPS` such steps, or a step has no score at all.
         """
         share = metrics.get(UNSCORED, 0.0)
         self._steps = self._steps + 1 if share > MOST_SHARE else 0

@@ -1,21 +1,22 @@
 """The rollout tasks of a trial, as the master knows them.
 
 Invariant: in the history that commits record, each item is trained once or dropped for a recorded
-reason, whoever dies.
+reason, whichever processes die.
 
 - Only the master of the newest incarnation changes the ledger (`data.leases.SampleLedger`). A
-  commit holds the ledger together with the place up to which each result log is in it. The next
-  incarnation begins with both, reads later results again and requests missing ones again.
+commit contains the ledger, and for each result log the place up to which the ledger includes its
+results. The next incarnation begins with both, reads later results again and requests missing
+results again.
 - An item is leased to one attempt at a time (`TaskLeases`). A result counts only under the lease
   that holds its item, so late and repeated results are ignored.
 - The items of an attempt that is lost, leaves or cannot write are queued again.
-- A step takes only samples that could be read (`SampleChecks`). Samples stay on disk as long as a
-  commit names them (`SampleSweep`).
+- A step takes only samples that could be read (`SampleChecks`). Samples remain on disk as long as a
+commit names them (`SampleSweep`).
 
-Tasks come and go as they like and outlive the incarnations of the trainers. None of it delays or
-ends an incarnation, except that a step waits until enough groups are finished, and that the trial
-gives up if all tasks fail at their start in the same way (`FailedTasks`). See "Leases of samples"
-and "Samples of rollout tasks" in docs/protocols.md.
+Tasks may start and end at any time, and they outlive the incarnations of the trainers. This delays
+or ends an incarnation in only two cases: a step waits for enough finished groups, and the trial
+fails if all tasks fail at their start in the same way (`FailedTasks`). See "Leases of samples" and
+"Samples of rollout tasks" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ logger = log.get(__name__)
 LEAVE_S = 300.0
 """Seconds that a surplus task may take to finish its items."""
 POLL_GROWTH = 1.1
-"""News of an attempt without items is late by at most a tenth of the time waited for it."""
+"""Growth of pauses: messages of an attempt without items are at most a tenth of the wait late."""
 
 
 class RolloutTasks:
-    """Call `look` often, and `start` once the dataset is known: nothing is leased before."""
+    """The tasks of a trial. Call `look` often, and `start` (to lease) when the dataset is known."""
 
     def __init__(
         self,
@@ -100,18 +101,18 @@ class RolloutTasks:
     ) -> None:
         """Begin with the ``ledger`` and ``record`` of one commit.
 
-        New attempts are looked for every ``look_s``. The log of an attempt that has items is read
-        every ``poll_s``, other logs after up to ``look_s``. The status omits an attempt that has
-        not joined if its agent has had no heartbeat for ``lease_ttl_s``. ``numbers`` says how many
-        must join before items are leased, and how many may stay; None means one, and all.
+        The master looks for new attempts every ``look_s``. It reads the log of an attempt with
+        items every ``poll_s``, other logs after up to ``look_s``. The status omits an attempt that
+        has not joined if its agent has sent no heartbeat for ``lease_ttl_s``. ``numbers`` decides
+        how many must join before items are leased, and how many may remain; None: one, and all.
         """
         self.agents: dict[str, Identity] = {}
         """Newest attempt that has joined for each task, while it is alive, by its label."""
         self._begun_of: dict[str, int] = {}
-        """The number of the newest attempt at each task that has begun: those before it are over,
-        and their items need not wait until it joins."""
+        """The number of the newest attempt at each task that has begun. Earlier attempts have
+        ended, and their items need not wait until it joins."""
         self.unreadable: set[VersionId] = set()
-        """Versions of this incarnation that a task cannot read; for the caller to empty."""
+        """Versions of this incarnation that a task cannot read; the caller empties this set."""
         self._paths = paths
         self._ledger = ledger
         self._admission = admission
@@ -125,10 +126,10 @@ class RolloutTasks:
         """Leases of agents whose attempts have not joined."""
         self._pauses_s = min(poll_s, look_s), look_s
         self._wanted = 0
-        """Groups that a step waits for."""
+        """Number of groups for which a step waits."""
         self._wait = StepWait(clock)
         self._attempts: dict[str, RolloutAttempt] = {}
-        """By name; also those that are over, as long as they have a directory."""
+        """Attempts by name, including ended attempts that still have a directory."""
         self._living: dict[str, RolloutAttempt] = {}
         """Attempts that have not ended."""
         self._sweep = SampleSweep(paths)
@@ -159,13 +160,13 @@ class RolloutTasks:
     # -- from the run ------------------------------------------------------------------------
 
     def start(self, rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]]) -> None:
-        """``rows`` gives (epoch, index) of each item."""
+        """Begin to lease items. ``rows`` returns (epoch, index) of each item."""
         self._leases.rows = rows
 
     def look(self, dead: Collection[str], step: int) -> None:
         """When due, look for attempts, read their results, and request more.
 
-        ``dead`` names the agents whose leases have expired, ``step`` is the last one trained.
+        ``dead`` names the agents whose leases have expired, ``step`` is the last trained step.
         Raises ReportedError if no task can start.
         """
         self._leases.step = step
@@ -190,7 +191,7 @@ class RolloutTasks:
         self._sweep.look()
 
     def tell_weights(self) -> None:
-        """A version was published."""
+        """Tell the tasks that a version was published."""
         self.bells.ring(self._living.values())
 
     def take(
@@ -198,8 +199,8 @@ class RolloutTasks:
     ) -> Sequence[StoredGroup] | None:
         """Take ``count`` readable groups for a step, which are then in flight.
 
-        For groups to be ``filtered``, more are taken if available: as many as probably leave
-        ``count``. Return None if there are not enough yet, or if some are worth waiting for.
+        If they will be ``filtered``, take more if available, so that probably ``count`` remain.
+        Return None if there are not enough yet, or if waiting for others is better.
         """
         self._wait.begin(step)
         samples: Sequence[StoredGroup] = ()
@@ -222,7 +223,7 @@ class RolloutTasks:
     def _overtakes(self, step: int, count: int) -> bool:
         """Return whether taking groups now would make unfinished ones too stale to train.
 
-        Their tasks could finish soon. Mostly they are the longest, which training must not lack.
+        Their tasks could finish them soon. Mostly they are long, and training must not lack those.
         """
         if len(self._checks.sound) < count:
             return False
@@ -230,7 +231,7 @@ class RolloutTasks:
         return bool(holders & self._leases.able().keys()) and self._wait.lasts()
 
     def returned(self, step: int, samples: Iterable[StoredGroup]) -> None:
-        """Queue groups that a step had taken for the next step, once they were read again.
+        """Queue groups that a step had taken for the next step, after they were read again.
 
         Groups that the next step cannot train are generated again.
         """
@@ -243,7 +244,7 @@ class RolloutTasks:
                 self._ledger.redo(sample)
 
     def leave(self, name: str, within_s: float) -> None:
-        """Tell an attempt to finish or give back its items, and to exit. `start` comes first."""
+        """Tell an attempt to finish or return its items, and to exit. Call `start` first."""
         attempt = self._attempts[name]
         if not attempt.leaving:
             attempt.leaving = True
@@ -252,13 +253,13 @@ class RolloutTasks:
     # -- commits -----------------------------------------------------------------------------
 
     def record(self) -> RolloutsRecord:
-        """Content of a checkpoint, together with the present ledger."""
+        """Return the content of a checkpoint, together with the current ledger."""
         record = RolloutsRecord(attempts=tuple(one.record for one in self._attempts.values()))
         self._snapshot = record, self._ledger.record()
         return record
 
     def committed(self) -> None:
-        """The last `record` is committed: remove, from now on, files that it does not need."""
+        """Note that the last `record` is committed, so that unneeded files are removed."""
         if self._snapshot is not None:
             self._sweep.plan(*self._snapshot)
             self._snapshot = None
@@ -281,7 +282,7 @@ class RolloutTasks:
 
     @property
     def lack_weights(self) -> bool:
-        """Whether there are tasks, but none has weights that the next step could train with."""
+        """Whether there are tasks, but none has weights whose samples the next step could use."""
         joined = any(one.record.agent is not None for one in self._living.values())
         return joined and not self._leases.able()
 
@@ -290,7 +291,7 @@ class RolloutTasks:
         return self._counts.metrics()
 
     def view(self) -> RolloutsView:
-        """Content of the status."""
+        """Return the content of the status."""
         now = self._clock()
         finished = Counter(self._leases.step - oldest_step(one) for one in self._ledger.finished)
         return RolloutsView(
@@ -335,10 +336,10 @@ class RolloutTasks:
             self.agents[agent.label] = agent
 
     def _find(self) -> None:
-        """List the attempts; forget those without a directory that never joined, or are over."""
+        """List the attempts; forget those without a directory that never joined or have ended."""
         try:
             names = set(filter(is_name, atomic.list_names(self._paths.rollouts)))
-        except FileNotFoundError:  # no task was started yet
+        except FileNotFoundError:  # no task has started yet
             names = set()
         except EnvironmentFailure as error:
             logger.warning("cannot look for rollout tasks, will retry: %s", error)
@@ -354,7 +355,7 @@ class RolloutTasks:
                 self._living.pop(attempt.name, None)
 
     def _read(self) -> None:
-        """Read the logs of living attempts, of each when it is due: often while it has items."""
+        """Read the logs of living attempts that are due; those with items are due often."""
         now = self._clock()
         self.bells.hear(self._living.values(), now)
         for attempt in [one for one in self._living.values() if one.read_at <= now]:
@@ -365,13 +366,13 @@ class RolloutTasks:
                     self._take(attempt, result)
                 attempt.listened(now, self._pauses_s[1])
             except EnvironmentFailure as error:
-                attempt.silent_s = 0.0  # tasks cannot write either, perhaps
+                attempt.silent_s = 0.0  # perhaps tasks cannot write either
                 logger.warning("%s; will retry", error)
             except CorruptFileError as error:
                 self._end(attempt, LOST, str(error))
             if attempt.heard_at == now or self._ledger.leased_by(attempt.name):
                 attempt.polls.reset()
-            # A task that sends a wake-up is read then; polls find results whose wake-up was lost.
+            # A wake-up causes a read of the task's log; polls find results whose wake-up was lost.
             attempt.read_at = now + attempt.polls.next_s() * (2 if attempt.rings else 1)
 
     def _take(self, attempt: RolloutAttempt, result: RolloutResult) -> None:
@@ -385,7 +386,7 @@ class RolloutTasks:
                     if self._ledger.finish(group.lease, sample):
                         self._checks.add([sample])
             case GaveBack():
-                attempt.leaving = True  # it would give back whatever it gets, and get it again
+                attempt.leaving = True  # it would return all its items, and get them again
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts.items["given_back"] += len(returned)
             case Holds():
@@ -406,7 +407,7 @@ class RolloutTasks:
     def _redo(self, sample: StoredGroup, reason: str) -> None:
         """Queue the item of a damaged sample again."""
         if not self._ledger.redo(sample):
-            return  # It was dropped in the meantime.
+            return  # The item was dropped in the meantime.
         self._counts.items["damaged"] += 1
         self._events.damaged(sample, reason)
 
@@ -419,7 +420,7 @@ class RolloutTasks:
                 self._end(attempt, LOST, "its agent no longer renews its lease")
 
     def _end(self, attempt: RolloutAttempt, state: str, reason: str) -> None:
-        """Nothing that the attempt does from now on counts."""
+        """End an attempt: its later results do not count."""
         if attempt.over:
             return
         attempt.record = replace(attempt.record, over=reason or state)
@@ -441,7 +442,7 @@ def _by_age(counts: Counter[int]) -> dict[str, int]:
 
 
 class TaskNumbers:
-    """Judges the tasks that have joined."""
+    """Decisions about the number of tasks that have joined."""
 
     def __init__(
         self,
@@ -456,10 +457,10 @@ class TaskNumbers:
         """Let ``planned`` tasks run at a time, or as many as a user sets unless that is ``fixed``.
 
         It is fixed in the trainers' job. An incarnation needs ``least`` tasks to begin. Tasks count
-        as surplus only after ``patience_s`` seconds, by when lost tasks would be known.
+        as surplus only after ``patience_s`` seconds, because lost tasks are detected by then.
         """
         self.allowed = planned
-        """Tasks that may run now."""
+        """Number of tasks that may run now."""
         self.least = least
         self._paths = paths
         self.fixed = fixed
@@ -470,7 +471,7 @@ class TaskNumbers:
         self._were_enough = False
 
     def look(self) -> None:
-        """Read the number that a user may have set, perhaps while the tasks were an array."""
+        """Read the number that a user may have set, even when the tasks were a separate array."""
         if self.fixed:
             return
         try:
@@ -484,7 +485,7 @@ class TaskNumbers:
         return self._were_enough
 
     def surplus(self, joined: Iterable[RolloutAttempt]) -> Sequence[RolloutAttempt]:
-        """Return the newest attempts (highest tasks) if there were too many for ``patience_s``."""
+        """Return surplus attempts (highest tasks) if there were too many for ``patience_s``."""
         staying = sorted(
             (one for one in joined if not one.leaving), key=lambda one: (one.task, one.number)
         )

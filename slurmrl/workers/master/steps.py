@@ -46,7 +46,7 @@ class Executed:
 
 
 class StepRunner:
-    """Posts the orders of steps and collects the answers; ``progress`` accounts for the items."""
+    """Posts the orders of steps and collects the answers; ``progress`` tracks the items."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class StepRunner:
         rollouts: RolloutTasks | None = None,
         while_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """With ``rollouts``, the items of a step are those that rollout tasks have finished.
+        """With ``rollouts``, a step uses the items that rollout tasks have finished.
 
         ``while_idle`` is called often while the ranks wait for them, with the weights of the last
         step.
@@ -76,8 +76,8 @@ class StepRunner:
     def train(self, step: int) -> Executed | None:
         """Train on the next items.
 
-        None: the job will end before rollout tasks have finished them. Raises UsageError if the
-        filter leaves too few of them and the settings require a full batch.
+        Return None if the job will end before rollout tasks have finished them. Raises UsageError
+        if the filter leaves too few items and the settings require a full batch.
         """
         began = time.monotonic()
         self._waited_s = 0.0
@@ -103,7 +103,7 @@ class StepRunner:
     def _take_samples(
         self, rollouts: RolloutTasks, step: int, count: int, *, filtered: bool = False
     ) -> Sequence[StoredGroup] | None:
-        """Wait for the samples of the next items. None: the job will end before."""
+        """Wait for the samples of the next items. Return None if the job will end before that."""
 
         def take() -> Sequence[StoredGroup] | None:
             self._while_idle()
@@ -156,7 +156,7 @@ class StepRunner:
         return Executed(measured, publish.texts(answered), answered)
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]] | None:
-        """Take candidates until enough are accepted for a batch, and train on the accepted ones.
+        """Take candidates until enough for a batch are accepted, and train on the accepted ones.
 
         Stop after the allowed number of rounds. Candidates beyond a batch are queued again,
         or their groups wait for the next step.
@@ -203,7 +203,7 @@ class StepRunner:
         return answered, {f"filter/{name}": count for name, count in counts.items()}
 
     def _tell_short(self, step: int, items: int, rounds: int, reasons: Counter[str]) -> None:
-        """Report a batch that is not full. Raises UsageError if it must be."""
+        """Report a batch that is not full. Raises UsageError if the settings require a full one."""
         dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
         short = f"{items} of {self._progress.batch_size} items after {rounds} rounds ({dropped})"
         if self._progress.refill.complete:
@@ -260,7 +260,7 @@ class StepRunner:
 
 
 def _dropped(call: CallPlan, answers: publish.Answers, candidates: Sequence[int]) -> dict[int, str]:
-    """The reason for each item that a filter dropped on any rank, by the item's number."""
+    """Return the reason for each item that a filter dropped on any rank, by the item's number."""
     return {
         candidates[place]: reason
         for rank in call.ranks

@@ -1,8 +1,8 @@
 """The attempts of rollout tasks as the master sees them.
 
-A `RolloutAttempt` has a result log and a log of requests. `TaskBells` announces news of either,
-`TaskEvents` reports the ends of attempts, and `FailedTasks` ends a trial whose tasks all fail
-at their start in the same way.
+A `RolloutAttempt` has a result log and a log of requests. `TaskBells` sends and receives wake-ups
+about both, `TaskEvents` reports the ends of attempts, and `FailedTasks` ends a trial whose tasks
+all fail at their start in the same way.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class AttemptRecord:
     """Name of its directory: ``<group>.<task>.<attempt>``."""
     agent: Identity | None = None
     version: Annotated[str, VERSION] | None = None
-    """The weights that it holds."""
+    """The weight version that it has."""
     read: LogPosition = field(default_factory=LogPosition)
     """The results before this place of its log are in the commit."""
     last_file: Annotated[str, FILE_NAME] | None = None
     """The newest file of samples that these results name."""
     over: str = ""
-    """Reason why nothing that it does counts any more."""
+    """Reason why the attempt has ended; empty if it has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ ATTEMPTS = FieldType("attempts of rollout tasks, each once", _are_rollouts)
 
 @dataclass
 class RolloutAttempt:
-    """One start of a task. It begins with an empty log, or where a commit has stopped."""
+    """One start of a task. Its log is read from the beginning, or from the place in a commit."""
 
     paths: RunPaths
     incarnation: int
@@ -109,22 +109,22 @@ class RolloutAttempt:
     polls: Backoff
     """The pauses between two reads of its log."""
     read_at: float
-    """When its log is to be read next, by the master's clock."""
+    """Time of the next read of its log, by the master's clock."""
     heard_at: float
-    """When its last message was read, by the same clock."""
+    """Time at which its last message was read, by the same clock."""
     bell: BellAddress | None = None
-    """Where to ring when there is something for it."""
+    """Bell to ring when there are messages for it."""
     silent_s: float = 0.0
-    """How long it has said nothing while its log could be read."""
+    """Seconds without a message while its log could be read."""
     counts: Mapping[str, float] = field(default_factory=dict)
     problem: str = ""
     """Reason why it cannot take newer weights."""
     lag_s: float = 0.0
-    """How much later than the first one it took the newest weights."""
+    """Seconds by which it took the newest weights later than the first attempt."""
     is_read: bool = False
     """Whether its log was read to the end by this master."""
     confirmed: bool = False
-    """Whether it has received the leases that hold."""
+    """Whether it was told which leases are valid."""
     leaving: bool = False
     """Whether it gets no more leases."""
 
@@ -157,7 +157,7 @@ class RolloutAttempt:
         return bool(self.record.over)
 
     def view(self, now: float, leased: int) -> RolloutTaskView:
-        """Content of the status, at a time of the master's clock, with the number of its items."""
+        """Return the content of the status, given the master's time and the number of items."""
         agent = self.record.agent
         return RolloutTaskView(
             task=self.label,
@@ -194,7 +194,7 @@ class RolloutAttempt:
     def listened(self, now: float, most_s: float) -> None:
         """Note that its log was read to the end; the next read is due within ``most_s``.
 
-        A read that hung says nothing about the time before.
+        If the read hung, the time before it does not count as silence.
         """
         news = self.heard_at == now
         silent_s = self.silent_s + min(now - self._read_at, most_s)
@@ -205,7 +205,7 @@ class RolloutAttempt:
         self.rings, self._rung = news and self._rung, False
 
     def take(self, result: RolloutResult) -> None:
-        """Keep the facts of a result about the task itself. Raises CorruptFileError."""
+        """Update the attempt's fields from a message of its log. Raises CorruptFileError."""
         match result:
             case Joined():
                 agent = result.agent
@@ -253,20 +253,20 @@ def is_name(name: str) -> bool:
 
 
 def parse_name(name: str) -> tuple[str, int, int]:
-    """Group, task and attempt of the name of a directory."""
+    """Return group, task and attempt from the name of a directory."""
     found = _NAME.fullmatch(name)
     assert found is not None, "checked by the caller"
     return found[1], int(found[2]), int(found[3])
 
 
 AT_ONCE = 15
-"""Logs that are read at once, which takes the master a tenth of a second or less."""
+"""Maximum number of logs that are read at once, which takes the master at most 0.1 s."""
 
 
 class TaskBells:
-    """Hears which attempts have recorded results, and rings at theirs.
+    """Receives wake-ups of attempts that have recorded results, and sends wake-ups to attempts.
 
-    Without a ``bell`` nothing is ever heard.
+    Without a ``bell``, it receives nothing.
     """
 
     def __init__(self, bell: Bell | None = None) -> None:
@@ -300,22 +300,22 @@ class TaskBells:
             attempt.rang(now + max(0, number - AT_ONCE) / RESULTS_PER_S)
 
     def ring(self, attempts: Iterable[RolloutAttempt]) -> None:
-        """Say that there are requests or weights."""
+        """Send wake-ups: there are requests or new weights."""
         if self._bell is not None:
             self._bell.ring([one.bell for one in attempts if one.bell is not None])
 
 
 STATE: Final = "rollout_task"
-"""The kind of an attempt's states."""
+"""Kind of the events about states of attempts."""
 JOINED: Final = "joined"
 LEFT: Final = "left"
 LOST: Final = "lost"
 
 
 class TaskEvents:
-    """Reports each state of an attempt once, even over a resume.
+    """Reports each state of an attempt once, even if the trial was resumed.
 
-    A master that resumes from a commit reads messages again that earlier masters have reported.
+    After a resume, a master reads messages again that earlier masters have reported.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class TaskEvents:
         self._tell(attempt, JOINED, host=host)
 
     def ended(self, attempt: RolloutAttempt, state: str, reason: str, items: int) -> None:
-        """``items``: how many it had are queued again."""
+        """Report the end of an attempt, of which ``items`` items are queued again."""
         self._tell(attempt, state, reason=reason, items=items)
 
     def silent(self, attempt: RolloutAttempt, items: int) -> None:
@@ -344,13 +344,13 @@ class TaskEvents:
         self._writer.write("task_silent", **attempt.who, **said)
 
     def unreadable(self, attempt: RolloutAttempt, version: str, reason: str) -> None:
-        """Report that it cannot read a version of the weights."""
+        """Report that an attempt cannot read a version of the weights."""
         logger.warning("%s cannot read weight version %s", attempt.name, version)
         what = {"version": version, "reason": reason}
         self._writer.write("weights_unreadable", **attempt.who, **what)
 
     def damaged(self, sample: StoredGroup, reason: str) -> None:
-        """The item of a damaged sample is made again."""
+        """Report that the item of a damaged sample is generated again."""
         group, task, attempt = parse_name(sample.task)
         logger.warning("item %d is generated again: %s", sample.item, reason)
         self._writer.write(
@@ -370,7 +370,7 @@ class TaskEvents:
 
 
 def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
-    """Return the master's messages of an incarnation; nothing if they cannot be read."""
+    """Return the events of an incarnation's master; nothing if they cannot be read."""
     try:
         return events.read_kind(paths, f"master.{incarnation}", STATE)
     except (CorruptFileError, EnvironmentFailure) as error:
@@ -379,15 +379,15 @@ def _states(paths: RunPaths, incarnation: int) -> list[events.Event]:
 
 
 STARTS: Final = 2
-"""Failures in the same way for each task that may run, after which the trial gives up."""
+"""Number of failures in the same way, per task that may run, after which the trial fails."""
 FEWEST: Final = 3
 OF_ONE_HOST: Final = 4
-"""Factor of the required number if all were on one host, which may be the cause."""
+"""Factor of this number if all failures were on one host, because the host may be the cause."""
 _NUMBER = re.compile(r"\d+")
 
 
 class FailedTasks:
-    """Failures of attempts that never held weights, since any attempt last did."""
+    """Failures of attempts that never had weights, counted since any attempt last had weights."""
 
     def __init__(self, paths: RunPaths, *, inside: bool) -> None:
         """Ignore earlier failures. ``inside`` says whether the tasks run in the trainers' job.
@@ -397,7 +397,7 @@ class FailedTasks:
         self._names = NameStore(paths.names)
         self._inside = inside
         self._failures: dict[tuple[int, int], Failure] = {}
-        """By task and attempt."""
+        """Failures by task and attempt."""
         self._known: set[tuple[int, int]] | None = None
 
     def look(
@@ -405,7 +405,7 @@ class FailedTasks:
     ) -> None:
         """Read new failures.
 
-        They begin to count again once an attempt that ``lives`` holds weights.
+        Start to count again when an attempt that ``lives`` has weights.
         """
         worked = {(one.task, one.number) for one in attempts if one.record.version}
         try:
@@ -458,7 +458,7 @@ class FailedTasks:
         raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host="", final=True))
 
     def _may_work(self, attempt: RolloutAttempt) -> bool:
-        """Whether an attempt that has not failed is another case than those that have."""
+        """Whether an attempt may succeed because it differs from failed attempts."""
         if self._inside:
             return all(task != attempt.task for task, _ in self._failures)
         try:

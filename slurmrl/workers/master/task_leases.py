@@ -1,10 +1,10 @@
 """Leases of items to attempts of rollout tasks, and the samples that the attempts make.
 
-A lease says which attempt gets items and how many. Items are also taken back here. The samples are
-checked, counted and removed.
+A lease gives items to an attempt. This module also takes items back, and it checks, counts and
+removes samples.
 
-A few finished samples are checked at each look: a step takes none that cannot be read. Samples that
-no commit needs are removed, also a few at each look. See "Leases of samples" in docs/protocols.md.
+Each call of `look` checks a few finished samples, so that steps take only readable ones, and
+removes a few samples that no commit needs. See "Leases of samples" in docs/protocols.md.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from slurmrl.workers.rollout_messages import (
 )
 
 LAG_S = 10.0
-"""Seconds that an attempt may take for new weights beyond twice its last time, before its share of
-the items goes to others."""
+"""Seconds, in addition to twice its last time, that an attempt may take to load new weights before
+its share of the items goes to others."""
 
 SILENT_S = 6 * COUNTS_S
-"""Without a message while its log can be read, after which a living attempt counts as unable to
-write."""
+"""Seconds without a message, while its log can be read, after which a living attempt counts as
+unable to write."""
 
 logger = log.get(__name__)
 LOOK_S = 0.1
-"""After which a look begins no other check."""
+"""Seconds after which a look begins no further check."""
 
 
 class TaskLeases:
@@ -77,9 +77,9 @@ class TaskLeases:
         ``bell``: where they may ring.
         """
         self.step = 0
-        """The last one that was trained; for the caller to set."""
+        """The last trained step; the caller sets it."""
         self.rows: Callable[[Iterable[int]], Sequence[tuple[int, int]]] | None = None
-        """Gives (epoch, index) of each item; for the caller to set before anything is leased."""
+        """Returns (epoch, index) of each item; the caller sets it before the first lease."""
         self._ledger = ledger
         self._lineage = lineage
         self._admission = admission
@@ -89,7 +89,7 @@ class TaskLeases:
         self._bell = bell
         self._clock = clock
         self._newest: str | None = None
-        """The newest version that an attempt has taken."""
+        """The newest version that any attempt has taken."""
         self._newest_at = clock()
 
     # -- who may have items ------------------------------------------------------------------
@@ -103,7 +103,7 @@ class TaskLeases:
             attempt.lag_s = now - self._newest_at
 
     def able(self) -> dict[str, str]:
-        """The attempts that may get leases, each with the version that it holds."""
+        """Return the attempts that may get leases, each with its weight version."""
         held = {
             one.name: one.record.version
             for one in self._living.values()
@@ -113,7 +113,7 @@ class TaskLeases:
         return {name: version for name, version in held.items() if version in of_use}
 
     def _of_use(self, names: Collection[str]) -> dict[str, VersionId]:
-        """Return the versions with whose tokens the next step can be trained."""
+        """Return the versions whose tokens the next step can train on."""
         versions = {name: VersionId.parse(name) for name in names}
         first = self.step - self._admission.max_staleness
         return {
@@ -135,7 +135,7 @@ class TaskLeases:
         }
 
     def _silent(self) -> set[str]:
-        """The attempts that live and cannot write, if there are others that can work for them."""
+        """Return the living attempts that cannot write, if other attempts can take their items."""
         silent = {one.name for one in self._living.values() if one.silent_s >= SILENT_S}
         return silent if self.able().keys() - silent else set()
 
@@ -145,7 +145,7 @@ class TaskLeases:
         """Take items back that will not yield usable samples in time, and queue them again.
 
         These are items whose samples would be too stale for every later step, and items of attempts
-        that cannot write: without staleness, a step would wait for only those.
+        that cannot write. (With `max_staleness: 0`, a step would wait for such items.)
         """
         oldest, silent = self._ledger.oldest, self._silent()
         useless = oldest - self._of_use(oldest).keys()
@@ -153,7 +153,7 @@ class TaskLeases:
             attempt = self._living[lease.holder]
             too_old = lease.oldest in useless and attempt.is_read
             if not too_old and lease.holder not in silent:
-                continue  # it may have finished them
+                continue  # the attempt may have finished them
             returned = self._ledger.return_items(lease.lease, lease.items)
             self._counts.items["aborted"] += len(returned)
             if attempt.confirmed:
@@ -162,13 +162,13 @@ class TaskLeases:
                 self._events.silent(attempt, len(returned))
 
     def confirm(self) -> None:
-        """Tell attempts which leases hold, once all that they had said before is known."""
+        """Tell attempts which leases are valid, after all their earlier messages were read."""
         for attempt in self._living.values():
             if attempt.is_read and attempt.record.agent is not None and not attempt.confirmed:
                 self.post(attempt)
 
     def post(self, attempt: RolloutAttempt, *requests: Leave) -> None:
-        """Post requests, of which the first of a log says which leases hold."""
+        """Post requests; the first request in a log says which leases are valid."""
         if not attempt.confirmed:
             attempt.confirmed = True
             held = self._ledger.leases_of(attempt.name)
@@ -208,10 +208,10 @@ class TaskLeases:
 
 
 def dealt(loads: Mapping[str, int], rooms: Mapping[str, int], share: int) -> Counter[str]:
-    """Return the number of items for each task, dealt one by one to the task with the fewest.
+    """Return the number of items for each task; each item goes to the task with the fewest.
 
-    No task gets more than its ``share`` including its load, nor more than its room. The room counts
-    the items dealt to all tasks.
+    No task gets more than its ``share``, including its load, or more than its room. The room counts
+    the items given to all tasks.
     """
     queue = [(load, name) for name, load in loads.items()]
     heapq.heapify(queue)
@@ -233,7 +233,7 @@ class _Check:
     number: int
     sample: StoredGroup = field(compare=False)
     failed: int = field(default=0, compare=False)
-    """How often it looked damaged."""
+    """Number of times that it looked damaged."""
 
 
 class SampleChecks:
@@ -245,7 +245,7 @@ class SampleChecks:
         self.sound: set[StoredGroup] = set()
         self._paths, self._clock, self._calls = paths, clock, calls
         self._due: list[_Check] = []
-        """A heap."""
+        """Scheduled checks, as a heap."""
         self._numbers = itertools.count()
         self._outage = Backoff(*OUTAGE_S)
         self._rests_until = clock()
@@ -255,14 +255,14 @@ class SampleChecks:
             heapq.heappush(self._due, _Check(self._clock(), next(self._numbers), sample))
 
     def keep(self, samples: Iterable[StoredGroup]) -> None:
-        """Forget all others."""
+        """Forget the checks of all other samples."""
         wanted = set(samples)
         self.sound &= wanted
         self._due = [check for check in self._due if check.sample in wanted]
         heapq.heapify(self._due)
 
     def look(self) -> list[tuple[StoredGroup, str]]:
-        """Check due samples. Returns damaged samples, with the reasons."""
+        """Check due samples. Return damaged samples with the reasons."""
         damaged = []
         now = self._clock()
         until = now + LOOK_S
@@ -276,8 +276,8 @@ class SampleChecks:
     def _check(self, check: _Check, now: float) -> tuple[StoredGroup, str] | None:
         """Read a sample; return it with the reason if it is damaged.
 
-        It may only be hidden from this host for a while, so it counts as damaged if it still looks
-        so after about a minute.
+        It may only be invisible to this host for a while, so it counts as damaged if it still looks
+        damaged after about a minute.
         """
         folder = self._paths.samples_of(check.sample.task)
         try:
@@ -285,7 +285,7 @@ class SampleChecks:
         except SampleFileError as error:
             cached = self._calls.caches(self._paths.rollouts)  # the folder itself may be missing
             pauses_s = HIDDEN_PAUSES_S if cached else ()
-            if check.failed >= len(pauses_s):  # (greater if the folder was missing before)
+            if check.failed >= len(pauses_s):  # greater if the folder was missing before
                 return check.sample, str(error)
             due = now + pauses_s[check.failed]
             heapq.heappush(self._due, replace(check, due=due, failed=check.failed + 1))
@@ -307,19 +307,19 @@ class SampleCounts:
         self.items: Counter[str] = Counter()
         """``damaged``, ``aborted``, ``given_back`` and ``lost`` items."""
         self.ages: Counter[int] = Counter()
-        """Groups that steps have taken, by staleness."""
+        """Number of groups that steps have taken, by staleness."""
         self._told = Counter({f"rollout/dropped_{STALE}": ledger.dropped.get(STALE, 0)})
-        """The sums that the last metrics included."""
+        """The sums at the time of the last metrics."""
         self._taken: list[int] = []
-        """Staleness of the groups taken since then."""
+        """Staleness of the groups taken since the last metrics."""
 
     def take(self, ages: Sequence[int]) -> None:
-        """A step has taken groups of this staleness."""
+        """Count groups of this staleness that a step has taken."""
         self.ages.update(ages)
         self._taken += ages
 
     def give_back(self, age: int) -> None:
-        """A step does without a group of this staleness that it has taken."""
+        """Undo the count of a group of this staleness, because its step does not use it."""
         self.ages[age] -= 1
         self.ages = +self.ages
         self._taken.remove(age)
@@ -351,14 +351,14 @@ class _Visit:
 
 
 class SampleSweep:
-    """Visits the attempts of the newest commit, one at a look."""
+    """Removal of unneeded files; each look visits one attempt of the newest commit."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._visits: list[_Visit] = []
 
     def plan(self, rollouts: RolloutsRecord, ledger: LedgerRecord) -> None:
-        """Start from a commit that holds these."""
+        """Start again with the attempts and samples of a commit."""
         needed: dict[str, set[str]] = {}
         for sample in ledger.samples:
             needed.setdefault(sample.task, set()).add(sample.file)
@@ -390,7 +390,7 @@ class SampleSweep:
 
 
 class StepWait:
-    """In all no longer than the step before took."""
+    """Limit of a step's wait for samples: the duration of the previous step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -400,14 +400,14 @@ class StepWait:
         self._since: float | None = None
 
     def begin(self, step: int) -> None:
-        """Call it whenever a step asks for samples."""
+        """Begin to wait. Call this whenever a step requests samples."""
         if step != self._step:
             now = self._clock()
             self._step, self._began, self._most_s = step, now, now - self._began
             self._since = None
 
     def lasts(self) -> bool:
-        """Whether to go on waiting. The first call of a step begins to count."""
+        """Whether to continue waiting. The time counts from the step's first call."""
         now = self._clock()
         if self._since is None:
             self._since = now

@@ -1,7 +1,7 @@
-"""Publication of weight versions: the ranks' parts, then the manifest; and the removal of old ones.
+"""Publication of weight versions (the ranks' parts, then the manifest) and removal of old versions.
 
-A version is started and then polled while the ranks continue training. It exists once its manifest
-does; if it fails, its directory is removed. A `Publication` reports either.
+The master starts a version and then polls it while the ranks continue training. The version exists
+once its manifest exists; if it fails, its directory is removed. A `Publication` reports both.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class Publication:
-    """How the publication of a version ended."""
+    """The result of the publication of a version."""
 
     version: VersionId
     base: VersionId | None
     seconds: float
     """From its start to its end."""
     stall_s: float
-    """Time for which training waited: ranks that copied, and the master while it was blocked."""
+    """Time for which training waited: while ranks copied, and while the master was blocked."""
     bytes: int = 0
     error: str | None = None
     """Reason why it failed; None if it is published."""
@@ -57,11 +57,11 @@ class _Writing:
 
 
 class VersionPublisher:
-    """Publishes one version at a time in ``folder``, of parts by ``ranks``.
+    """Publishes one version at a time in ``folder``; each of ``ranks`` writes a part.
 
-    ``permit`` raises if this incarnation is not the newest one. The first version of an incarnation
-    is whole, and so is one after a failure: only the ranks' memory has the base of a difference.
-    So is one after a version that could not be read (`distrust`).
+    ``permit`` raises if this incarnation is not the newest one. A version is full, not a
+    difference, if it is the first one of an incarnation, or follows a failure or an unreadable
+    version (`distrust`): only the ranks' memory has the base of a difference.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class VersionPublisher:
         self._permit = permit
         self._writing: _Writing | None = None
         self._last: VersionId | None = None
-        """The newest version, if the ranks still have its bits and it could be read."""
+        """The newest version, if it is readable and the ranks still have its bits."""
         self._newest: VersionId | None = None
         """The newest version that was published; None after a failure, or if it cannot be read."""
         self._chain: set[VersionId] = set()
-        """The newest whole version and those that build on it."""
+        """The newest full version, and the versions that build on it."""
         self._since_whole = 0
 
     def is_due(self, step: int) -> bool:
         return step % self._settings.every_steps == 0
 
     def distrust(self, versions: Collection[VersionId]) -> None:
-        """Tasks cannot read these.
+        """Note that tasks cannot read these versions.
 
-        Versions that build on them cannot be read either; versions before the newest whole one do
-        not matter any more.
+        Versions that build on them cannot be read either. Versions before the newest full one no
+        longer matter.
         """
         if not self._chain & set(versions):
             return
@@ -111,18 +111,19 @@ class VersionPublisher:
     def is_lacking(self) -> bool:
         """Whether the newest version is missing and no other version is being written.
 
-        It is missing if it could not be published or read, or is gone. Raises EnvironmentFailure.
+        It is missing if it was not published, cannot be read or was removed. Raises
+        EnvironmentFailure.
         """
         if self._writing is not None:
             return False
         return self._newest is None or not _is_published(self._folder / self._newest.name)
 
     def start(self, step: int, *, again: bool = False) -> Publication | None:
-        """Tell the ranks to write the version of ``step``, which they hold now.
+        """Tell the ranks to write the version of ``step``, whose weights they have now.
 
-        The previous write must be over (`wait`). With ``again``, the ranks write a whole version
-        that replaces any existing one: readers of the old one find it missing. Return the outcome
-        only if the write cannot be started.
+        The previous write must have ended (`wait`). With ``again``, the ranks write a full version
+        that replaces any existing one; readers of the old one then find it missing. Return the
+        outcome only if the write cannot be started.
         """
         assert self._writing is None, "one version at a time"
         version = VersionId(step, self._incarnation)
@@ -156,7 +157,7 @@ class VersionPublisher:
         return self._finish(writing, [saved for _, saved in answers])
 
     def wait(self) -> Publication | None:
-        """Wait until the pending version is over; return None if there is none.
+        """Wait until the pending publication ends; return None if there is none.
 
         Raises WaitTimeoutError, and as `poll`.
         """
@@ -188,7 +189,7 @@ class VersionPublisher:
         return self._outcome(writing, written=manifest.bytes)
 
     def _parts(self, folder: Path) -> list[PartIndex]:
-        """Parts that the ranks have written, which this host may not see at once."""
+        """Return the parts that the ranks have written, which may become visible here later."""
         pauses_s = HIDDEN_PAUSES_S if REAL.caches(folder) else ()
         for last in attempts(pauses_s):
             try:
@@ -199,14 +200,14 @@ class VersionPublisher:
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _prune(self) -> None:
-        """Remove versions that the newest whole version makes superfluous."""
+        """Remove versions that are not needed after the newest full version."""
         try:
             prune(self._folder, self._settings.keep_whole)
-        except EnvironmentFailure as error:  # the next whole version tries again
+        except EnvironmentFailure as error:  # the next full version tries again
             logger.warning("cannot remove old weight versions: %s", error)
 
     def _give_up(self, writing: _Writing, reason: str) -> Publication:
-        """Remove its files at once, because the disk may be full."""
+        """Remove the files of a failed version at once, because the disk may be full."""
         logger.warning("no weight version %s: %s", writing.version, reason)
         try:
             remove(self._folder, writing.version)
@@ -227,7 +228,7 @@ class VersionPublisher:
 def remove_leftovers(folder: Path, lineage: Lineage, incarnation: int) -> None:
     """Remove leftovers of earlier incarnations. Raises EnvironmentFailure.
 
-    That is versions without a manifest, and versions of steps that were rolled back.
+    These are versions without a manifest, and versions of steps that were rolled back.
     """
     for version in version_ids(folder):
         if version.incarnation >= incarnation:

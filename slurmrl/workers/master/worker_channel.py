@@ -1,7 +1,7 @@
 """The master's channel to the trainers: one log to write, one log per agent to read.
 
-With it the registry of their agents, those that said hello and those that only claimed a task, and
-user requests for the stacks of ranks, which come through the name store.
+This module also has the registry of the trainers' agents, including agents that have only claimed a
+task. It forwards user requests for stacks of ranks from the name store.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ T = TypeVar("T")
 
 STACKS_POLL_S = 0.05
 REST_S = 0.2
-"""Longest pause between two reads of the logs while the master rests."""
+"""Maximum pause between two reads of the logs while the master rests."""
 
 
 @dataclass
 class Mailbox:
-    """Messages from the agents' logs that were not taken yet."""
+    """Messages from the agents' logs that the master has not used yet."""
 
     ready: dict[int, Ready] = field(default_factory=dict)
-    """By rank."""
+    """Answers by rank."""
     preparing: int = 0
     """Number of `Preparing` messages."""
     done: dict[int, dict[int, Done]] = field(default_factory=dict)
-    """By the number of the order, then by rank."""
+    """Answers by the number of the order, then by rank."""
     saved: dict[int, dict[int, Saved]] = field(default_factory=dict)
-    """By the number of the `Save`, then by rank."""
+    """Answers by the number of the `Save`, then by rank."""
     agents: dict[str, Identity] = field(default_factory=dict)
-    """By ``group/task``."""
+    """Agents by ``group/task``."""
     warning: str | None = None
     """The signal that warned that the job will end soon."""
 
     def put(self, message: FromAgent) -> None:
-        """Raises ReportedError for a failure."""
+        """Sort a message. Raises ReportedError for a failure."""
         match message:
             case Ready():
                 self.ready[message.rank] = message
@@ -90,8 +90,8 @@ class Mailbox:
 class WorkerChannel:
     """Posts messages to all ranks of the trainers and collects their answers.
 
-    ``longest_poll_s`` bounds the pauses between looks at the agents' logs (see `Follower`). With a
-    ``bell``, agents ring it, and theirs are rung, when there is something to read.
+    ``longest_poll_s`` is the maximum pause between reads of the agents' logs (see `Follower`). With
+    a ``bell``, master and agents send wake-ups to each other when there is something to read.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class WorkerChannel:
         bell: Bell | None = None,
         wakers: Collection[int] = (),
     ) -> None:
-        """``wakers``: descriptors that are readable when ``while_waiting`` has something to do."""
+        """``wakers`` are descriptors, readable when ``while_waiting`` has something to do."""
         self.plan = plan
         self.mailbox = Mailbox()
         self._path = paths.master_log(incarnation)
@@ -124,10 +124,10 @@ class WorkerChannel:
         """The agents' bells by task."""
         self._while_waiting, self._wakers = while_waiting, wakers
         self._woken_at = 0.0
-        """When a waker may have woken the master last."""
+        """Time at which a waker may last have woken the master."""
         self._numbers = itertools.count()
         self._waits: tuple[Callable[[], str], Callable[[], set[int]], float] | None = None
-        """What `_wait` waits for, from which ranks, and since when."""
+        """The reason of the current wait, its ranks and its start; None without a wait."""
         if bell is not None:
             self._append(RingAt(bell=bell.address))
 
@@ -169,14 +169,14 @@ class WorkerChannel:
         self._ring()
 
     def _queue(self, *batch: Order) -> Callable[[], None]:
-        """Return a function that appends the batch, and on later calls the queued rest."""
+        """Return a function that appends the batch, and in later calls its queued remainder."""
         batches = iter([[CONTROL_LOG.to_json(order) for order in batch]])
         return lambda: self._log.append(*next(batches, ()))
 
     def end(self, stacks: str = "") -> None:
-        """Tell the agents that this incarnation is over; if that fails, they detect it later.
+        """Tell the agents that this incarnation has ended; if that fails, they detect it later.
 
-        ``stacks``: the reason why they collect stacks first.
+        ``stacks`` is the reason why they first collect stacks; empty if they do not.
         """
         try:
             self._log.append(CONTROL_LOG.to_json(Over(stacks=stacks)))
@@ -185,7 +185,7 @@ class WorkerChannel:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
     def collect_stacks(self, timeout_s: float) -> list[Stacked]:
-        """Return the reports of all agents that have said hello and that answer in time."""
+        """Return the reports of agents that have said hello and answer in time."""
         stacked: dict[str, Stacked] = {}
         deadline = time.monotonic() + timeout_s
         while self.mailbox.agents.keys() - stacked and time.monotonic() < deadline:
@@ -260,7 +260,7 @@ class WorkerChannel:
         return bool(news)
 
     def _meet(self, task: int, bell: BellAddress) -> None:
-        """Ring this agent from now on, and know its rings by where they come from."""
+        """Send wake-ups to this agent from now on, and identify its wake-ups by their address."""
         self._bells[task] = bell
         self._agents.listen_for(bell.source, task)
 
@@ -282,7 +282,7 @@ class WorkerChannel:
         timeout_s: float,
         news: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Wait; time in which the directory does not answer does not count.
+        """Wait for a value of ``take``; time without answers of the directory does not count.
 
         The time-out starts again whenever ``news`` returns another number.
         """
@@ -308,7 +308,7 @@ class WorkerChannel:
     def _pause(self, most_s: float) -> None:
         """Wait until there may be something to do.
 
-        However many rings a waker hears, the master looks only every `LOOK_S` for them.
+        The master reads at most every `LOOK_S` because of wake-ups, however many arrive.
         """
         early_s = self._woken_at + LOOK_S - time.monotonic()
         if self._wakers and early_s > 0:
@@ -331,8 +331,8 @@ class WorkerChannel:
 class AgentRegistry(Mapping[str, Identity]):
     """The known agents by ``group/task``.
 
-    ``heard`` grows as agents say hello. The claims of hosts that die before that are in the name
-    store, which is read every ``look_s`` while agents are missing.
+    ``heard`` grows as agents say hello. The name store has the claims of agents that die before
+    that. It is read every ``look_s`` while agents are missing.
     """
 
     def __init__(
@@ -384,10 +384,10 @@ class AgentRegistry(Mapping[str, Identity]):
             logger.warning("cannot look for agents, will retry: %s", error)
 
     def report_lost(self, labels: list[str]) -> None:
-        """End the incarnation because of one of these agents, if it is one of the trainers'.
+        """End the incarnation if one of these lost agents is an agent of the trainers.
 
-        Its host is recorded as lost in the name store, unless it is the master's own, where only
-        the agent can hang. Raises ReportedError.
+        Record its host as lost in the name store, unless it is the master's host: there, only the
+        agent can hang. Raises ReportedError.
         """
         ours = f"{TRAINERS}/0"
         watched = {f"{TRAINERS}/{task}" for task in range(self._hosts)}
@@ -416,8 +416,8 @@ def _newest(claims: list[str], root: str) -> dict[int, int]:
 class StackRequests:
     """Forwards requests to the agents, which answer with files.
 
-    Requests of an incarnation are numbered without a gap, each made by an exclusive add, so looking
-    for the next one is a single failed open per look, and none is lost or answered twice.
+    The requests of an incarnation have consecutive numbers, each made by an exclusive add. So a
+    look for the next request costs one failed open, and no request is lost or answered twice.
     """
 
     def __init__(

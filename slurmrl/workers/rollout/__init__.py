@@ -1,1 +1,1 @@
-"""The worker of a rollout task: it makes samples for whichever incarnation is the newest."""
+"""The worker of a rollout task, which makes samples for the newest incarnation."""

@@ -1,10 +1,10 @@
 """Items that a rollout task owes the masters, and the messages about them.
 
-`Session` is a state machine without files, processes or clocks: which items the task makes,
-records, gives back or forgets. An item of a lease is answered at most once by an attempt: its
-samples are recorded, or it is given back. `ResultWriter` writes samples and the result log of the
-attempt, of which the worker is the only writer. `TaskBell` is the task's doorbell in the asyncio
-loop (see `run.channel.bell`). Torch-free.
+`Session` is a state machine without files, processes or clocks. It decides which items the task
+makes, records, gives back or forgets. An attempt answers an item of a lease at most once: it
+records its samples, or gives it back. `ResultWriter` writes samples and the attempt's result log,
+of which the worker is the only writer. `TaskBell` is the task's bell in the asyncio loop (see
+`run.channel.bell`). Torch-free.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ class Work:
 class Retirement:
     reason: str
     until: float
-    """Time at which unfinished items are given back."""
+    """Time at which the task gives unfinished items back."""
 
 
 class Session:
-    """The requests of one incarnation after the other.
+    """The items that masters have requested, for one incarnation after the other.
 
-    Between `serve` and the new master's `Confirm` nothing begins and nothing is recorded: whose
-    leases hold is not known then.
+    Between `serve` and the new master's `Confirm`, nothing begins and nothing is recorded, because
+    it is not known which leases are valid.
     """
 
     def __init__(self, *, most_begun: int, most_unwritten: int) -> None:
-        """Limit the items at work at a time.
+        """Limit the number of items in progress.
 
         ``most_begun`` limits the items that are sampled at a time. ``most_unwritten`` limits the
         items whose samples wait for a score or to be recorded; no further item begins at that
@@ -83,35 +83,35 @@ class Session:
         """
         self.incarnation: int | None = None
         self.held: VersionId | None = None
-        """The weights that sample the next token."""
+        """The task's weight version, which samples the next token."""
         self.paused = False
-        """Whether nothing is to begin for now."""
+        """Whether no item may begin for now."""
         self.retirement: Retirement | None = None
         self._most_begun, self._most_unwritten = most_begun, most_unwritten
         self._confirmed = self._expired = False
         self._waiting: dict[Key, Work] = {}
         self._begun: dict[Key, Work] = {}
         self._sampled: dict[Key, SampleGroup] = {}
-        """Whose tokens are there, and whose rewards are not."""
+        """Items whose tokens are sampled but not yet scored."""
         self._finished: dict[Key, SampleGroup] = {}
         self._returned: dict[Key, str] = {}
         """Items to give back, with the reasons."""
         self._recording: dict[Key, SampleGroup] = {}
-        """On their way to the disk; of these some may not be wanted any more."""
+        """Items being written to disk; some may no longer be wanted."""
         self._answered: set[Key] = set()
-        """Answered keys of all incarnations: a new one may begin at a commit that is older than the
-        last one."""
+        """Answered keys of all incarnations, because a new incarnation may begin at an older commit
+        than the last one."""
         self._aborted: list[Key] = []
 
     # -- requests ----------------------------------------------------------------------------
 
     def serve(self, incarnation: int) -> None:
-        """This incarnation is the newest now."""
+        """Note that this incarnation is now the newest."""
         if self.incarnation is None or incarnation > self.incarnation:
             self.incarnation, self._confirmed = incarnation, False
 
     def take(self, request: RolloutRequest, now: float) -> None:
-        """A request of the newest incarnation's master, at ``now`` in seconds."""
+        """Handle a request of the newest incarnation's master, at ``now`` in seconds."""
         match request:
             case Confirm():
                 self._confirm(request)
@@ -123,7 +123,7 @@ class Session:
                 self.retire(ASKED, request.within_s, now)
 
     def retire(self, reason: str, within_s: float, now: float) -> None:
-        """Begin nothing more, and give back items that are unfinished in ``within_s``.
+        """Begin no further items, and give back items that are unfinished after ``within_s``.
 
         The earliest deadline counts.
         """
@@ -148,7 +148,7 @@ class Session:
     # -- what to do --------------------------------------------------------------------------
 
     def begin(self) -> list[Work]:
-        """Items to make from now on."""
+        """Return items to make from now on."""
         if not self._confirmed or self.paused or self.held is None or self.retirement is not None:
             return []
         room = self._most_begun - len(self._begun)
@@ -161,17 +161,17 @@ class Session:
         return chosen
 
     def aborted(self) -> list[Key]:
-        """Items to make no longer, since the last call."""
+        """Return items that the task must stop making, since the last call."""
         aborted, self._aborted = self._aborted, []
         return aborted
 
     def to_record(self) -> list[SampleGroup]:
-        """The samples that can be recorded now. `recorded` or `unrecorded` follows."""
+        """Return the samples that can be recorded now; call `recorded` or `unrecorded` then."""
         self._recording = dict(self._finished) if self._confirmed else {}
         return list(self._recording.values())
 
     def to_give_back(self) -> list[GaveBack]:
-        """The answers about items that will not be made, which count as given from now on."""
+        """Return the answers about items that will not be made; they count as sent from now on."""
         if not self._confirmed:
             return []
         found: dict[tuple[str, str], list[int]] = {}
@@ -187,27 +187,27 @@ class Session:
     # -- events ------------------------------------------------------------------------------
 
     def drew(self, key: Key, group: SampleGroup) -> None:
-        """Note that an item's tokens are sampled and must be scored; `finish` follows.
+        """Note that an item's tokens are sampled and must be scored; call `finish` later.
 
-        Do nothing if nobody wants the item any more.
+        Do nothing if the item is no longer wanted.
         """
         if self._begun.pop(key, None) is not None:
             self._sampled[key] = group
 
     def finish(self, key: Key, group: SampleGroup) -> None:
-        """All of an item is there; no-op if nobody wants it any more."""
+        """Note that an item is finished; do nothing if it is no longer wanted."""
         if self._sampled.pop(key, None) is not None:
             self._finished[key] = group
 
     def recorded(self) -> None:
-        """What `to_record` returned is on disk, in the result log or about to be."""
+        """Note that the samples from `to_record` are on disk, and in the result log now or soon."""
         for key in self._recording:
             self._finished.pop(key, None)
         self._answered |= self._recording.keys()
         self._recording = {}
 
     def unrecorded(self) -> None:
-        """It is not, and is to be recorded again as far as it is wanted."""
+        """Note that these samples are not on disk; record those that are still wanted again."""
         self._recording = {}
 
     @property
@@ -273,22 +273,22 @@ class Session:
 
 
 class ResultWriter:
-    """Records results in the order in which they are given."""
+    """Writer of results, in the order of the calls."""
 
     def __init__(self, paths: RunPaths, agent: Identity, *, calls: SystemCalls = REAL) -> None:
-        """Raises EnvironmentFailure, FileExistsError if the attempt has a log already."""
+        """Create the log. Raises EnvironmentFailure, FileExistsError if the attempt has a log."""
         place = agent.group, agent.task, agent.attempt
         self._samples = SampleWriter(paths.rollout_samples(*place), calls=calls)
         self._log = LogWriter(paths.rollout_results(*place), calls=calls, durable=True)
         self.settled = True
-        """Whether all messages are on disk; others wait for the next call of `record`."""
+        """Whether all messages are on disk; if not, the next call of `record` writes them."""
         self._append(Joined(agent=agent))
 
     def record(self, messages: Sequence[RolloutResult], groups: Sequence[SampleGroup]) -> None:
         """Record messages, then groups in one file.
 
-        Raises EnvironmentFailure: the messages are recorded by the next call, whatever it is given;
-        the groups are to be given again.
+        Raises EnvironmentFailure. The next call then records these messages too, but the groups
+        must be passed again.
         """
         if messages or not self.settled:
             self._append(*messages)
@@ -307,7 +307,7 @@ class ResultWriter:
 
 
 class TaskBell:
-    """Hears the master ring, and rings there. Without a ``bell`` nothing is ever heard."""
+    """Hears the master ring, and rings there. Without a ``bell``, it receives nothing."""
 
     def __init__(self, bell: Bell | None, spread_s: float) -> None:
         """Heed a ring after half of ``spread_s`` to ``spread_s`` seconds; ignore rings until then.
@@ -319,28 +319,28 @@ class TaskBell:
         self._master: BellAddress | None = None
         self._next = asyncio.Event()
         self.heard = 0
-        """How often rings of the master have come; those within `LOOK_S` count as one."""
+        """Number of rings of the master; rings within `LOOK_S` count as one."""
         self._counted_at = -math.inf
-        """When one was counted last, by the monotonic clock."""
+        """Time of the last counted ring, by the monotonic clock."""
         self._late: asyncio.TimerHandle | None = None
-        """Counts those that came too early to be counted at once."""
+        """Timer that counts rings that arrived too early to be counted at once."""
 
     @property
     def address(self) -> BellAddress | None:
         return None if self._bell is None else self._bell.address
 
     def ring_at(self, master: BellAddress | None) -> None:
-        """Heed this bell's owner and ring there from now on; None: nowhere."""
+        """From now on, exchange wake-ups with this bell's owner; None for nobody."""
         self._master = master
 
     def ring(self) -> None:
-        """Say that results are recorded."""
+        """Send a wake-up: results are recorded."""
         if self._bell is not None and self._master is not None:
             self._bell.ring([self._master])
 
     @contextmanager
     def hung(self) -> Iterator[None]:
-        """Listen."""
+        """Listen for wake-ups within the context."""
         if self._bell is None:
             yield
             return

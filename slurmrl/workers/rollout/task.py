@@ -38,34 +38,34 @@ from slurmrl.workers.rollout_messages import (
 logger = log.get(__name__)
 
 POLL_GROWTH = 1.05
-"""Looks for requests and looks for weights share the pauses, which so grow by a tenth in each round
-of both."""
+"""Growth of the pauses. Looks for requests and looks for weights share them, so they grow by a
+tenth in each round of both."""
 LAST_S = 10.0
-"""Seconds of the time to retire that are kept for recording the last results."""
+"""Seconds of the time to retire that are reserved to record the last results."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
     interruptible: bool = True
-    """Whether items that are being made continue with new weights. If not, new weights wait until
-    all that have begun are finished."""
+    """Whether items in progress continue with new weights. If not, new weights wait until all items
+    in progress are finished."""
     most_unwritten: int = 256
-    """Items whose samples may wait for the directory before generation pauses."""
+    """Number of items whose samples may wait for the directory before generation pauses."""
     poll_s: tuple[float, float] = (1.0, 1.0)
-    """Shortest and longest pause between two looks for requests, and for weight versions. Pauses
-    grow until there is news of either."""
+    """Minimum and maximum pause between two looks for requests, and for weight versions. Pauses
+    grow until there are new requests or weights."""
     gather_s: float = 0.5
-    """How long finished items wait for others that are being made, to share a file with them."""
+    """Seconds that finished items wait for items in progress, to share a file with them."""
     record_s: float = 0.0
-    """Shortest time between two records."""
+    """Minimum time between two records of results."""
     spread_s: float = 0.0
     """See `TaskBell`."""
     counts_s: float = COUNTS_S
-    """Between two records of the counts."""
+    """Time between two records of the counts."""
 
 
 class TaskAtWork:
-    """Serves the newest incarnation until it has retired. Made in a running asyncio loop."""
+    """A task that serves the newest incarnation until it retires. Make it in an asyncio loop."""
 
     def __init__(
         self,
@@ -102,13 +102,13 @@ class TaskAtWork:
         """Number of changes that affect the generated items."""
         self._making: dict[Key, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
-        """Aborted, and not yet gone from the engine."""
+        """Aborted items that the engine has not dropped yet."""
         self._messages: list[RolloutResult] = []
-        """To record."""
+        """Messages to record."""
         self._began_s = self._recorded_s = time.monotonic()
 
     async def serve(self, incarnation: int) -> None:
-        """Take the requests of this incarnation, which is the newest now."""
+        """Handle the requests of this incarnation, which is now the newest."""
         self._session.serve(incarnation)
         await self._tell()
 
@@ -176,7 +176,7 @@ class TaskAtWork:
             await self._tell()
 
     def _meet(self, master: BellAddress | None) -> None:
-        """Ring at the bell of this incarnation's master, and be rung."""
+        """Exchange wake-ups with this incarnation's master."""
         self._bell.ring_at(master)
         if master is not None and self._bell.address is not None:
             self._messages.append(Hears(bell=self._bell.address))
@@ -211,7 +211,7 @@ class TaskAtWork:
             await self._tell()
 
     async def _install(self, version: WeightVersion) -> None:
-        """Serve a version: at once, or between items."""
+        """Switch to a version: at once, or between items."""
         if not self._options.interruptible:
             self._session.paused = True
             await self._until(lambda: self._session.idle)
@@ -237,7 +237,7 @@ class TaskAtWork:
             await self._news(seen, left_s)
 
     def _abort(self, task: asyncio.Task[None] | None) -> None:
-        if task is None:  # it was about to end
+        if task is None:  # it was about to end anyway
             return
         task.cancel()
         self._ending.add(task)
@@ -251,7 +251,7 @@ class TaskAtWork:
         group = await self._generation.group(work.lease, work.row, held.name)
         self._session.drew(work.key, group)
         if self._scoring is not None:
-            await self._tell()  # generation may begin another item now
+            await self._tell()  # now generation may begin another item
             group = await self._scoring.scored(work.row, group)
         self._making.pop(work.key)
         self._session.finish(work.key, group)
@@ -278,9 +278,9 @@ class TaskAtWork:
             await self._recorded([], [], backoff)
 
     async def _gather(self) -> None:
-        """Wait for more to record, which finished groups do while others are being made."""
+        """Wait for further results, because finished groups wait for groups in progress."""
         rest_s = self._recorded_s + self._options.record_s - time.monotonic()
-        with suppress(TimeoutError):  # one that leaves has no time for that
+        with suppress(TimeoutError):  # a task that leaves has no time for that
             async with asyncio.timeout(max(0.0, rest_s)):
                 await self._until(lambda: self._session.retirement is not None)
         with suppress(TimeoutError):
@@ -294,7 +294,7 @@ class TaskAtWork:
     async def _recorded(
         self, messages: Sequence[RolloutResult], groups: Sequence[SampleGroup], backoff: Backoff
     ) -> bool:
-        """Whether the groups are recorded, or about to be as the messages are."""
+        """Whether the groups are recorded, or will be together with the messages."""
         try:
             await in_thread(lambda: self._results.record(messages, groups))
         except EnvironmentFailure as error:
@@ -320,13 +320,13 @@ class TaskAtWork:
     # -- parts -------------------------------------------------------------------------------
 
     async def _tell(self) -> None:
-        """Let those look who wait for a change."""
+        """Wake all waits for a change."""
         self._changes += 1
         async with self._changed:
             self._changed.notify_all()
 
     async def _news(self, seen: int, within_s: float | None) -> None:
-        """Let others look, and wait for a change after the changes that were ``seen``.
+        """Wake others, and wait for a change after the changes that were ``seen``.
 
         The wait takes at most ``within_s``; it has no limit if that is None or already over.
         """

@@ -1,7 +1,7 @@
-"""Makes the samples of an item, the same as the trainers' generate call would.
+"""Generation of an item's samples, equal to the result of the trainers' generate call.
 
 `TaskRows` reads the item's row, `Generation` runs its episodes, and `Scoring` scores them in
-processes while others are generated.
+processes while other items are generated.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ logger = log.get(__name__)
 
 
 class Generation:
-    """Runs the configured episodes of items on one engine. Holds their tools until it is closed."""
+    """Runs the episodes of items on one engine, and keeps their tools until it is closed."""
 
     def __init__(self, rows: TaskRows, call: CallContext, engine: RolloutEngine) -> None:
-        """``call``: of any step. Made in a running asyncio loop."""
+        """``call`` is the generate call of any step. Make this in a running asyncio loop."""
         self._settings, self._rows, self._call = call.settings, rows, call
         self._engine = engine
         self._episodes = ConfiguredEpisodes(self._settings.config)
         self._slots = asyncio.Semaphore(self._settings.config.rollout.episode.concurrency)
         self.counts = {"tokens": 0.0, "items": 0.0, "episodes_failed": 0.0}
-        """Sums over all items: sampled tokens, items, episodes."""
+        """Sums over all items: sampled tokens, items, failed episodes."""
 
     @property
     def items_at_a_time(self) -> int:
-        """Items whose episodes fill the engine, and one that follows them."""
+        """Number of items whose episodes fill the engine, and one more to follow them."""
         rollout = self._settings.config.rollout
         return -(-rollout.episode.concurrency // rollout.n) + 1
 
     async def group(self, lease: str, row: RequestedItem, held: str) -> SampleGroup:
-        """All completions of an item. ``held``: the version that the task has as they begin.
+        """Return all completions of an item. ``held`` is the task's weight version when they begin.
 
         Raises RunFailedError if the engine is lost, EpisodeError if all episodes of several items
         in a row have failed, CorruptFileError and EnvironmentFailure for a row that cannot be read.
@@ -91,7 +91,7 @@ class Generation:
         self._episodes.close()
 
     def _context(self, row: RequestedItem) -> CallContext:
-        """That of the step that trains the item if the trainers never wait for samples."""
+        """Return the context of the item's step if the trainers never wait for samples."""
         step = row.item // self._settings.algorithm.batch_size + 1
         return replace(self._call, step=step)
 
@@ -103,13 +103,13 @@ class TaskRows:
     """
 
     def __init__(self, folder: Path, config: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-        """``folder``: of the run's prepared data."""
+        """``folder`` has the run's prepared data."""
         self._folder, self._config, self._tokenizer = folder, config, tokenizer
         self._opening = threading.Lock()
         self._opened: SampleRows | None = None
 
     def sample(self, row: RequestedItem) -> SequenceSample:
-        """The row as a sample of one item.
+        """Return the row as a sample of one item.
 
         Raises CorruptFileError, and EnvironmentFailure if it cannot be read for `READ_S`.
         """
@@ -134,14 +134,14 @@ CLOSING_S: Final = 5.0
 REWARD_CLOSING_S: Final = 10.0
 """Seconds that the functions of a reward may take to release their resources."""
 MOST_LATE: Final = 2
-"""How often nobody may wait for the score of an item. (Once may be a restart of the trainers.)"""
+"""Number of times that an item's score may be abandoned; once may be a restart of the trainers."""
 
 
 class Scoring:
     """Scores groups in separate processes, each with the whole reward and one group at a time.
 
-    Groups that it cannot score are left to the trainers. They meet the same error if it is the
-    reward's, and report it as if they scored all groups.
+    Groups that it cannot score are left to the trainers. If the reward is at fault, the trainers
+    get the same error and report it, as if they scored all groups.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Scoring:
         submission: int,
         timeout_s: float,
     ) -> None:
-        """``context``: of any call; ``submission``: of the trial; ``timeout_s``: for one group."""
+        """``context`` is of any call, ``submission`` of the trial, ``timeout_s`` for one group."""
         self._submission = submission
         self._rows, self._context, self._timeout_s = rows, context, timeout_s
         cores = context.cores
@@ -163,17 +163,17 @@ class Scoring:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._asked = 0
-        """Groups without an answer."""
+        """Number of groups without an answer."""
         self._left = False
-        """Whether all is left to the trainers."""
+        """Whether all scoring is left to the trainers."""
         self._late: Counter[int] = Counter()
-        """How often nobody waited for the score of an item."""
+        """Number of times that the score of an item was abandoned."""
 
     async def scored(self, row: RequestedItem, group: SampleGroup) -> SampleGroup:
-        """The group with its scores, or unchanged.
+        """Return the group with its scores, or unchanged.
 
-        When it is cancelled, the reward is stopped. An item that comes back again and again so is
-        left to the trainers: they wait.
+        If this is cancelled, the reward is stopped. An item whose scoring is cancelled repeatedly
+        is left to the trainers, which wait.
         """
         if self._left:
             return group
@@ -220,7 +220,7 @@ class Scoring:
             self._asked -= 1
 
     def _serve(self) -> None:
-        """Run jobs with one process, which dies with the thread that has started it."""
+        """Run jobs with one process, which dies with the thread that started it."""
         pool = ProcessPool(self._program, self._timeout_s, 1)
         while (job := self._jobs.get()) is not None:
             job.run(pool)
@@ -258,11 +258,10 @@ class Scoring:
 def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | None:
     """Return the scorer of a task's groups, or None if the task does not score them.
 
-    That is so if there is no reward function, if one needs the trainers' reward model, or if only
-    evaluations are scored.
+    The task does not score if there is no reward function, if one needs the trainers' reward model,
+    or if only evaluations are scored.
 
-    :param call: of any step.
-    :param submission: of the trial.
+    :param call: the generate call of any step. :param submission: number of the trial's submission.
     """
     config = call.settings.config
     if config.reward is None or config.reward.uses_model:

@@ -1,7 +1,7 @@
 """Construction of a rollout task's worker from the run directory: engine, weights, episodes.
 
-The engine is a model in the task's own process, or a server that it keeps. A new kind of server
-needs nothing here: its engine in ``ENGINES`` names it (`ServerEngine.kind`).
+The engine is a model in the task's process, or a server that the task keeps running. A new kind of
+server needs no change here: its engine in ``ENGINES`` names it (`ServerEngine.kind`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MakeEngine: TypeAlias = Callable[[Path], RolloutEngine]
-"""Makes an engine without weights, in a running asyncio loop. It gets a private folder (mode 0700)
-in the host's memory."""
+"""Function that makes an engine without weights, in a running asyncio loop. Its argument is a
+private folder (mode 0700) in the host's memory."""
 
 
 def build_rollout(
@@ -139,7 +139,7 @@ def _peers(
     accelerator: Accelerator,
     step_timeout_s: float,
 ) -> SplitRanks | None:
-    """The ranks of the task's decoder; None if there is one."""
+    """Return the ranks of the task's decoder; None if there is only one rank."""
     if start.world_size == 1:
         return None
     agent = start.agent
@@ -151,7 +151,7 @@ def _peers(
 
 
 class FollowingRank:
-    """Another rank of a task whose decoder is split.
+    """A rank other than the first of a task whose decoder is split.
 
     Requests go to the first rank, which tells the others what to compute until it retires.
     """
@@ -188,7 +188,7 @@ class TaskWorker:
         cores: int,
         bell: Bell | None,
     ) -> None:
-        """``config``: of the weights that the engine is given; ``cores``: CPU cores for rewards."""
+        """``config`` belongs to the weights for the engine; ``cores`` are CPU cores for rewards."""
         self._cores, self._bell = cores, bell
         self._paths, self._agent, self._settings = paths, start.agent, settings
         self._submission = start.submission
@@ -262,7 +262,7 @@ class TaskWorker:
 
 
 async def _listen(agent: Connection, task: TaskAtWork) -> None:
-    """Pass the agent's messages on."""
+    """Handle the agent's messages."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(agent.fileno(), readable.set)
@@ -300,8 +300,7 @@ def decoder_config(model: Model) -> ModelConfig:
 def _cores(trainers: GroupPlan) -> int:
     """Return the number of CPU cores for the rewards of a task.
 
-    It is all of the host's cores. A task inside the trainers' job gets its share of that job's
-    cores.
+    A task gets all cores of its host; in the trainers' job, it gets its share of the job's cores.
     """
     cores = len(os.sched_getaffinity(0))
     if not trainers.tasks_per_host:
@@ -310,7 +309,7 @@ def _cores(trainers: GroupPlan) -> int:
 
 
 def _read(what: str, action: Callable[[], T]) -> T:
-    """Read a file that was there when the trial was submitted, so that a failure may pass."""
+    """Read a file that existed when the trial was submitted; a failure may be temporary."""
     return retry(f"read {what}", action, timeout_s=READ_S)
 
 
@@ -319,8 +318,8 @@ def native(
 ) -> NativeRollout:
     """Build the native rollout engine.
 
-    ``decoder`` has any weights, in ``actor.dtype``. ``decode`` is for stop strings. ``peers`` are
-    the ranks of a decoder that is split.
+    ``decoder`` has arbitrary weights in ``actor.dtype``. ``decode`` is for stop strings. ``peers``
+    are the ranks of a split decoder.
     """
     config = settings.config
     rows, fit = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
@@ -343,8 +342,8 @@ def own_config(model: Model) -> HFConfig:
 def transformers_model(
     settings: Settings, config: HFConfig, target: torch.device, decode: Decode
 ) -> MakeEngine:
-    """A model of transformers in this process. Its weights are random until the first version."""
-    from slurmrl.models.hf_model import HFModel  # transformers takes seconds to import
+    """Build a model of transformers in this process; its weights are random at first."""
+    from slurmrl.models.hf_model import HFModel  # transformers is slow to import
 
     actor, rollout = settings.config.actor, settings.config.rollout
     assert rollout.tasks is not None, "an engine of rollout tasks"
@@ -386,7 +385,7 @@ def served(
 def undefined_decoder(
     config: ModelConfig, dtype: str, target: torch.device, peers: SplitRanks | None = None
 ) -> Decoder:
-    """A model with undefined weights, or this rank's part of it."""
+    """Return a model with undefined weights, or this rank's part of it."""
     split = WHOLE
     if peers is not None:
         split = Split(Axis(peers.group.rank(), peers.group.size(), peers.group))
@@ -398,7 +397,7 @@ def undefined_decoder(
 
 
 def _share(settings: Settings, device: torch.device) -> int | None:
-    """Bytes of each GPU for the server; None if its own settings decide."""
+    """Return the bytes of each GPU for the server; None if the server's own settings decide."""
     arguments = settings.config.rollout.server_args
     if device.type != "cuda" or own_share(arguments) is not None:
         return None

@@ -1,8 +1,8 @@
-"""The weights of a rollout task: a model folder of each version that its engine is to serve.
+"""The weights of a rollout task: a model folder for each version that its engine serves.
 
-For a version of adapters the frozen weights are merged with these as trainers do. A task reads the
-frozen weights once, from the folder of ``actor.path``, and keeps them in its host's memory, rounded
-as trainers keep them. It merges only if their fingerprint equals the trainers' frozen weights.
+If versions have adapters, the task merges them with the frozen weights as trainers do. A task reads
+the frozen weights once, from the folder of ``actor.path``, and keeps them in its host's memory,
+rounded like the trainers' weights. It merges only if both fingerprints are equal.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from slurmrl.tensors.weights.format import MANIFEST, VersionId, version_ids
 from slurmrl.tensors.weights.local_copy import FILE, CopiedVersion, LocalCopy
 
 Stamp: TypeAlias = tuple[int, int]
-"""Inode and time of a manifest: they change when a version is published again."""
+"""Inode and time of a manifest, which change when a version is published again."""
 logger = log.get(__name__)
 SHARED = "model-00001-of-00002.safetensors"
-"""The weights without adapters: one file, which all versions link."""
+"""File with the weights without adapters, to which all versions link."""
 ADAPTED = "model-00002-of-00002.safetensors"
-"""The weights with adapters: frozen, and merged in the folder of a version."""
+"""File with the weights that have adapters: frozen, or merged in the folder of a version."""
 METADATA = {"format": "pt"}
 
 
 class TaskWeights:
-    """Follows the published versions.
+    """Model folders of the published versions.
 
     Versions of a later incarnation of the trainers are newer, even if it began at an older step. So
-    after a rollback the task loads the valid version.
+    the task loads the valid version after a rollback.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class TaskWeights:
     ) -> None:
         """Read versions from ``versions`` into ``folder``.
 
-        ``folder`` is this task's own, in the host's memory or on a local disk. ``config`` is the
-        model's ``config.json``. ``merging`` is for a model that trains adapters.
+        ``folder`` is private to this task, in the host's memory or on a local disk. ``config`` is
+        the model's ``config.json``. ``merging`` is for a model that trains adapters.
         """
         self._versions, self._folder, self._config = versions, folder, config
         self._merging = merging
@@ -81,16 +81,16 @@ class TaskWeights:
         """Rejected versions with the reasons; the caller empties it."""
 
     def newer(self) -> WeightVersion | None:
-        """The newest version that can be read, if it is newer than the last one returned.
+        """Return the newest readable version if it is newer than the last one returned.
 
-        Its folder stays until `drop_others`. Raises EnvironmentFailure, and UsageError and
-        CorruptFileError of frozen weights that cannot be used.
+        Its folder exists until `drop_others`. Raises EnvironmentFailure, and UsageError or
+        CorruptFileError if the frozen weights cannot be used.
         """
         for version, stamp in self._published():
             try:
                 copied = self._copy.advance(version)
                 folder = self._model_folder(copied)
-            except WeightVersionError as error:  # the copy has logged why
+            except WeightVersionError as error:  # the reason is already in the log
                 self._refused[version] = stamp
                 self.unreadable.append((version, str(error)))
                 continue
@@ -99,7 +99,7 @@ class TaskWeights:
         return None
 
     def drop_others(self, version: WeightVersion) -> None:
-        """Remove the folders of other versions: the engine serves this one."""
+        """Remove the folders of other versions, because the engine serves this one."""
         for name in atomic.list_names(self._models, calls=self._calls):
             if name != version.name:
                 shutil.rmtree(self._models / name, ignore_errors=True)
@@ -121,7 +121,7 @@ class TaskWeights:
                 yield version, stamp
 
     def _stamp(self, version: VersionId) -> Stamp | None:
-        """None if it is not published, or not any more."""
+        """Return the stamp of a version; None if it is not (or no longer) published."""
         folder = self._versions / version.name
         try:
             if MANIFEST not in atomic.list_names(folder, calls=self._calls):
@@ -158,7 +158,7 @@ class TaskWeights:
 
 
 class MergingHost:
-    """The frozen weights on this host, into which it merges the adapters of each version."""
+    """The frozen weights on this host, with which the adapters of each version are merged."""
 
     def __init__(
         self,
@@ -173,8 +173,8 @@ class MergingHost:
     ) -> None:
         """Merge adapters of versions with frozen weights, computing on ``device``.
 
-        ``source`` is the folder of ``actor.path``. ``folder`` is this task's own, in the host's
-        memory or on a local disk. ``dtype`` is the type of frozen and merged weights.
+        ``source`` is the folder of ``actor.path``. ``folder`` is private to this task, in the
+        host's memory or on a local disk. ``dtype`` is the type of frozen and merged weights.
         """
         self._source, self._folder = source, folder
         self._config, self._dtype, self._device = config, dtype, device
@@ -185,12 +185,12 @@ class MergingHost:
             self._shapes = dict(adapted_weights(config, lora))
             self._trained = trained_shapes(config, "lm", lora)
         else:
-            from slurmrl.models import hf_adapters  # transformers takes seconds to import
+            from slurmrl.models import hf_adapters  # transformers is slow to import
 
             self._shapes = hf_adapters.adapted_shapes(config.values, "lm", lora)
             self._trained = hf_adapters.adapter_shapes(config.values, "lm", lora)
         self._adapted = {name: name for name in self._shapes}
-        """Adapted weights by their names in the files."""
+        """Weights with adapters, by their names in the files."""
         self._calls = calls
         self._fingerprint: str | None = None
         """Fingerprint of the frozen weights in the folder; None before they have been read."""
@@ -198,8 +198,8 @@ class MergingHost:
     def write(self, version: CopiedVersion, target: Path) -> None:
         """Add the merged weights of a version of adapters to a folder.
 
-        Raises WeightVersionError if it holds other adapters than the model has; UsageError if the
-        source is gone, is another model, or has other weights than the trainers' frozen ones;
+        Raises WeightVersionError if its adapters are not the model's; UsageError if the source is
+        missing, is another model, or has other weights than the trainers' frozen weights;
         CorruptFileError if it is damaged; EnvironmentFailure.
         """
         with_adapters = version.open()
@@ -229,7 +229,7 @@ class MergingHost:
             except UnreadableInputError as error:
                 if error.absent:
                     raise
-                raise EnvironmentFailure(str(error)) from error  # it was there at submission
+                raise EnvironmentFailure(str(error)) from error  # it existed at submission
         if self._fingerprint != version.frozen:
             raise UsageError(
                 f"{self._source} does not hold the weights that the trainers read from actor.path: "

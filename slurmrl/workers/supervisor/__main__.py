@@ -55,7 +55,7 @@ from slurmrl.workers.supervisor.watcher import Watchers
 logger = log.get(__name__)
 
 PREPARE_S = 300.0
-"""Timeout for reading the run's files: one may be gone, and the job holds hosts."""
+"""Timeout for reading the run's files: a file may be missing, and the job occupies hosts."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -81,7 +81,7 @@ def main() -> int:
             overview.keep_overview(paths)
             announce(paths)
             write_report(paths)
-            hand_over_results(paths)  # may take minutes, so the next job comes first
+            hand_over_results(paths)  # this may take minutes, so prepare the next job first
         watchers.end()
 
 
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
     if reason is not None:
         logger.info("nothing to do: %s", reason)
         if in_chain:
-            end_chain(link)  # the process that ended the trial may not have done so
+            end_chain(link)  # the process that ended the trial may not have done this
         return 0
     if options.failed is not None:
         cannot_begin(link, UsageError(options.failed), in_chain=in_chain)
@@ -109,12 +109,12 @@ def run(options: argparse.Namespace, paths: RunPaths, watchers: Watchers) -> int
     except RunGoneError as error:
         logger.error("%s", error)
         if in_chain:
-            end_chain(link)  # the queued links would have nothing to do
+            end_chain(link)  # queued links would have nothing to do
         return 1
 
 
 def run_rounds(rounds: Rounds) -> int:
-    """Run the rounds of the trainers, and submit evaluations of their checkpoints during them."""
+    """Run the rounds of the trainers; submit evaluations of their checkpoints at the same time."""
     options = rounds.options
     if options.group != TRAINERS:
         return rounds.run()
@@ -129,9 +129,9 @@ def run_rounds(rounds: Rounds) -> int:
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
-    """Raises EnvironmentFailure, and UsageError for errors that every job would meet."""
+    """Prepare the job. Raises EnvironmentFailure, and UsageError for errors in every job."""
     cluster = load_resolved(paths.config).cluster
-    os.environ.update(cluster.env)  # agents and workers inherit them
+    os.environ.update(cluster.env)  # agents and workers inherit the variables
     if file := cluster.variables_file:
         os.environ.update(read_variables(Path(file)))
     group = Plan.read(paths.plan).group(options.group)
@@ -142,7 +142,7 @@ def read_variables(file: Path) -> dict[str, str]:
     """Return the variables in ``file``.
 
     Raises UsageError for errors that its owner must fix, EnvironmentFailure for others: this host
-    may lack a mount or map users in its own way.
+    may lack a mount or map users differently.
     """
     try:
         return inputs.read_variables(file)
@@ -157,8 +157,8 @@ def read_variables(file: Path) -> dict[str, str]:
 def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
     """Leave a job whose preparation failed.
 
-    A user error ends the trial; anything else may be the fault of this host, so the link goes back
-    into the queue. Returns the exit code.
+    A user error ends the trial. This host may be the cause of any other error, so the link is
+    queued again. Returns the exit code.
     """
     logger.error("this job cannot start: %s", error)
     events = EventWriter(link.run, f"supervisor.{link.group}.{job_tag()}")
@@ -176,7 +176,7 @@ def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
 
 
 def was_removed(paths: RunPaths) -> bool:
-    """Whether the variables file certainly does not exist any more."""
+    """Whether the variables file certainly no longer exists."""
     try:
         file = load_resolved(paths.config).cluster.variables_file
     except SlurmrlError:
@@ -192,7 +192,7 @@ def run_link(link: Link, rounds: Rounds) -> int:
     jobs = Plan.read(link.run.plan).jobs
     elastic = {group.name: group.hosts for group in jobs if group.elastic}
     if link.group in elastic:
-        return run_task(link, rounds)  # the trainers look after it
+        return run_task(link, rounds)  # the trainers' job does the upkeep
     if not takes_over(link, rounds.events):
         return 0
     upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))
@@ -212,8 +212,8 @@ def run_link(link: Link, rounds: Rounds) -> int:
 def run_task(link: Link, rounds: Rounds) -> int:
     """Run a task of an elastic group.
 
-    If the trainers are gone, no queued task starts until they are back; without a trainers' job
-    none ever starts.
+    If the trainers are absent, no queued task starts until they are back; without a job of the
+    trainers, no task ever starts.
     """
     code = rounds.run()
     try:
@@ -227,7 +227,7 @@ def run_task(link: Link, rounds: Rounds) -> int:
 
 
 def takes_over(link: Link, events: EventWriter) -> bool:
-    """Return whether this job continues the trial, rather than another one that is also alive."""
+    """Return whether this job continues the trial, instead of another job that is also alive."""
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
     names = NameStore(link.run.names)
     ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
@@ -236,7 +236,7 @@ def takes_over(link: Link, events: EventWriter) -> bool:
 
 
 def lease_ttl_s(paths: RunPaths) -> float:
-    """The default where the configuration is damaged: then the trial is to be ended."""
+    """Return the setting, or its default if the configuration is damaged (the trial then ends)."""
     try:
         return load_resolved(paths.config).cluster.lease_ttl_s
     except ConfigError:

@@ -1,13 +1,13 @@
 """The trials that evaluate each checkpoint of a trial (`evaluation.tasks`).
 
-The batch process links the files of a checkpoint soon after its commit, so that the trial may
-delete the checkpoint however late its evaluations are submitted. It submits them with ``slurmrl
-eval``. Nobody waits for them, and readers find their results where they leave them
+The batch process links the files of a checkpoint soon after its commit. So the trial may delete the
+checkpoint, however late its evaluations are submitted. The batch process submits them with
+``slurmrl eval``. Nothing waits for them; readers find the results in the evaluation trials
 (`run.evaluated`).
 
-The links are in a folder of ``being_evaluated/``, which is removed once all evaluations of the
+The links are in a folder of ``being_evaluated/``, which is removed when all evaluations of the
 checkpoint have ended. Folders in ``export/``, which `slurmrl eval` and ``trial:`` references make,
-stay: nobody knows who else reads them.
+are kept, because others may read them.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ SNAPSHOT: Final = Path(slurmrl.__file__).parents[1]
 LOOK_S: Final = 5.0
 """Seconds between two looks for a new commit."""
 LAST_PAUSE_S: Final = 5.0
-"""Seconds between the tries at the end of the trial."""
+"""Seconds between attempts at the end of the trial."""
 TIMEOUT_S: Final = 120.0
-"""Longest time of one submission."""
+"""Maximum time of one submission."""
 PAUSES_S: Final = (60.0, 900.0)
-"""First and longest pause before a submission that failed is tried again: a scheduler that does not
-answer, or takes no more jobs, does so for minutes."""
+"""First and longest pause before another attempt at a failed submission: a scheduler that does not
+answer, or accepts no more jobs, often does so for minutes."""
 TRIES: Final = 3
-"""Number of failures before one is reported, and of tries at the end of the trial."""
+"""Number of failures before a failure is reported, and of attempts at the end of the trial."""
 SWEEP_S: Final = 60.0
 SAID: Final = 500
-"""Characters of the message of a failed command that are reported."""
+"""Maximum number of reported characters of a failed command's message."""
 PIN: Final = "slurmrl.workers.master.exporting:pin_to_evaluate"
-"""It reads models, so it is loaded where a checkpoint is to be evaluated only."""
+"""The function that links a checkpoint. It reads models, so it is loaded only if needed."""
 _FOLDER: Final = re.compile(r"(step-(\d+)\.(\d+))-checkpoint")
 HAND_OVER_S: Final = 180.0
-"""Longest time that a job waits for them: for others' turns, and for servers."""
+"""Maximum time that a job waits for other jobs and servers until results are sent to sinks."""
 
 
 class CheckpointEvaluations:
-    """Looks for commits in a separate thread.
+    """Submission of evaluations for each commit, in a separate thread.
 
-    ``kind`` is the scheduler that gets the trials, ``told`` writes an event.
+    ``kind`` is the scheduler of the evaluation trials, ``told`` writes an event.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class CheckpointEvaluations:
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
 
     def start(self) -> None:
-        """Start. Signals stay with the caller's thread."""
+        """Start the thread. It receives no signals."""
         with signals_held_back():
             self._thread.start()
 
     def stop(self, *, ended: bool) -> None:
         """Stop.
 
-        If the trial has ``ended``, look a last time, for its last commit; else the next link does
-        so, for which this one must not wait.
+        If the trial has ``ended``, look once more, for its last commit. Otherwise the next link
+        does this, and this link must not delay it.
         """
         self._last = ended
         self._stop.set()
@@ -132,7 +132,7 @@ class CheckpointEvaluations:
                 return True
             missing = list(self._missing(config, state.commits))
             for commit in {commit.directory: commit for commit, _ in missing}.values():
-                with suppress(SlurmrlError):  # The next try reports it.
+                with suppress(SlurmrlError):  # The next attempt reports it.
                     link_files(self._paths, commit)
             for commit, suite in missing:
                 self._submit(commit, suite, self._command(config, commit, suite), now=now)
@@ -161,13 +161,13 @@ class CheckpointEvaluations:
         """Return the command that submits the evaluation of a suite.
 
         It evaluates as many rows as an evaluation during training, rounded up to whole batches. It
-        uses the code that the trial runs, wherever that came from.
+        uses the trial's own copy of the code.
         """
         folder = str(self._paths.checkpoint_to_evaluate(commit.directory))
         root = str(self._paths.run.parents[2])
         whole = [sys.executable, "-P", "-m", "slurmrl", "eval", str(self._paths.config)]
         whole += ["--checkpoint", folder, "--root", root, "--scheduler", self._kind]
-        whole += ["--profile", profiles.NONE]  # the configuration contains its settings
+        whole += ["--profile", profiles.NONE]  # the configuration contains the profile's settings
         copies = [str(SNAPSHOT / Path(path).name) for path in config.code]
         own_code = [f"code={json.dumps(copies)}"] if copies else []
         chosen = [] if suite == WHOLE else ["--suite", suite]
@@ -180,7 +180,7 @@ class CheckpointEvaluations:
     def _submit(self, commit: Commit, suite: str, command: list[str], *, now: bool) -> None:
         """Submit an evaluation.
 
-        A kill before the mark repeats the command, which then finds its trial.
+        After a kill before the mark is written, the command runs again and finds its trial.
 
         Raises EnvironmentFailure.
         """
@@ -219,18 +219,18 @@ class _Failures:
 
     @property
     def are_over(self) -> bool:
-        """Whether it is time for the next one."""
+        """Whether it is time for the next attempt."""
         return time.monotonic() >= self._again
 
     def count(self) -> int:
-        """Count one; return how many there are now."""
+        """Count a failure; return the number of failures."""
         self._again = time.monotonic() + self._backoff.next_s()
         self._count += 1
         return self._count
 
 
 def _error(command: list[str]) -> str:
-    """Run a command; return why it failed, or "" if it did not."""
+    """Run a command; return why it failed, or "" if it succeeded."""
     try:
         done = subprocess.run(
             command,
@@ -247,13 +247,13 @@ def _error(command: list[str]) -> str:
 
 
 def link_files(paths: RunPaths, commit: Commit) -> None:
-    """Make the folder of a commit, if it is not there. Raises SlurmrlError."""
+    """Make the folder of a commit if it does not exist. Raises SlurmrlError."""
     if not is_pinned(paths.checkpoint_to_evaluate(commit.directory)):
         resolve(PIN)(paths, commit)
 
 
 def linked_commits(paths: RunPaths) -> list[Commit]:
-    """The checkpoints that have a folder. Raises EnvironmentFailure."""
+    """Return the checkpoints that have a folder. Raises EnvironmentFailure."""
     try:
         names = atomic.list_names(paths.being_evaluated)
     except FileNotFoundError:
@@ -263,10 +263,10 @@ def linked_commits(paths: RunPaths) -> list[Commit]:
 
 
 def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
-    """Remove the folders that no evaluation needs any more. Raises nothing: a later call retries.
+    """Remove folders that no evaluation needs any more. Raise nothing: a later call retries.
 
-    A folder is removed once all of its suites were submitted, or the others are ``given_up``, and
-    the submitted evaluations have ended. Any process may call this.
+    A folder is removed when the evaluations of all suites were submitted or are ``given_up``, and
+    the submitted ones have ended. Any process may call this.
     """
     try:
         commits = linked_commits(paths)
@@ -275,7 +275,7 @@ def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
             wanted: Collection[str] = () if given_up else suites
             if _submitted(paths, commit, wanted) and not _in_use(paths, commit, len(wanted)):
                 folder = paths.checkpoint_to_evaluate(commit.directory)
-                atomic.remove(folder / ORIGIN)  # the remains after a kill must not be read
+                atomic.remove(folder / ORIGIN)  # nothing may read the remains after a kill
                 shutil.rmtree(folder, ignore_errors=True)
     except (SlurmrlError, OSError) as error:  # a file system may fail to list files
         logger.info("cannot remove evaluated checkpoints yet: %s", error)
@@ -323,7 +323,7 @@ def evaluated_trial(paths: RunPaths) -> RunPaths | None:
 def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]:
     """Return the trials that evaluate a folder of a step of a trial. Raises as `subject`.
 
-    They may reach the folder by any path to the root.
+    They may name the folder by any path to the root.
     """
     own = (trial for number, trial in evaluated.trials(paths) if number == step)
     found = ((trial, _model(trial)) for trial in own if trial.config.is_file())
@@ -331,16 +331,16 @@ def evaluating_trials(paths: RunPaths, step: int, model: Path) -> list[RunPaths]
 
 
 def _model(paths: RunPaths) -> Path | None:
-    """The folder with a trial's model."""
+    """Return the folder with a trial's model."""
     actor = source.read(paths.config).values.get("actor")
     path = actor.get("path") if isinstance(actor, dict) else None
     return Path(path) if isinstance(path, str) else None
 
 
 def hand_over_results(paths: RunPaths) -> None:
-    """Send all results to the sinks of the trial that this one evaluates. Raises nothing.
+    """Send all results to the sinks of the trial that this trial evaluates. Raise nothing.
 
-    If other trials evaluate this one, send their results to the sinks of this one.
+    If other trials evaluate this trial, send their results to the sinks of this trial.
     """
     try:
         trained = evaluated_trial(paths) or paths

@@ -2,8 +2,8 @@
 
 The notice that a trial has finished or failed is one JSON object, posted to the user's webhook. A
 batch process that finds the trial ended claims the notice of this end by a file, and posts it. So
-it is posted at most once, whichever processes see the end; one that dies in between costs it.
-Nothing here changes the outcome of a job or keeps it for long.
+it is posted at most once; if the process dies in between, never. This module does not change the
+outcome of a job or delay it for long.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from slurmrl.watch.status import assemble
 logger = log.get(__name__)
 
 LONGEST_S = 30.0
-"""Longest time that a job waits for the notice."""
+"""Maximum time that a job waits for the notice."""
 TRY_S = 8.0
-"""Timeout of each network operation of a try."""
+"""Timeout of each network operation of an attempt."""
 PAUSES_S = (2.0, 4.0)
-"""Pauses between the tries."""
+"""Pauses between the attempts."""
 TEMPORARY = (408, 425, 429)
-"""HTTP status codes below 500 after which another try may succeed."""
+"""HTTP status codes below 500 after which another attempt may succeed."""
 REPORT_S = 30.0
-"""After this time the job ends without the report. That of 50,000 steps takes a few seconds."""
+"""Seconds after which a job ends without the report; one of 50,000 steps takes a few seconds."""
 
 
 def announce(paths: RunPaths) -> None:
-    """Post the notice of a trial's end if it has ended and nobody has done so. Raises nothing."""
+    """Post the notice of a trial's end, unless another process has done so. Raise nothing."""
     thread = threading.Thread(target=_post_notice, args=(paths,), daemon=True)
     thread.start()
     thread.join(LONGEST_S)
@@ -72,20 +72,20 @@ def _post_notice(paths: RunPaths) -> None:
         elif _claim(paths, end):
             post(url, message(assemble(snapshot.read(paths), [])))
     except (SlurmrlError, OSError, ValueError) as error:
-        logger.warning("no notification: %s", type(error).__name__)  # its text may hold the URL
+        logger.warning("no notification: %s", type(error).__name__)  # the message may have the URL
 
 
 def _environment(cluster: Cluster) -> dict[str, str]:
-    """Return the variables of the run's processes, even if this one started none."""
+    """Return the variables of the run's processes, even if this process started none."""
     found = {**os.environ, **cluster.env}
-    with suppress(SlurmrlError):  # has ended the trial, and is in its reason
+    with suppress(SlurmrlError):  # this error has ended the trial, and is in the reason
         if file := cluster.variables_file:
             found |= inputs.read_variables(Path(file))
     return found
 
 
 def _claim(paths: RunPaths, end: Record) -> bool:
-    """Return whether this process is to post the notice of an end."""
+    """Return whether this process must post the notice of an end."""
     claim = {"time": time.time(), "nonce": uuid.uuid4().hex}
     return atomic.exclusive_create(paths.notice(end.slot), json.dumps(claim).encode() + b"\n")
 
@@ -102,7 +102,7 @@ def message(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def post(url: str, notice: Mapping[str, Any]) -> None:
-    """Post an object as JSON, with a few tries. Log a failure without the URL, a secret."""
+    """Post an object as JSON, in a few attempts. Log a failure without the URL, which is secret."""
     body = json.dumps(notice).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     for pause_s in (*PAUSES_S, None):
@@ -125,7 +125,7 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
 def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
     """Write ``report.html`` if the trial has finished or failed, unless `logging.report` is off.
 
-    A report that fails or takes too long costs no more than this time.
+    If the report fails or takes too long, only this time is lost.
     """
     try:
         end = recent(paths.history, exports=False).end
@@ -139,20 +139,20 @@ def write_report(paths: RunPaths, within_s: float = REPORT_S) -> None:
 
 
 def _wanted(paths: RunPaths) -> bool:
-    """Read only this setting: no other problem of the configuration matters here."""
+    """Read only this setting, because other problems of the configuration do not matter here."""
     section = source.read(paths.config).values.get("logging")
     return not (isinstance(section, dict) and section.get("report") is False)
 
 
 def _command(paths: RunPaths) -> list[str]:
-    """A separate process can be killed, whatever it waits for."""
+    """Return the command that writes a report: a separate process can be killed at any time."""
     root = paths.run.parents[2]
     place = ["--root", str(root), "--output", str(paths.report)]
     return [sys.executable, "-m", "slurmrl", "report", f"{paths.experiment}/{paths.trial}", *place]
 
 
 def _run(command: Sequence[str], within_s: float) -> str:
-    """Return why it failed; empty if it did not. Its errors go to this process's output."""
+    """Return why it failed, or "" if it succeeded. Its errors go to this process's output."""
     code = child.run(command, within_s, shown=True).code
     if code is None:
         return f"it took longer than {within_s:.0f} s"

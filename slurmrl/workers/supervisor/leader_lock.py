@@ -3,9 +3,10 @@
 Several jobs are alive at once if an array's throttle was lifted, a batch script was submitted by
 hand, or Slurm started a link while another one has lost a host. Jobs take over one after the other,
 each by an exclusive add of the next number. The newest holder keeps the trial while Slurm reports
-that this start of its job runs; if Slurm does not answer, while its first agent renews its lease.
+that this start of its job runs. If Slurm does not answer, it keeps the trial while its first agent
+renews its lease.
 
-A job whose trial another job holds neither trains nor uses up its link.
+A job that does not hold the lock neither trains nor uses up its link.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from slurmrl.workers.link import FirstAgent, Left, Turn, read_intact_turn, reaso
 logger = log.get(__name__)
 LOOK_S = 15.0
 LONGEST_WAIT_S = 300.0
-"""Longest wait for the turn before a job is requeued."""
+"""Maximum wait for the lock before a job is requeued."""
 ENDS_S = 60.0
-"""How long Slurm may take to end a requeued job."""
+"""Seconds that Slurm may take to end a requeued job."""
 
 
 class LeaderLock:
-    """Leader lock of a trial as one job sees it."""
+    """Leader lock of a trial, for one job."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class LeaderLock:
         self._sleep = sleep
 
     def take(self) -> Turn | None:
-        """Take the trial over and return None, or return the holder's turn if its job still runs.
+        """Take over the trial and return None, or return the holder's turn if its job still runs.
 
         Raises EnvironmentFailure if the directory does not answer.
         """
@@ -67,7 +68,7 @@ class LeaderLock:
             left = Left.UNKNOWN
             if holder is not None:
                 if holder.start == self._mine.start:
-                    return None  # an earlier attempt succeeded after all
+                    return None  # an earlier attempt succeeded
                 departure = self._left(holder)
                 if departure is None:
                     return holder
@@ -83,7 +84,7 @@ class LeaderLock:
             return None
 
     def _newest(self, number: int = 0) -> tuple[int, Turn | None]:
-        """Return the newest number and its turn; ``number`` is known to be taken (0: none)."""
+        """Return the newest number and its turn; ``number`` is known to be used (0: none is)."""
         self._names.refresh()
         for key in self._names.find_subtree(keys.leader_locks()):
             tail = key.rpartition("/")[2]
@@ -105,11 +106,11 @@ class LeaderLock:
             return Left.PUT_BACK
         if now.raw != "RUNNING":
             return Left.ENDED
-        # A job with spares continues without its batch process after losing that host.
+        # A job with spares continues without its batch process after it has lost that host.
         return None if holder.host in now.hosts else Left.PUT_BACK
 
     def _beats(self, holder: Turn) -> bool:
-        """Return whether a job's first agent renews its lease and the job has reported no end."""
+        """Return whether a job's first agent renews its lease and no end of the job is recorded."""
         ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in ends):
             return False

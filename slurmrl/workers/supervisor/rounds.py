@@ -1,7 +1,7 @@
 """The rounds of a job: starts and restarts of its agents.
 
-Agents are restarted after some have exited, on the usable hosts of the job. Jobs avoid
-hosts that repeatedly cause incarnations or rollout tasks to fail.
+After some agents have exited, all are restarted on the usable hosts of the job. Jobs avoid hosts
+that repeatedly cause incarnations or rollout tasks to fail.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ from slurmrl.workers.supervisor.tasks_inside import (
 logger = log.get(__name__)
 
 FRUITLESS_ROUNDS = 2
-"""Consecutive rounds in which no incarnation began, after which the job is given up. Of rollout
-tasks, which begin none, rounds that have lasted for `SOUND_ROUND_S` do not count either."""
+"""Number of consecutive rounds without a new incarnation after which the job ends. For rollout
+tasks, which begin no incarnations, rounds that lasted `SOUND_ROUND_S` do not count."""
 SOUND_ROUND_S = 3600.0
-"""Longer than three starts of a server that fail, by default."""
+"""Seconds after which a round counts as sound: longer than three failing starts of a server."""
 LOOK_S = 15.0
 """Interval between looks for hosts that the master has reported lost."""
 LOST_GRACE_S = 30.0
-"""How long srun may take to end by itself after a host was lost: it waits for every host."""
+"""Seconds that srun may take to end by itself after the loss of a host: it waits for every host."""
 KILL_GRACE_S = 60.0
-"""How long it may take after TERM: a hung srun would hold all hosts of the job."""
+"""Seconds that srun may take after TERM: a hung srun would block all hosts of the job."""
 CAUSES = (Cause.LOST_HOST, Cause.GPU_FAULT, Cause.ENVIRONMENT)
-"""Causes of failures for which the host is to blame."""
+"""Causes of failures that count as caused by the host."""
 
 
 @dataclass(frozen=True)
 class JobHosts:
-    """Hosts in Slurm's order; none without Slurm."""
+    """The hosts of a job, in Slurm's order; none without Slurm."""
 
     paths: RunPaths
     needed: int
-    """Hosts that the group runs on; the others are spares."""
+    """Number of hosts that the group needs; the others are spares."""
     hosts: tuple[str, ...] = ()
     end: float | None = None
-    """When the job reaches its time limit, by this host's clock."""
+    """Time at which the job reaches its time limit, by this host's clock."""
     job: str = ""
     """Job id and restart count."""
 
@@ -145,7 +145,7 @@ def agent_command(
 ) -> list[str]:
     """Return the command that starts the agents on ``hosts``, or on all hosts of the job.
 
-    ``overlap``: use resources even if an earlier step has not released them yet.
+    With ``overlap``, use resources even if an earlier step has not released them yet.
     """
     agent = [sys.executable, "-P", "-m", AGENT]
     agent += ["--run", str(options.run), "--submission", str(options.submission)]
@@ -168,7 +168,7 @@ class Rounds:
     def __init__(
         self, options: Namespace, paths: RunPaths, allocation: JobHosts, tasks_per_host: int = 0
     ) -> None:
-        """``tasks_per_host``: rollout tasks that this job runs next to the agents."""
+        """``tasks_per_host`` is the number of rollout tasks per host that this job also runs."""
         self.options = options
         self.paths = paths
         self.allocation = allocation
@@ -195,8 +195,7 @@ class Rounds:
     def run(self) -> int:
         """Return the exit code of the last round (128 plus the number of a signal).
 
-        Return 0 if nothing is left to do: srun also fails after kills that the trial recovered
-        from.
+        Return 0 if nothing is left to do: srun also fails after kills that the trial survived.
         """
         for warning in SIGNALS:
             signal.signal(warning, self._relay)
@@ -236,7 +235,7 @@ class Rounds:
         return code
 
     def _blame_task(self, task: int) -> None:
-        """Blame the host of a rollout task if its newest attempt failed because of the host."""
+        """Record the host of a rollout task if it made the task's newest attempt fail."""
         if not self.allocation.hosts:
             return
         try:
@@ -315,7 +314,7 @@ class Rounds:
     def _start(self, number: int, hosts: Sequence[str]) -> subprocess.Popen[bytes] | None:
         """Start the agents' process with signals blocked, until it can receive them.
 
-        Returns None if a signal came already, or if the process cannot start.
+        Return None if a signal has already arrived, or if the process cannot start.
         """
         direct = self.options.launcher == "direct"
         end = self.allocation.end
@@ -371,7 +370,7 @@ def job_tag() -> str:
 
 
 def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
-    """Exclude a host from jobs, unless it already is or no job could start then."""
+    """Exclude a host from jobs, unless it is already excluded or no job could start without it."""
     if host not in {one.host for one in avoided(paths)}:
         SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
 
@@ -411,7 +410,7 @@ def _blame(
     """
     if failure is None or failure.cause not in CAUSES or not failure.host:
         return
-    if failure.echo:  # a lost connection: either host or a third one may have failed
+    if failure.echo:  # a lost connection: either host, or a third one, may have failed
         return
     again = blame(paths, failure.host, incarnation, failure.reason, attempt)
     if again or failure.certain:

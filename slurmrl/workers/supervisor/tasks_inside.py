@@ -1,8 +1,8 @@
 """Rollout tasks in the trainers' job, on the GPUs of its hosts after the trainers' GPUs.
 
 Each task is one process of the supervisor: an agent, or the srun of a step that shares the job with
-the trainers' step. Tasks outlive rounds and incarnations. One that fails is started again, and the
-trainers do not notice.
+the trainers' step. Tasks outlive rounds and incarnations. A failed task is started again without
+effect on the trainers.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 KEEP_S = 5.0
 """Interval between looks for tasks that have failed."""
 MOST_FAILURES = 8
-"""Failures of one task in a row, after which it is not started again in this job."""
+"""Number of failures of one task in a row after which it is not started again in this job."""
 SOUND_S = 600.0
-"""A task that has run for so long has not failed in a row."""
+"""Seconds after which the failures of a running task no longer count as in a row."""
 RETIRE_S = 30.0
 """Seconds that tasks may take to retire after the trainers have left the job."""
 END_S = 10.0
-"""How long they may take after TERM."""
+"""Seconds that tasks may take after TERM."""
 
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """Block the signals that are forwarded until it is known to which process."""
+    """Block the signals to forward until their target process is known."""
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -60,16 +60,16 @@ def unblock() -> None:
 
 @dataclass
 class _Task:
-    """One task; ``slot`` numbers the tasks of a host."""
+    """One task; ``slot`` is its number among the tasks of a host."""
 
     number: int
     slot: int
     host: str = ""
-    """Empty without Slurm."""
+    """Host of the task; empty without Slurm."""
     child: subprocess.Popen[bytes] | None = None
     started_s: float = 0.0
     failures: int = 0
-    """In a row, before this start."""
+    """Number of failures in a row before this start."""
 
     @property
     def runs(self) -> bool:
@@ -97,9 +97,9 @@ class TasksInside:
     ) -> None:
         """Prepare ``per_host`` tasks on each of the ``hosts`` of a job.
 
-        ``job`` is this start of the job (``JOBID.RESTART``). ``job_end`` is when it reaches its
-        time limit, by this host's clock. ``failed`` is called with the number of a task whose
-        agent has failed.
+        ``job`` is this start of the job (``JOBID.RESTART``). ``job_end`` is the time of its time
+        limit by this host's clock. ``failed`` is called with the number of a task whose agent has
+        failed.
         """
         self._failed = failed
         self._options, self._job, self._events, self._clock = options, job, events, clock
@@ -110,7 +110,7 @@ class TasksInside:
         self._spent: set[int] = set()
         """Tasks that have failed too often."""
         self._told_s: float | None = None
-        """When they were first told to retire."""
+        """Time at which tasks were first told to retire."""
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -145,7 +145,7 @@ class TasksInside:
                 task.child.send_signal(number)
 
     def end(self) -> None:
-        """Let the tasks retire, unless they have had the time, then end them."""
+        """Let the tasks retire, unless they have already had the time to do so; then end them."""
         self.forward(signal.SIGUSR2)
         self._wait_until((self._told_s or 0.0) + RETIRE_S)
         self.forward(signal.SIGTERM)
@@ -187,8 +187,8 @@ class TasksInside:
     def _host(self, task: _Task, hosts: Sequence[str]) -> str:
         """Return the host on which a task must run.
 
-        It is the task's previous host if that is still used, else a host where no other task has
-        its slot.
+        It is the task's previous host if the round still uses it, else a host on which no other
+        task has the same slot.
         """
         if not hosts or task.host in hosts:
             return task.host
@@ -209,10 +209,10 @@ class TasksInside:
 def begin_next_attempt(paths: RunPaths, group: str, task: int, job: str) -> None:
     """Make the directory of the attempt that the next agent will claim.
 
-    The master then gives the items of the last attempt to other tasks. The next agent also makes
-    it, but Python's start takes a second, or a minute if its files are on a slow file system.
+    The master then gives the items of the last attempt to other tasks. The next agent would make
+    the directory too, but Python takes a second to start, or a minute on a slow file system.
 
-    ``job``: the start of a job (``JOBID.RESTART``), of which the task's agent has ended.
+    ``job`` is the start of the job (``JOBID.RESTART``) in which the task's agent has ended.
     """
     try:
         names = NameStore(paths.names)

@@ -1,9 +1,9 @@
 """The watchers of a job with spares: steps on its other hosts that outlive the batch host.
 
 ``python -m slurmrl.workers.supervisor.watcher --run RUN --submission N --group G --host HOST``
-requeues the job once Slurm has taken HOST, where its batch process runs, away from it. A job with
-spares needs that (see `workers.link`). The agents of a round notice sooner, but other hosts may
-have none: the trainers run on one host, or the agents that watch were lost, too.
+requeues the job when Slurm has taken away HOST, on which its batch process runs. A job with spares
+needs this (see `workers.link`). Agents of a round notice the loss sooner, but there may be none on
+other hosts: the trainers run on one host, or the agents that watch were lost too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from slurmrl.workers.supervisor.tasks_inside import unblock
 logger = log.get(__name__)
 
 END = signal.SIGUSR2
-"""The supervisor sends it at the end of the job; srun forwards it without a word."""
+"""Signal that the supervisor sends at the end of the job; srun forwards it without a message."""
 ASK_S = 30.0
-"""Interval between two questions to Slurm while no agent is known to live."""
+"""Interval between two queries of Slurm while no agent is known to be alive."""
 MOST = 3
-"""This many hosts have a watcher, however many there are."""
+"""Maximum number of hosts with a watcher."""
 END_S = 5.0
-"""How long they may take to end. Slurm ends remaining watchers with the job."""
+"""Seconds that watchers may take to end. Slurm ends remaining watchers with the job."""
 
 
 class Watcher:
@@ -55,7 +55,7 @@ class Watcher:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``host`` is the batch host, ``ttl_s`` belongs to the agents' leases."""
+        """``host`` is the batch host, ``ttl_s`` the TTL of the agents' leases."""
         self._link, self._host = link, host
         self._ttl_s = ttl_s
         self._here = env.NODE_NAME.get()
@@ -65,7 +65,7 @@ class Watcher:
         self._first = FirstAgent(link.run, names, ttl_s, clock)
 
     def watch(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Return once the job was requeued, or has changed since the beginning."""
+        """Return when the job was requeued, or has changed since the beginning."""
         while True:
             if not self._is_busy() and self._asks.due():
                 lost = self._is_lost()
@@ -118,7 +118,7 @@ class Watchers:
     def start(self, job: JobHosts) -> None:
         """Start a step on each of the job's last hosts, if it has spares.
 
-        It shares its host with whatever runs there in a round.
+        It shares its host with the processes of a round.
         """
         batch = env.NODE_NAME.get()
         others = [host for host in job.hosts if host != batch]
@@ -128,13 +128,13 @@ class Watchers:
             logger.info("a watcher of %s starts on %s", batch, host)
             try:
                 step = subprocess.Popen(self._command(host, batch), preexec_fn=unblock)
-            except OSError as error:  # the rounds say so, too
+            except OSError as error:  # the rounds report this too
                 logger.warning("there are no watchers: %s", error)
                 return
             self._steps.append(step)
 
     def end(self) -> None:
-        """End those that still run."""
+        """End the watchers that still run."""
         for step in self._steps:
             if step.poll() is None:
                 step.send_signal(END)

@@ -51,7 +51,7 @@ def main() -> int:
     drop_failed_output()
     log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)
-    gc.disable()  # a tenth of the time of the imports
+    gc.disable()  # this takes a tenth of the time of the imports
     try:
         import numpy.random
 
@@ -111,7 +111,7 @@ def new_activity() -> Activity:
 
 
 def _explained(error: ImportError) -> str:
-    """The error, and what to install where a module is missing."""
+    """Return the error; if a module is missing, also the package to install."""
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return text

@@ -1,10 +1,10 @@
 """Execution of the master's messages on this rank's models and its part of the batch.
 
 `checked` checks the results of an algorithm's interfaces, which may be a user's own. `UpdateKept`
-measures the share of each update of the actor that the generating weights have: they may be of a
-narrower type, in which a small update disappears until several add up. Generation then samples from
-older weights, plus rounding. The share is computed as for exports (see
-`tensors.checkpoint.export`), over an equally spaced part of this rank's weights.
+measures how much of each update of the actor reaches generation. Weights for generation may have a
+narrower type, in which a small update disappears until several add up; generation then uses older
+weights, plus rounding errors. The share is computed as for exports (see
+`tensors.checkpoint.export`), over equally spaced weights of this rank.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class Executor:
         self._stored: dict[str, StoredGroup] = {}
         """Samples of rollout tasks for the batch's items, by their ids."""
         self._candidates: list[Batch] = []
-        """The batches of candidates for the next one."""
+        """The batches of candidates for the next batch."""
         self._mail = mail
         self._reallocations = reallocations
         self._residence = residence
         self._activity = activity
         self._interfaces: dict[tuple[str, str], Interface] = {}
-        """By suite and name: the interfaces of a suite hold its reward and its episodes."""
+        """Interfaces by suite and name: a suite has its own reward and episodes."""
         self._saver = Saver(rank)
         self._versions = versions
         self._submission = submission
@@ -127,7 +127,7 @@ class Executor:
     # -- messages ----------------------------------------------------------------------------
 
     def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
-        """``say`` sends later messages (see `save`)."""
+        """Execute a message. ``say`` sends later messages (see `save`)."""
         match order:
             case LoadBatch():
                 return self.load(order)
@@ -142,8 +142,8 @@ class Executor:
     def load(self, order: LoadBatch) -> Done:
         """Begin a batch.
 
-        Every rank reads the ids and lengths of all items, so all agree on the shares without
-        communication, and then reads only the items of its shares.
+        Every rank reads the ids and lengths of all items, so all ranks agree on the shares without
+        communication. Then it reads only the items of its shares.
         """
         began = time.monotonic()
         self._mail.finish()
@@ -292,7 +292,7 @@ class Executor:
         return self.plan.evaluation(order.suite) if order.evaluation else self.plan.calls
 
     def _layout(self, call: CallPlan) -> str:
-        """Return the model whose layout a call runs on. A call without a model has the actor's."""
+        """Return the model whose layout a call uses; a call without a model uses the actor's."""
         return call.layout or call.role or ACTOR
 
     def _place(self, call: CallPlan) -> ParallelContext:
@@ -300,7 +300,7 @@ class Executor:
         return self.engines[self._layout(call)].context
 
     def _make_room(self, needed: Sequence[str]) -> None:
-        """Every rank reports every call, so all of them agree on the weights that are gone."""
+        """Offload models. Every rank records all calls, so all agree on the dropped weights."""
         for model in self._residence.make_room(*needed):
             self._reallocations.discarded(model)
 
@@ -351,7 +351,7 @@ class Executor:
         )
 
     def _places_by_reason(self, dropped: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-        """Places in the batch of items that a filter dropped."""
+        """Return the places in the batch of items that a filter dropped."""
         if self.batch is None or not dropped:
             return {}
         places: dict[str, list[int]] = {}
@@ -367,7 +367,7 @@ def _scored(order: Order, result: CallResult) -> bool:
 
 
 def _peak_bytes() -> int:
-    """Return the most memory that this process has had."""
+    """Return the maximum memory that this process has used."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -384,8 +384,8 @@ def checked(result: Any, call: CallPlan, *, leads: bool) -> CallResult:
     A rank that ``leads`` the ranks that work on the same samples must return the call's outputs.
     Other ranks need not.
 
-    :raises UsageError: it is not a CallResult, lacks an output of the call, or has a metric that is
-        not a pair.
+    :raises UsageError: the result is not a CallResult, lacks an output of the call, or has a metric
+    that is not a pair.
     """
     made = f"{call.interface}.{call.method.value}() of call '{call.name}'"
     if not isinstance(result, CallResult):
@@ -414,14 +414,14 @@ def _is_pair(value: Any) -> bool:
 
 
 MOST: Final = 2**18
-"""Weights of a rank that are compared."""
+"""Maximum number of a rank's weights that are compared."""
 
 
 class UpdateKept:
     """Measures the actor's updates in the type of generation."""
 
     def __init__(self, dtype: str | None = None) -> None:
-        """``dtype``: None measures nothing."""
+        """Compare in ``dtype``; None measures nothing."""
         self._dtype = dtype
 
     @staticmethod
@@ -431,7 +431,7 @@ class UpdateKept:
         return UpdateKept(rounds_to(settings.config, served) if generates else None)
 
     def before(self, call: CallPlan, engine: Engine | None) -> Array | None:
-        """Return weights to compare with those after the call; None if it is not measured."""
+        """Return weights to compare with the weights after the call; None to measure nothing."""
         trains = call.method is Method.TRAIN_STEP and call.role == ACTOR
         return _part_of(engine) if self._dtype and engine is not None and trains else None
 

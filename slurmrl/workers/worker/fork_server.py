@@ -40,16 +40,16 @@ logger = log.get(__name__)
 
 OWN_PACKAGE = "slurmrl."
 LEFTOVERS_S = 1.5
-"""How long processes that a worker left behind may take to end after they were killed; less than
-the agent waits for an end that explains a closed connection (`symptoms.ECHO_GRACE_S`)."""
+"""Seconds that leftover processes of a worker may take to end after they were killed. It is less
+than `loss_detection.ECHO_GRACE_S`, which the agent waits for an explaining end."""
 POLL_S = 0.01
-"""Interval of polls for the end of such processes."""
+"""Interval of polls for the end of leftover processes."""
 
 
 def preload(run: Path, group: str) -> None:
     """Import the modules that the workers of a group need, except the user's modules.
 
-    Their import may have any side effect. Nothing that is imported here is ever garbage.
+    Their import may have side effects. The imported objects are never collected as garbage.
     """
     from transformers import AutoTokenizer  # noqa: F401
 
@@ -57,7 +57,7 @@ def preload(run: Path, group: str) -> None:
 
     plan = Plan.read(RunPaths(run).plan)
     for model in plan.models_of(group).values():
-        if group == TRAINERS or BACKENDS[model.engine].serves:  # tasks have a decoder without it
+        if group == TRAINERS or BACKENDS[model.engine].serves:  # tasks' decoders do not need it
             ENGINES.load(model.engine)
     used = [plan.group(group).worker]
     if group == TRAINERS:
@@ -83,11 +83,11 @@ class Forked(NamedTuple):
 def serve(agent: Connection, stacks_fd: int) -> Forked | None:
     """Fork workers on request.
 
-    Return in each worker, and in the fork server with None once the agent is gone. Running workers
+    Return in each worker; return None in the fork server when the agent has ended. Running workers
     die with the fork server.
 
-    ``stacks_fd``: where this process writes its stacks (see `write_stacks_on_signal`); in a
-    worker it becomes the rank's own file.
+    ``stacks_fd`` is the file for this process's stacks (see `write_stacks_on_signal`); in a worker,
+    it becomes the rank's file.
     """
     child_process.name_process("fork server")
     child_process.adopt_orphans()
@@ -102,18 +102,17 @@ class _Worker(NamedTuple):
 class _ForkServer:
     """The loop of a fork server.
 
-    Each worker adopts the orphans of its descendants. A child of this process that is no worker was
-    therefore left behind by a worker that has ended. It may hold a GPU, and no other process knows
-    it.
+    Each worker adopts the orphans of its descendants. A child of this process that is no worker is
+    therefore left over from a worker that has ended. It may occupy a GPU.
     """
 
     def __init__(self, agent: Connection, stacks_fd: int) -> None:
         self._agent = agent
         self._stacks_fd = stacks_fd
         self._workers: dict[int, _Worker] = {}
-        """By rank."""
+        """Running workers by rank."""
         self._ended: list[tuple[WorkerEnded, float]] = []
-        """Ends to report once the leftovers have ended, at the latest at this time."""
+        """Ends to report when the leftovers have ended, each with its deadline."""
         self._leftovers = Leftovers()
 
     def serve(self) -> Forked | None:
@@ -139,7 +138,7 @@ class _ForkServer:
         poller.poll(1000 * POLL_S if self._ended else None)
 
     def _reap(self) -> None:
-        """Collect the exit codes of the workers that have ended; negative for a signal."""
+        """Collect the exit codes of ended workers; negative for a signal."""
         for rank, worker in list(self._workers.items()):
             pid, status = os.waitpid(worker.pid, os.WNOHANG)
             if pid:
@@ -159,7 +158,7 @@ class _ForkServer:
             self._ended.remove((ended, latest))
             self._agent.send(FROM_FORK_SERVER.to_json(ended))
         if due:
-            remove_unused()  # it may take seconds
+            remove_unused()  # this may take seconds
 
     def _signal(self, worker: _Worker, request: Kill | WriteStacks) -> None:
         os.kill(

@@ -47,24 +47,24 @@ from slurmrl.workers.worker.setup import build, build_rollout
 logger = log.get(__name__)
 
 LINGER_S = 30.0
-"""How long a failed rank waits for its agent to kill it."""
+"""Seconds that a failed rank waits for its agent to kill it."""
 TEXT_CHARACTERS = 4_000
 TRACEBACK_CHARACTERS = 50_000
-"""Limits of a reported exception: it goes through pipe, name store and history."""
+"""Limit of a reported traceback, which goes through pipe, name store and history."""
 ECHOES = (ConnectionError, dist.DistError)
 ECHO_TEXTS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|gloo/transport|socket timeout"
     r"|remote process exited|timed out waiting|nccl (communicator|error)|timeout\(ms\)",
     re.IGNORECASE,
 )
-"""Messages of torch.distributed, gloo and NCCL when another rank is gone or does not take part."""
+"""Pattern of messages of torch.distributed, gloo and NCCL if another rank is missing."""
 
 
 class _Place(NamedTuple):
-    """Where a worker is."""
+    """The current activity of a worker."""
 
     call: str
-    """A call of the dataflow graph, or the type of a message."""
+    """Name of a call of the dataflow graph, or the type of a message."""
     step: int | None = None
 
 
@@ -73,10 +73,10 @@ SERVING = _Place("rollout")
 
 
 def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
-    """Execute messages until the last one or until the agent is gone.
+    """Execute messages until the last one or until the agent has ended.
 
-    Exits without the interpreter's clean-up: that would wait for the process groups of ranks that
-    may be gone, and takes seconds in a process that was forked from a large one.
+    Exit without the interpreter's clean-up, which would wait for process groups of ranks that may
+    have ended. It also takes seconds in a process that was forked from a large one.
     """
     rank = _Rank(run, who, pipe, activity)
     code = 1
@@ -152,8 +152,7 @@ def _place(order: Order) -> _Place:
 def _linger(pipe: Connection) -> None:
     """Wait until the agent kills this process, so that the report is sent completely.
 
-    An earlier exit could fail other ranks in their collectives before it is known which rank failed
-    first.
+    An earlier exit could make other ranks fail in collectives before the first failure is known.
     """
     deadline = time.monotonic() + LINGER_S
     while not pipe.closed and (left_s := deadline - time.monotonic()) > 0:
@@ -164,9 +163,8 @@ def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
     """Return the failure, without the host.
 
     A user error is final: its message needs no traceback, and another start would raise it again.
-    Another host may have resources that this host lacks at the start, and an input that cannot be
-    read now may be readable later. Ranks that do not reach each other at the start have met no code
-    of the user.
+    Other errors may not occur again: another host may have resources that this host lacks, an input
+    may be readable later, and ranks may reach each other at the next start.
     """
     unreadable = isinstance(error, UnreadableInputError)
     user_error = isinstance(error, UsageError)
@@ -193,7 +191,7 @@ def _failure_of(error: BaseException, who: RankId, place: _Place) -> Failure:
 def recognize(error: BaseException) -> Failure:
     """Classify an exception: its cause, the GPU that failed, and whether it is an echo.
 
-    A GPU that failed explains the others too, even if the exception is a consequence (see
+    A failed GPU also explains an exception that is only its consequence (see
     `device.pending_error`).
     """
     chain = list(_chain(error))

@@ -1,6 +1,6 @@
 """Reallocation: the weights of a model of the plan go into the layout of another one.
 
-And the models that are in device memory only while they are used (`Residence`).
+`Residence` manages models that are in device memory only while they are used.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Verify = Literal["first", "always", "never"]
 
 @dataclass(frozen=True)
 class PreparedMove:
-    """A reallocation that this rank takes part in.
+    """A reallocation in which this rank takes part.
 
-    Its engines are None where the rank holds no part of the model.
+    An engine is None if the rank has no part of the model.
     """
 
     hook: Reallocation
     engines: tuple[Engine | None, Engine | None]
-    """The source's and the target's."""
+    """The engines of source and target."""
     layouts: tuple[PlacedLayout, PlacedLayout]
     plan: MovePlan
     group: dist.ProcessGroup
@@ -50,7 +50,7 @@ class PreparedMove:
         a difference; a moving average cannot be verified.
         """
         rank = dist.get_rank()
-        # (an engine's storages may be other ones than at the last move)
+        # an engine may have other storages than at the last move
         held, taken = (
             Holdings(layout, rank, _storages(engine))
             for layout, engine in zip(self.layouts, self.engines, strict=True)
@@ -87,13 +87,13 @@ class Reallocations:
         self._verify = verify
         self._activity = activity
         self._trained: dict[str, int] = {}
-        """How often each model has been trained in this incarnation."""
+        """Number of times that each model was trained in this incarnation."""
         self._arrived: dict[str, int] = {}
-        """The training count of the weights in each target; absent where they are undefined."""
+        """The training count of the weights in each target; absent if they are undefined."""
         self._verified: set[Reallocation] = set()
 
     def run(self, hook: Reallocation) -> None:
-        """Move the weights unless the target has them already. Raises MoveError."""
+        """Move the weights unless the target already has them. Raises MoveError."""
         version = self._trained.get(hook.source, 0)
         if self._arrived.get(hook.target) == version:
             return
@@ -105,11 +105,11 @@ class Reallocations:
         self._verified.add(hook)
 
     def trained(self, model: str) -> None:
-        """The weights of a model have changed."""
+        """Note that the weights of a model have changed."""
         self._trained[model] = self._trained.get(model, 0) + 1
 
     def discarded(self, model: str) -> None:
-        """The weights that were moved to a model, if any, are no longer there."""
+        """Note that a model has lost the weights that were moved to it, if any."""
         self._arrived.pop(model, None)
 
 
@@ -122,10 +122,9 @@ def prepare(
     staging_bytes: int,
     timeout: timedelta,
 ) -> dict[Reallocation, PreparedMove]:
-    """This rank's part of each reallocation of the plan.
+    """Return this rank's part of each reallocation of the plan.
 
-    Collective over all ranks. ``timeout`` bounds one collective, ``staging_bytes`` the buffers of a
-    rank.
+    Collective over all ranks. ``timeout`` limits a collective, ``staging_bytes`` a rank's buffers.
     """
     prepared = {}
     for hook in plan.reallocations:
@@ -176,10 +175,10 @@ def _storages(engine: Engine | None) -> Storages:
 
 
 class Residence:
-    """A rank's engines; engines of ``offloaded`` models wait without device memory.
+    """A rank's engines; engines of ``offloaded`` models use no device memory between their calls.
 
-    Those of them whose weights are ``moved`` there stay until others need the memory: a step may
-    generate several times before, and each absence costs a move.
+    Engines with ``moved`` weights remain in device memory until other models need it: a step may
+    generate several times in between, and each return would cost a move.
     """
 
     def __init__(
@@ -191,13 +190,13 @@ class Residence:
         self._engines = {name: engines[name] for name in engines if name in offloaded}
         self._moved = frozenset(moved) & frozenset(offloaded)
         self._staying: set[str] = set()
-        """On any rank, so that all ranks agree."""
+        """Models that remain in device memory, on any rank, so that all ranks agree."""
         for engine in self._engines.values():
             engine.offload()
 
     @contextmanager
     def using(self, *models: str) -> Iterator[None]:
-        """Keep the models in device memory during the block, if this rank holds parts of them.
+        """Keep the models in device memory during the block, if this rank has parts of them.
 
         After an exception they stay there.
         """
@@ -209,7 +208,7 @@ class Residence:
         self._offload(name for name in models if name not in self._moved)
 
     def make_room(self, *needed: str) -> Collection[str]:
-        """Offload the models that have stayed, except those that are ``needed``; return them."""
+        """Offload remaining models except ``needed`` ones; return the offloaded models."""
         left = self._staying.difference(needed)
         self._staying -= left
         self._offload(left)

@@ -47,15 +47,15 @@ class Snapshot(Protocol):
         ...
 
     def write(self, directory: Path) -> list[SavedFile]:
-        """Write them, durably. Raises EnvironmentFailure."""
+        """Write the files durably. Raises EnvironmentFailure."""
         ...
 
 
 class Saver:
     """Writes the snapshots of one order at a time, then sends `Saved` with the files.
 
-    If the directory did not accept them, `Saved` has the error, which ends nothing. Any other
-    exception is a bug, which `wait` raises again.
+    If the directory did not accept the files, `Saved` has the error, and the run continues. Any
+    other exception is a bug, which `wait` raises again.
     """
 
     def __init__(self, rank: int) -> None:
@@ -70,7 +70,7 @@ class Saver:
         seq: int,
         say: Callable[[Saved], None],
     ) -> None:
-        """Write in a thread, which calls ``say`` once everything is on disk."""
+        """Write in a thread, which calls ``say`` when everything is on disk."""
 
         def run() -> None:
             say(self._write(snapshots, directory, seq))
@@ -104,7 +104,7 @@ class Saver:
         except EnvironmentFailure as error:
             logger.warning("%s", error)
             for path in (path for each in snapshots for path in each.paths(directory)):
-                discard(path, REAL)  # or there may be no room to report it
+                discard(path, REAL)  # otherwise there may be no space to report it
             return replace(saved, error=str(error))
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
             traceback.print_exc()
@@ -115,7 +115,7 @@ class Saver:
 
 @dataclass(frozen=True)
 class VersionPart:
-    """The tensors that a rank owns of a version, in host memory.
+    """The tensors of a version that a rank owns, in host memory.
 
     With a ``base``, the part stores the differences to it.
     """
@@ -148,13 +148,13 @@ class VersionPart:
 class VersionWriting:
     """Writes this rank's parts, one at a time.
 
-    ``parts`` is None on a rank without weights of the actor.
+    ``parts`` is None on a rank that has no weights of the actor.
     """
 
     def __init__(
         self, folder: Path, rank: int, parts: OwnedTensors | None, frozen: str | None = None
     ) -> None:
-        """``frozen``: the fingerprint of the weights that versions leave out."""
+        """``frozen`` is the fingerprint of the weights that versions omit."""
         self._folder = folder
         self._rank = rank
         self._parts, self._frozen = parts, frozen
@@ -164,7 +164,7 @@ class VersionWriting:
     def write(
         self, order: WriteVersion, engine: Engine | None, say: Callable[[Saved], None]
     ) -> None:
-        """Copy the weights of now.
+        """Copy the current weights.
 
         Collective over the actor's ranks. ``say`` receives `Saved` once the part is on disk,
         perhaps from a thread.
@@ -195,7 +195,7 @@ def prepare_versions(
     accelerator: Accelerator,
     timeout: timedelta,
 ) -> VersionWriting | None:
-    """This rank's writing of versions; None if the trial publishes none.
+    """Return this rank's writer of versions; None if the trial publishes none.
 
     Collective over all ranks. ``timeout`` bounds one collective.
     """
@@ -211,7 +211,7 @@ def prepare_versions(
     per_host, model = plan.trainers.workers_per_host, settings.config.actor
     _, storage = file_form(config_values(model), model.implementation, engine.head)
     dtype = model.dtype
-    if engine.frozen is not None:  # adapters, as checkpoints hold them
+    if engine.frozen is not None:  # adapters, as in checkpoints
         storage, dtype = by_name, "float32"
     parts = OwnedTensors(
         PlacedLayout(engine.trained_layout(), ranks),

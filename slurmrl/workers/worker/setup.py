@@ -139,7 +139,7 @@ def build_trainer(
     group = plan.trainers
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
     accelerator = device.choose(group.gpus_per_worker)
-    if accelerator.device.type == "cuda":  # with a checkpoint, the models have fitted before
+    if accelerator.device.type == "cuda":  # models of a checkpoint have already fitted
         refuse = partial(fit.refusal, settings) if start.base is None else _accept
         distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
     elif rank % group.workers_per_host == 0:
@@ -208,7 +208,7 @@ def build_trainer(
 
 
 def _accept(gpu: str, total_bytes: int) -> None:
-    """Refuse no GPU."""
+    """Accept any GPU."""
 
 
 def load(
@@ -218,7 +218,7 @@ def load(
     engines: Iterable[TrainEngine],
     wait_for_others: Callable[[str], None],
 ) -> None:
-    """Load a checkpoint after the ranks have verified it, a share each.
+    """Load a checkpoint after the ranks have verified it; each rank verifies a share.
 
     Raises DamagedCheckpointError, and EnvironmentFailure if it cannot be read for `READ_S`.
     """
@@ -232,7 +232,7 @@ def load(
 def verify_pinned(
     settings: Settings, rank: int, ranks: int, wait_for_others: Callable[[str], None]
 ) -> None:
-    """Verify the checkpoints of other trials that models start from, a share of each rank.
+    """Verify checkpoints of other trials from which models start; each rank verifies a share.
 
     Raises UsageError for damaged ones, and EnvironmentFailure if they cannot be read for `READ_S`.
     """
@@ -270,11 +270,11 @@ def _engines(
     for role, context in contexts.items():
         model = model_of(config, role)
         source = Path(model.path) if model.path is not None else None
-        if source is not None:  # check here, because no other rank waits in a collective yet
+        if source is not None:  # check here: no other rank waits in a collective yet
             _read(f"the model of {role}", partial(inputs.check_folder, source))
         steps = (config.total_steps or 0) - algorithm.untrained_steps(role)
         placed = plan.models[role]
-        if placed.averaged:  # like a trained one, but without moments
+        if placed.averaged:  # like a trained model, but without moments
             model = model.model_copy(update={"optimizer": Optimizer(name="sgd")})
         engines[role] = ENGINES.load(placed.engine)(
             role,
@@ -293,7 +293,7 @@ def _engines(
 def _serving(
     settings: Settings, plan: Plan, context: ParallelContext, paths: RunPaths
 ) -> dict[str, Serving | Running]:
-    """The further argument of an engine of servers."""
+    """Return the additional argument of an engine that uses servers."""
     engine = plan.models[context.role].engine
     if not BACKENDS[engine].serves:
         return {}
@@ -339,7 +339,7 @@ def wait_until_up(
 
 
 def _share_of_gpu(settings: Settings, device: torch.device) -> int | None:
-    """Bytes of this rank's GPU for a server; None if its own settings decide."""
+    """Return the bytes of this rank's GPU for a server; None if its own settings decide."""
     if device.type != "cuda":
         return None
     total: int = torch.cuda.get_device_properties(device).total_memory
@@ -353,7 +353,7 @@ def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 
 
 def _read(what: str, action: Callable[[], T]) -> T:
-    """Read a file that was there when the trial was submitted, so that a failure may pass."""
+    """Read a file that existed when the trial was submitted; a failure may be temporary."""
     return retry(f"read {what}", action, timeout_s=READ_S)
 
 
@@ -365,9 +365,9 @@ REPORTS_PER_TIMEOUT = 4
 class Datasets:
     """Prepares and opens the datasets of a configuration.
 
-    Rank 0 of an incarnation is the only process that looks for prepared data, so no two processes
-    can disagree about its state, and no stale lock can remain. The others learn the names of the
-    directories from the store of their world, in the run directory.
+    Only rank 0 of an incarnation looks for prepared data, so no two processes can disagree about
+    its state, and no stale lock can remain. The other ranks read the names of the directories from
+    the store of their world, in the run directory.
     """
 
     def __init__(
@@ -416,7 +416,7 @@ class Datasets:
         self._store.set(KEY, json.dumps([directory.name for directory in directories]))
 
     def _open(self) -> tuple[SampleRows, ...]:
-        """Wait for rank 0, however long it takes: the agents end this rank if rank 0 fails."""
+        """Wait for rank 0 without a limit: the agents end this rank if rank 0 fails."""
         self._activity.phase("waiting for rank 0 to tokenize the dataset")
         self._store.wait([KEY], timedelta.max)
         names = iter(json.loads(self._store.get(KEY)))

@@ -1,7 +1,7 @@
-"""The current batch on this rank: keys stay with their makers until a call needs them elsewhere.
+"""The current batch on this rank. Results remain on their ranks until a call needs them elsewhere.
 
-`Shares` says which items each data-parallel rank works on, call by call. `Mail` brings samples from
-rank to rank, and `share` from the first of the ranks with the same part of a batch to the others.
+`Shares` assigns items to data-parallel ranks, for each call. `Mail` sends samples from rank to
+rank. `share` sends them from a part's first rank to its other ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Batch:
     """One batch, from its first call to its last.
 
     Every rank executes `inputs` and `add` for every call in the plan's order, whether it takes part
-    in the call or not. Which rank has which items of a key follows from the plan and the items'
-    lengths, so ranks exchange nothing but these, when completions have been made, and the items.
-    Items leave for all later calls as soon as it is known which ranks read them: when those need
-    them, this rank may be busy with a call that they take no part in. A sender does not wait.
+    in the call or not. The plan and the items' lengths determine which rank has which items of a
+    key. So ranks exchange only items and, after completions were made, lengths. Items are sent to
+    all later calls as soon as their readers are known. (When the readers need them, this rank may
+    be busy with a call without these readers.) A sender does not wait.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class Batch:
         self._held: dict[Spread, SequenceSample] = {}
         """This rank's part under each spread, with the keys that have arrived."""
         self._arrived: dict[Spread, set[str]] = {}
-        """The keys that all ranks of a spread hold; the same on every rank."""
+        """The keys that all ranks of a spread have; the same on every rank."""
         self._lengths: Callable[[], Tensor] | None = None
-        """Waits for the lengths of all items with their completions."""
+        """Function that waits for the lengths of all items with their completions."""
 
     def take_over(self, sources: Sequence[Batch]) -> None:
         """Get the results of earlier batches, of candidates, for this batch's items.
 
-        Each item is in one of them, and stays with the ranks that have it.
+        Each item is in one of them, and remains on the ranks that have it.
         """
         origins = {
             name: (source, place)
@@ -113,7 +113,7 @@ class Batch:
             self._shares.use_lengths([lengths[source][place] for source, place in items])
 
     def inputs(self, call: CallPlan, context: ParallelContext | None) -> SequenceSample | None:
-        """This rank's items of the call's input; None if the rank takes no part in it."""
+        """Return this rank's items of the call's input; None if it does not take part."""
         spread = self._spread(call)
         self._send_made(self._order[call.name])
         arrived = self._arrived.setdefault(spread, set())
@@ -148,7 +148,7 @@ class Batch:
         self._held = {spread: _having(sample, read_later) for spread, sample in self._held.items()}
 
     def _own_lengths(self, call: CallPlan) -> Tensor:
-        """The lengths of the items that this rank has made, at their places: int64 [items]."""
+        """Return the lengths of items that this rank has made, at their places: int64 [items]."""
         lengths = torch.zeros(len(self.ids), dtype=torch.int64)
         if call.name in self._made:
             spread = self._shares.of(call)
@@ -167,14 +167,14 @@ class Batch:
         return self._shares.of(call)
 
     def _all_lengths(self) -> list[int]:
-        """The lengths of all items, once every rank has made its completions."""
+        """Return the lengths of all items, after every rank has made its completions."""
         assert self._lengths is not None, "generation comes first"
         self._activity.phase("waiting for the lengths of all completions")
         lengths: list[int] = self._lengths().tolist()
         return lengths
 
     def _part(self, spread: Spread) -> SequenceSample:
-        """This rank's part under a spread of the layout that it is in."""
+        """Return this rank's part under a spread of a layout that contains this rank."""
         if spread not in self._held:
             part = spread.part_of(self._rank)
             assert part is not None, "only ranks of the layout ask"
@@ -208,7 +208,7 @@ class Batch:
     ) -> SequenceSample | None:
         """Return the keys that a call made, for all items of this rank's part for the reader.
 
-        Return None on a rank that does not speak for a part.
+        Return None on a rank that is not the first of a part.
         """
         source, target = self._shares.of(maker), self._shares.of(reader)
         if source == target:
@@ -229,7 +229,7 @@ class Batch:
         return _by_ids(SequenceSample.gather(received), self._part(target).ids)
 
     def _own(self, maker: CallPlan, keys: Sequence[str], delivery: Delivery) -> SequenceSample:
-        """The items of a delivery that this rank has made."""
+        """Return the items of a delivery that this rank has made."""
         source = self._shares.of(maker)
         part = source.part_of(self._rank)
         assert part is not None, "a sender has a part"
@@ -245,7 +245,7 @@ def _reads(call: CallPlan, maker: CallPlan) -> bool:
 
 
 def _by_ids(sample: SequenceSample, ids: Sequence[str]) -> SequenceSample:
-    """These items of a sample, in this order."""
+    """Return these items of a sample, in this order."""
     places = {name: place for place, name in enumerate(sample.ids)}
     return sample.take([places[name] for name in ids])
 
@@ -260,8 +260,8 @@ class Shares:
     Completions cost more than prompts, and their lengths are not known before they are made. So a
     generation that begins a batch gets equal numbers of items, with prompt tokens as balanced as
     that allows; once all ranks know the lengths (`use_lengths`), the models' later calls get new
-    shares. A call without a model stays where the completions were made: its cost does not follow
-    the lengths.
+    shares. A call without a model runs where the completions were made, because its cost does not
+    depend on the lengths.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class Shares:
         lengths: Sequence[int],
         minibatches: int,
     ) -> None:
-        """``lengths`` are the lengths of the items as the dataset gives them."""
+        """``lengths`` are the lengths of the items in the dataset."""
         first = calls[0]
         generates = first.method == Method.GENERATE
         self._layout_of = layout_of
@@ -281,18 +281,18 @@ class Shares:
         self._waiting = frozenset(
             call.name for call in calls[1:] if generates and call.role is not None
         )
-        """The calls whose shares follow from the lengths of completions."""
+        """The calls whose shares depend on the lengths of completions."""
         self.generation = first.name if self._waiting else None
-        """The call that makes the lengths that other calls' shares follow from."""
+        """The call that makes the completions on whose lengths other calls' shares depend."""
         self._known: tuple[int, ...] | None = None
         self._spreads: dict[str, Spread] = {}
 
     def needs_lengths(self, call: CallPlan) -> bool:
-        """Whether `use_lengths` must come before `of`."""
+        """Whether `use_lengths` must be called before `of`."""
         return call.name in self._waiting and self._known is None
 
     def use_lengths(self, lengths: Sequence[int]) -> None:
-        """``lengths`` of all items, with their completions; the same on every rank."""
+        """Set the ``lengths`` of all items with completions, which are equal on every rank."""
         self._known = tuple(lengths)
 
     def use_spread(self, call: CallPlan, spread: Spread) -> None:
@@ -323,11 +323,11 @@ class Shares:
 
 
 ALL = "data"
-"""Name of the group of ranks with the same part; a context without it has no such ranks."""
+"""Name of the group of ranks with the same part; absent if there are no such ranks."""
 
 
 class Mail:
-    """Samples from rank to rank, through host memory.
+    """Exchange of samples between ranks, through host memory.
 
     A rank sends without waiting; messages of one ``tag`` between two ranks arrive in the order in
     which they were sent.
@@ -341,7 +341,7 @@ class Mail:
         self._group = group
         self._device = device
         self._sent: list[tuple[dist.Work, Tensor]] = []
-        """Data in transit, with the tensors that must stay until it has arrived."""
+        """Data in transit, with tensors that must be kept until it has arrived."""
 
     def send(self, sample: SequenceSample, to: int, tag: int) -> None:
         header = _header(sample)
@@ -364,7 +364,7 @@ class Mail:
         return _unpacked(header, content[header_size:], self._device)
 
     def total(self, own: Tensor) -> Callable[[], Tensor]:
-        """Begin to add up a tensor in host memory over all ranks, without waiting.
+        """Start to sum a tensor in host memory over all ranks, without waiting.
 
         Return a function that waits for the sum. Collective.
         """
@@ -421,7 +421,7 @@ def _header(sample: SequenceSample | None) -> Any:
 
 
 def _unpacked(header: dict[str, Any], buffer: Tensor, device: torch.device) -> SequenceSample:
-    """The sample whose tensors' bytes are in ``buffer``."""
+    """Return the sample whose tensors' bytes are in ``buffer``."""
     sizes = [_size(spec) for spec in header["tensors"].values()]
     data: dict[str, Tensor | None] = dict.fromkeys(header["lengths"])
     for (key, spec), (first, last) in zip(
