@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from slurmrl.engines.fsdp.placing import Placing
+from slurmrl.engines.planned import Placing
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes

@@ -17,10 +17,17 @@ from typing import Any, Protocol
 from ruamel.yaml import YAML
 
 from slurmrl.config.allocation import parse
-from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
 from slurmrl.plan.estimates.hardware import Gpu, Machine, shipped
 from slurmrl.plan.estimates.memory import kv_bytes_per_token, whole_weights
-from slurmrl.plan.estimates.pass_seconds import REPEATED, PassJob, inference, training
+from slurmrl.plan.estimates.pass_seconds import (
+    REPEATED,
+    DecodeJob,
+    LengthDistribution,
+    PassJob,
+    generation,
+    inference,
+    training,
+)
 from slurmrl.plan.estimates.shape import ModelShape, read
 
 ROWS = Path(__file__).with_name("published_steps.yaml")

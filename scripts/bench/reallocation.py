@@ -23,7 +23,7 @@ from slurmrl.config.allocation import parse
 from slurmrl.errors import ConfigError
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.call_costs import MeanTokens, generating
-from slurmrl.plan.estimates.decoding import generation
+from slurmrl.plan.estimates.pass_seconds import generation
 from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.search.best_layouts import SearchRequest, search

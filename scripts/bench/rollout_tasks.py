@@ -41,7 +41,7 @@ from spread import Spread
 from slurmrl.backoff import Backoff
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.data.ledger import LedgerRecord, StoredGroup
-from slurmrl.fsio import atomic, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.rollouts.sample_files import read_group
 from slurmrl.run.channel import message_log
@@ -333,8 +333,8 @@ class Bed:
 
     def state(self) -> dict[str, Any]:
         return {
-            "rollouts": objects.to_json(self.tasks.record()),
-            "ledger": objects.to_json(self.ledger.record()),
+            "rollouts": documents.to_json(self.tasks.record()),
+            "ledger": documents.to_json(self.ledger.record()),
         }
 
     def _commit(self) -> None:
@@ -345,7 +345,7 @@ class Bed:
 
     def _tell(self) -> None:
         with self.timed("status"):
-            text = json.dumps(objects.to_json(self.tasks.view()))
+            text = json.dumps(documents.to_json(self.tasks.view()))
             self.tasks.metrics()
         self.sizes["status"] = len(text)
 
@@ -357,7 +357,7 @@ class Bed:
         ledger = SampleLedger(
             2,
             Lineage({1: self.step, 2: None}),
-            objects.from_json(LedgerRecord, state["ledger"], "a commit"),
+            documents.from_json(LedgerRecord, state["ledger"], "a commit"),
         )
         tasks = self._master(ledger, rollouts_of(state["rollouts"], "a commit"))
         self.clock.now += 2 * self.look_s

@@ -32,7 +32,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "init": Command("slurmrl.cli.site:init", "Write a first configuration, or a site profile."),
     "examples": Command("slurmrl.cli.site:list_examples", "List or copy the examples."),
-    "docs": Command("slurmrl.cli.docs:docs", "Show the documentation."),
+    "docs": Command("slurmrl.cli.explain:docs", "Show the documentation."),
     "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
     "eval": Command("slurmrl.cli.submit:evaluate", "Evaluate a checkpoint in a separate trial."),
     "bundle": Command(

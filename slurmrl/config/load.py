@@ -42,7 +42,7 @@ from slurmrl.config.source import (
     read,
 )
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
-from slurmrl.fsio import ownership
+from slurmrl.fsio import atomic
 from slurmrl.fsio.failures import NO_FILE
 
 logger = log.get(__name__)
@@ -97,7 +97,7 @@ def put_under(source: Source, profile: Path) -> None:
 
 
 def _read_profile(path: Path) -> tuple[Source, Profile | None]:
-    for warning in ownership.check_file(path):
+    for warning in atomic.check_file_ownership(path):
         logger.warning("profile: %s", warning)
     source = read(path)
     drop_removed(source.values, Profile)

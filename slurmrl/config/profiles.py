@@ -14,7 +14,7 @@ from typing import Final
 
 from slurmrl import env
 from slurmrl.errors import ConfigError, UsageError
-from slurmrl.fsio import ownership
+from slurmrl.fsio import atomic
 from slurmrl.registry import near
 
 DEFAULT: Final = "default"
@@ -84,7 +84,7 @@ def root() -> str | None:
         return None
     from slurmrl.config.source import read  # slow: YAML is slower to import than most commands
 
-    ownership.check_file(path)
+    atomic.check_file_ownership(path)
     source = read(path)
     value = source.values.get("root")
     if value is None:

@@ -42,7 +42,7 @@ from slurmrl.desk.unpacking import (
     is_safe,
 )
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
-from slurmrl.fsio import atomic, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, discard, temporary_beside
 from slurmrl.fsio.failures import explain
 from slurmrl.plan.settings import Settings, load_settings
@@ -256,7 +256,7 @@ def pack(contents: Contents, wheels: Iterable[Path], output: Path) -> BundleMani
                 members = [_add(archive, CONFIG, io.BytesIO(contents.config), len(contents.config))]
                 members += [_add_file(archive, name, path) for name, path in named.items()]
                 manifest = BundleManifest(slurmrl.__version__, tuple(members))
-                text = json.dumps({**objects.to_json(manifest), "format": manifest.format})
+                text = json.dumps({**documents.to_json(manifest), "format": manifest.format})
                 _add(archive, MANIFEST, io.BytesIO(text.encode()), len(text))
             file.flush()
             os.fsync(file.fileno())

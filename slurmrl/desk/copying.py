@@ -23,7 +23,7 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 from slurmrl import env
 from slurmrl.errors import EnvironmentFailure, SlurmrlError, UsageError
-from slurmrl.fsio import atomic, ownership
+from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, write_new
 from slurmrl.fsio.failures import explain
 from slurmrl.package import ARCHIVE, FOLDER, PROGRAMS
@@ -183,7 +183,7 @@ def _archive(contents: Mapping[str, bytes]) -> bytes:
         digest.update(f"\n{name} {len(content)}\n".encode() + content)
     path = env.cache_folder("code") / f"{digest.hexdigest()}.zip"
     with suppress(OSError, SlurmrlError, BadZipFile, zlib.error):
-        ownership.check(path.parent)
+        atomic.check_ownership(path.parent)
         kept = path.read_bytes()
         with ZipFile(io.BytesIO(kept)) as file:
             damaged = file.testzip()
@@ -192,7 +192,7 @@ def _archive(contents: Mapping[str, bytes]) -> bytes:
     made = _packed(contents)
     with suppress(OSError, SlurmrlError):  # a full or read-only home directory
         atomic.make_private_directory(path.parent)
-        ownership.check(path.parent)
+        atomic.check_ownership(path.parent)
         atomic.replace(path, made)
         for old in sorted(path.parent.glob("*.zip"), key=lambda one: one.stat().st_mtime)[
             :-CACHED_ARCHIVES

@@ -22,10 +22,9 @@ from slurmrl.desk.changed_data import changed_data
 from slurmrl.desk.first_score import score_first_row, unknown_metric, unrecorded_metric
 from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
+from slurmrl.models import model_tensors
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.folder_checks import other_projection, small_not_finite
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.model_tensors import PinnedTensors, mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD, file_form
 from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
 from slurmrl.plan.dataflow import Call
@@ -122,11 +121,11 @@ class InputChecks:
                 continue
             seen.add(what)
             key = dotted((*role_key(use.role), "path"))
-            headers, wrong = read_headers(Path(model.path))
+            headers, wrong = model_tensors.read_headers(Path(model.path))
             if model.implementation == "builtin" and not wrong:
                 config = ModelConfig.from_hf(config_values(model))
                 wrong = _wrong_weights(Path(model.path), headers, config, use.head)
-                if extra := unused(headers, config, use.head):
+                if extra := model_tensors.unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
             silent = use.head == "value" and not use.trained and VALUE_HEAD not in headers
@@ -172,7 +171,7 @@ class InputChecks:
             folder = Path(path)
             try:
                 if is_pinned(folder) and path not in self._compared:
-                    PinnedTensors(folder).check_base()
+                    model_tensors.PinnedTensors(folder).check_base()
             except UsageError as error:
                 key = dotted((*role_key(role), "path"))
                 yield Finding("adapters", Weight.FAILED, str(error), key)
@@ -393,11 +392,11 @@ def _wrong_weights(
     folder: Path, headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head
 ) -> list[str]:
     """Return why the built-in decoder cannot start from a folder's weights."""
-    if misfits := mismatches(headers, config, head):
+    if misfits := model_tensors.mismatches(headers, config, head):
         return [f"{folder}: {misfit}" for misfit in misfits]
-    if tied := other_projection(folder, config, head):
+    if tied := model_tensors.other_projection(folder, config, head):
         return [f"{folder}: {tied}"]
-    damage = small_not_finite(folder, config, head)
+    damage = model_tensors.small_not_finite(folder, config, head)
     return [damage] if damage else []
 
 

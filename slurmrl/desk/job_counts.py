@@ -21,8 +21,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.base import Scheduler
 from slurmrl.scheduler.chain import Chain, top_up, why_not
-from slurmrl.scheduler.elastic import ElasticGroup
-from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
 from slurmrl.watch.snapshot import newest_submission
 
 IDLE = "no job of the trial is queued or running: the number applies after slurmrl resume"

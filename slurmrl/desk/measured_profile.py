@@ -15,10 +15,8 @@ from typing import Any, Final
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.source import Source
-from slurmrl.plan.estimates import hardware
-from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
+from slurmrl.plan.estimates import hardware, pass_seconds
 from slurmrl.plan.estimates.hardware import CPU, FITTED_GPU, GIB, HardwareFile, Machine, made
-from slurmrl.plan.estimates.pass_seconds import PassJob, inference
 from slurmrl.plan.estimates.shape import ModelShape, layer_parameters, read
 
 SENT: Final[Mapping[str, float]] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -227,7 +225,7 @@ class _Measured:
         tiny = {"launches": LEAST_S, "traffic": 1.0}
         machine = self._machine(numbers, attention=1.0, **tiny)
         jobs = [self._pass(point) for point in (short, long)]
-        least = [inference(job, machine) for job in jobs]
+        least = [pass_seconds.inference(job, machine) for job in jobs]
         more = max(long["seconds"] - short["seconds"], 1e-9)
         share = (least[1]["attention"] - least[0]["attention"]) / more
         attention = min(max(share, 1e-3), LARGEST_SHARE)
@@ -251,15 +249,17 @@ class _Measured:
             machine = self._machine({**numbers, "gathers": LEAST_S})
             machine = replace(machine, gpus_per_host=point["ranks"])
             (one,) = _of(self.points, "forward", tokens=1)
-            known = inference(self._pass(one, f"fsdp:d{point['ranks']}"), machine)["weights"]
+            known = pass_seconds.inference(self._pass(one, f"fsdp:d{point['ranks']}"), machine)[
+                "weights"
+            ]
             left = (point["seconds"] - one["seconds"] - known) / (self.shape.layers + 1)
             return {"gathers": max(left, LEAST_S)}
         return {}
 
-    def _pass(self, point: Mapping[str, Any], layout: str = "fsdp:d1") -> PassJob:
+    def _pass(self, point: Mapping[str, Any], layout: str = "fsdp:d1") -> pass_seconds.PassJob:
         """The job of the layers: a value head has nearly no cost."""
         tokens = point["tokens"]
-        return PassJob(
+        return pass_seconds.PassJob(
             shape=self.shape,
             allocation=parse(layout),
             head="value",
@@ -277,17 +277,19 @@ class _Measured:
         left = []
         for point in sorted(_of(self.points, "generate"), key=lambda one: one["rows"]):
             rows, count = point["rows"], point["tokens"]
-            job = DecodeJob(
+            job = pass_seconds.DecodeJob(
                 shape=self.shape,
                 allocation=parse("native:d1"),
                 sequences=rows,
                 prompt=1,
                 group=rows,
-                lengths=LengthDistribution(count, count),
+                lengths=pass_seconds.LengthDistribution(count, count),
                 cache_tokens=1e12,
                 width=self.width,
             )
-            left.append((rows, point["seconds"] - generation(job, machine)["decode"] / count))
+            left.append(
+                (rows, point["seconds"] - pass_seconds.generation(job, machine)["decode"] / count)
+            )
         (few, first), (many, last) = left
         row = max((last - first) / max(many - few, 1), LEAST_S)
         return {"token": max(first - few * row, LEAST_S), "row": row}

@@ -29,7 +29,7 @@ from slurmrl.desk.trial_checks import Code, Finding, check_trial, places
 from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.fsio import atomic, documents, ownership
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.documents import TEXT
 from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
@@ -334,7 +334,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
 
 def check_owner(paths: RunPaths) -> None:
     """Raise OwnershipError for a run directory that other users could change."""
-    for warning in ownership.check(paths.run):
+    for warning in atomic.check_ownership(paths.run):
         logger.warning("%s", warning)
 
 

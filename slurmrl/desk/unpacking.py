@@ -23,7 +23,7 @@ from typing import Annotated, Final
 from slurmrl import log
 from slurmrl.env import user_name
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
-from slurmrl.fsio import atomic, calls, documents, objects, ownership
+from slurmrl.fsio import atomic, calls, documents
 from slurmrl.fsio.calls import REAL, opened, write_new_parts
 from slurmrl.fsio.documents import COUNT, SIZE
 from slurmrl.fsio.failures import explain
@@ -179,7 +179,7 @@ def _manifest(
     text = b"".join(_read(archive, members[MANIFEST]))
     try:
         values = documents.parse(text, path)
-        manifest = objects.from_json(BundleManifest, values, path, remedy="copy it again")
+        manifest = documents.from_json(BundleManifest, values, path, remedy="copy it again")
     except CorruptFileError as error:
         raise UsageError(str(error)) from error
     if manifest.format != FORMAT:
@@ -254,7 +254,7 @@ def _check_unpacked(folder: Path, manifest: BundleManifest) -> None:
     Raises OwnershipError if other users could change its files, UsageError if files have been lost
     or have changed their sizes.
     """
-    for warning in ownership.check(folder):
+    for warning in atomic.check_ownership(folder):
         logger.warning("%s", warning)
     for stated in manifest.unpacked:
         target = folder / stated.name

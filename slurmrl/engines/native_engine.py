@@ -22,10 +22,10 @@ from slurmrl.engines.fsdp.parameters import (
     tensor_split,
     whole_shapes,
 )
-from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.sharding import ShardPlan, Shards
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.engines.host import Offload
+from slurmrl.engines.planned import Placing
 from slurmrl.engines.role_weights import model_config
 from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slurmrl.config.schema.roles import Model
 from slurmrl.engines.base import GenerateEngine, Served, ServingOptions
-from slurmrl.engines.fsdp.placing import Placing
+from slurmrl.engines.planned import Placing
 from slurmrl.engines.role_weights import served_config
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head

@@ -15,8 +15,7 @@ from torch import Tensor
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.folder_checks import LARGEST, not_finite, other_projection
-from slurmrl.models.model_tensors import FolderParameters
+from slurmrl.models.model_tensors import LARGEST, FolderParameters, not_finite, other_projection
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.tensors.layout import Array, Box
 

@@ -26,10 +26,9 @@ from transformers.models.auto.modeling_auto import (
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.architecture import Head
-from slurmrl.models.folder_checks import not_finite
 from slurmrl.models.hf import as_tensor, is_finite
 from slurmrl.models.hf_config import MODULE, HFConfig, constants_refusal
-from slurmrl.models.model_tensors import open_folder
+from slurmrl.models.model_tensors import not_finite, open_folder
 from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import Box, Index, TensorSpec
 

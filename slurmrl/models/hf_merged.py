@@ -25,8 +25,7 @@ from slurmrl.models.adapters import (
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import MODULE
 from slurmrl.models.hf_targets import adapted_tensors
-from slurmrl.models.shapes import LM_HEAD
-from slurmrl.models.tensor_sources import FolderTensors, TrainedTensors
+from slurmrl.models.shapes import LM_HEAD, FolderTensors, TrainedTensors
 from slurmrl.tensors.checkpoint.export import widened
 from slurmrl.tensors.layout import Array, Box, Index, TensorSpec, blocks
 

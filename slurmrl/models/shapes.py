@@ -5,16 +5,17 @@ This module also describes how each family stores the parameters in Hugging Face
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from slurmrl.models import hf_form
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.registry import resolve
 from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice
-from slurmrl.tensors.layout import Box, Index
+from slurmrl.tensors.layout import Array, Box, Index, TensorSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
@@ -174,3 +175,33 @@ def gpt2(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...
             start=(*(0 for _ in shape[1:]), place * config.hidden_size),
         ),
     )
+
+
+class FolderTensors(Protocol):
+    """The tensors of a model folder."""
+
+    folder: Path
+
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The tensors by their names in the files."""
+        ...
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor; bfloat16 as its bits (uint16)."""
+        ...
+
+    def file(self, name: str) -> Path:
+        """Return the file that holds a tensor, or the folder if several files hold parts of it."""
+        ...
+
+
+class TrainedTensors(Protocol):
+    """Trained tensors of a checkpoint or of a weight version."""
+
+    def weights(self) -> Iterable[tuple[str, TensorSpec]]:
+        """Names and specs of the tensors."""
+        ...
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor."""
+        ...

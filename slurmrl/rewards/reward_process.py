@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from slurmrl.config.schema import Reward
 from slurmrl.errors import RewardError, SlurmrlError, UnreadableInputError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.registry import describe
 from slurmrl.rewards.process_pool import Reply, end_with_parent, send, take_pipes
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -73,7 +73,7 @@ def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: boo
         judged = reward.judge(**request)
         if of_groups and (problem := judged.problem(len(request["completions"]))):
             raise RewardError(f"the reward {problem}")
-        return {"judged": objects.to_json(judged)}
+        return {"judged": documents.to_json(judged)}
     except MemoryError as error:  # it may never release its memory
         return {"error": _short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything

@@ -28,7 +28,7 @@ from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
 from slurmrl.data.ledger import LEASE, StoredGroup
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError, SampleFileError
-from slurmrl.fsio import atomic, documents, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls, discard, make_private, opened, pwrite_all
 from slurmrl.fsio.documents import SIZE, TEXT, list_of
 from slurmrl.fsio.failures import NO_FILE, explain
@@ -65,7 +65,7 @@ ROUTES = {EXPERT_SIZES: "<i4", EXPERTS: "<i2"}
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
-_JUDGED = {"judged": objects.shape(JudgedCompletions)}
+_JUDGED = {"judged": documents.shape(JudgedCompletions)}
 _HEAD = struct.Struct("<Q")
 
 
@@ -313,7 +313,7 @@ class SampleGroup:
             arrays |= {name: getattr(self, name) for name in ROUTES}
         own: dict[str, Any] = {"item": self.item, "lease": self.lease, "versions": self.versions}
         if self.judged is not None:
-            own["judged"] = objects.to_json(self.judged)
+            own["judged"] = documents.to_json(self.judged)
         return save(arrays, {OWN: json.dumps(own)})
 
     @staticmethod
@@ -328,7 +328,9 @@ class SampleGroup:
             )
             found = own.get("judged")
             judged = (
-                None if found is None else objects.from_json(JudgedCompletions, found, "the header")
+                None
+                if found is None
+                else documents.from_json(JudgedCompletions, found, "the header")
             )
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error

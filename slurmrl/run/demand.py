@@ -14,7 +14,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated
 
-from slurmrl.fsio import atomic, documents, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.documents import COUNT, SIZE, Fields
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold
@@ -56,13 +56,13 @@ def read_orphaned(run: RunPaths, group: str) -> Orphaned | None:
     """Return the record, if there is one. Raises CorruptFileError, EnvironmentFailure."""
     path = run.orphaned(group)
     try:
-        return objects.from_json(Orphaned, documents.read(path), path)
+        return documents.from_json(Orphaned, documents.read(path), path)
     except FileNotFoundError:
         return None
 
 
 def write_orphaned(run: RunPaths, group: str, seen: Orphaned) -> None:
-    atomic.replace(run.orphaned(group), json.dumps(objects.to_json(seen)).encode())
+    atomic.replace(run.orphaned(group), json.dumps(documents.to_json(seen)).encode())
 
 
 def remove_orphaned(run: RunPaths, group: str) -> None:

@@ -26,15 +26,14 @@ from slurmrl.errors import (
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.documents import one_of
 from slurmrl.run import demand, hosts
-from slurmrl.run.endings import JobTag
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import JobTag
 from slurmrl.scheduler import base, extensions, submission
 from slurmrl.scheduler.base import Continue, JobState, Scheduler, TaskState
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.elastic import Change, ElasticGroup
-from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.slurm import Change, ElasticGroup, SlurmScheduler
 
 logger = log.get(__name__)
 

@@ -17,8 +17,8 @@ from slurmrl.config.schema.rollout import Publish, Tasks
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.call_costs import Generating, MeanTokens, generating, memories
-from slurmrl.plan.estimates.decoding import LengthDistribution, generation, token_seconds
 from slurmrl.plan.estimates.hardware import hardware_of
+from slurmrl.plan.estimates.pass_seconds import LengthDistribution, generation, token_seconds
 from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
 from slurmrl.plan.estimates.worker_memory import version_size
 from slurmrl.plan.model import GroupPlan, Plan

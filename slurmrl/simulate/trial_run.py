@@ -20,7 +20,7 @@ from typing import Any, Final
 from slurmrl.config.schema.config import Frequency
 from slurmrl.data.ledger import LedgerRecord
 from slurmrl.errors import NameNotFoundError, ReportedError, UsageError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.history.slots import Kind, Record
@@ -69,7 +69,7 @@ class MemoryNames(NameStore):
 
     def report(self, key: str, said: Report) -> None:
         """Add a report, if there is none under the key."""
-        self._values.setdefault(key, json.dumps(objects.to_json(said)))
+        self._values.setdefault(key, json.dumps(documents.to_json(said)))
 
 
 @dataclass(frozen=True)

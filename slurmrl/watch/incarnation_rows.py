@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from slurmrl.display.terminal import first_line, plain
-from slurmrl.run.endings import Ending, JobTag, failure_words
 from slurmrl.run.events import Event
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.metrics import TIME
-from slurmrl.run.reports import Failure, Warned
+from slurmrl.run.reports import Ending, Failure, JobTag, Warned, failure_words
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.snapshot import Traces, TrialSnapshot
 

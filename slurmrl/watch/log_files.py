@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from slurmrl.backoff import Backoff
 from slurmrl.errors import NameExistsError, UnknownNameError, UsageError
-from slurmrl.fsio import atomic, lines, objects
+from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.lines import LineFile
 from slurmrl.name_resolve.store import NameStore
@@ -413,7 +413,7 @@ class Request:
 def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
     """Publish the request and return its number."""
     ranks = None if rank is None else (rank,)
-    value = json.dumps(objects.to_json(StacksRequest(ranks, time.time())))
+    value = json.dumps(documents.to_json(StacksRequest(ranks, time.time())))
     names = NameStore(paths.names)
     for number in itertools.count(1):
         try:

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from slurmrl.display.terminal import first_line
-from slurmrl.run import endings, hang, metrics
+from slurmrl.run import hang, metrics, reports
 from slurmrl.run.events import Event
 from slurmrl.run.reports import RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
@@ -77,7 +77,7 @@ def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     if not snapshot.task_failures:
         return None
     (group, task), (_, failure) = max(snapshot.task_failures.items(), key=lambda one: one[0])
-    words = endings.attempt_failure_words(failure)
+    words = reports.attempt_failure_words(failure)
     return {"task": f"{group}/{task}", "host": failure.host or "", "why": words}
 
 

@@ -11,10 +11,9 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from slurmrl.errors import CorruptFileError, NameNotFoundError
-from slurmrl.fsio import documents, objects
-from slurmrl.fsio.documents import COUNT, SECONDS, TEXT, Fields, each, list_of, table
+from slurmrl.fsio import documents
+from slurmrl.fsio.documents import COUNT, SECONDS, TEXT, Dataclass, Fields, each, list_of, table
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.objects import Dataclass
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.hang import GroupProgress
@@ -42,8 +41,8 @@ STATUS: Fields = {
     "waiting": table(
         {"for": list_of(COUNT), "what": TEXT, "since_s": SECONDS}, ("what", "since_s")
     ),
-    "doing": list_of(objects.shape(GroupProgress)),
-    "rollouts": objects.shape(RolloutsView),
+    "doing": list_of(documents.shape(GroupProgress)),
+    "rollouts": documents.shape(RolloutsView),
     "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
 }
 _PLACE = re.compile(r"/([0-9]{1,9})\.([0-9]{1,9})")
@@ -83,13 +82,15 @@ def status(names: NameStore) -> Said:
 
 def doing(status: Said) -> list[GroupProgress]:
     """Return the activity of the ranks according to a status."""
-    return [objects.from_json(GroupProgress, one, keys.status()) for one in status.get("doing", [])]
+    return [
+        documents.from_json(GroupProgress, one, keys.status()) for one in status.get("doing", [])
+    ]
 
 
 def rollouts(status: Said) -> RolloutsView | None:
     """Return the rollout tasks by a status; None if the trial has none."""
     said = status.get("rollouts")
-    return None if said is None else objects.from_json(RolloutsView, said, keys.status())
+    return None if said is None else documents.from_json(RolloutsView, said, keys.status())
 
 
 def attempt(names: NameStore, group: str, task: int, number: int) -> Identity | None:
@@ -152,7 +153,7 @@ def stacks_request(names: NameStore, incarnation: int, number: int) -> StacksReq
 
 
 def _parse(text: str, where: str, kind: type[D]) -> D:
-    return objects.from_json(kind, documents.parse(text, where), where)
+    return documents.from_json(kind, documents.parse(text, where), where)
 
 
 def _report(names: NameStore, key: str, kind: type[R]) -> R | None:

@@ -112,11 +112,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slurmrl.run import endings
-from slurmrl.run.endings import JobTag
+from slurmrl.run import reports
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import TRAINERS, Identity
+from slurmrl.run.reports import TRAINERS, Identity, JobTag
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch import incarnation_rows, present
 from slurmrl.watch.diagnosis import diagnose
@@ -296,7 +295,7 @@ def _task(
     host, job_id = (attempt.host, attempt.job_id) if attempt is not None else ("", "")
     beats = state == "RUNNING" and said.get("attempt") == number
     failed, failure = snapshot.task_failures.get((group.name, task), (None, None))
-    own = endings.attempt_failure_words(failure) if failure and failed == number else ""
+    own = reports.attempt_failure_words(failure) if failure and failed == number else ""
     ends = element is not None and not element.state.active
     return {
         "job_id": element.job_id if element else job_id or None,

@@ -25,7 +25,7 @@ from slurmrl.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.events import EventWriter
@@ -113,7 +113,7 @@ def publish(names: NameStore, incarnation: int, failure: Failure) -> bool:
 
     Return False if another failure was published first or the directory did not take this one.
     """
-    value = json.dumps(objects.to_json(failure))
+    value = json.dumps(documents.to_json(failure))
     try:
         retry(
             "publish the failure",
@@ -135,7 +135,7 @@ def publish_attempt(names: NameStore, identity: Identity, failure: Failure) -> N
     Raises EnvironmentFailure if the directory does not answer.
     """
     key = keys.attempt_failure(identity.group, identity.task, identity.attempt)
-    value = json.dumps(objects.to_json(failure))
+    value = json.dumps(documents.to_json(failure))
     retry(
         "publish the failure",
         lambda: names.add(key, value, replace=True),
@@ -148,7 +148,7 @@ def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> Non
 
     Raises EnvironmentFailure if the directory does not answer.
     """
-    note = json.dumps(objects.to_json(LostHost(incarnation=incarnation, job=job)))
+    note = json.dumps(documents.to_json(LostHost(incarnation=incarnation, job=job)))
     retry(
         "report a lost host",
         lambda: names.add(keys.lost(host), note, replace=True),
@@ -170,7 +170,7 @@ def publish_hang(
     explained = Hang(text=explain(grouped(rows)), files=tuple(files))
     logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")
     events.write("hang", incarnation=incarnation, text=explained.text, files=list(files))
-    value = json.dumps(objects.to_json(explained))
+    value = json.dumps(documents.to_json(explained))
     try:
         names.add(keys.hang(incarnation), value)
     except NameExistsError:

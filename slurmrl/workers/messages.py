@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
 from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import StoredGroup
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.fsio.documents import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
 from slurmrl.fsio.failures import corrupt
 from slurmrl.run.channel.bell import BellAddress
@@ -335,7 +335,7 @@ class ImportFailed:
 
 # -- their JSON ------------------------------------------------------------------------------
 
-M = TypeVar("M", bound=objects.Dataclass)
+M = TypeVar("M", bound=documents.Dataclass)
 
 
 class MessageSet(Generic[M]):
@@ -350,7 +350,7 @@ class MessageSet(Generic[M]):
         return self._types[type(message)]
 
     def to_json(self, message: M) -> Message:
-        return {"type": self.type_of(message), **objects.to_json(message)}
+        return {"type": self.type_of(message), **documents.to_json(message)}
 
     def from_json(self, values: Message) -> M:
         """Raises CorruptFileError."""
@@ -360,7 +360,7 @@ class MessageSet(Generic[M]):
             known = ", ".join(self._kinds)
             problem = f"has {shown(name)} in 'type', expected one of {known}"
             raise corrupt(self._channel, problem, REMEDY)
-        return objects.from_json(kind, values, self._channel, remedy=REMEDY)
+        return documents.from_json(kind, values, self._channel, remedy=REMEDY)
 
 
 _WORK: Final[Mapping[str, type[Order]]] = {

@@ -20,8 +20,7 @@ from slurmrl.run.history.state import begin
 from slurmrl.scheduler import extensions
 from slurmrl.scheduler.base import JobState, SubmissionRequest
 from slurmrl.scheduler.chain import Link, TopUp, continue_after, end_chain, top_up
-from slurmrl.scheduler.elastic import HELD, Change, ElasticGroup
-from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.slurm import HELD, Change, ElasticGroup, SlurmScheduler
 from tests.scheduler_contract import (
     STAY,
     active,

@@ -60,7 +60,6 @@ TORCH_FREE = (
     "models.hf_form",
     "engines",
     "engines.planned",
-    "engines.fsdp.placing",
     "engines.megatron",
     "engines.megatron.parts",
     "rollouts",

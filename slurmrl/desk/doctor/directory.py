@@ -17,7 +17,7 @@ from slurmrl import child
 from slurmrl.desk.doctor import Check, failed, ok, warning
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import atomic, calls, ownership
+from slurmrl.fsio import atomic, calls
 from slurmrl.fsio.calls import REAL, opened, read_all, write_new
 from slurmrl.fsio.failures import explain
 
@@ -53,7 +53,7 @@ def content(folder: Path, request: dict[str, Any]) -> Check:
 
 def owner(folder: Path) -> Check:
     """``folder`` is one that we made. Raises EnvironmentFailure where others could change it."""
-    warnings = ownership.check(folder)
+    warnings = atomic.check_ownership(folder)
     path = folder / f"owner.{uuid.uuid4().hex}"
     try:
         write_new(path, b"", False, REAL)

@@ -35,7 +35,6 @@ from slurmrl.engines.fsdp.parameters import (
     trained_specs,
     whole_shapes,
 )
-from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.sharding import (
     Shards,
     clip,
@@ -58,6 +57,7 @@ from slurmrl.engines.microbatch import (
 )
 from slurmrl.engines.native_engine import GatheredGeneration
 from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
+from slurmrl.engines.planned import Placing
 from slurmrl.engines.role_weights import Fingerprint, initial_weights, model_config
 from slurmrl.errors import UsageError
 from slurmrl.models.adapters import adapted_weight

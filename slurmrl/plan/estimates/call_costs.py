@@ -17,7 +17,6 @@ from slurmrl.config.schema import Cluster, Config, Model
 from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.dataflow import Call, Head, Method, RoleUse
 from slurmrl.plan.engine_rules import BUILT_IN
-from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
 from slurmrl.plan.estimates.hardware import GIB, Hardware, Machine, hardware_of, shipped_gpu
 from slurmrl.plan.estimates.memory import (
     BYTES,
@@ -32,8 +31,11 @@ from slurmrl.plan.estimates.memory import (
 from slurmrl.plan.estimates.pass_seconds import (
     REPEATED,
     SMALL_BYTES,
+    DecodeJob,
+    LengthDistribution,
     PassJob,
     Seconds,
+    generation,
     inference,
     training,
 )

@@ -24,8 +24,7 @@ from slurmrl import log
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.hf import as_tensor, read_values
 from slurmrl.models.model_tensors import open_folder
-from slurmrl.models.shapes import LM_HEAD
-from slurmrl.models.tensor_sources import FolderTensors
+from slurmrl.models.shapes import LM_HEAD, FolderTensors
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.tensors.layout import Box
 

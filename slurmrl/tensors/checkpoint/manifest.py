@@ -28,7 +28,7 @@ from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
 )
-from slurmrl.fsio import atomic, documents, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.atomic import is_absent, known_names
 from slurmrl.fsio.calls import REAL, SystemCalls, write_new
 from slurmrl.fsio.documents import (
@@ -291,7 +291,7 @@ def read_origin(folder: Path) -> PinnedOrigin:
             f"{path} has version {values['version']}; this program reads version {ORIGIN_VERSION}"
         )
         raise CheckpointError(message)
-    return objects.from_json(PinnedOrigin, values, path)
+    return documents.from_json(PinnedOrigin, values, path)
 
 
 def pin(checkpoint: Path, origin: PinnedOrigin, folder: Path, calls: SystemCalls = REAL) -> None:
@@ -304,5 +304,5 @@ def pin(checkpoint: Path, origin: PinnedOrigin, folder: Path, calls: SystemCalls
     for file in files:
         calls.link(checkpoint / file.name, folder / file.name)
     write_listing(folder, Manifest(manifest.step, files), calls=calls)
-    text = json.dumps(objects.to_json(origin), indent=1) + "\n"
+    text = json.dumps(documents.to_json(origin), indent=1) + "\n"
     write_new(folder / ORIGIN, text.encode(), True, calls)

@@ -26,7 +26,6 @@ from slurmrl.errors import CorruptFileError, WeightVersionError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.documents import COUNT, FILE_NAME, INTEGER, SIZE, TEXT, Fields, FieldType, one_of
-from slurmrl.fsio.objects import Dataclass, from_json, to_json
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array, TensorSpec
 
@@ -159,7 +158,7 @@ READABLE = (1, 2)
 MANIFEST = "manifest.json"
 _CONTENT = FieldType("an object", lambda value: isinstance(value, dict))
 _FIELDS: Fields = {"format": INTEGER, "checksum": TEXT, "content": _CONTENT}
-R = TypeVar("R", bound=Dataclass)
+R = TypeVar("R", bound=documents.Dataclass)
 
 
 def part_file(part: int) -> str:
@@ -170,9 +169,9 @@ def part_index(part: int) -> str:
     return f"part-{part}.json"
 
 
-def write_record(path: Path, record: Dataclass, *, calls: SystemCalls = REAL) -> None:
+def write_record(path: Path, record: documents.Dataclass, *, calls: SystemCalls = REAL) -> None:
     """Replace a record durably. Raises EnvironmentFailure."""
-    content = to_json(record)
+    content = documents.to_json(record)
     values = {"format": FORMAT, "checksum": _checksum(content), "content": content}
     atomic.replace(path, (_text(values) + "\n").encode(), calls=calls)
 
@@ -186,7 +185,7 @@ def read_record(path: Path, kind: type[R], *, calls: SystemCalls = REAL) -> R:
         )
     if values["checksum"] != _checksum(values["content"]):
         raise CorruptFileError(f"{path} has another checksum")
-    return from_json(kind, values["content"], path)
+    return documents.from_json(kind, values["content"], path)
 
 
 def read_part(folder: Path, part: int, *, calls: SystemCalls = REAL) -> PartIndex:

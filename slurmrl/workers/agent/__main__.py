@@ -23,11 +23,10 @@ from slurmrl.errors import (
     TrialEndedError,
     UsageError,
 )
-from slurmrl.fsio import calls, ownership
+from slurmrl.fsio import atomic, calls
 from slurmrl.run import hosts
-from slurmrl.run.endings import HOST_LOSSES
 from slurmrl.run.paths import RunPaths
-from slurmrl.run.reports import TRAINERS, Cause, Failure
+from slurmrl.run.reports import HOST_LOSSES, TRAINERS, Cause, Failure
 from slurmrl.watch import published
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
@@ -206,7 +205,7 @@ def serve(run: Path, submission: int, group: str, task: int | None = None) -> in
     """
 
     def start() -> Host:
-        for warning in ownership.check(run):
+        for warning in atomic.check_ownership(run):
             logger.warning("%s", warning)
         make_channels(paths)
         return Host(paths, submission, group, task)

@@ -31,7 +31,7 @@ from slurmrl.errors import (
     StaleIncarnationError,
     TrialEndedError,
 )
-from slurmrl.fsio import atomic, documents, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, opened
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
@@ -124,7 +124,7 @@ class Host:
         """Renew the lease. It carries the activity of the ranks, for the status (`run.hang`)."""
         doing = tuple(self.children.doing()) if self.serving else ()
         note = LeaseNote(incarnation=self.serving, doing=doing)
-        self._lease.beat(message_log.encode(objects.to_json(note)))
+        self._lease.beat(message_log.encode(documents.to_json(note)))
 
     def _outputs(self, limit_bytes: int) -> list[Output]:
         groups = [self.group.name, *([MASTER] if self.leads else [])]
@@ -281,7 +281,7 @@ def claim(
         try:
             store.add(
                 keys.attempt(group, task, attempt),
-                json.dumps(objects.to_json(identity)),
+                json.dumps(documents.to_json(identity)),
             )
         except NameExistsError:
             continue

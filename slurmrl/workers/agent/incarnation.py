@@ -28,14 +28,13 @@ from slurmrl.errors import (
     StaleIncarnationError,
     WaitTimeoutError,
 )
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.run import keys
 from slurmrl.run.channel.bell import Bell, BellAddress, fabric_address, install_bell, interface_of
 from slurmrl.run.channel.follower import Follower
 from slurmrl.run.channel.message_log import LogReader, LogWriter
-from slurmrl.run.endings import HANGS
 from slurmrl.run.history.state import TrialState
-from slurmrl.run.reports import MASTER, Cause, Failure
+from slurmrl.run.reports import HANGS, MASTER, Cause, Failure
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.loss_detection import Symptoms
 from slurmrl.workers.agent.witness import Witness
@@ -282,7 +281,7 @@ class Incarnation:
         """Report a warning to the master and in the name store, if the incarnation has begun."""
         if self.replies is None or (warned := self.host.warnings.take()) is None:
             return
-        known = objects.to_json(warned)
+        known = documents.to_json(warned)
         self.send(warned)
         self.host.events.write("warned", **known)
         with contextlib.suppress(NameExistsError, EnvironmentFailure):  # or another host was first

@@ -23,7 +23,7 @@ from slurmrl.errors import (
     TrialEndedError,
     WaitTimeoutError,
 )
-from slurmrl.fsio import atomic, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import explain
 from slurmrl.run import demand
 from slurmrl.run.channel.bell import LOOPBACK, interface_of
@@ -232,7 +232,7 @@ class RolloutTask:
 
     def _heed_warning(self) -> None:
         if (warned := self.host.warnings.take()) is not None:
-            self.host.events.write("warned", **objects.to_json(warned))
+            self.host.events.write("warned", **documents.to_json(warned))
             self._retire(f"its job will end ({warned.cause})", time_to_retire_s(warned))
 
     # -- its end -----------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.data.leases import Admission, SampleLedger
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
-from slurmrl.fsio import calls, ownership
+from slurmrl.fsio import atomic, calls
 from slurmrl.fsio.atomic import known_names, remove
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
@@ -30,12 +30,11 @@ from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.run import events, metrics
 from slurmrl.run.channel.bell import fabric_bell
 from slurmrl.run.channel.pipe import Connection
-from slurmrl.run.endings import HANGS, Ending
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import History, Record
 from slurmrl.run.history.state import IncarnationWriter, Lineage, TrialState, fold
 from slurmrl.run.paths import DAMAGED_PREFIX, RunPaths
-from slurmrl.run.reports import Failure
+from slurmrl.run.reports import HANGS, Ending, Failure
 from slurmrl.tensors.checkpoint.manifest import read_state, until_certain
 from slurmrl.watch.incarnation_rows import REPEATS
 from slurmrl.watch.sinks import MetricsRecorder
@@ -68,7 +67,7 @@ logger = log.get(__name__)
 
 def serve(run: Path, submission: int, job: str, link: int) -> int:
     """Run one incarnation. Return 0 if the trial ended or was handed over, 1 if it failed."""
-    for warning in ownership.check(run):
+    for warning in atomic.check_ownership(run):
         logger.warning("%s", warning)
     paths = RunPaths(run)
     names = NameStore(paths.names)

@@ -30,8 +30,7 @@ from slurmrl.models.adapters import write_adapter
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import stored
 from slurmrl.models.model_tensors import merged_weights, open_folder, read_headers, stored_name
-from slurmrl.models.shapes import file_form
-from slurmrl.models.tensor_sources import FolderTensors
+from slurmrl.models.shapes import FolderTensors, file_form
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.shape import (
     CONFIG,

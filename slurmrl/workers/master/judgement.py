@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from slurmrl.name_resolve.store import NameStore
-from slurmrl.run.endings import HANGS, RAISED, Ending, JobTag
 from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import fold
-from slurmrl.run.reports import Cause, Failure
+from slurmrl.run.reports import HANGS, RAISED, Cause, Ending, Failure, JobTag
 from slurmrl.watch import published
 from slurmrl.workers.link import starts_put_back
 

@@ -21,7 +21,7 @@ from slurmrl.backoff import READ_S, Backoff, retry
 from slurmrl.config.schema import Config
 from slurmrl.data.chat import template_file
 from slurmrl.errors import CheckpointError, EnvironmentFailure
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.model import Plan
@@ -396,7 +396,7 @@ class Master:
         self._tell(self.committer.wait())
         step, state = self.progress.step, self.progress.state()
         if self.rollouts is not None:
-            state["rollouts"] = objects.to_json(self.rollouts.record())
+            state["rollouts"] = documents.to_json(self.rollouts.record())
         self._tell(self.committer.start(step, state, asynchronous=asynchronous))
         if not asynchronous:
             self._tell(self.committer.wait())

@@ -15,7 +15,7 @@ from slurmrl.data.ledger import Ledger, LedgerRecord
 from slurmrl.data.order import ItemOrder, order_of
 from slurmrl.data.prepared import read_manifest
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.fsio.documents import (
     COUNT,
     NUMBER,
@@ -40,7 +40,7 @@ WHERE = "the state of the last commit"
 
 def _read_ledger(values: Mapping[str, Any]) -> LedgerRecord:
     """Raises CorruptFileError."""
-    record = objects.from_json(LedgerRecord, values, WHERE)
+    record = documents.from_json(LedgerRecord, values, WHERE)
     record.check(WHERE)
     return record
 
@@ -75,7 +75,7 @@ STATE: Fields = {
     "evaluations": _TIMES,
     "stop_token_ids": list_of(SIZE),
     "chat_template": TEXT,
-    "recorded": list_of(objects.shape(RecordedSteps)),
+    "recorded": list_of(documents.shape(RecordedSteps)),
     "rollouts": ATTEMPTS,
 }
 """Fields of a committed state. ``evaluations`` is null without evaluations. ``rollouts``, which
@@ -143,7 +143,7 @@ class Progress:
         """Return JSON values; together with the ranks' files, a successor needs nothing else."""
         return {
             "step": self.step,
-            "ledger": objects.to_json(self.ledger.record()),
+            "ledger": documents.to_json(self.ledger.record()),
             "dataset": self.dataset,
             "metrics": finite(self.metrics),
             "controller": self.controller.state(),
@@ -151,7 +151,7 @@ class Progress:
             "evaluations": self.evaluations.state() if self.evaluations else None,
             "stop_token_ids": self.stop_token_ids,
             "chat_template": self.chat_template,
-            "recorded": [objects.to_json(steps) for steps in self.recorded],
+            "recorded": [documents.to_json(steps) for steps in self.recorded],
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -163,7 +163,7 @@ class Progress:
             raise CheckpointError(f"the committed state has no {', '.join(sorted(missing))}")
         self.controller.restore(state["controller"])
         self.recorded = [
-            objects.from_json(RecordedSteps, values, WHERE)
+            documents.from_json(RecordedSteps, values, WHERE)
             for values in state.get("recorded") or ()
         ]
         if self.evaluations is not None and state["evaluations"] is not None:

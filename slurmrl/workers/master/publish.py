@@ -19,7 +19,7 @@ from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.config.schema import WHOLE
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import atomic, objects
+from slurmrl.fsio import atomic, documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.metric_names import EVALUATION_S, evaluation_metric
@@ -95,7 +95,7 @@ class StatusPublisher:
         if self._looks.due():
             self._status["waiting"] = waiting()
             if rollouts is not None:
-                self._status["rollouts"] = objects.to_json(rollouts())
+                self._status["rollouts"] = documents.to_json(rollouts())
             self._look_at_agents()
             self._publish()
 
@@ -105,7 +105,7 @@ class StatusPublisher:
         for view in self._views.values():
             try:
                 frames, _ = message_log.decode(view.note)
-                notes = [objects.from_json(LeaseNote, values, "a lease") for values in frames[:1]]
+                notes = [documents.from_json(LeaseNote, values, "a lease") for values in frames[:1]]
             except CorruptFileError:
                 continue
             for note in notes:

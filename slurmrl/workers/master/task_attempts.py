@@ -18,12 +18,12 @@ from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, ReportedError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.fsio.documents import FILE_NAME, FieldType
 from slurmrl.fsio.failures import corrupt
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.placement import ROLLOUTS
-from slurmrl.run import endings, events
+from slurmrl.run import events, reports
 from slurmrl.run.channel.bell import Bell, BellAddress
 from slurmrl.run.channel.follower import SPARE_LOOKS
 from slurmrl.run.channel.message_log import LogPosition, LogReader, LogWriter, Message
@@ -83,7 +83,7 @@ class RolloutsRecord:
 
 def rollouts_of(values: Mapping[str, Any], where: object) -> RolloutsRecord:
     """Read the attempts in a commit. Raises CorruptFileError."""
-    record = objects.from_json(RolloutsRecord, values, where)
+    record = documents.from_json(RolloutsRecord, values, where)
     record.check(where)
     return record
 
@@ -439,7 +439,7 @@ class FailedTasks:
         """
         alike: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for place, failure in self._failures.items():
-            alike[_NUMBER.sub("", endings.attempt_failure_words(failure))].append(place)
+            alike[_NUMBER.sub("", reports.attempt_failure_words(failure))].append(place)
         places = max(alike.values(), key=len, default=[])
         hosts = {self._failures[place].host for place in places}
         enough = max(STARTS * allowed, FEWEST)
@@ -453,7 +453,7 @@ class FailedTasks:
         where = f"{ROLLOUTS}/{places[-1][0]}" + (f" on {last.host}" if last.host else "")
         reason = (
             f"{len(places)} rollout tasks failed in the same way at their start, and none works; "
-            f"the last one ({where}): {endings.attempt_failure_words(last)}"
+            f"the last one ({where}): {reports.attempt_failure_words(last)}"
         )
         raise ReportedError(Failure(cause=Cause.ENVIRONMENT, reason=reason, host="", final=True))
 

@@ -34,7 +34,7 @@ from slurmrl.errors import (
     UsageError,
     WorkerDiedError,
 )
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.rewards.process_pool import MOST_PROCESSES, ProcessPool, Unanswered
 from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.rewards.weighted import reward_program
@@ -252,7 +252,7 @@ class Scoring:
             raise RewardError(verdict.why)
         if "error" in verdict:
             raise RewardError(verdict["error"])
-        return objects.from_json(JudgedCompletions, verdict["judged"], "the reply of the reward")
+        return documents.from_json(JudgedCompletions, verdict["judged"], "the reply of the reward")
 
 
 def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | None:

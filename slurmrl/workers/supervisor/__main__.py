@@ -39,16 +39,14 @@ from slurmrl.scheduler.chain import (
     give_back,
 )
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.elastic import ElasticGroup
-from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
 from slurmrl.watch import overview
-from slurmrl.workers.link import end_as_failed, reason_to_leave
+from slurmrl.workers.link import LeaderLock, end_as_failed, reason_to_leave, wait_for_turn
 from slurmrl.workers.supervisor.checkpoint_evaluations import (
     CheckpointEvaluations,
     hand_over_results,
 )
 from slurmrl.workers.supervisor.end_of_trial import announce, write_report
-from slurmrl.workers.supervisor.leader_lock import LeaderLock, wait_for_turn
 from slurmrl.workers.supervisor.rounds import JobHosts, Rounds, job_tag
 from slurmrl.workers.supervisor.watcher import Watchers
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.channel import bell as module
 from slurmrl.run.channel.bell import TOKEN_BYTES, Bell, BellAddress
@@ -237,9 +237,9 @@ def test_rings_that_the_kernel_dropped_are_no_lost_rings(
 def test_an_address_is_checked_before_it_is_used(changes: dict[str, object], message: str) -> None:
     """A host name would be looked up, which can block for seconds."""
     good = {"host": LOOPBACK, "port": 9, "token": "0f" * TOKEN_BYTES}
-    assert objects.to_json(objects.from_json(BellAddress, good, "a log")) == good
+    assert documents.to_json(documents.from_json(BellAddress, good, "a log")) == good
     with pytest.raises(CorruptFileError, match=message):
-        objects.from_json(BellAddress, {**good, **changes}, "a log")
+        documents.from_json(BellAddress, {**good, **changes}, "a log")
 
 
 def test_no_bell_without_the_address() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.cli import docs as command
+from slurmrl.cli import explain as command
 from slurmrl.cli.main import main
 from slurmrl.desk import manual
 

@@ -31,7 +31,7 @@ from slurmrl.data.ledger import (
     StoredGroup,
 )
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.run.history.state import Lineage
 from slurmrl.tensors.weights.format import VersionId
 
@@ -40,11 +40,11 @@ HOLDERS = ("task-0.1", "task-1.1", "task-2.1")
 
 
 def committed(ledger: Ledger) -> str:
-    return json.dumps(objects.to_json(ledger.record()))
+    return json.dumps(documents.to_json(ledger.record()))
 
 
 def read(text: str) -> LedgerRecord:
-    record = objects.from_json(LedgerRecord, json.loads(text), "the ledger")
+    record = documents.from_json(LedgerRecord, json.loads(text), "the ledger")
     record.check("the ledger")
     return record
 
@@ -428,10 +428,10 @@ GOOD = LedgerRecord(
 )
 def test_a_record_that_contradicts_itself_is_refused(change: dict[str, Any], problem: str) -> None:
     """A trial that continued from it would train items twice or never."""
-    assert read(json.dumps(objects.to_json(GOOD))) == GOOD
+    assert read(json.dumps(documents.to_json(GOOD))) == GOOD
     wrong = replace(GOOD, **change)
     with pytest.raises(CorruptFileError, match=problem):
-        read(json.dumps(objects.to_json(wrong)))
+        read(json.dumps(documents.to_json(wrong)))
 
 
 def test_a_record_of_a_trial_without_tasks_is_as_before() -> None:

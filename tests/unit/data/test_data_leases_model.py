@@ -27,7 +27,7 @@ import pytest
 from slurmrl.data.leases import SampleLedger
 from slurmrl.data.ledger import LedgerRecord, StoredGroup
 from slurmrl.errors import SlotTakenError, StaleIncarnationError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.history.state import IncarnationWriter, Lineage, begin
 
@@ -44,12 +44,12 @@ Log = tuple[tuple[Kind, int, str], ...]
 
 
 def committed(ledger: SampleLedger) -> str:
-    return json.dumps(objects.to_json(ledger.record()))
+    return json.dumps(documents.to_json(ledger.record()))
 
 
 @cache
 def read(text: str) -> LedgerRecord:
-    record = objects.from_json(LedgerRecord, json.loads(text), "the ledger")
+    record = documents.from_json(LedgerRecord, json.loads(text), "the ledger")
     record.check("the ledger")
     return record
 

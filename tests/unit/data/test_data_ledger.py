@@ -14,16 +14,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from slurmrl.data.ledger import DropCount, DroppedRun, Ledger, LedgerRecord, StepRun
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.fsio.documents import MOST_COUNT
 
 
 def committed(ledger: Ledger) -> str:
-    return json.dumps(objects.to_json(ledger.record()))
+    return json.dumps(documents.to_json(ledger.record()))
 
 
 def read(text: str) -> LedgerRecord:
-    record = objects.from_json(LedgerRecord, json.loads(text), "the ledger")
+    record = documents.from_json(LedgerRecord, json.loads(text), "the ledger")
     record.check("the ledger")
     return record
 
@@ -153,10 +153,10 @@ GOOD = LedgerRecord(
 )
 def test_a_record_that_contradicts_itself_is_refused(change: dict[str, Any], problem: str) -> None:
     """A trial that continued from it would train items twice or never."""
-    assert read(json.dumps(objects.to_json(GOOD))) == GOOD
+    assert read(json.dumps(documents.to_json(GOOD))) == GOOD
     wrong = replace(GOOD, **change)
     with pytest.raises(CorruptFileError, match=problem):
-        read(json.dumps(objects.to_json(wrong)))
+        read(json.dumps(documents.to_json(wrong)))
 
 
 def test_a_window_that_a_commit_could_not_hold_is_refused() -> None:

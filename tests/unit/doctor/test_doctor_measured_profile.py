@@ -12,9 +12,14 @@ from ruamel.yaml import YAML
 
 from slurmrl.config.allocation import parse
 from slurmrl.desk.measured_profile import profile_text
-from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
 from slurmrl.plan.estimates.hardware import HardwareFile, Machine, made
-from slurmrl.plan.estimates.pass_seconds import PassJob, inference
+from slurmrl.plan.estimates.pass_seconds import (
+    DecodeJob,
+    LengthDistribution,
+    PassJob,
+    generation,
+    inference,
+)
 from slurmrl.plan.estimates.shape import ModelShape, read
 from slurmrl.workers.hardware_sizes import ON_CPUS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.engines.fsdp.placing import Placing
+from slurmrl.engines.planned import Placing
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.parallel.boxes import TensorSplit
 from slurmrl.models.shapes import parameter_shapes

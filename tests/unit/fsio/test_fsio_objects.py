@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import pytest
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio.documents import COUNT
-from slurmrl.fsio.objects import from_json, to_json
+from slurmrl.fsio.documents import COUNT, from_json, to_json
 
 
 @dataclass(frozen=True)

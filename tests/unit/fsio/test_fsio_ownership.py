@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, OwnershipError
-from slurmrl.fsio import ownership
+from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 
 OURS, THEIRS = os.geteuid(), os.geteuid() + 1
@@ -44,21 +44,21 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_private_directory_is_used_without_a_word(run: Path) -> None:
-    assert ownership.check(run) == []
+    assert atomic.check_ownership(run) == []
     run.chmod(0o2700)
-    assert ownership.check(run) == []
+    assert atomic.check_ownership(run) == []
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o770, 0o777, 0o500, 0o000])
 def test_another_mode_is_refused(run: Path, mode: int) -> None:
     run.chmod(mode)
     with pytest.raises(OwnershipError, match=f"has mode {mode:04o}.*chmod 700"):
-        ownership.check(run)
+        atomic.check_ownership(run)
 
 
 def test_what_is_not_ours_is_refused(run: Path) -> None:
     with pytest.raises(OwnershipError, match=f"belongs to user {THEIRS}, not to you"):
-        ownership.check(run, calls=Owned((run,)))
+        atomic.check_ownership(run, calls=Owned((run,)))
 
 
 def test_what_is_no_directory_is_refused(run: Path) -> None:
@@ -66,41 +66,41 @@ def test_what_is_no_directory_is_refused(run: Path) -> None:
     link.symlink_to(run)
     file.touch()
     with pytest.raises(OwnershipError, match="a symbolic link"):
-        ownership.check(link)
+        atomic.check_ownership(link)
     with pytest.raises(OwnershipError, match="a file"):
-        ownership.check(file)
+        atomic.check_ownership(file)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o703])
 def test_an_ancestor_that_everybody_writes_to_is_refused(run: Path, mode: int) -> None:
     run.parent.chmod(mode)
     with pytest.raises(OwnershipError, match=f"root is world-writable .mode {mode:04o}"):
-        ownership.check(run)
+        atomic.check_ownership(run)
     run.parent.chmod(mode | stat.S_ISVTX)
-    assert ownership.check(run) == []
+    assert atomic.check_ownership(run) == []
 
 
 def test_ancestors_behind_a_symbolic_link_count(run: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(run.parent)
-    assert ownership.check(link / "run") == []
+    assert atomic.check_ownership(link / "run") == []
     with pytest.raises(OwnershipError, match="symbolic link of user"):
-        ownership.check(link / "run", calls=Owned((link,)))
+        atomic.check_ownership(link / "run", calls=Owned((link,)))
     run.parent.chmod(0o777)
     with pytest.raises(OwnershipError, match="is world-writable"):
-        ownership.check(link / "run")
+        atomic.check_ownership(link / "run")
 
 
 def test_groups_and_owners_of_ancestors_are_warned_about(run: Path) -> None:
     run.parent.chmod(0o775)
-    (warning,) = ownership.check(run)
+    (warning,) = atomic.check_ownership(run)
     assert f"{run.parent} is writable by group" in warning
-    (_, warning) = ownership.check(run, calls=Owned((run.parent,)))
+    (_, warning) = atomic.check_ownership(run, calls=Owned((run.parent,)))
     assert f"{run.parent} belongs to user {THEIRS}" in warning
 
 
 def test_a_directory_that_does_not_answer_is_another_matter(run: Path) -> None:
     for path, calls in ((run, Owned(error=errno.EIO)), (run / "gone", SystemCalls())):
         with pytest.raises(EnvironmentFailure) as caught:
-            ownership.check(path, calls=calls)
+            atomic.check_ownership(path, calls=calls)
         assert not isinstance(caught.value, OwnershipError)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from slurmrl.engines.role_weights import initial_weights
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.folder_checks import small_not_finite
 from slurmrl.models.hf import read_config
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
+from slurmrl.models.model_tensors import small_not_finite
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.tensors.layout import Box
 from tests.support.committed import CommittedTrial

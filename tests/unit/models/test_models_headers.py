@@ -10,13 +10,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.folder_checks import other_projection, small_not_finite
 from slurmrl.models.hf import Weights
 from slurmrl.models.model_tensors import (
     SINGLE_FILE,
     implied_shapes,
     mismatches,
+    other_projection,
     read_headers,
+    small_not_finite,
     unused,
 )
 from slurmrl.tensors.checkpoint.export import INDEX_FILE

@@ -10,9 +10,8 @@ import pytest
 from slurmrl.config.schema import Logging
 from slurmrl.name_resolve.store import encode
 from slurmrl.run import keys
-from slurmrl.run.endings import failure_words
 from slurmrl.run.history.slots import Kind
-from slurmrl.run.reports import Failure
+from slurmrl.run.reports import Failure, failure_words
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.watch.sinks import MetricsRecorder
 from slurmrl.watch.snapshot import DETAILED, read

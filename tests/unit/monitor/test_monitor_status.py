@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli import status_text
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.run import keys
 from slurmrl.run.history.slots import END_OF_DATASET, Kind
 from slurmrl.run.reports import RolloutsView, RolloutTaskView
@@ -69,7 +69,7 @@ def test_rollout_tasks_while_the_trial_runs(run: FakeRun) -> None:
         problem="cannot write x: No space left",
     )
     view = RolloutsView(wanted=4, tasks=(works, RolloutTaskView(task="rollout/3", attempt=0)))
-    run.say(incarnation, step=12, rollouts=objects.to_json(view))
+    run.say(incarnation, step=12, rollouts=documents.to_json(view))
     found = look(run, task(1, RUNNING, hosts=("n0",)), alive=True)["rollouts"]
     assert (found["wanted"], found["waits_for"], found["dropped"]) == (4, "", {})
     told = [(one["task"], one["state"], one["tokens_per_s"]) for one in found["tasks"]]
@@ -89,7 +89,7 @@ def test_rollout_tasks_have_their_own_last_error(run: FakeRun) -> None:
     incarnation = run.begin()
     run.attempt("41_1")
     waits = RolloutsView(wanted=2, waits_for="for a rollout task")
-    run.say(incarnation, rollouts=objects.to_json(waits))
+    run.say(incarnation, rollouts=documents.to_json(waits))
     for number, (text, attempts) in enumerate([("first", 2), ("second", 1), ("third", 1)]):
         for attempt in range(attempts):
             place = {"task": number, "attempt": attempt, "host": "n7", "job": "42.0.0"}

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from slurmrl.config.allocation import parse
-from slurmrl.plan.estimates.decoding import DecodeJob, LengthDistribution, generation
 from slurmrl.plan.estimates.hardware import Machine, shipped
-from slurmrl.plan.estimates.pass_seconds import PassJob, inference, training
+from slurmrl.plan.estimates.pass_seconds import (
+    DecodeJob,
+    LengthDistribution,
+    PassJob,
+    generation,
+    inference,
+    training,
+)
 from slurmrl.plan.estimates.shape import read
 
 PREDICTIONS = Path(__file__).parents[3] / "scripts" / "bench" / "predictions.py"

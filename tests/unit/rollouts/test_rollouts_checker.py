@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.rollouts.sample_files import SampleGroup, SampleWriter
 from slurmrl.run.channel.message_log import LogWriter
 from tests.support.rollout_checker import Checker
@@ -91,11 +91,11 @@ class Story:
         for incarnation, step, items in batches:
             stored = samples.write([self._group(item, self.versions[step]) for item in items])
             stored = tuple(replace(one, lease="1.1") for one in stored)
-            told = [objects.to_json(one) for one in stored if one.item not in self.unrecorded]
+            told = [documents.to_json(one) for one in stored if one.item not in self.unrecorded]
             results.append({"type": "finished", "groups": told})
             batch = {"type": "load", "step": step, "items": list(map(self.row, items))}
             judged = [one for one in stored if one.item not in self.unjudged]
-            groups = {"samples": [objects.to_json(replace(one, task=TASK)) for one in judged]}
+            groups = {"samples": [documents.to_json(replace(one, task=TASK)) for one in judged]}
             if self.filtered:
                 rows = [self.row(one.item) for one in judged]
                 logs[incarnation].append({**batch, **groups, "items": rows, "candidates": True})

@@ -11,8 +11,7 @@ from slurmrl.run import demand
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.scheduler.elastic import HELD, Change, ElasticGroup, balance
-from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.slurm import HELD, Change, ElasticGroup, SlurmScheduler, balance
 from tests.fake_runs import FakeRun, task
 from tests.support.scripted_slurm import Slurm
 

@@ -14,8 +14,8 @@ import pytest
 
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.run.paths import RunPaths
-from slurmrl.scheduler import elastic, extensions
-from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler import extensions
+from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
 from tests.support.scripted_slurm import Slurm
 
@@ -150,14 +150,14 @@ def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.Monk
         found: list[QueueRow] = ask(wanted)
         monkeypatch.setattr(slurm, when, ask)
         if when == "queue":
-            elastic.ElasticGroup(run, 1, "trainer", slurm, by="40_0").keep(2)
+            ElasticGroup(run, 1, "trainer", slurm, by="40_0").keep(2)
         else:
             script = run.submission_script(1, "trainer")
             slurm.submit(script, "--array=3-3%1", f"--job-name={slurm.jobs['41'][0]}.1")
         return found
 
     monkeypatch.setattr(slurm, when, answer)
-    elastic.ElasticGroup(run, 1, "trainer", slurm, by="40_1").keep(2)
+    ElasticGroup(run, 1, "trainer", slurm, by="40_1").keep(2)
 
 
 def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
@@ -185,7 +185,7 @@ def test_upkeep_waits_for_another_link_until_its_own_ends(run: RunPaths, slurm: 
         if len(waited) == 3:
             raise UsageError("the link ends")
 
-    group = elastic.ElasticGroup(run, 1, "trainer", slurm, by="40_1", sleep=sleep)
+    group = ElasticGroup(run, 1, "trainer", slurm, by="40_1", sleep=sleep)
     with pytest.raises(UsageError, match="the link ends"):
         group.keep(3)
     assert list(slurm.jobs) == ["41"]

@@ -13,7 +13,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.schema.rollout import Publish, Tasks
 from slurmrl.errors import UsageError
-from slurmrl.plan.estimates.decoding import LengthDistribution
+from slurmrl.plan.estimates.pass_seconds import LengthDistribution
 from slurmrl.plan.settings import load_settings
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
 from slurmrl.simulate.several_runs import commit_advice

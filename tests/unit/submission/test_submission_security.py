@@ -18,11 +18,11 @@ from slurmrl.fsio import atomic
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import events, metrics
-from slurmrl.run.endings import JobTag
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import JobTag
 from slurmrl.scheduler.local_chain import ChainState
 from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
 from slurmrl.tensors.checkpoint.manifest import read_manifest, read_state

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, ReportedError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
@@ -50,7 +50,7 @@ class Bed:
 
     def claim(self, task: int, attempt: int, *, job: str = JOB, host: str = "") -> None:
         identity = replace(agent(task, host), attempt=attempt, job=job)
-        value = json.dumps(objects.to_json(identity))
+        value = json.dumps(documents.to_json(identity))
         self.names.add(keys.attempt("trainer", task, attempt), value)
 
     def look(self, seconds: float = 15.0) -> list[str]:
@@ -143,7 +143,7 @@ def test_only_agents_of_the_trainers_end_an_incarnation(
     bed = Bed(plans(hosts=1, tasks=2), tmp_path)
     for task in range(2):
         away = Identity("rollout", task, 0, f"r{task}", JOB, "41")
-        bed.names.add(keys.attempt("rollout", task, 0), json.dumps(objects.to_json(away)))
+        bed.names.add(keys.attempt("rollout", task, 0), json.dumps(documents.to_json(away)))
         bed.heard[away.label] = away
     bed.claim(0, 0)
     assert bed.look() == ["rollout/0", "rollout/1", "trainer/0"]

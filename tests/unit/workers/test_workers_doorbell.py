@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.fsio.calls import is_local
 from slurmrl.run.channel import bell
 from slurmrl.run.channel.bell import BellAddress
@@ -33,7 +33,7 @@ def test_each_incarnation_has_a_bell_of_its_own(
         served = Incarnation(incarnation.host, number - 1)
         served._join(number)
         (hello,) = LogReader(run.agent_log(number, "trainer", 0)).read()
-        addresses.append(objects.from_json(BellAddress, hello["bell"], "hello"))
+        addresses.append(documents.from_json(BellAddress, hello["bell"], "hello"))
         served.close()
         assert served.replies is not None
         assert served.replies.bell is not None

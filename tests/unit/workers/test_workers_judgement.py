@@ -10,10 +10,10 @@ import pytest
 from slurmrl.errors import TrialEndedError
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
-from slurmrl.run.endings import JobTag
 from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import IncarnationWriter, begin, end, fold, resume
 from slurmrl.run.paths import RunPaths
+from slurmrl.run.reports import JobTag
 from slurmrl.workers.master import judgement
 from slurmrl.workers.master.judgement import judge
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from slurmrl.errors import ReportedError, SchedulerError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.lease import Lease
@@ -36,7 +36,7 @@ class Bed:
         """The first agent of a round starts."""
         names = NameStore(self.paths.names)
         identity = replace(self.identity(0, job), attempt=attempt, host=host)
-        said = json.dumps(objects.to_json(identity))
+        said = json.dumps(documents.to_json(identity))
         names.add(keys.attempt("trainer", 0, attempt), said)
         lease = Lease(self.paths.lease("trainer", 0, attempt))
         lease.beat()

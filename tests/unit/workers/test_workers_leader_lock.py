@@ -17,8 +17,15 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.chain import Link
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
-from slurmrl.workers.link import Left, read_turn, starts_put_back
-from slurmrl.workers.supervisor.leader_lock import ENDS_S, LOOK_S, LeaderLock, wait_for_turn
+from slurmrl.workers.link import (
+    ENDS_S,
+    LOOK_S,
+    LeaderLock,
+    Left,
+    read_turn,
+    starts_put_back,
+    wait_for_turn,
+)
 
 
 def row(raw: str, restarts: int, hosts: tuple[str, ...] = ()) -> QueueRow:

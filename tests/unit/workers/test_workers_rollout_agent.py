@@ -17,7 +17,7 @@ import pytest
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema.rollout import Tasks
 from slurmrl.errors import EnvironmentFailure, ReportedError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import demand, events, keys
@@ -84,7 +84,7 @@ class Bed:
         """The trainers of a job begin an incarnation."""
         identity = Identity("trainer", 0, attempt, "n0", job, "41_0", 1)
         names = NameStore(self.paths.names)
-        said = json.dumps(objects.to_json(identity))
+        said = json.dumps(documents.to_json(identity))
         names.add(keys.attempt("trainer", 0, attempt), said)
         self._lease = Lease(self.paths.lease("trainer", 0, attempt))
         begin(self.host.history, {"job": job})

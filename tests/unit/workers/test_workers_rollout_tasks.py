@@ -22,7 +22,7 @@ from slurmrl.errors import (
     ReportedError,
     SampleFileError,
 )
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.documents import MOST_COUNT, wrong
 from slurmrl.name_resolve.store import NameStore
@@ -113,7 +113,7 @@ class Bed:
         self.incarnation += 1
         self.last_steps = {**last_steps, self.incarnation: None}
         state = json.loads(text)
-        ledger = objects.from_json(LedgerRecord, state.get("ledger", {}), "a commit")
+        ledger = documents.from_json(LedgerRecord, state.get("ledger", {}), "a commit")
         ledger.check("a commit")
         lineage = Lineage(self.last_steps)
         self.ledger = SampleLedger(self.incarnation, lineage, ledger)
@@ -137,8 +137,8 @@ class Bed:
 
     def write_commit(self) -> None:
         state = {
-            "ledger": objects.to_json(self.ledger.record()),
-            "rollouts": objects.to_json(self.tasks.record()),
+            "ledger": documents.to_json(self.ledger.record()),
+            "rollouts": documents.to_json(self.tasks.record()),
         }
         self.commit = json.dumps(state), self.step, {**self.last_steps, self.incarnation: self.step}
         self.tasks.committed()
@@ -1018,7 +1018,7 @@ def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) ->
     place = Identity("rollout", task, attempt, host, "50.0.0", f"50_{task}", 1)
     rank = Failure(cause=Cause.EXCEPTION, world=place.world, rank=0, exception=exception, host=host)
     names = NameStore(paths.names)
-    claim = json.dumps(objects.to_json(place))
+    claim = json.dumps(documents.to_json(place))
     names.add(keys.attempt("rollout", task, attempt), claim)
     publish_attempt(names, place, rank)
 
@@ -1070,7 +1070,7 @@ def test_trial_goes_on_with_failed_tasks_where_others_may_work(
         bed.begin(7, "1.0")
     elif case == "another host starts":
         names = NameStore(bed.paths.names)
-        claim = json.dumps(objects.to_json(bed.begin(7).agent))
+        claim = json.dumps(documents.to_json(bed.begin(7).agent))
         names.add(keys.attempt("rollout", 7, 0), claim)
     for number in range(1, 6 if case != "earlier" else 1):
         text = "".join(chr(97 + number) * 8) if case == "unlike" else FOREIGN

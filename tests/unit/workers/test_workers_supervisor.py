@@ -18,7 +18,7 @@ import pytest
 from slurmrl import backoff
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import EnvironmentFailure, SchedulerError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.events import read_all
@@ -240,7 +240,7 @@ def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> N
         names = NameStore(paths.names)
         for attempt, claimed_by in ((2, f"{running.process.pid}.0.0"), (3, "another.0.0")):
             claim = Identity("rollout", 0, attempt, "n1", claimed_by, "", agent)
-            text = json.dumps(objects.to_json(claim))
+            text = json.dumps(documents.to_json(claim))
             names.add(keys.attempt("rollout", 0, attempt), text)
         os.kill(agent, signal.SIGKILL)
         assert running.line().startswith("agent")
@@ -348,7 +348,7 @@ class FailingTask:
         claim = Identity("rollout", 0, number, "n0", f"{rounds.job_tag()}.0", "", 1)
         names = NameStore(self._paths.names)
         key = keys.attempt("rollout", 0, number)
-        names.add(key, json.dumps(objects.to_json(claim)))
+        names.add(key, json.dumps(documents.to_json(claim)))
         lacks = Failure(cause="environment", reason="cannot read /data", host="n0")
         publish_attempt(names, claim, lacks)
         return 1

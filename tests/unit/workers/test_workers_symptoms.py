@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import ReportedError
-from slurmrl.run.endings import failure_words
-from slurmrl.run.reports import Failure
+from slurmrl.run.reports import Failure, failure_words
 from slurmrl.workers.agent.children import Ended, News
 from slurmrl.workers.agent.loss_detection import ECHO_GRACE_S, Symptoms
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.run import keys
@@ -51,7 +51,7 @@ def test_a_task_that_fails_is_started_again_so_many_times(
     """
     now = 0.0
     names = NameStore(paths.names)
-    claim = json.dumps(objects.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))
+    claim = json.dumps(documents.to_json(Identity("rollout", 0, 0, "n0", "7.0.0", "7", 1)))
     names.add(keys.attempt("rollout", 0, 0), claim)
     tasks = tasks_of(paths, monkeypatch, ["false"], hosts=1, each=1, clock=lambda: now)
     tasks.start(())

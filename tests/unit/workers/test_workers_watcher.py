@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.fsio import objects
+from slurmrl.fsio import documents
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.events import read_all
@@ -54,7 +54,7 @@ class Slurm:
 
     def first_agent(self, round_of: str, attempt: int) -> None:
         identity = Identity("trainer", 0, attempt, "n0", round_of, "41_0", 1)
-        said = json.dumps(objects.to_json(identity))
+        said = json.dumps(documents.to_json(identity))
         names = NameStore(self._paths.names)
         names.add(keys.attempt("trainer", 0, attempt), said)
         self.lease = Lease(self._paths.lease("trainer", 0, attempt))

@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from slurmrl import env, log, package
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import atomic, ownership
+from slurmrl.fsio import atomic
 
 logger = log.get(__name__)
 
@@ -289,7 +289,7 @@ def ready_made(half: Half, cache: Path) -> list[Path]:
     """Cached libraries of these sources from any compiler, newest first, for hosts without one."""
     if not cache.is_dir():
         return []
-    ownership.check(cache)
+    atomic.check_ownership(cache)
     libraries = cache.glob(f"{stem(half)}-*.so")
     return sorted(libraries, key=lambda path: path.stat().st_mtime, reverse=True)
 
@@ -373,4 +373,4 @@ def _raise_if_failed(failure: Path, began: float) -> None:
 def _make_ours(folder: Path) -> None:
     """Libraries run with the user's rights, so only the user may write to the folder."""
     atomic.make_private_directory(folder)
-    ownership.check(folder)
+    atomic.check_ownership(folder)
