@@ -91,3 +91,21 @@ def test_an_evaluation_of_a_whole_dataset_has_the_same_default(load_ppo: Load) -
 
 def _metrics(settings: Settings) -> list[str]:
     return known_metrics(settings.config, settings.algorithm)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notes"),
+    [
+        (("total_steps=4", "actor.optimizer.warmup_steps=9"), ["actor"]),
+        (("total_steps=4", "actor.optimizer.warmup_steps=8"), []),
+        (("total_steps=4", "critic.optimizer.warmup_steps=100"), ["critic"]),
+        (("total_steps=4", "ref.optimizer.warmup_steps=100"), []),
+    ],
+)
+def test_note_on_learning_rates_that_the_run_never_reaches(
+    load_ppo: Load, overrides: tuple[str, ...], notes: list[str]
+) -> None:
+    settings = load_ppo("algorithm.n_minibatches=2", "algorithm.batch_size=8", *overrides)
+    found = [note for note in settings.notes if "warmup_steps" in note]
+    assert [note.partition(".")[0] for note in found] == notes
+    assert all("more than the 8 optimizer steps of the run" in note for note in found)
