@@ -25,8 +25,9 @@ OTHER_NUMBER = re.compile(
 RELATED = re.compile(
     r"(?<![\w.,])(?<![-+*/^] )-?\$?\d[-+*/^\d,.]*\s*[<>≤≥≠]=?\s*(?=[A-Za-z](?![\w>]))"
     r"|(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|[≤≥≠<])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
+    r"|(?<![\w.,:])\d+(?::\d+)+(?![\w:])|(?<![\w.,])\d[\d.,]* ?i(?!\w)"
 )
-"""Pattern of a bound, such as the 7 in ``x > 7`` or ``7 < x``."""
+"""Pattern of bounds, ratios and imaginary numbers: ``x > 7``, ``7 < x``, ``7:1`` and ``7i``."""
 UNEQUAL = re.compile(r"\\not\s*=|<>|≠|(?<![\d\s])\s*!=|(?<!\S)!=|(?<!\d)\s+!=")
 FACTORIAL = re.compile(r"(?<![\w.])(\d+)\s*!=\s*(\d[\d,]*)(?![\w.])")
 LARGEST_FACTORIAL = 200
