@@ -194,6 +194,11 @@ def propose_resume(
     settings = load_settings(
         paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
     )
+    if (before.experiment, before.trial) != (paths.experiment, paths.trial):
+        name = f"{before.experiment}/{before.trial}"
+        raise UsageError(
+            f"{paths.run} holds the trial {name}: give the folder that name to resume it"
+        )
     if run_paths(settings) != paths:
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")
     if not update_code:

@@ -302,6 +302,7 @@ def _request(proposal: Proposal, code: int) -> dict[str, Any]:
     lead_s = config.cluster.slurm.signal_lead_s if proposal.kind == "slurm" else None
     return {
         "scheduler": proposal.kind,
+        "run": str(proposal.paths.run),
         "snapshot": code,
         "continue": config.cluster.slurm.continue_,
         "total_steps": None if proposal.settings.algorithm.one_pass else config.total_steps,

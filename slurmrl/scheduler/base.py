@@ -186,7 +186,8 @@ class Scheduler(ABC):
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         """Return the job ids of a submission, even if it crashed before it wrote them.
 
-        Groups without a job are left out.
+        Groups without a job are left out, and all groups if the run directory is a copy of the one
+        whose jobs they are.
         """
 
     @abstractmethod

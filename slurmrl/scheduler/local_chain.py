@@ -374,6 +374,8 @@ class LocalScheduler(Scheduler):
         raise UsageError("a local chain cannot be extended: run slurmrl resume when it has ended")
 
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
+        if submission.is_copied(run, number):
+            return {}
         jobs = submission.read_jobs(run, number)
         if jobs is None:
             groups = submission.job_names(run, number).values()

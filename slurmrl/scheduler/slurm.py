@@ -84,6 +84,8 @@ class SlurmScheduler(Scheduler):
         return extender.extend(self.query(jobs), known=jobs.get(group, ()), by=by)
 
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
+        if submission.is_copied(run, number):
+            return {}
         groups = submission.job_names(run, number)
         first = submission.read_jobs(run, number)
         more = {group: extensions.read(run, number, group) for group in groups.values()}

@@ -160,6 +160,18 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
     return {group: (job,) for group, job in jobs.items()}
 
 
+def is_copied(run: RunPaths, number: int) -> bool:
+    """Return whether a submission was made in another run directory, of which this one is a copy.
+
+    Its jobs belong to the other one. A directory that was moved is no copy.
+    """
+    try:
+        made = documents.read(run.submission_request(number)).get("run")
+        return isinstance(made, str) and not os.path.samefile(made, run.run)
+    except OSError:  # nothing is there any more, or this host cannot see it
+        return False
+
+
 def write_environment(run: RunPaths, number: int, environ: Mapping[str, str]) -> None:
     atomic.replace(run.submission_environment(number), json.dumps(dict(environ)).encode())
 

@@ -60,6 +60,7 @@ REQUEST: Fields = {
     "signal_lead_s": SECONDS,
     "snapshot": COUNT,
     "continue": TEXT,
+    "run": TEXT,
 }
 REQUIRED = ("scheduler", "heartbeat_s")
 _GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -371,6 +372,16 @@ def test_resume_cannot_rename(again: Submit) -> None:
     paths = again().paths
     with pytest.raises(UsageError, match="cannot rename"):
         propose_resume(paths, ["trial=2"])
+    renamed = RunPaths(paths.run.with_name("other"))
+    shutil.copytree(paths.run, renamed.run)
+    with pytest.raises(UsageError, match=r"other holds the trial add/1: give the folder that name"):
+        propose_resume(renamed, [])
+
+
+def test_submission_names_its_run_directory(again: Submit) -> None:
+    """By that, a copy of the directory knows that the jobs are not its own."""
+    paths = again().paths
+    assert json.loads(paths.submission_request(1).read_text())["run"] == str(paths.run)
 
 
 def test_resume_reports_all_problems(again: Submit) -> None:

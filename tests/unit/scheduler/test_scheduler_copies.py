@@ -1,0 +1,44 @@
+"""Copies of a run directory: their commands leave the jobs of the original alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from slurmrl.run.paths import RunPaths
+from slurmrl.scheduler import make, submission
+from tests.fake_runs import FakeRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    """A trial whose first submission has a job."""
+    fake = FakeRun(tmp_path / "runs")
+    fake.submission(run=str(fake.paths.run))
+    submission.write_jobs(fake.paths, 1, {"trainer": ("41",)})
+    return fake
+
+
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_copy_has_no_jobs_and_moved_directory_keeps_them(
+    tmp_path: Path, run: FakeRun, kind: str
+) -> None:
+    scheduler = make(kind)
+    assert scheduler.recover(run.paths, 1) == {"trainer": ("41",)}
+    (tmp_path / "link").symlink_to(run.paths.run)
+    assert scheduler.recover(RunPaths(tmp_path / "link"), 1) == {"trainer": ("41",)}
+    copy = RunPaths(tmp_path / "copy")
+    shutil.copytree(run.paths.run, copy.run)
+    assert scheduler.recover(copy, 1) == {}
+    shutil.rmtree(run.paths.run)
+    assert scheduler.recover(copy, 1) == {"trainer": ("41",)}
+
+
+def test_submission_of_an_older_version_counts_as_its_own(tmp_path: Path, run: FakeRun) -> None:
+    run.submission()
+    copy = RunPaths(tmp_path / "copy")
+    shutil.copytree(run.paths.run, copy.run)
+    assert not submission.is_copied(copy, 1)
+    assert not submission.is_copied(copy, 2), "never made"
