@@ -16,7 +16,7 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.schema import routes, supports
 from slurmrl.config.schema import Config
-from slurmrl.data.sample import SequenceSample
+from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
 from slurmrl.rollouts.episodes import make_episode
@@ -127,6 +127,7 @@ def episode_items(sample: SequenceSample, context: CallContext) -> list[EpisodeI
     """The prompts, once for each of their completions, which are side by side."""
     tokens = sample.tensor("prompt_ids").tolist()
     metadata, cuts = sample.metadata, sample.cu_seqlens("prompt_ids").tolist()
+    pictures = pictures_of(sample)
     return [
         EpisodeItem(
             sample_id=name,
@@ -137,6 +138,7 @@ def episode_items(sample: SequenceSample, context: CallContext) -> list[EpisodeI
             row=metadata["row"][place],
             step=context.step,
             evaluation=context.evaluation,
+            pictures=pictures[place],
         )
         for place, (name, (start, stop)) in enumerate(zip(sample.ids, pairwise(cuts), strict=True))
         for index in range(completions(context))

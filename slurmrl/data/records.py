@@ -460,8 +460,11 @@ MOST_ROWS: Final = 100
 def has_messages(config: DatasetConfig) -> bool | None:
     """Return whether the first row of a source has messages under the keys of its type.
 
-    Return None if no row can be read, which other checks report.
+    A chat template turns all rows with images into messages. Return None if no row can be read,
+    which other checks report.
     """
+    if config.images_key is not None:
+        return True
     path = Path(config.path)
     if not (path.is_file() or path.is_dir()):
         return None

@@ -64,6 +64,10 @@ INDEX: Final = "https://download.pytorch.org/whl"
 OMITTED: Final = "none"
 _EXTRA: Final = re.compile(r"""extra == ["'](\w+)["']""")
 TABLES: Final = (".parquet", ".arrow")
+IMAGES: Final = (
+    "a bundle does not hold the files that rows name: put rows and images into one folder, or "
+    "write a Parquet file with a column of images"
+)
 CUDA: Final = "cuda"
 """PyPI's own build of torch."""
 
@@ -158,6 +162,11 @@ def collect_contents(
         else:
             name = files.add(f"{INPUTS}/{dotted(key)}/{Path(text).name}", Path(text))
             _at(values, key[:-1])[key[-1]] = name
+    for key, dataset in config.datasets().items():
+        paths = [Path(part.path) for part in dataset.parts.values()]
+        texts = [each for each in paths if each.is_file() and each.suffix not in TABLES]
+        if dataset.images_key and texts:
+            problems.append(source.problem((*key, "images_key"), IMAGES))
     if problems:
         raise ConfigError(tuple(problems))
     for key, text in left.items():
@@ -359,6 +368,7 @@ def extras_of(config: Config, files: Iterable[str]) -> list[str]:
     layouts += [tasks.backend] if tasks else []
     needed = {
         "data": any(name.endswith(TABLES) for name in files),
+        "images": any(section.images_key for section in config.datasets().values()),
         "megatron": any(layout.startswith("megatron:") for layout in layouts),
         "mlflow": logging.mlflow is not None,
         "tensorboard": logging.tensorboard,

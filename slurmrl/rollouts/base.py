@@ -30,6 +30,8 @@ class EpisodeItem:
     """The line of the dataset."""
     step: int
     evaluation: bool
+    pictures: str = ""
+    """Path of the prompt's prepared pictures (`tensors.pictures`); "" for none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,6 +180,7 @@ class Policy:
             seed=self._sampling.seed,
             step=self._sampling.step,
             options=options,
+            pictures=self._item.pictures,
             # Its prompt is cached now, and groups that have begun should end.
             priority=self._limits.turns - self._turns,
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from slurmrl.desk.report.report_data import read_samples
 from tests.support.datasets import write_rows
 from tests.support.family_checks import TRIAL, finished, newest, of_generation
 from tests.support.held import NO_LIMIT, Hold
@@ -119,3 +120,25 @@ def test_conversations_train_adapters_or_the_image_encoder(tmp_path: Path) -> No
     changed = [name for name in after if not after[name].equal(before[name])]
     assert changed
     assert all("language_model" in name for name in changed)
+
+
+def test_tasks_and_episodes_read_images_as_the_trainers_do(tmp_path: Path) -> None:
+    """A rollout task samples what the trainers sample. Turns of an episode read the images too."""
+    source = source_in(tmp_path, "qwen3_vl")
+    guess = {"name": "multi_turn", "environment": {"name": "guess_number"}, "max_turns": 2}
+    texts = {}
+    for name, more in (
+        ("alone", {}),
+        ("tasks", {"tasks": {"max": 1, "max_staleness": 0}}),
+        ("episode", {"episode": guess}),
+    ):
+        site = Site(tmp_path / name)
+        site.folder.mkdir()
+        Hold(site).allow(NO_LIMIT)
+        rollout = {"n": 2, "max_new_tokens": 6, **more}
+        settings = config(source, actor={"backend": "fsdp:d1"}, rollout=rollout)
+        of_generation(finished(site, Hold(site).judged(settings)))
+        rows = read_samples(site.paths(TRIAL).samples).rows
+        texts[name] = sorted((row["step"], row["prompt"], row["completion"]) for row in rows)
+    assert texts["alone"] == texts["tasks"]
+    assert len(texts["alone"]) == 8

@@ -169,9 +169,7 @@ class RowType(ABC):
         return [field for _, fields in self._filled.values() for field in fields]
 
     def holds_messages(self, row: Row) -> bool:
-        """Whether a row has messages where the type allows them, or needs a chat template."""
-        if self.config.images_key is not None:
-            return True
+        """Whether a row has messages where the type allows them."""
         values = (field.value(row) for field in self.message_fields())
         return any(
             is_messages(value) or (isinstance(value, list) and any(map(is_messages, value)))

@@ -7,9 +7,11 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Final
 
+from slurmrl.config.allocation import parse
+from slurmrl.config.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Dataset
 from slurmrl.config.source import KeyPath
-from slurmrl.errors import Problem, UsageError
+from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.algorithms import POLICY_GRADIENTS, uses_of
 from slurmrl.plan.checks import Draft
 from slurmrl.plan.checks.completion_checks import served
@@ -40,7 +42,7 @@ def images(draft: Draft) -> Iterator[Problem]:
         if use.head == "value":
             yield draft.refuse(key, f": {use.role} is a model with values, which reads no images")
     yield from _models(draft)
-    yield from _generation(draft)
+    yield from _servers(draft)
 
 
 def pillow(draft: Draft) -> Iterator[Problem]:
@@ -87,17 +89,14 @@ def _models(draft: Draft) -> Iterator[Problem]:
                 return
 
 
-def _generation(draft: Draft) -> Iterator[Problem]:
-    """The trainers generate from images, in single turns."""
-    rollout, evaluation = draft.config.rollout, draft.config.evaluation
-    own = "the trainers generate from images with implementation hf"
+def _servers(draft: Draft) -> Iterator[Problem]:
+    """Models of transformers generate from images, and servers do not."""
+    config, remedy = draft.config, "leave it out: the model generates with transformers then"
     if served(draft):
-        reason = f": servers get no images here; leave it out, and {own}"
-        yield draft.refuse((ROLLOUTS, "backend"), reason, rollout.backend)
-    elif rollout.tasks is not None:
-        yield draft.refuse((ROLLOUTS, "tasks"), f" with images: {own}")
-    if rollout.episode.has_turns:
-        yield draft.refuse((ROLLOUTS, "episode"), " with images: they need completions of one turn")
-    if evaluation is not None and evaluation.tasks is not None and evaluation.tasks.backend:
-        reason = f" with images: leave it out, and {own}"
-        yield draft.refuse(("evaluation", "tasks", "backend"), reason)
+        reason = f": servers get no images here; {remedy}"
+        yield draft.refuse((ROLLOUTS, "backend"), reason, config.rollout.backend)
+    tasks = config.evaluation.tasks if config.evaluation is not None else None
+    with suppress(AllocationError):  # reported by the check of evaluations
+        if tasks is not None and tasks.backend and BACKENDS[parse(tasks.backend).backend].serves:
+            reason = f": servers get no images here; {remedy}"
+            yield draft.refuse(("evaluation", "tasks", "backend"), reason, tasks.backend)

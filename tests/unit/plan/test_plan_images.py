@@ -56,9 +56,9 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         (["actor.implementation=builtin"], "actor.implementation", "reads no images; allowed: hf"),
         (["dataset.chat_template=false"], "dataset.images_key", "set chat_template"),
         (["rollout.backend=sglang:d1"], "rollout.backend", "servers get no images here"),
-        (["rollout.tasks={max: 1}"], "rollout.tasks", "the trainers generate from images"),
-        (["rollout.episode={name: multi_turn, environment: {name: retry}}"],
-         "rollout.episode", "completions of one turn"),
+        (["rollout.tasks={max: 1}", "rollout.backend=vllm:d1"], "rollout.backend", "no images"),
+        (["evaluation={dataset: {type: prompt, path: rows.jsonl, images_key: images}, "
+          "tasks: {backend: sglang:d1}}"], "evaluation.tasks.backend", "servers get no images"),
         (["algorithm.name=ppo"], "dataset.images_key", "critic is a model with values"),
         (["algorithm.name=dpo", "dataset.type=preference", "reward=null", "rollout=null"],
          "dataset.images_key", "dpo reads no images; allowed algorithms: sft, ppo, grpo"),

@@ -155,6 +155,18 @@ def test_files_of_a_subset_have_none(tmp_path: Path) -> None:
     assert b"subset" not in collect_contents(settings, OwnCode()).config
 
 
+def test_rows_that_name_images_are_not_bundled_without_them(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    rows = '{"prompt": "How many?", "images": ["a.png"], "answer": "2"}\n'
+    (tmp_path / "data.jsonl").write_text(rows)
+    changes = ["dataset.images_key=images", "dataset.chat_template=true"]
+    values = {"model_type": "qwen3_vl"}
+    changes += [f"actor.architecture={json.dumps(values)}", "actor.implementation=hf"]
+    settings = load_settings(config, changes)
+    with pytest.raises(ConfigError, match="put rows and images into one folder, or write a Parq"):
+        collect_contents(settings, OwnCode())
+
+
 @pytest.mark.parametrize("kept", [300, 511, 2048, 6000])
 def test_a_bundle_that_is_cut_is_refused(tmp_path: Path, bundle: Path, kept: int) -> None:
     bundle.write_bytes(bundle.read_bytes()[:kept])
