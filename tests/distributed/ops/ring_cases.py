@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from slurmrl.models.recompute import keeping_products
+from slurmrl.tensors.ops import ring_attention as ring_attention_module
 from slurmrl.tensors.ops.ring_attention import ring_attention
 from slurmrl.tensors.ops.ring_schedule import zigzag
 
@@ -58,8 +61,85 @@ def counted_rows() -> Iterator[list[int]]:
         dist.all_to_all_single = exchange
 
 
-def attend(case: Case) -> tuple[list[Tensor], list[int]]:
-    """This rank's result and gradients, each put in its place of zeros [T, ...]; rows it sent."""
+def places_of(seen: tuple[int, int], queries: int, keys: int) -> Tensor:
+    """Which keys [L, K] a query sees in flash-attn: the last query and the last key have one
+    place.
+    """
+    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)[None, :]
+    before, after = (queries + keys if each < 0 else each for each in seen)
+    return (distance <= before) & (-distance <= after)
+
+
+def scores_of(q: Tensor, k: Tensor, scale: float, seen: tuple[int, int]) -> Tensor:
+    scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+    return scores.masked_fill(~places_of(seen, q.shape[0], k.shape[0]), -torch.inf)
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    """A kernel with the arguments of torch's for GPUs, written out."""
+    longest_q, longest_k, dropout, causal, debug = rest
+    seen = (options["window_size_left"], options["window_size_right"])
+    assert (dropout, causal, debug) == (0.0, seen == (-1, 0), False)
+    assert (longest_q, longest_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    out, norms, group = torch.empty_like(q), q.new_empty(q.shape[:2]), q.shape[1] // k.shape[1]
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        keys, values = (x[c:d].repeat_interleave(group, 1) for x in (k, v))
+        scores = scores_of(q[a:b], keys, options["scale"], seen)
+        norms[a:b] = scores.logsumexp(-1).T
+        out[a:b] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), values)
+    return out, norms.T.contiguous(), None, None, None  # type: ignore[return-value]
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    norms: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *_: Any,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    seen = (options["window_size_left"], options["window_size_right"])
+    found, group = [torch.zeros_like(x) for x in (q, k, v)], q.shape[1] // k.shape[1]
+    assert norms.shape == (q.shape[1], q.shape[0])
+    for (a, b), (c, d) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        keys, values = (x[c:d].repeat_interleave(group, 1) for x in (k, v))
+        shares = (scores_of(q[a:b], keys, options["scale"], seen) - norms[:, a:b, None]).exp()
+        mean = (grad[a:b] * out[a:b]).sum(-1).T[..., None]
+        of_shares = torch.einsum("ihd,jhd->hij", grad[a:b], values)
+        of_scores = (of_shares - mean) * shares * options["scale"]
+        found[0][a:b] = torch.einsum("hij,jhd->ihd", of_scores, keys)
+        for into, above, below in ((1, of_scores, q), (2, shares, grad)):
+            every = torch.einsum("hij,ihd->jhd", above, below[a:b])
+            found[into][c:d] = every.unflatten(1, (-1, group)).sum(2)
+    return tuple(found)
+
+
+def attend_with_flash(case: Case) -> tuple[list[Tensor], list[int]]:
+    """As `attend`, by the calls of torch's flash attention for GPUs."""
+    with (
+        mock.patch.object(ring_attention_module, "flash_fits", lambda q: q.shape[0] > 0),
+        mock.patch.object(torch.ops.aten, "_flash_attention_forward", flash_forward),
+        mock.patch.object(torch.ops.aten, "_flash_attention_backward", flash_backward),
+    ):
+        return attend(case)
+
+
+def attend_checkpointed(case: Case) -> tuple[list[Tensor], list[int]]:
+    """As `attend`, within selective checkpointing."""
+    return attend(case, keeping_products)
+
+
+def attend(case: Case, call: Callable[..., Any] | None = None) -> tuple[list[Tensor], list[int]]:
+    """This rank's result and gradients, each put in its place of zeros [T, ...]; rows it sent.
+
+    ``call`` calls the operator.
+    """
     group, tokens = dist.group.WORLD, case.bounds[-1]
     assert group is not None
     part = -(-tokens // group.size())
@@ -68,7 +148,11 @@ def attend(case: Case) -> tuple[list[Tensor], list[int]]:
     *own, weights = (x[order] for x in case.inputs())
     leaves = [x.requires_grad_() for x in own]
     with counted_rows() as sent:
-        out = ring_attention(*leaves, case.bounds, part, group, case.scale, case.window)
+        options = (case.bounds, part, group, case.scale, case.window)
+        if call is None:
+            out = ring_attention(*leaves, *options)
+        else:
+            out = call(lambda q, k, v: ring_attention(q, k, v, *options) * 1.0, *leaves)
         (out * weights).sum().backward()  # type: ignore[no-untyped-call]
     found = []
     for x in (out.detach(), *(leaf.grad for leaf in leaves)):

@@ -14,9 +14,11 @@ HERE = "tests.distributed.ops.ring_cases"
 MIXED = (1, 2, 3, 3, 5, 8, 8, 8, 21, 40, 40, 77)
 
 
-def assert_as_whole(ranks: RankPool, n: int, case: Case, near: float = 2e-6) -> list[list[int]]:
+def assert_as_whole(
+    ranks: RankPool, n: int, case: Case, near: float = 2e-6, function: str = "attend"
+) -> list[list[int]]:
     """Compare the result and all gradients; return the rows that each rank sent."""
-    found = ranks(n, f"{HERE}:attend", case)
+    found = ranks(n, f"{HERE}:{function}", case)
     for index, expected in enumerate(exact(case)):
         ours = torch.stack([values[index].double() for values, _ in found]).sum(0)
         assert (ours - expected).abs().max() <= near * max(1.0, expected.abs().max().item())
@@ -38,6 +40,23 @@ def test_few_sequences_and_tokens(ranks: RankPool, lengths: tuple[int, ...]) -> 
     """More queries than a block has, empty chunks and ranks without tokens."""
     assert_as_whole(ranks, 4, Case(lengths))
     assert_as_whole(ranks, 4, Case(lengths, window=290))
+
+
+@pytest.mark.parametrize("window", [None, 1, 30, 90])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_calls_of_flash_attention_equal_whole_scores(
+    ranks: RankPool, kv_heads: int, window: int | None
+) -> None:
+    """With kernels that are written out, and have the arguments of those for GPUs."""
+    case = Case(MIXED, kv_heads=kv_heads, window=window)
+    assert_as_whole(ranks, 4, case, function="attend_with_flash")
+
+
+def test_selective_checkpointing_keeps_results(ranks: RankPool) -> None:
+    """It sends no keys to compute them again."""
+    case = Case((640,))
+    whole = assert_as_whole(ranks, 4, case)
+    assert assert_as_whole(ranks, 4, case, function="attend_checkpointed") == whole
 
 
 def test_no_tokens_give_nothing(ranks: RankPool) -> None:
