@@ -44,11 +44,16 @@ def different(prompts, completions, rows):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("server", "family"), [("sglang", STACKED), ("vllm", WINDOWS)])
+@pytest.mark.parametrize(
+    ("server", "family", "tensor_ranks"), [("sglang", STACKED, 2), ("vllm", WINDOWS, 1)]
+)
 def test_server_samples_with_weights_of_a_model_of_transformers(
-    tmp_path: Path, server: str, family: dict[str, Any]
+    tmp_path: Path, server: str, family: dict[str, Any], tensor_ranks: int
 ) -> None:
-    """Its log-probabilities are the trainers', after two updates of every weight too."""
+    """Its log-probabilities are the trainers', after two updates of every weight too.
+
+    Tensor ranks of the trainers share heads and experts.
+    """
     python = os.environ.get(f"{server.upper()}_PYTHON", "")
     if not python:
         pytest.skip(f"no {server}: run scripts/test-engines")
@@ -60,7 +65,7 @@ def test_server_samples_with_weights_of_a_model_of_transformers(
         algorithm={"name": "grpo", "batch_size": 4, "n_minibatches": 1},
         rollout={
             "backend": f"{server}:d1",
-            "gpus": "1",
+            "gpus": str(tensor_ranks),
             "python": python,
             "n": 4,
             "max_new_tokens": 8,
@@ -70,7 +75,7 @@ def test_server_samples_with_weights_of_a_model_of_transformers(
     config["actor"] |= {
         "architecture": {**SIZES, **family},
         "implementation": "hf",
-        "backend": "fsdp:d1",
+        "backend": f"fsdp:d1t{tensor_ranks}",
         "optimizer": {"lr": 1e-2},
     }
     config["dataset"]["type"] = "prompt"
