@@ -8,7 +8,7 @@ tested, too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -94,7 +94,7 @@ class ShortForms:
                 yield key, SETTINGS[key]
             elif last == "backend":
                 yield key, "fsdp:d1"
-            elif last in SIZES and ".architecture." in key:
+            elif last in SIZES and ".architecture." in key and "_config." not in key:
                 yield key, SIZES[last]
             elif key.endswith("dataset.path"):
                 yield key, self.few_rows(folder / value)
@@ -112,7 +112,7 @@ class ShortForms:
             copied.write_text(f"{json.dumps(row)}\n" * ROWS)
         else:
             with path.open() as lines:
-                copied.write_text("".join(islice(lines, ROWS)))
+                copied.write_text("".join(map(whole_paths(path.parent), islice(lines, ROWS))))
         return copied
 
     def tokenizer(self) -> Path:
@@ -133,6 +133,20 @@ class ShortForms:
         config = LlamaConfig(vocab_size=TOKENS, max_position_embeddings=256, **SIZES)
         LlamaForCausalLM(config).save_pretrained(folder)
         return folder
+
+
+def whole_paths(folder: Path) -> Callable[[str], str]:
+    """Return a function that makes paths of images in a line absolute."""
+
+    def changed(line: str) -> str:
+        row = json.loads(line)
+        if "images" not in row:
+            return line
+        return (
+            json.dumps({**row, "images": [str(folder / image) for image in row["images"]]}) + "\n"
+        )
+
+    return changed
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
