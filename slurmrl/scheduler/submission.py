@@ -166,9 +166,16 @@ def is_copied(run: RunPaths, number: int) -> bool:
     Its jobs belong to the other one. A directory that was moved is no copy.
     """
     try:
-        made = documents.read(run.submission_request(number)).get("run")
-        return isinstance(made, str) and not os.path.samefile(made, run.run)
-    except OSError:  # nothing is there any more, or this host cannot see it
+        return is_another(run, documents.read(run.submission_request(number)).get("run"))
+    except FileNotFoundError:
+        return False
+
+
+def is_another(run: RunPaths, made: object) -> bool:
+    """Return whether ``made`` names another run directory, which this host sees."""
+    try:
+        return isinstance(made, str) and made != "" and not os.path.samefile(made, run.run)
+    except OSError:  # nothing is there any more
         return False
 
 

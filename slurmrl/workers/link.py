@@ -51,6 +51,7 @@ from slurmrl.scheduler.chain import TIMEOUT_S, Link, continues
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
+from slurmrl.scheduler.submission import is_another
 from slurmrl.watch import published
 from slurmrl.watch.snapshot import newest_submission
 
@@ -228,7 +229,9 @@ _FIELDS = {
     "host": TEXT,
     "before": TEXT,
     "left": one_of(*Left),
+    "run": TEXT,
 }
+_REQUIRED = ("start", "element", "host", "before", "left")
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,8 @@ class Turn:
     before: str = ""
     """The previous start."""
     left: Left = Left.UNKNOWN
+    run: str = ""
+    """Its run directory; a copy of the directory has its turn, too."""
 
     @property
     def job(self) -> str:
@@ -258,11 +263,11 @@ def read_turn(names: NameStore, number: int) -> Turn | None:
     """Return the turn with a number; None if there is none. Raises CorruptFileError."""
     key = keys.leader_lock(number)
     try:
-        values = documents.parse(names.get(key), f"the name {key}", _FIELDS, _FIELDS)
+        values = documents.parse(names.get(key), f"the name {key}", _FIELDS, _REQUIRED)
     except NameNotFoundError:
         return None
-    left = Left(values["left"])
-    return Turn(values["start"], values["element"], values["host"], values["before"], left)
+    known = {name: values[name] for name in _FIELDS if name in values}
+    return Turn(**{**known, "left": Left(values["left"])})
 
 
 def read_intact_turn(names: NameStore, number: int) -> Turn | None:
@@ -305,7 +310,7 @@ class LeaderLock:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._paths, self._names, self._link = paths, names, link
-        self._mine = Turn(start, link.element, host)
+        self._mine = Turn(start, link.element, host, run=str(paths.run))
         self._scheduler = scheduler
         self._lease_ttl_s = lease_ttl_s
         self._sleep = sleep
@@ -347,6 +352,8 @@ class LeaderLock:
         """Return how a job has left the trial; None if it has not."""
         if holder.job == self._mine.job:
             return Left.PUT_BACK  # Slurm has started it again
+        if is_another(self._paths, holder.run):
+            return Left.ENDED  # it runs the trial of which this one is a copy
         try:
             now = self._scheduler.row_of(holder.element)
         except SchedulerError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -218,3 +220,20 @@ def test_leader_lock_of_another_format_is_taken_over(
     turn = read_turn(names, 2)
     assert turn is not None
     assert turn.start == "41.0"
+
+
+def test_copy_of_a_trial_does_not_wait_for_the_job_of_the_original(
+    paths: RunPaths, names: NameStore, tmp_path: Path
+) -> None:
+    """It would be requeued again and again as long as the original runs."""
+    cluster = Cluster({"41_0": RUNS, "43_0": row("RUNNING", 0, ("n0",))})
+    assert lock(paths, names, link(paths), "41.0", cluster).take() is None
+    copy = RunPaths(tmp_path / "copy")
+    shutil.copytree(paths.run, copy.run)
+    there = NameStore(copy.names)
+    assert lock(copy, there, link(copy, "43"), "43.0", cluster).take() is None
+    turn = read_turn(there, 2)
+    assert turn is not None
+    assert (turn.start, turn.run) == ("43.0", str(copy.run))
+    holder = lock(paths, names, link(paths, index=1), "42.0", cluster).take()
+    assert holder is not None, "the original's own jobs still wait for each other"
