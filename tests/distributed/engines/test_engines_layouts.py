@@ -72,7 +72,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "d2t2": D2T2,
     "d2c2": D2C2,
     "c2t2": C2T2,
+    "c3": {"cp": 3},
 }
+"""The heads of these models are 4, so c3 uses ring attention."""
 
 
 def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any) -> Setup:
@@ -263,9 +265,14 @@ def test_completions_are_those_of_one_process(ranks: RankPool, family: str) -> N
     lengths = expected.lengths.tolist()
     wanted = [part.tolist() for part in expected.tokens.split(lengths)]
     logps = [part.tolist() for part in expected.logprobs.split(lengths)]
-    for layout, sequence in (("t4", True), ("d2t2", False), ("c2t2", True)):
+    for layout, sequence in (
+        ("t4", True),
+        ("d2t2", False),
+        ("c2t2", True),
+        ("c3", False),
+    ):
         setup = setup_of(LAYOUTS[layout], MODELS[family], sequence=sequence)
-        for found in ranks(4, f"{CASES}:completions", setup, options):
+        for found in ranks(setup.ranks, f"{CASES}:completions", setup, options):
             for name, rows in found.items():
                 index = int(name.removeprefix("item"))
                 assert rows[0][0] == wanted[index]
