@@ -235,7 +235,10 @@ def architectures(draft: Draft) -> Iterator[Problem]:
         for misfit in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
             if role == ROLLOUTS and misfit.axis not in inherited_settings.FIELDS:
                 continue
-            yield draft.problem(_key(draft, role, misfit.axis), _refusal(misfit, place))
+            text = _refusal(misfit, place)
+            if model.backend.strip().startswith(ARCHON) and role != ROLLOUTS:
+                text = f"{text} ('{model.backend}' runs as {place.allocation})"
+            yield draft.problem(_key(draft, role, misfit.axis), text)
 
 
 def _model_on(draft: Draft, role: str) -> Model:
