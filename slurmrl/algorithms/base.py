@@ -49,8 +49,8 @@ class CallContext:
     device: torch.device | None = None
     """Device of this rank's models."""
     stored: Callable[[str], SampleGroup] | None = None
-    """Reads the completions of an item, by its id, where rollout tasks have made them. Raises
-    SampleFileError, EnvironmentFailure."""
+    """Function that reads the completions of an item by its id, if rollout tasks have made them.
+    Raises SampleFileError, EnvironmentFailure."""
 
     @property
     def dataset(self) -> Dataset:
@@ -64,8 +64,8 @@ class CallContext:
 class CallResult:
     """The result of a call.
 
-    ``stats`` of generate and inference are this rank's (sum, count), which are added up over the
-    data-parallel ranks. Those of train_step are global means, the same on every rank, as (mean, 1).
+    ``stats`` of generate and inference are this rank's (sum, count), which the master adds up over
+    the data-parallel ranks; those of train_step are global means as (mean, 1), equal on all ranks.
     """
 
     sample: SequenceSample | None = None
@@ -75,7 +75,7 @@ class CallResult:
     """Readable completions for the samples table: ``logging.samples`` per rank, rounded up to all
     completions of a prompt."""
     notes: list[dict[str, Any]] = field(default_factory=list)
-    """More about the rows of ``texts``, of whichever call, with their ``id`` and ``index`` (0 for
+    """Additional fields for rows of ``texts``, of any call, with their ``id`` and ``index`` (0 for
     an item's only completion)."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Reason of each item that a filter rejects, by id."""
@@ -88,8 +88,8 @@ class CallResult:
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods
     """An algorithm's code for one or more calls.
 
-    It is constructed without arguments, once for each call and process, and has no state that a
-    resumed training would need.
+    It is constructed without arguments, once for each call and process. It has no state that a
+    resumed trial would need.
 
     ``engine`` is None for a call without a role. Each data-parallel rank gets its own items,
     possibly none, and methods may contain collectives.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
 
 LARGEST_LOG = 80.0
-"""Larger log-ratios count as this one: their exponential would overflow."""
+"""Maximum of a log-ratio: the exponential of a larger one would overflow."""
 
 
 class DistillInterface(Interface):
@@ -32,9 +32,9 @@ class DistillInterface(Interface):
     ) -> CallResult:
         """``teacher_logprobs`` of all tokens, at the sampling temperature.
 
-        Reports their mean over response tokens, and that of log(p / p_teacher) with p as in
-        generation, in an evaluation also the sum of the latter and the response tokens of each
-        completion.
+        Report their mean over response tokens, and the mean of log(p / p_teacher), where p is the
+        probability at generation. In an evaluation, also record the sum of log(p / p_teacher) and
+        the number of response tokens of each completion.
         """
         assert engine is not None
         outputs = engine.forward(sample.only([TOKENS]), temperature=_temperature(context))
@@ -72,7 +72,7 @@ class DistillInterface(Interface):
 
 
 def _records(sample: SequenceSample, distance: Tensor, response: Tensor) -> dict[str, Record]:
-    """For each item the lists of its completions' sums of ``distance`` [T], and of their tokens."""
+    """Return each item's lists of its completions' sums of ``distance`` [T] and of token counts."""
     ends = sample.cu_seqlens(TOKENS)
     sums = iter(sequence_sums(distance, response, ends).tolist())
     tokens = iter(sequence_sums(response.float(), response, ends).tolist())
@@ -90,9 +90,9 @@ def distill_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The engine's loss function: outputs {logp, entropy} [T]. Sums over the response tokens.
 
-    The value is the estimate w log(p / p_teacher) of KL(p || p_teacher) at the state of each
-    sampled token, its gradient that of the score function, w log(p / p_teacher) grad log p. The
-    importance weights w have no gradient.
+    The value of a token is the estimate w log(p / p_teacher) of KL(p || p_teacher) at its state.
+    The gradient is the score-function gradient, w log(p / p_teacher) grad log p. The importance
+    weights w have no gradient.
     """
     logp = outputs["logp"]
     response = ~batch.tensor("prompt_mask")

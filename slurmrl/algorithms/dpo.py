@@ -1,4 +1,4 @@
-"""DPO: the losses of pairs, as a training step and as measures of held-out pairs. P pairs."""
+"""DPO: losses of pairs, for training and for held-out pairs. P is the number of pairs."""
 
 from __future__ import annotations
 

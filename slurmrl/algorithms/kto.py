@@ -1,4 +1,4 @@
-"""KTO: the losses of answers, as a training step and as measures of held-out answers. S answers."""
+"""KTO: losses of answers, for training and for held-out answers. S is the number of answers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class KTOInterface(Interface):
         stats |= {"loss": loss, "answers": loss.new_tensor(float(own.bs))}
         total = engine.all_reduce_sum(torch.stack([x.double() for x in stats.values()]))
         sums = dict(zip(stats, total.tolist(), strict=True))
-        # (the same on all ranks, whose mean is reported)
+        # equal on all ranks, of which the mean is reported
         means = {"loss": sums["loss"] / sums["answers"], "kl": kl, **_means(sums)}
         return replace(global_means(means), records=_records(outputs["logp"], batch, kl, kto))
 
@@ -115,7 +115,7 @@ def _own(sample: SequenceSample) -> SequenceSample:
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from sums over all ranks. A batch without answers of one kind has no means of it."""
+    """Return metrics from sums over all ranks. A kind without answers in the batch has no means."""
     kinds = [kind for kind in ("chosen", "rejected") if sums[f"count/{kind}"]]
     means = {
         f"{name}/{kind}": sums[f"{name}/{kind}"] / sums[f"count/{kind}"]

@@ -23,7 +23,7 @@ from slurmrl.registry import resolve
 
 INTERFACES: Final = "slurmrl.algorithms.offline"
 SUMMARIES: Final = "slurmrl.algorithms.summaries"
-"""Resolved by name: the login node needs neither."""
+"""Module of the summaries, imported by its name: the login node does not need it."""
 
 Measure = Literal["completions", "preferences", "likelihood"]
 MEASURED: Final[dict[Measure, tuple[str, ...]]] = {
@@ -31,7 +31,7 @@ MEASURED: Final[dict[Measure, tuple[str, ...]]] = {
     "preferences": ("preference",),
     "likelihood": ("prompt_answer", "messages"),
 }
-"""The types of dataset that each measure needs."""
+"""The types of datasets that each measure needs."""
 
 
 class Generate(AlgorithmSchema):
@@ -158,7 +158,7 @@ class Evaluate(AlgorithmSchema):
 
 
 def record_call(interface: str, inputs: tuple[str, ...]) -> Call:
-    """A line about each item."""
+    """Return the call that records a line about each item."""
     return Call(
         name="record",
         role=None,
@@ -176,7 +176,7 @@ def completions_call(config: Config, *, logprobs: bool, rewards: bool) -> Call:
 
 
 def scores_call() -> Call:
-    """The reward model's scores of both answers of each pair."""
+    """Return the call in which the reward model scores both answers of each pair."""
     return Call(
         name="actor_scores",
         role="actor",
@@ -189,7 +189,7 @@ def scores_call() -> Call:
 
 
 def likelihood_call() -> Call:
-    """The log-probabilities of whole answers."""
+    """Return the call that computes log-probabilities of whole answers."""
     return Call(
         name="actor_inf",
         role="actor",

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class PairInterface(Interface):
-    """A model trained on pairs and compared on held-out ones, by one loss function."""
+    """Interface that trains and evaluates a model on pairs by one loss function."""
 
     metrics: ClassVar[tuple[str, ...]]
     """Statistics of the loss function: sums over the items."""
     item_metrics: ClassVar[tuple[str, str]] = ("accuracy", "margin")
-    """Their names of an item's ``accuracies`` and ``margins`` (see `pair_stats`)."""
+    """Names of an item's ``accuracies`` and ``margins`` in records (see `pair_stats`)."""
 
     @abstractmethod
     def loss_fn(self, context: CallContext) -> LossFn: ...
@@ -84,7 +84,7 @@ class PairValues(NamedTuple):
 
 
 def split_pairs(values: Tensor) -> PairValues:
-    """The values [S] of the sequences by pair."""
+    """Return the values [S] of sequences as values of pairs."""
     return PairValues(values[0::2], values[1::2])
 
 

@@ -1,12 +1,12 @@
 """Reward models: training on pairs, scores of completions and of given answers.
 
-A model is read at the token with which generation would have ended the answer: the first stop token
-of the last turn that is the answer's, or its last token if there is none (a truncated completion).
-Text that a chat template puts after the end of a turn, such as a newline after ``<|im_end|>``, is
-not read, because a completion never has it.
+The score is the model's value at the token with which generation would have ended the answer: the
+first stop token of the answer's last turn, or its last token if there is none (a truncated
+completion). Tokens that a chat template adds after the end of a turn, such as a newline after
+``<|im_end|>``, do not count, because a completion never has them.
 
-Models without `SCORE_AT` in their config.json were trained on whole conversations as the template
-renders them, so they are read at the last token of these. S sequences, T packed tokens, P pairs.
+Models without `SCORE_AT` in their config.json were trained on whole rendered conversations, so
+their score is the value at the last token of these. S sequences, T packed tokens, P pairs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ if TYPE_CHECKING:
 
 
 READ = "prompt_mask"
-"""Key without which only the last token of a sequence is known: of trials that slurmrl 1 has
-planned."""
+"""Key that marks prompts; without it, in plans of old versions, only the last token is known."""
 ScoreReader: TypeAlias = Callable[[Tensor, SequenceSample], Tensor]
-"""The scores [S] of a sample's sequences from the values [T] of its tokens."""
+"""Returns the scores [S] of a sample's sequences from the values [T] of its tokens."""
 
 
 class RewardModelInterface(PairInterface):
@@ -60,7 +59,7 @@ class RewardModelInterface(PairInterface):
         return tied(self._reader(context)(outputs["values"], batch), batch)
 
     def _reader(self, context: CallContext) -> ScoreReader:
-        """A model that is not trained here keeps being read where it was trained."""
+        """Return the reader of scores; models not trained here are read where they were trained."""
         config = context.settings.config
         turn_end = config.total_steps != 0 or scored_at_turn_end(config.actor)
         return partial(pair_values, stops=context.stop_token_ids, turn_end=turn_end)
@@ -102,7 +101,7 @@ def pair_losses(scores: PairValues, options: RewardModel) -> Tensor:
 
 
 class TurnEnd(NamedTuple):
-    """How a chat template ends the assistant's turn."""
+    """Tokens with which a chat template ends the assistant's turn."""
 
     token: int
     """Token with which generation ends."""
@@ -165,8 +164,8 @@ def whole_conversations(sample: SequenceSample, context: CallContext) -> Sequenc
 def template_end(context: CallContext) -> TurnEnd | None:
     """Return how the chat template of the dataset ends a turn; None without a template.
 
-    The result is also None if the template rejects a plain conversation. The first source that has
-    a template decides.
+    The result is also None if the template rejects a plain conversation. The template of the first
+    source that has one counts.
     """
     config = next((part for part in context.dataset.parts.values() if part.is_chat), None)
     if config is None:

@@ -1,8 +1,8 @@
 """The calls that give a step its completions.
 
-`RolloutInterface` generates them with the trainers' engine, of one turn each or by episodes.
-`StoredInterface` reads the completions of rollout tasks from their files. Both make the same keys
-and metrics of them.
+`RolloutInterface` generates them with the trainers' engine, as single turns or in episodes.
+`StoredInterface` reads the completions of rollout tasks from files. Both produce the same keys and
+metrics.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 class RolloutInterface(Interface):
     """Generates with the engine of the trainers' world.
 
-    Holds the tools of this rank's episodes until it is closed.
+    It keeps the tools of this rank's episodes until it is closed.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class RolloutInterface(Interface):
     def _outcomes(
         self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
     ) -> list[EpisodeOutcome] | None:
-        """The ends of the episodes; None on a rank that follows its leader."""
+        """Return the results of the episodes; None on a rank that follows its leader."""
         if self._episodes is None:
             self._episodes = ConfiguredEpisodes(context.settings.config)
         waiting, episode = Waiting(), context.settings.config.rollout.episode
@@ -113,7 +113,7 @@ class RolloutInterface(Interface):
 def _single_turns(
     engine: GenerateEngine, sample: SequenceSample, context: CallContext
 ) -> list[Completions] | None:
-    """The completions of one turn each, by one request for each prompt."""
+    """Return completions of one turn each, by one request for each prompt."""
     count, options = completions(context), generation_options(context)
     tokens, ends = sample.tensor("prompt_ids").tolist(), sample.cu_seqlens("prompt_ids").tolist()
     keys = sampling_keys(sample.ids, count).tolist()
@@ -222,7 +222,7 @@ def as_sample(
     turns: bool,
     metadata: Mapping[str, list[Any]] | None = None,
 ) -> SequenceSample:
-    """The groups' keys.
+    """Return a sample of the groups.
 
     Tensors of tokens are on the models' device, like generated tokens.
     """
@@ -252,7 +252,7 @@ def _stored_support(groups: Sequence[SampleGroup]) -> SampledSupport:
 def _versions(
     ids: Sequence[str], groups: Sequence[SampleGroup], settings: Logging
 ) -> list[dict[str, Any]]:
-    """Which weights sampled each token of the kept completions (see `token_notes`)."""
+    """Return the weight version that sampled each token of kept completions (see `token_notes`)."""
     notes = []
     for one in noted([len(each.lengths) for each in groups], settings):
         group = groups[one.item]
@@ -308,11 +308,11 @@ class Totals:
     written: int
     """Tokens of the policy."""
     read: int
-    """Tokens that it read between its turns."""
+    """Tokens of messages between the policy's turns."""
     finished: int
     turns: int
     failed: int = 0
-    """Episodes."""
+    """Number of failed episodes."""
     tool_calls: int = 0
     tool_failures: int = 0
 
@@ -357,8 +357,8 @@ class Totals:
     def stats(self, *, turns: bool, tools: bool) -> Stats:
         """Return the metrics; ``turns`` and ``tools`` add metrics of episodes and of tool calls.
 
-        ``turns``: the completions are of episodes that may have several turns. ``tools``: these
-        episodes may call tools.
+        With ``turns``, the completions come from episodes that may have several turns. With
+        ``tools``, these episodes may call tools.
         """
         sums = {
             "response_length": self.written,

@@ -26,7 +26,7 @@ from slurmrl.rollouts.tools import make_tools
 
 
 def completions(context: CallContext) -> int:
-    """Completions of each prompt."""
+    """Return the number of completions of each prompt."""
     rollout, evaluation = context.settings.config.rollout, context.settings.config.evaluation
     return evaluation.n if context.evaluation and evaluation is not None else rollout.n
 
@@ -68,7 +68,7 @@ def sampling_keys(ids: tuple[str, ...], completions: int = 1) -> Tensor:
 
 
 def stream(name: str, place: int) -> str:
-    """The first completion of a sample has the sample's own stream.
+    """Return the name of a completion's random stream: for the first completion, the sample id.
 
     (A sample id ends with ``@<epoch>``, so no other one can equal the name of a completion.)
     """
@@ -81,17 +81,17 @@ def sampling_seed(context: CallContext) -> int:
 
 
 def evaluation_seed(seed: int) -> int:
-    """The seed of the evaluation's own random stream, in 0..2^63-1."""
+    """Return the seed of the evaluation's separate random stream, in 0..2^63-1."""
     return sampling_key(f"eval {seed}") & (2**63 - 1)
 
 
 def sampling_key(name: str) -> int:
-    """The random stream of a name, int64."""
+    """Return the random stream of a name, int64."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 class ConfiguredEpisodes:
-    """Runs episodes. Holds their tools until it is closed."""
+    """Runs episodes, and keeps their tools until it is closed."""
 
     def __init__(self, config: Config) -> None:
         rollout = config.rollout
@@ -124,7 +124,7 @@ class ConfiguredEpisodes:
 
 
 def episode_items(sample: SequenceSample, context: CallContext) -> list[EpisodeItem]:
-    """The prompts, once for each of their completions, which are side by side."""
+    """Return the prompts, each repeated for its completions, which are adjacent."""
     tokens = sample.tensor("prompt_ids").tolist()
     metadata, cuts = sample.metadata, sample.cu_seqlens("prompt_ids").tolist()
     pictures = pictures_of(sample)

@@ -1,6 +1,6 @@
 """Rewards by rules: calls of a reward function and the use of its scores.
 
-The trainers' ranks and rollout tasks ask the same questions.
+The trainers' ranks and rollout tasks make the same calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RuleRewardInterface(Interface):
-    """Holds the reward function and its processes until it is closed."""
+    """Interface that keeps the reward function and its processes until it is closed."""
 
     def __init__(self) -> None:
         self._reward: WeightedReward | None = None
@@ -45,7 +45,7 @@ class RuleRewardInterface(Interface):
         A reward is the reward function's score of the last turn plus the rewards that an episode's
         turns have earned. It is NaN if the function could not score the completion. The function
         does not score failed episodes, nor completions that a rollout task has scored. The sample
-        carries the dataset's metadata.
+        has the dataset's metadata.
         """
         groups = [context.stored(name).judged if context.stored else None for name in sample.ids]
         reward = self._prepare(context) if any(group is None for group in groups) else None
@@ -87,7 +87,7 @@ class RuleRewardInterface(Interface):
             self._reward = None
 
     def _prepare(self, context: CallContext) -> WeightedReward | None:
-        """The reward function; None where only episodes give rewards."""
+        """Return the reward function; None if only episodes give rewards."""
         if self._reward is None:
             config = context.settings.config
             reward = config.reward
@@ -149,7 +149,7 @@ def score_records(
 def _with_turns(
     scores: Sequence[float | None], earned: Sequence[float], places: Sequence[str]
 ) -> list[float | None]:
-    """The scores plus the rewards of the turns; None stays."""
+    """Return the scores plus the rewards of the turns; None remains None."""
     sums: list[float | None] = []
     for score, more, place in zip(scores, earned, places, strict=True):
         sums.append(None if score is None else score + more)
@@ -222,7 +222,7 @@ class Questions:
 
     @staticmethod
     def about(sample: SequenceSample, context: CallContext) -> Questions:
-        """The sample has completions, and carries the dataset's metadata."""
+        """Return the questions about a sample, which has completions and the dataset's metadata."""
         tokens = last_turns(sample)
         completions = decode_completions(sample, tokens, context)
         counts = sample.sequence_counts("input_ids")
@@ -281,7 +281,7 @@ def _extras(
     completions: Sequence[str],
     context: CallContext,
 ) -> Extras:
-    """Arguments that a reward may ask for, next to completions and rows (docs/rewards.md)."""
+    """Return arguments that a reward may request in addition to completions and rows."""
     counts = sample.sequence_counts("input_ids")
     ends = list(accumulate(counts))
     groups = [list(completions[end - count : end]) for end, count in zip(ends, counts, strict=True)]
@@ -331,14 +331,14 @@ def last_turns(sample: SequenceSample) -> list[list[int]]:
 
 
 def earned(sample: SequenceSample) -> list[float]:
-    """Sum of the rewards of the turns of each completion."""
+    """Return the sum of the rewards of the turns of each completion."""
     rewards = sample.tensor(TURN_REWARDS).double().cpu()
     parts = rewards.tensor_split(sample.cu_seqlens(TURN_REWARDS)[1:-1].long())
     return [float(part.sum()) for part in parts] if sample.bs else []
 
 
 def transcript(sample: SequenceSample, number: int, tokenizer: Any) -> list[dict[str, Any]]:
-    """The turns of a completion and everything between them, special tokens included."""
+    """Return the turns of a completion and everything between them, with special tokens."""
     start, stop = sample.cu_seqlens("input_ids")[number : number + 2].tolist()
     ids = sample.tensor("input_ids")[start:stop].tolist()
     read = sample.tensor("prompt_mask")[start:stop].tolist()

@@ -1,7 +1,7 @@
 """Scalars that change during a run and belong to no model. Torch-free.
 
-They live in the master, are sent with each call, are updated from returned statistics, and are
-committed.
+The master keeps them, sends them with each call, updates them from returned statistics, and commits
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 
 class ScalarController(ABC):
-    """Constructed with the algorithm's settings."""
+    """Controller of scalars, constructed with the algorithm's settings."""
 
     def __init__(self, algorithm: Any) -> None:
         self.algorithm = algorithm
@@ -37,7 +37,7 @@ class ScalarController(ABC):
 
 
 class NoScalars(ScalarController):
-    """For algorithms without scalars."""
+    """Controller for algorithms without scalars."""
 
     def values(self) -> dict[str, float]:
         return {}
@@ -69,7 +69,7 @@ class PolicyScalars(ScalarController):
 
     def update(self, stats: Mapping[str, float]) -> None:
         kl = self.algorithm.kl
-        if kl.kind != "fixed" and self._kl_coef > 0:  # otherwise nothing measures the KL
+        if kl.kind != "fixed" and self._kl_coef > 0:  # no call measures the KL then
             self._kl_coef *= adaptation(
                 stats["kl_sequence"], round(stats["completions"]), kl.target, kl.horizon
             )
@@ -89,10 +89,10 @@ def adaptation(kl: float, n: int, target: float, horizon: float) -> float:
     """Return the factor by which ``n`` completions change the KL coefficient.
 
     ``kl`` is their mean KL to the reference, in nats. The rule is proportional control in log space
-    (Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2). In it,
-    too large a KL raises the coefficient. A step of more than ``horizon`` completions counts as
-    ``horizon`` completions. Beyond five times as many, a small KL would make the coefficient
-    negative.
+    (Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2). A KL
+    above the target raises the coefficient. A step of more than ``horizon`` completions counts as
+    ``horizon`` completions; with more than five times as many, a small KL would make the
+    coefficient negative.
     """
     error = min(max(kl / target - 1.0, -0.2), 0.2)
     return 1.0 + error * min(n / horizon, 1.0)
@@ -146,7 +146,7 @@ class ReturnMoments:
         return self._joined(decay * self.weight, 1.0 - decay, mean, square)
 
     def moving(self, mean: float, square: float, count: float) -> ReturnMoments:
-        """After ``count`` further returns; all returns weigh alike."""
+        """Return the moments after ``count`` further returns; all returns have equal weights."""
         return self._joined(self.weight, count, mean, square)
 
     def _joined(self, old: float, new: float, mean: float, square: float) -> ReturnMoments:
@@ -169,6 +169,6 @@ class ReturnMoments:
 
     @staticmethod
     def of(scalars: Mapping[str, float]) -> ReturnMoments:
-        """From `scalars`, among others."""
+        """Return the moments in ``scalars``, which may have other entries."""
         names = ("value_norm_weight", "value_norm_mean", "value_norm_square")
         return ReturnMoments(*(scalars[name] for name in names))

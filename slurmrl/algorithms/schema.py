@@ -29,9 +29,9 @@ MODEL_SCORES = "slurmrl.algorithms.reward_model:ScoresInterface"
 PAIR_SCORES = "slurmrl.algorithms.reward_model:PairScoresInterface"
 RULE_REWARD = "slurmrl.algorithms.rule_reward:RuleRewardInterface"
 TURN_REWARDS = "turn_rewards"
-"""Key of what each turn of an episode has earned: at its last token, 0 elsewhere."""
+"""Key of the rewards of an episode's turns: at their last tokens, 0 elsewhere."""
 EPISODE_METRICS = ("turns", "context_length", "episode_failed")
-"""Of episodes that may have several turns."""
+"""Metrics of episodes that may have several turns."""
 TOOL_METRICS = ("tool_calls", "tool_failed")
 
 
@@ -51,20 +51,20 @@ class AlgorithmSchema(Section, ABC):
 
     trains_on_samples: ClassVar[bool] = False
     """Whether losses assume that tokens were sampled with the probabilities that models compute.
-    Then sampling may not be restricted to a part of the vocabulary, unless it ``replays`` what is
-    recorded of that."""
+    Then sampling may be restricted to a part of the vocabulary only if the algorithm ``replays``
+    the recorded part."""
 
     replays: ClassVar[bool] = False
     """Whether all models compute log-probabilities under the part of the vocabulary that generation
     has recorded for each token, and the actor with the recorded experts."""
 
     one_pass: ClassVar[bool] = False
-    """Whether a run goes over the dataset once, item by item. Then `total_steps` is only an upper
+    """Whether a run passes over the dataset once, item by item. Then `total_steps` is only an upper
     bound."""
 
     @property
     def preset(self) -> Mapping[str, Any]:
-        """Defaults of settings that follow from ``name``."""
+        """Return the defaults that ``name`` sets."""
         return {}
 
     @property
@@ -78,7 +78,7 @@ class AlgorithmSchema(Section, ABC):
         return 1
 
     def completed(self, config: Config) -> Self:
-        """The same, with defaults that follow from the rest of the configuration."""
+        """Return the settings with defaults that depend on other parts of the configuration."""
         return self
 
     def untrained_steps(self, role: str) -> int:
@@ -105,7 +105,7 @@ class AlgorithmSchema(Section, ABC):
         """The models that the algorithm uses."""
 
     def why_unused(self, role: str) -> str:
-        """Return why these settings do not use a model, and which setting would, for a message."""
+        """Return why these settings do not use a model, and which setting does, for a message."""
         if role == REWARD_MODEL:
             return "only a reward named 'model' that judges completions uses it"
         return f"algorithm {getattr(self, 'name', type(self).__name__)} does not use this model"
@@ -140,7 +140,7 @@ class AlgorithmSchema(Section, ABC):
         return ()
 
     def notes(self, config: Config) -> Iterable[str]:
-        """What the run leaves out with these settings, and which setting adds it, for people."""
+        """Return notes about features that these settings omit, and the settings that add them."""
         return ()
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
@@ -160,7 +160,7 @@ class AlgorithmSchema(Section, ABC):
 
 
 def train_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Call:
-    """The actor's update with a whole batch; ``metrics`` besides those of every such update."""
+    """Return the call that updates the actor; ``metrics`` are added to its standard metrics."""
     return Call(
         name="actor_train",
         role="actor",
@@ -172,7 +172,7 @@ def train_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ...]
 
 
 def compare_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ...]) -> Call:
-    """The actor's loss on held-out answers, and the same ``metrics``."""
+    """Return the call for the actor's loss on held-out answers, and the same ``metrics``."""
     return Call(
         name="actor_compare",
         role="actor",
@@ -189,7 +189,7 @@ def sequences_of_pairs(config: Config) -> int:
 
 
 def reference_call() -> Call:
-    """The reference model's log-probabilities of whole answers."""
+    """Return the call for the reference model's log-probabilities of whole answers."""
     return Call(
         name="ref_inf",
         role="ref",
@@ -207,12 +207,12 @@ def supports(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
 
 
 def routes(algorithm: Algorithm, config: Config) -> tuple[str, ...]:
-    """The key of the experts that have read tokens, if generation for training records them."""
+    """Return the key of the experts of tokens, if generation for training records them."""
     return (EXPERTS,) if config.rollout.replay_experts and algorithm.replays else ()
 
 
 def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
-    """The actor completes prompts.
+    """Return the call in which the actor completes prompts.
 
     ``prompt_mask`` is True on all tokens that it did not write. ``also``: further outputs, such as
     `supports`.
@@ -257,7 +257,7 @@ def reward_calls(config: Config) -> tuple[Call, ...]:
 def reward_call(config: Config) -> Call:
     """A rule judges completions; it needs the metadata of the dataset's items.
 
-    What the turns of an episode have earned is part of the reward.
+    The rewards of an episode's turns are part of the reward.
     """
     turns = (TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     return Call(

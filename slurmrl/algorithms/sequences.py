@@ -27,7 +27,7 @@ TOKENS = "input_ids"
 
 @dataclass(frozen=True)
 class Sequences:
-    """Which tokens form a sequence."""
+    """The assignment of tokens to sequences."""
 
     index: Tensor
     """[T] the number of each token's sequence."""
@@ -100,7 +100,7 @@ def last_values(values: Tensor, sample: SequenceSample) -> Tensor:
 
 
 def row_id(sample_id: str) -> str:
-    """The id of the row of a sample, ``<id>@<epoch>``: each row comes once."""
+    """Return the id of the row of a sample ``<id>@<epoch>``; each row occurs once."""
     return sample_id.rpartition("@")[0]
 
 
@@ -152,7 +152,7 @@ def global_means(means: Mapping[str, float]) -> CallResult:
 
 
 class ReferenceInterface(Interface):
-    """A frozen model's log-probabilities of answers."""
+    """Interface for a frozen model's log-probabilities of answers."""
 
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext

@@ -1,4 +1,4 @@
-"""SFT: the training step, the held-out loss, and the rows that readers of samples see."""
+"""SFT: the training step, the held-out loss, and the rows in the samples table."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 FIRST, EVERY = 10, 100
-"""The first steps, and every how many of the others, of which samples are kept: SFT may have many
-short steps, and each has its own file."""
+"""Number of first steps, and interval of later steps, whose samples are kept: SFT may have many
+short steps."""
 LONGEST = 20_000
 """Maximum number of characters of a string that are kept: rows of SFT may be as long as the model's
 context."""
@@ -67,7 +67,7 @@ def sft_loss(outputs: dict[str, Tensor], batch: SequenceSample) -> tuple[Tensor,
 
 
 def cross_entropy(logp: Tensor, mask: Tensor) -> Tensor:
-    """Sum of -log p over the tokens that ``mask`` selects; both are [T] and aligned."""
+    """Return the sum of -log p over the tokens that ``mask`` selects; both are [T] and aligned."""
     return -torch.where(mask, logp, 0.0).sum()
 
 

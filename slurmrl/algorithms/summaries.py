@@ -21,7 +21,7 @@ from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Estimate, Measure, Record, Summary
 
 ROUNDING: Final = 1e-9
-"""How far beyond 0 and 1 a rate may be."""
+"""Distance by which a rate may be below 0 or above 1."""
 Z_95: Final = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 
@@ -52,9 +52,8 @@ def majorities(
     replacement, is correct. Ties are broken at random. It is the mean over all subsets of k
     completions, so it is unbiased for k independent completions.
 
-    None is no vote; a subset without votes is wrong. If the completions of a vote differ in
-    ``correct``, the vote counts as their mean. (Self-consistency, Wang et al. 2022, arXiv
-    2203.11171.)
+    None means no vote; a subset without votes is wrong. If the completions of a vote differ in
+    ``correct``, their mean counts. (Self-consistency, Wang et al. 2022, arXiv 2203.11171.)
     """
     n = len(votes)
     if not all(0 < k <= n for k in sizes):
@@ -76,7 +75,7 @@ def majorities(
 
 
 class _AlikeVotes(NamedTuple):
-    """Votes with equal numbers of completions."""
+    """Group of votes with equal numbers of completions."""
 
     size: int
     """Completions of each."""
@@ -189,7 +188,7 @@ def wilson(mean: float, count: int) -> ConfidenceInterval:
     scale = 1.0 + square / count
     center = (mean + square / (2.0 * count)) / scale
     half = Z_95 / scale * math.sqrt(mean * (1.0 - mean) / count + square / (4.0 * count * count))
-    # (rounding must not put the mean outside)
+    # rounding must not move the mean outside
     return ConfidenceInterval(
         max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
     )
@@ -256,10 +255,11 @@ def of_likelihood(records: Iterable[Record]) -> Summary:
 
 
 def summarize(scores: Sequence[Record], measures: Mapping[str, Measure]) -> Summary:
-    """The estimates of all items together, by name. A measure whose score no item has is left out.
+    """Return the estimates over all items, by name. A measure whose score no item has is left out.
 
-    Raises UsageError for scores that some items lack (except for means of a part, and items with a
-    completion without a score), that are not numbers, or rates that are not between 0 and 1.
+    Raises UsageError for scores that only some items lack (except for means of a part, and items
+    with a completion without a score), for scores that are not numbers, and for rates that are not
+    between 0 and 1.
     """
     estimates = {
         name: _estimate(scores, name, measure)
@@ -334,7 +334,7 @@ def rate(values: Sequence[float]) -> Estimate:
 
 
 def _column(scores: Sequence[Record], name: str) -> list[float]:
-    """Raises UsageError for scores that are missing or not numbers."""
+    """Return the scores with a name. Raises UsageError if some are missing or not numbers."""
     for score in scores:
         value = score.get(name, "")
         if value is not None and not isinstance(value, int | float):
@@ -347,12 +347,12 @@ def _column(scores: Sequence[Record], name: str) -> list[float]:
 
 
 def _number(value: float | None) -> float:
-    """A value as it was before it became JSON, in which NaN and infinities are null."""
+    """Return the number of a JSON value, in which null stands for NaN and infinities."""
     return math.nan if value is None else float(value)
 
 
 def _sum(values: Iterable[float]) -> float:
-    """NaN where it overflows."""
+    """Return the sum; NaN if it overflows."""
     try:
         return math.fsum(values)
     except OverflowError:

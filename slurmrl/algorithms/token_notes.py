@@ -1,6 +1,6 @@
-"""Strings and values of single tokens of the kept completions, for readers of samples.
+"""Strings and values of single tokens of the kept completions, for the samples table.
 
-The call that scores completions has the strings. Other calls note the values (`CallResult.notes`).
+The call that scores completions adds the strings, other calls add the values (`CallResult.notes`).
 Both begin with the first token that the policy wrote. R is the number of such tokens and of tokens
 between turns, at most ``logging.sample_tokens``.
 """
@@ -18,7 +18,7 @@ from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
 
 UNFINISHED = "\ufffd"
-"""Replacement of a character of which tokens are missing."""
+"""Replacement of a character whose tokens are incomplete."""
 DIGITS = 4
 
 
@@ -28,9 +28,9 @@ class Noted(NamedTuple):
     item: int
     """Position of its item in the rank's sample."""
     place: int
-    """Its number among the completions of the item."""
+    """Number of the completion within its item."""
     sequence: int
-    """Its number among all sequences of the sample."""
+    """Number of the completion among all sequences of the sample."""
 
 
 def kept(counts: Sequence[int], settings: Logging) -> Iterator[Noted]:
@@ -115,8 +115,8 @@ def _span(read: Sequence[float], start: int, stop: int, settings: Logging) -> tu
 def pieces(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """Return a string for each token; concatenated, they decode all tokens.
 
-    A token that ends within a character has an empty one, and the token that completes the
-    character has the whole.
+    A token that ends within a character has an empty string, and the token that completes the
+    character has the whole character.
     """
     texts: list[str] = []
     known, first = 0, 0

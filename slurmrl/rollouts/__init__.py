@@ -1,7 +1,7 @@
 """Episodes: how the policy's turns, and the messages between them, become completions.
 
-An episode, an environment or a tool of a user's own is named ``package.module:name`` in the
-configuration (docs/rollouts.md); a built-in one is a class and a line below. Torch-free.
+The configuration names a user's own episode, environment or tool ``package.module:name``
+(docs/rollouts.md). A built-in one is a class and a line in a table below. Torch-free.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ TOOLS = Registry(
     },
 )
 WITHOUT_REWARD = ("tools",)
-"""Environments whose turns earn nothing, so that the configuration needs a reward."""
+"""Environments whose turns earn no rewards, so that the configuration needs a reward."""

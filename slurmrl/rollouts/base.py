@@ -36,7 +36,7 @@ class EpisodeItem:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTurn:
-    """Text of the policy between two messages."""
+    """Text that the policy writes between two messages."""
 
     text: str
     """Without special tokens and the stop token; with the stop string that ended it."""
@@ -65,7 +65,7 @@ class Reply:
 
 
 class Environment(ABC):
-    """The other side of one `multi_turn` episode.
+    """The environment of one `multi_turn` episode, which answers the policy's turns.
 
     The configuration's options are the keyword arguments of its constructor.
     """

@@ -1,4 +1,4 @@
-"""The tokens of one episode: those that the policy wrote, and those that it read between.
+"""The tokens of one episode: tokens that the policy wrote, and messages between its turns.
 
 Torch-free.
 """
@@ -27,37 +27,39 @@ class Completions:
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
-        """``prompt``: usually the item's."""
+        """``prompt`` is usually the item's prompt."""
         self.prompt = _checked(prompt)
         if not self.prompt:
             raise UsageError("an episode's prompt needs at least one token")
         self.largest_read = max(self.prompt)
         """The largest token id that the policy did not sample."""
         self.tokens: list[int] = []
-        """Behind the prompt."""
+        """Tokens after the prompt."""
         self.written: list[bool] = []
-        """Which of these the policy wrote."""
+        """For each token, whether the policy wrote it."""
         self.logprobs: list[float] = []
-        """Under the distribution that the policy sampled from; 0 for others."""
+        """Log-probability of each token under the sampling distribution; 0 for tokens of messages.
+        """
         self.versions: list[str] = []
-        """The weight version of each; "" for others."""
+        """The weight version that sampled each token; "" for tokens of messages."""
         self.support = SampledSupport()
-        """Sampling mask of each; empty for tokens that were not sampled, and without records."""
+        """Sampling mask of each token; empty for tokens of messages, and if masks are not recorded.
+        """
         self.experts: Array | None = None
-        """Experts that read each token up to the end of the last turn, prompt included; None: not
-        recorded."""
+        """Experts that processed each token from the prompt to the end of the last turn; None if
+        they are not recorded."""
         self.rewards: list[float] = []
         """Reward of a turn, at its last token; 0 elsewhere."""
         self.turns = 0
         self.stopped = False
         """Whether the last turn ended with a stop token or stop string."""
         self.finished = False
-        """Whether it did, and no limit ended the episode."""
+        """Whether the last turn was stopped so, and no limit ended the episode."""
         self._last_written = -1
 
     @staticmethod
     def of_turn(prompt: Sequence[int], completion: Completion) -> Completions:
-        """Return the completions of an episode that is over after its first turn."""
+        """Return the completions of an episode that has ended after its first turn."""
         made = Completions(prompt)
         made.wrote(completion)
         made.finished = made.stopped
@@ -117,7 +119,7 @@ class Completions:
         return padded[: len(self.sequence)].reshape(-1)
 
     def cut(self) -> None:
-        """Drop the tokens after the last turn of the policy, which no turn follows."""
+        """Drop tokens of messages after the last turn of the policy."""
         for column in (self.tokens, self.written, self.logprobs, self.versions, self.rewards):
             del column[self._last_written + 1 :]
         (self.support,) = self.support.cut([len(self.tokens)])

@@ -40,7 +40,7 @@ class ToolCall(NamedTuple):
 
 
 class ToolCalls(Environment):
-    """Environment that calls the tools which a turn names.
+    """Environment that executes the tool calls in a turn.
 
     :param format: how a turn calls a tool. `json`: ``<tool_call>{"name": "calculator",
         "arguments": {"expression": "2*3"}}</tool_call>``, as in Hermes and Qwen; `brackets`:
@@ -111,13 +111,13 @@ def _json_call(body: str) -> ToolCall:
 
 
 class GuessNumber(Environment):
-    """The last number of a turn is the guess. The turn that finds the secret earns 1.
+    """Game in which the last number of a turn is the guess; a correct guess earns 1.
 
     :param low: smallest secret.
     :param high: largest secret.
 
-    The secret is the row's answer; of a row without one it follows from the sample's id, so that
-    all completions of a prompt have the same.
+    The secret is the row's answer. If a row has none, the sample's id determines it, so that all
+    completions of a prompt have the same secret.
     """
 
     def __init__(self, item: EpisodeItem, tools: Tools, *, low: int = 1, high: int = 100) -> None:
@@ -203,7 +203,7 @@ class PolicyClient:
         self._policy = policy
         self.completions = Completions(item.prompt)
         self.failure: RunFailedError | None = None
-        """Reason why the engine failed. (The environment takes it for an error of the model.)"""
+        """Reason why the engine failed. (The environment mistakes it for an error of the model.)"""
         self._known: list[tuple[str, str]] = []
         """The messages up to the policy's last turn."""
         self.chat = SimpleNamespace(completions=SimpleNamespace(create=self._create))
@@ -241,7 +241,7 @@ class PolicyClient:
 
 
 def _message(turn: PolicyTurn, *, calls: bool) -> dict[str, Any]:
-    """A turn as a message of the OpenAI protocol; its calls of tools as such."""
+    """Return a turn as a message of the OpenAI protocol, with its tool calls."""
     found = [call for call in json_calls(turn.text) if not call.wrong] if calls else []
     if not found:
         return {"role": "assistant", "content": turn.text}

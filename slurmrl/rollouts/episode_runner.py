@@ -1,4 +1,4 @@
-"""Runs episodes side by side. An episode that fails affects no other episode."""
+"""Runs episodes concurrently. An episode that fails affects no other episode."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from slurmrl.rollouts.tools import Tools
 logger = log.get(__name__)
 
 MOST_LOGGED: Final = 5
-"""Failures of a call that the log shows one by one."""
+"""Maximum number of failures of a call that the log shows one by one."""
 MOST_SINGLE_FAILURES: Final = 8
-"""Calls of one item in a row that may fail."""
+"""Number of calls of one item in a row that may fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class EpisodeOutcome:
 
 
 class EpisodeRunner:
-    """Runs the episodes of one rank, of one call after the other."""
+    """Runs the episodes of one rank, call by call."""
 
     def __init__(
         self, episode: Episode, tools: Tools, settings: EpisodeSettings, limits: EpisodeLimits
@@ -61,10 +61,9 @@ class EpisodeRunner:
     ) -> list[EpisodeOutcome]:
         """The outcomes of the items' episodes, in the items' order.
 
-        :param slots: calls that run side by side share these, one for each episode. The items of
-            such a call are completions of one prompt, which may all fail now and then.
-        :raises EpisodeError: no episode was completed.
-        :raises RunFailedError: the engine failed.
+        :param slots: limit of running episodes, shared by concurrent calls. The items of such a
+        call are completions of one prompt, which may occasionally all fail. :raises EpisodeError:
+        no episode was completed. :raises RunFailedError: the engine failed.
         """
         outcomes: dict[int, EpisodeOutcome] = {}
         left = deque(enumerate(items))
@@ -81,7 +80,7 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._settings.concurrency, len(items))):
-                    waiting.begin()  # until it has begun its first episode
+                    waiting.begin()  # until the first episode has begun
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -125,7 +124,7 @@ class EpisodeRunner:
     async def _completed(
         self, policy: Policy, item: EpisodeItem, tools: Tools
     ) -> Completions | None:
-        """Text of the policy; None if a limit left it no turn."""
+        """Return the completions; None if a limit left no turn for the policy."""
         try:
             completions = await self._episode(policy, item, tools)
         except EpisodeLimitError:
@@ -143,8 +142,8 @@ class EpisodeRunner:
     def _report(self, outcomes: Sequence[EpisodeOutcome], *, alone: bool) -> None:
         """Log the failures.
 
-        Raises EpisodeError if there is nothing else, for an item that is ``alone`` in its call only
-        after others in a row.
+        Raises EpisodeError if all episodes failed. If an item is ``alone`` in its call, this needs
+        several such failures in a row.
         """
         failed = [outcome for outcome in outcomes if outcome.failure]
         for outcome in failed[:MOST_LOGGED]:

@@ -1,4 +1,4 @@
-"""The built-in episodes, and episodes as the configuration names them. Torch-free."""
+"""The built-in episodes, and the construction of the configured episode. Torch-free."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SingleTurn(Episode):
 class MultiTurn(Episode):
     """Turns that an environment answers, until it or a limit ends the episode.
 
-    A turn that is cut at `rollout.max_new_tokens` ends it too: its text is not whole.
+    A turn that is cut off at `rollout.max_new_tokens` also ends it, because it is incomplete.
     """
 
     def __init__(self, environment: Callable[[EpisodeItem, Tools], Environment]) -> None:
@@ -96,7 +96,7 @@ def _environment(
     make = _accepting("environment", name, kind, 2, options)
     if not inspect.isclass(kind) or not hasattr(kind, "step"):
         raise UsageError(f"environment '{name}' is not a class with a method step")
-    if ":" not in name:  # options of our own are checked by their constructors
+    if ":" not in name:  # constructors of built-in classes check their options
         make(_EXAMPLE, tools)
     return make  # type: ignore[no-any-return]
 
@@ -106,7 +106,7 @@ def _named(what: str, table: Registry, name: str) -> Any:
 
 
 def _accepting(what: str, name: str, kind: Any, arguments: int, options: Mapping[str, Any]) -> Any:
-    """The object with its options, if it can be called with them and so many arguments."""
+    """Return the object with its options; reject unsuitable options or parameters."""
     if not callable(kind):
         raise UsageError(f"{what} '{name}' is {type(kind).__name__}, not a function or a class")
     try:

@@ -1,7 +1,7 @@
 """The policy that writes the turns of an episode, and its text as tokens. Torch-free.
 
-A message's tokens are added to the tokens that the policy has sampled. The conversation is never
-rendered and tokenized again: a tokenizer may have other ids for the text of a turn than the policy
+The tokens of a message are added to the tokens that the policy has sampled. The conversation is
+never rendered and tokenized again, because a tokenizer may give a turn other ids than the policy
 sampled.
 """
 
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 class EpisodeLimits:
     turns: int
     tokens: int
-    """Behind the item's prompt."""
+    """Number of tokens after the item's prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSampling:
-    """How the tokens of an episode are sampled."""
+    """Options for sampling the tokens of an episode."""
 
     options: GenerationOptions
     seed: int
     step: int
     key_of: Callable[[str], int]
-    """The random stream of a name."""
+    """Function that returns the random stream of a name."""
 
 
 class Waiting:
-    """How many episodes wait for the engine, and how many do something else."""
+    """Count of episodes that wait for the engine, and of episodes that do something else."""
 
     def __init__(self) -> None:
         self._elsewhere = 0
@@ -59,7 +59,7 @@ class Waiting:
         self._settled.set()
 
     def begin(self) -> None:
-        """An episode does something other than waiting for the engine."""
+        """Note that an episode does something other than waiting for the engine."""
         self._elsewhere += 1
         self._settled.clear()
 
@@ -109,7 +109,7 @@ class Policy:
     ) -> PolicyTurn:
         """Add a turn of up to ``max_new_tokens`` (default: `rollout.max_new_tokens`).
 
-        :raises EpisodeLimitError: the episode has no turn or token left; it ends here, unfinished.
+        :raises EpisodeLimitError: no turn or token is left; the episode ends here, unfinished.
         """
         if self._over:
             raise UsageError(f"episode {self._name} has ended: it cannot have another turn")
@@ -130,13 +130,13 @@ class Policy:
         return PolicyTurn(text=text, tokens=completion.tokens, finish=completion.finish)
 
     def close(self) -> None:
-        """The episode has ended."""
+        """End the episode."""
         self._over = True
         if not self._pending:
             self._waiting.end()
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of a string that continues a context, without special tokens."""
+        """Return the token ids of a string that continues a context, without special tokens."""
         return self._dialogue.encode(text)
 
     def decode(self, tokens: tuple[int, ...]) -> str:
@@ -159,7 +159,7 @@ class Policy:
     def _request(
         self, completions: Completions, max_new_tokens: int | None
     ) -> tuple[GenerationRequest, bool]:
-        """The request of a turn, and whether it may use up the episode's tokens."""
+        """Return the request of a turn, and whether the turn may use up the episode's tokens."""
         prompt = completions.sequence
         if completions.largest_read >= self._dialogue.vocabulary:
             raise UsageError(f"token {completions.largest_read} is not in the vocabulary")
@@ -181,7 +181,7 @@ class Policy:
             step=self._sampling.step,
             options=options,
             pictures=self._item.pictures,
-            # Its prompt is cached now, and groups that have begun should end.
+            # Later turns have priority: their prompts are cached, and begun groups should end.
             priority=self._limits.turns - self._turns,
         )
         return request, most == left
@@ -230,7 +230,7 @@ class Episode(Protocol):
     """
 
     async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
-        """Have ``policy`` write the turns of one completion."""
+        """Let ``policy`` write the turns of one completion."""
         ...
 
 

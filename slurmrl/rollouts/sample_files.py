@@ -1,9 +1,9 @@
 """Samples of one item as arrays, and the files of samples that tasks write. Torch-free.
 
 A file holds the groups that a task has finished within a short time, one safetensors document
-after the other, so that each can be read separately. A group exists from the moment when a record
-of the task's result log names it (`StoredGroup`). Bytes that no record names are the rest of a
-killed writer. The files are described in docs/protocols.md.
+after the other, so that each can be read separately. A group exists when a record of the task's
+result log names it (`StoredGroup`). Bytes that no record names come from a killed writer.
+docs/protocols.md describes the files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 READ_BYTES = 4 << 20
-"""Read at a time."""
+"""Number of bytes that are read at a time."""
 _FILE = re.compile(r"([0-9]+)\.samples")
 _DAMAGE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
 """Errors that concern one file: others may be readable."""
@@ -58,10 +58,10 @@ PER_COMPLETION = {
     "tool_failures": "<i4",
 }
 SUPPORT = {SIZES: "<i4", IDS: "<i4"}
-"""Only in groups with supports."""
+"""Fields of groups with sampling masks."""
 EXPERT_SIZES = "expert_sizes"
 ROUTES = {EXPERT_SIZES: "<i4", EXPERTS: "<i2"}
-"""Only in groups with experts."""
+"""Fields of groups with experts."""
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
@@ -84,7 +84,7 @@ class SampleWriter:
 
         The caller then records it, before it writes another one.
 
-        Raises EnvironmentFailure; the groups can be written again then.
+        Raises EnvironmentFailure; then the groups can be written again.
         """
         name = f"{self._number:08d}.samples"
         parts = [group.to_bytes() for group in groups]
@@ -114,7 +114,7 @@ class SampleWriter:
                 pwrite_all(descriptor, data, 0, self._calls)
                 self._calls.fsync(descriptor)
         except OSError as error:
-            discard(path, self._calls)  # gives the space back on a full disk
+            discard(path, self._calls)  # this frees space on a full disk
             if isinstance(error, FileNotFoundError):
                 self._make_folder_again()
             raise explain(error, "write", path) from error
@@ -129,11 +129,11 @@ class SampleWriter:
 
 
 def read_group(folder: Path, stored: StoredGroup, *, calls: SystemCalls = REAL) -> SampleGroup:
-    """Read a recorded group, and nothing else of its file.
+    """Read only one recorded group of a file.
 
-    Where this host may see an old state of the directory, a file that looks missing or damaged is
-    read again for about a minute. Raises SampleFileError if it is (the group must be made again),
-    EnvironmentFailure.
+    If this host may see an old state of the directory, a file that looks missing or damaged is read
+    again for about a minute. Raises SampleFileError if it is missing or damaged (the group must be
+    generated again), EnvironmentFailure.
     """
     pauses_s = HIDDEN_PAUSES_S if calls.caches(folder.parent.parent) else ()
     for last in attempts(pauses_s, lambda pause_s: calls.sleep(pause_s)):
@@ -171,10 +171,10 @@ def remove_settled(
 ) -> list[str]:
     """Remove the files up to ``newest`` that are not ``needed``; return their names.
 
-    ``newest`` is the last file that a record names; later ones may not have their record yet. None:
-    the attempt has ended and its log was read to the end. ``needed`` are those with groups that are
-    unsettled in the newest commit. Raises EnvironmentFailure; the next call removes remaining
-    files.
+    ``newest`` is the last file that a record names; later files may not have their record yet. None
+    means that the attempt has ended and its log was read to the end. ``needed`` are files with
+    groups that are unsettled in the newest commit. Raises EnvironmentFailure; the next call removes
+    remaining files.
     """
     try:
         names = atomic.list_names(folder, calls=calls)
@@ -196,7 +196,7 @@ def _number_of(name: str) -> int | None:
 
 
 def _read(path: Path, offset: int, length: int, calls: SystemCalls) -> bytes:
-    """These bytes of a file, as far as it has them."""
+    """Return these bytes of a file, as far as it has them."""
     parts = []
     with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as descriptor:
         while length and (part := calls.pread(descriptor, min(READ_BYTES, length), offset)):
@@ -228,22 +228,22 @@ class SampleGroup:
     prompt_lengths: Array
     """int32 [n]: tokens of each prompt."""
     finished: Array
-    """bool [n]: it ended by itself, and not at a limit."""
+    """bool [n]: the completion ended by itself, not at a limit."""
     failed: Array
-    """bool [n]: its episode failed, so that the policy wrote nothing that counts."""
+    """bool [n]: the episode failed, so no token of the policy counts."""
     turns: Array
-    """int32 [n]: of the policy."""
+    """int32 [n]: turns of the policy."""
     tool_calls: Array
     """int32 [n]"""
     tool_failures: Array
-    """int32 [n]: of these calls."""
+    """int32 [n]: failed tool calls."""
     input_ids: Array
     """int32 [T]"""
     drawn_by: Array
-    """int32 [T]: place in ``versions`` of the weights that sampled the token; -1 for tokens that
-    the policy has read."""
+    """int32 [T]: index in ``versions`` of the weights that sampled the token; -1 for tokens that
+    were not sampled."""
     logprobs: Array
-    """float32 [T]: under the distribution that the token was sampled from; 0 for others."""
+    """float32 [T]: log-probability under the sampling distribution; 0 for other tokens."""
     turn_rewards: Array
     """float32 [T]: reward of a turn, at its last token; 0 elsewhere."""
     support: SampledSupport | None = None
@@ -267,7 +267,7 @@ class SampleGroup:
         outcomes: Sequence[EpisodeOutcome],
         held: str,
     ) -> SampleGroup:
-        """``held``: the version that the task had, which counts if none sampled a token."""
+        """``held`` is the task's version, which counts if no token was sampled."""
         completions = [outcome.completions for outcome in outcomes]
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
@@ -304,7 +304,7 @@ class SampleGroup:
         return np.split(self.experts, self.expert_sizes.cumsum()[:-1])
 
     def to_bytes(self) -> bytes:
-        """One safetensors document, the same for the same group."""
+        """Return one safetensors document, which is equal for equal groups."""
         arrays = {name: getattr(self, name) for name in (*PER_TOKEN, *PER_COMPLETION)}
         if self.support is not None:
             both = (self.support.sizes, self.support.ids)

@@ -16,7 +16,7 @@ from slurmrl.tensors.checkpoint.manifest import read_manifest, verify
 
 @dataclass(frozen=True)
 class StoredCommit:
-    """A commit, or a damaged one that was set aside and not removed yet."""
+    """A commit, or a damaged commit that was set aside and not removed yet."""
 
     step: int
     incarnation: int
@@ -25,16 +25,16 @@ class StoredCommit:
     """Seconds since the epoch when it was committed, by the master's clock."""
     files: int
     bytes: int
-    """Both 0 if the manifest cannot be read."""
+    """Number of files and bytes; both are 0 if the manifest cannot be read."""
     kept_by: list[str]
     """``last``, ``every`` (see `kept_by`)."""
     exported: bool
-    """The run has exported its model."""
+    """Whether the run has exported its model."""
     problem: str | None
-    """Damage of its files, or why they cannot be read."""
+    """Damage of its files, or the reason why they cannot be read."""
     set_aside: bool = False
     unreadable: bool = False
-    """The directory does not answer, so that it is unknown whether it is damaged."""
+    """Whether the directory does not answer, so that damage is unknown."""
 
 
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:

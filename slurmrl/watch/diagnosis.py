@@ -18,11 +18,11 @@ Status = Mapping[str, Any]
 
 WAIT_S = 60.0
 WAIT_STEPS = 5.0
-"""A wait for ranks is reported beyond this many seconds and this many step times."""
+"""A wait for ranks is reported after this many seconds and this many step times."""
 SILENT_S = 180.0
-"""A job that has run for this long without output from its processes needs a look."""
+"""Seconds without output of its processes after which a running job is reported."""
 SHORT_LIMITS = 2
-"""Jobs in a row that reach their time limit without a commit, for a finding."""
+"""Number of jobs in a row, each at its time limit without a commit, that is reported."""
 
 
 ACTIVE = ("RUNNING", "PENDING")
@@ -240,7 +240,7 @@ def whom(waiting: Mapping[str, Any]) -> str:
 
 
 def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
-    """The trainers wait, and no rollout task works for them."""
+    """Report that the trainers wait and no rollout task works for them."""
     rollouts = status["rollouts"]
     if rollouts is None or not rollouts["waits_for"]:
         return
@@ -332,7 +332,7 @@ def _now(status: Status) -> StatusFinding:
 
 
 def _begins(status: Status, last: Mapping[str, Any] | None) -> StatusFinding:
-    """A job runs in which no incarnation has begun yet."""
+    """Report that a job runs in which no incarnation has begun yet."""
     ran_s = (status["link"] or {}).get("runs_s")
     since = f" {age(ran_s)} ago" if ran_s is not None else ""
     quiet = f"its job started{since}, no sign of its processes yet"

@@ -1,8 +1,8 @@
 """The newest incarnations of a trial and their ends. Pure functions.
 
-An incarnation may be killed at any moment, so its end is inferred from the existing evidence: its
-reports (see `endings`), the history, the master's last event, the scheduler's state of the job, or
-nothing.
+An incarnation may be killed at any moment, so its end is inferred from the existing evidence, if
+any: its reports (see `endings`), the history, the master's last event, and the scheduler's state of
+the job.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WARNINGS = {
     "unknown": "warned of its end ({signal})",
 }
 PREEMPTED = "preempted ({signal})"
-"""Replaces the guess where the scheduler shows a preemption."""
+"""Words that replace the guess if the scheduler shows a preemption."""
 CLOCKS_S = 5.0
-"""Largest difference of two hosts' clocks."""
+"""Maximum difference of two hosts' clocks."""
 SHOWN_FILES = 2
 REPEATS: Final = "repeats"
-"""The event of an incarnation about the steps that it does again: ``first``, ``last``."""
+"""The event of an incarnation about the steps that it repeats: ``first``, ``last``."""
 GUESSED = ("preemption", "unknown")
 JOB_ENDS = {
     JobState.TIMEOUT: "time_limit",
@@ -73,7 +73,7 @@ def is_unclear(traces: Traces) -> bool:
 
 
 def last_word(traces: Traces) -> float:
-    """Return the time of an incarnation's last sign of life, by the writers' clocks.
+    """Return the time of an incarnation's last recorded activity, by the writers' clocks.
 
     A cancellation does not count: the command may come long afterwards.
     """
@@ -85,7 +85,7 @@ def last_word(traces: Traces) -> float:
 
 
 def _ended_at(traces: Traces, after: Traces | None) -> float:
-    """Return when an incarnation ended. Within one start of a job that is when the next begins."""
+    """Return when an incarnation ended: in one start of a job, when the next one begins."""
     if after is not None and _tag(traces).start == _tag(after).start != "":
         return after.begun.time
     return last_word(traces)
@@ -96,7 +96,7 @@ def _tag(traces: Traces) -> JobTag:
 
 
 def _reported(traces: Traces, after: Traces | None) -> Ending:
-    """Return how an incarnation ended by its reports. ``after``: the next one."""
+    """Return the end of an incarnation according to its reports. ``after`` is the next one."""
     return Ending(
         traces.begun.number,
         job=_tag(traces),
@@ -149,12 +149,12 @@ def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     job_id = traces.attempt.job_id if traces.attempt is not None else ""
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
     if not running or not job_id:
-        return True  # unknown
+        return True  # the job is unknown
     return job_id in running and is_start_of(running[job_id], _tag(traces))
 
 
 def is_start_of(task: TaskState, tag: JobTag) -> bool:
-    """Whether a tag is of an element's newest start, not of one before a requeue."""
+    """Whether a tag is from an element's newest start, not from a start before a requeue."""
     return tag.restarts is None or task.restarts <= tag.restarts
 
 
@@ -261,7 +261,7 @@ def warning(warned: Warned, *, preempted: bool = False) -> str:
 def _was_preempted(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     """Whether the scheduler reports a preemption or starts the job again.
 
-    It does not start a job again that somebody killed.
+    It would not start a killed job again.
     """
     element = traces.attempt.job_id if traces.attempt is not None else ""
     own = [task for task in tasks if element and task.job_id == element]
@@ -280,7 +280,7 @@ def _warned(traces: Traces, warned: Warned, *, preempted: bool) -> End:
 
 
 def _unsaid(traces: Traces) -> End | None:
-    """Return an end without a published failure: the history's, or the master's last event."""
+    """Return an end without a published failure, from the history or the master's last event."""
     if traces.begun.end is not None:
         if traces.begun.end.kind is Kind.CANCELLED:
             return _cancelled(traces)
@@ -311,7 +311,7 @@ def _cancelled(traces: Traces) -> End:
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
     """Return the scheduler's state of the job, while it remembers the job.
 
-    That of an element that waits or runs says nothing about an earlier end, unless it is ending.
+    The state of an element that waits or runs does not show an earlier end, unless it is ending.
     """
     task = _task(traces, tasks)
     cause = JOB_ENDS.get(task.ending or task.state) if task else None

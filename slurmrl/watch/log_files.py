@@ -1,8 +1,8 @@
 """The log files of a trial's newest attempts, their lines as people read them, and stacks.
 
-Lines of several files are merged by their times, entries kept together. An entry is a line of our
-own loggers (see `slurmrl.log`) with all that follows it in its file: a traceback, or output of a
-library. A traceback without an announcing line is a separate entry.
+Lines of several files are merged by their times, without splitting entries. An entry is a line of
+our own loggers (see `slurmrl.log`) with all that follows it in its file: a traceback, or output of
+a library. A traceback without an announcing line is a separate entry.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ HEAD = re.compile(
     re.M,
 )
 HEAD_BYTES = 64 * 1024
-"""A head lies within these bytes: other processes may write to a new part before its head is."""
+"""Bytes in which to search for a part's head, before which other processes may have written."""
 LEVELS = logging.getLevelNamesMapping()
 SEARCHED = 1000
-"""Most lines before the wanted ones to search for the beginning of their entry."""
+"""Maximum number of lines before the wanted ones in which to search for the start of their entry.
+"""
 _ENTRY = re.compile(
     r"(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \[(?P<process>[^]]+)\] (?P<level>[A-Z]+) ?"
     r"(?P<text>.*)",
@@ -185,9 +186,9 @@ class LogLine(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The entries to print; None and 0 leave none out.
+    """The entries to print; None and 0 print all.
 
-    Lines before the first entry of a file are left out only by a ``process`` or a ``level``.
+    Only a ``process`` or a ``level`` excludes lines before the first entry of a file.
     """
 
     process: str | None = None
@@ -213,9 +214,9 @@ class OutputReader:
     """Reads new lines of log files, across their rotation."""
 
     def __init__(self, wanted: Wanted | None = None, last: int | None = None) -> None:
-        """``last``: how many lines the first reading returns at most; None: all.
+        """``last`` is the maximum number of lines of the first reading; None reads all.
 
-        Then and with a time in ``wanted``, earlier parts of the files are not read.
+        With it, or with a time in ``wanted``, earlier parts of the files are not read.
         """
         self._wanted = wanted or Wanted()
         self._last = last
@@ -228,7 +229,7 @@ class OutputReader:
     def read(self, files: Sequence[LogFile], *, torn: bool) -> Iterator[LogLine]:
         """Yield new lines in the order of their entries' times.
 
-        ``torn``: an unfinished last line, too; otherwise it follows once it is complete.
+        With ``torn``, also yield an incomplete last line; otherwise it follows when it is complete.
         """
         last = None if self._begun else self._last
         if not self._begun and (last is not None or self._wanted.since):
@@ -268,7 +269,7 @@ class OutputReader:
                 before = part(file.first(HEAD_BYTES))
                 if before.number >= now:
                     return  # rotation is under way: the file itself still has all lines
-                start = 0  # the head of a part not seen before says how much is missing
+                start = 0  # the head of a new part says how much is missing
                 if before.number == read:
                     start = (
                         before.head_bytes + offset - before.skipped if before.skipped else offset
@@ -279,7 +280,7 @@ class OutputReader:
 
 
 def parse(text: str, before: LogLine) -> LogLine:
-    """Return a line as part of its entry; ``before`` is the line before it in its file."""
+    """Return a line as part of its entry; ``before`` is the previous line in its file."""
     found = _ENTRY.fullmatch(text)
     if found and (time := _seconds(found["time"])) is not None and found["level"] in LEVELS:
         values = found["process"], found["level"], found["text"]
@@ -299,7 +300,7 @@ def _seconds(text: str) -> float | None:
 
 
 class _Tail:
-    """Searches a file and the part before it backward for where the wanted lines begin."""
+    """Searches a file and its previous part backward for the start of the wanted lines."""
 
     def __init__(self, wanted: Wanted, last: int | None, file: LogFile) -> None:
         self._wanted = wanted
@@ -307,7 +308,7 @@ class _Tail:
         self._path = file.path
         self._nobody = LogLine(file.label, None, file.label, "", "", False)
         self._found = self._open = 0
-        """Lines of wanted entries, and of the one whose beginning was not seen yet."""
+        """Number of lines of wanted entries, and of the entry whose start was not seen yet."""
 
     def start(self) -> tuple[int, int]:
         """Return part and offset; (0, 0) for the beginning of the previous part."""
@@ -339,7 +340,7 @@ class _Tail:
                 self._found += self._open * self._wanted.takes(line)
                 self._open, later = 0, offset
                 enough = self._found
-            else:  # a flood of lines that belong to no entry
+            else:  # very many lines that belong to no entry
                 enough = self._found + self._open - SEARCHED if self._wanted.all else 0
             if self._last is not None and enough >= self._last:
                 return offset
@@ -355,7 +356,7 @@ class Request:
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
-        """Files that were not read yet, by ``group/task``."""
+        """Expected files that were not read yet, by ``group/task``."""
 
     @classmethod
     def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:

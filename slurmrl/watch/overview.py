@@ -1,12 +1,12 @@
 """Lists of trials: the status of many trials, and ``overview.json`` of finished ones.
 
-`collect` costs one look at each run directory, one query per scheduler and one wait for all
+`collect` reads each run directory once, queries each scheduler once, and waits once for all
 heartbeats.
 
-``overview.json`` saves a reader work and is never the truth. It names the number of history records
-and the size of the metrics that it was made from. Records are never removed, so a reader that
-counts as many shows the state of the history; otherwise, or without the file, it reads everything.
-A process that is killed between the end of the trial and this file costs no more than that.
+``overview.json`` only saves work. It has the number of history records and the size of the metrics
+from which it was made. Records are never removed, so the file is current if a reader counts the
+same number. Otherwise, or without the file, the reader reads everything. This also happens if a
+process is killed before it writes the file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from slurmrl.watch.status import ENDS, assemble
 logger = log.get(__name__)
 
 HEARTBEATS = 1.5
-"""Heartbeat intervals to wait for a lease to move."""
+"""Number of heartbeat intervals to wait for a renewal of a lease."""
 LOOK_S = 0.2
 KEPT: Fields = {
     "state": one_of(*ENDS.values()),
@@ -49,7 +49,7 @@ KEPT: Fields = {
     "skipped": table({"steps": INTEGER, "model": TEXT}, ("steps", "model")),
     "unjudged": table({"steps": INTEGER, "share": NUMBER}, ("steps", "share")),
 }
-"""Fields of the status object (see `status`), those that the findings of ended trials need."""
+"""Fields of the status object (see `status`) that the findings of ended trials need."""
 FIELDS: Fields = {"records": SIZE, "metrics_bytes": SIZE, **KEPT}
 REQUIRED = ("records", "metrics_bytes", "state", "step", "metrics")
 
@@ -218,7 +218,7 @@ def moving(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> set[str]:
-    """Return the trials whose master's lease moves within HEARTBEATS heartbeat intervals."""
+    """Return the trials whose master renews its lease within HEARTBEATS heartbeat intervals."""
     waiting: dict[str, tuple[Path, int | None]] = {}
     heartbeats_s = [0.0]
     for snapshot in snapshots:
@@ -256,7 +256,7 @@ def keep_overview(paths: RunPaths) -> None:
     try:
         if recent(paths.history, exports=False).end is None or read_overview(paths) is not None:
             return
-        made_from = _made_from(paths)  # before the rest: a record in between makes the file stale
+        made_from = _made_from(paths)  # count first: a record in between makes the file stale
         trial = read(paths)
         if trial.state.end is not None:
             status = assemble(trial, [])

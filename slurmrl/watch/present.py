@@ -1,4 +1,4 @@
-"""The present of a trial: its waits, its pace, the time left. Pure functions."""
+"""The current state of a trial: its waits, its pace, the time left. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from slurmrl.watch import incarnation_rows, published
 from slurmrl.watch.snapshot import Traces, TrialSnapshot
 
 SKIPPED_STEPS = 3
-"""Steps in a row without an update that are reported while a trial runs."""
+"""Number of steps in a row without an update that is reported while a trial runs."""
 UNJUDGED_STEPS = 20
 MOST_UNJUDGED = 0.1
-"""A share of completions that is no accident any more."""
+"""Share of unscored completions from which on it is reported."""
 RECENT = 20
-"""Newest steps that the pace is averaged over."""
+"""Number of newest steps over which the pace is averaged."""
 RECENT_COMMITS = 5
 
 
@@ -82,7 +82,7 @@ def _failed(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _at(task: RolloutTaskView) -> dict[str, Any]:
-    """Return a rollout task as it stands; its pace is the mean since it started."""
+    """Return the current state of a rollout task; its pace is the mean since it started."""
     seconds = task.counts.get("seconds", 0.0)
     return {
         "task": task.task,
@@ -118,7 +118,7 @@ def _age_s(start: str, now: float) -> float | None:
 
 def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, Any] | None:
     waiting = [task for task in tasks if task.state is JobState.PENDING]
-    if not waiting:  # it is being submitted
+    if not waiting:  # the trial is being submitted
         return None
     task = min(waiting, key=lambda one: one.element)
     submission = snapshot.submission
@@ -138,7 +138,7 @@ def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] |
     after = len(kinds) - kinds[::-1].index("commit") if "commit" in kinds else 0
     failed = [event for event in newest.master[after:] if event["kind"] == "checkpoint_failed"]
     said = snapshot.said.get("checkpoint_failed")
-    failed = failed or ([said] if said else [])  # events may not fit on the full disk
+    failed = failed or ([said] if said else [])  # on a full disk, events may be missing
     if not failed:
         return None
     commits = [one.begun.commit for one in snapshot.incarnations if one.begun.commit]
@@ -178,7 +178,7 @@ def _unjudged(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _models(line: Mapping[str, Any]) -> list[str]:
-    """Return the models whose updates a line counts (``actor_skipped``); SFT's has no name."""
+    """Return the models whose updates a line counts (``actor_skipped``); in SFT it has no name."""
     counted = (name for name in line if name == "skipped" or name.endswith("_skipped"))
     return [name.removesuffix("skipped").removesuffix("_") for name in counted]
 
@@ -213,7 +213,7 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
 
 
 def _until(snapshot: TrialSnapshot, state: str) -> float | None:
-    """Return the end of the trial's time so far, by its own hosts' clocks while they report."""
+    """Return the end of the trial's time so far, by the clocks of its hosts while they report."""
     if snapshot.state.end is not None:
         return snapshot.state.end.time
     if state == "RUNNING" and "time" in snapshot.said:
@@ -228,7 +228,7 @@ def _until(snapshot: TrialSnapshot, state: str) -> float | None:
 def step_time_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float | None:
     """Return the mean time of the newest steps, including evaluations.
 
-    The first step of an incarnation is warm-up and left out, unless there are no others.
+    The first step of an incarnation is warm-up and does not count, unless it is the only one.
     """
     firsts = {event.get("step", -1) + 1 for event in events if event["kind"] == "ready"}
     timed = [line for line in lines if _number(line.get(metrics.STEP_S)) is not None]
@@ -264,7 +264,7 @@ def start_time_s(begun: float, events: Iterable[Event]) -> float | None:
 def counted_time_s(
     trained_s: float | None, lines: Sequence[Mapping[str, Any]], step: int
 ) -> float | None:
-    """Return the total time of the steps up to ``step``, the trial's present step.
+    """Return the total time of the steps up to ``step``, the trial's current step.
 
     Later steps are lost, and their lines stay until the next incarnation begins.
     """

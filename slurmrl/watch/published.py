@@ -66,7 +66,7 @@ def hang(names: NameStore, incarnation: int) -> Hang | None:
 
 
 def lost(names: NameStore, host: str) -> LostHost | None:
-    """Return the incarnation and the job that gave up a host."""
+    """Return the incarnation and the job that stopped using a host."""
     return _report(names, keys.lost(host), LostHost)
 
 

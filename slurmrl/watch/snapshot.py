@@ -1,4 +1,4 @@
-"""Snapshot of a run directory: everything about a trial that does not need its scheduler."""
+"""Snapshot of a run directory: all facts about a trial that do not need its scheduler."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ DETAILED = 20
 LINES = 20
 """Newest lines of metrics to read for a diagnosis."""
 MORE_LINES = 200
-"""Newest lines to read for the detailed status where LINES are too few, and to search for the
-newest evaluation."""
+"""Number of newest lines to read for the detailed status if LINES are too few, and to search for
+the newest evaluation."""
 FIRST_STARTS = 5
 """First incarnations to search for the first one that became ready to train."""
 MOST_FAILURES = 100
 """Newest failures of rollout tasks to read."""
 MOST_METRICS_BYTES = 32 * 1024 * 1024
-"""Largest metrics file to sum up for the detailed status of a trial."""
+"""Maximum size of a metrics file whose times are summed for the detailed status."""
 
 HEARTBEAT = FieldType(
     "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
 )
-"""Bounded, because the status waits for it."""
+"""Type of the heartbeat interval, which is bounded because the status waits for it."""
 REQUEST: Fields = {
     "scheduler": TEXT,
     "total_steps": INTEGER,
@@ -66,7 +66,7 @@ REQUIRED = ("scheduler", "heartbeat_s")
 _GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}
 PLAN: Fields = {"groups": list_of(table(_GROUP, ("name", "hosts", "elastic")))}
 _NUMBER = re.compile(r"[0-9]{1,9}")
-"""Submissions, tasks and attempts in file names and keys."""
+"""Pattern of numbers of submissions, tasks and attempts in file names and keys."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Submission:
     number: int
     scheduler: str
     total_steps: int | None
-    """None: a single pass, whose number of steps depends on the dataset."""
+    """Number of steps; None for a single pass, in which it depends on the dataset."""
     heartbeat_s: float
     time: float | None = None
-    """When it was requested, by the clock of the submitting host."""
+    """Time of the request, by the clock of the submitting host."""
     signal_lead_s: float | None = None
     """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
     stopped_by: str = ""
-    """The user who has stopped it with ``slurmrl stop``; empty if nobody has."""
+    """The user who stopped it with ``slurmrl stop``; empty if none did."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Traces:
     warned: Warned | None
     """The warning that its job will end."""
     hang: Hang | None
-    """Who waited for whom when silence or a deadline ended it."""
+    """Description of who waited for whom when silence or a deadline ended it."""
     attempt: Identity | None
     """The claim of the first agent of its job."""
     master: Sequence[Event]
@@ -136,7 +136,7 @@ class TrialSnapshot:
     lines: Sequence[Mapping[str, Any]]
     """The newest lines of metrics."""
     evaluated: Mapping[str, Any]
-    """The line of the newest evaluation, if it is not among these; else empty."""
+    """The line of the newest evaluation, if it is not among these lines; else empty."""
     checkpoint: Mapping[str, Any]
     """The line of the newest evaluation of a checkpoint (see `evaluated`); else empty."""
     avoided: Sequence[BadHost]
@@ -144,7 +144,7 @@ class TrialSnapshot:
     failed_starts: Sequence[BadHost]
     """The newest starts in a row in which no incarnation began, oldest first."""
     trained_s: float | None = None
-    """Total time of the steps that count; None if not requested, or too many to sum up."""
+    """Total time of the steps that count; None if not requested or if there are too many."""
     first_step_at: float | None = None
     """When the ranks were ready for the first step, by the master's clock."""
     submitting: str = ""
@@ -185,7 +185,7 @@ class TrialSnapshot:
         return next((group for group in self.groups if group.name == TRAINERS), None)
 
     def lease(self) -> Path | None:
-        """Return the lease of the trainers' first agent: it shows whether the master lives."""
+        """Return the lease of the trainers' first agent; it shows whether the master is alive."""
         attempt = self.attempts.get((TRAINERS, 0))
         return self.paths.lease(TRAINERS, 0, attempt.attempt) if attempt is not None else None
 
@@ -201,7 +201,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     try:
         groups = read_groups(paths)
     except CorruptFileError:
-        groups = ()  # as if it were missing: only the tables of tasks need it
+        groups = ()  # treat it as missing: only the tables of tasks need it
     names = NameStore(paths.names)
     said = _said(names, state.incarnation)
     attempts = _attempts(names, groups)
@@ -290,7 +290,7 @@ def _traces(paths: RunPaths, names: NameStore, begun: Begun, leaders: Sequence[I
 def _agent(paths: RunPaths, attempt: Identity, incarnation: int) -> list[Event]:
     """Return the agent's events of one incarnation.
 
-    An event that names none belongs to the last incarnation named before it.
+    An event without an incarnation belongs to the last incarnation named before it.
     """
     writer = f"agent.{attempt.group}.{attempt.task}.{attempt.attempt}"
     found, named = [], None
@@ -313,7 +313,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
         try:
             request = documents.read(path, REQUEST, REQUIRED)
         except FileNotFoundError:
-            continue  # its submitter has not written it yet, or died
+            continue  # its submitter has not written it yet, or has died
         return Submission(
             number,
             request["scheduler"],
@@ -347,7 +347,7 @@ def _submitting(paths: RunPaths, submission: Submission | None) -> str:
 
 
 def submission_numbers(paths: RunPaths) -> list[int]:
-    """Return the numbers that are taken."""
+    """Return the numbers that are in use."""
     try:
         names = atomic.list_names(paths.submissions)
     except FileNotFoundError:
@@ -372,7 +372,7 @@ def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
 
 
 def _attempts(names: NameStore, groups: tuple[Group, ...]) -> dict[tuple[str, int], Identity]:
-    """Return the newest attempt of each task; of the others only the keys are read."""
+    """Return the newest attempt of each task; read only the keys of other attempts."""
     newest: dict[tuple[str, int], int] = {}
     for group in groups:
         for task, number in _numbers(names, group.name):
@@ -405,7 +405,7 @@ def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
 
 
 def _attempt(names: NameStore, group: str, task: int, number: int) -> Identity:
-    """Return a claim. A stale cache may hide the content of one whose key it shows."""
+    """Return a claim. A stale cache may show its key but hide its content."""
     hidden = Identity(group, task, number, host="", job="", job_id="")
     return published.attempt(names, group, task, number) or hidden
 

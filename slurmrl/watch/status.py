@@ -134,8 +134,8 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the documented object.
 
-    ``past``: jobs that show only how incarnations ended; ``alive``: whether the master's lease
-    moved, None if that was not checked; ``problem``: why the scheduler did not answer.
+    ``past``: jobs that show only how incarnations ended; ``alive`` is whether the master renewed
+    its lease (None if that was not checked), ``problem`` why the scheduler did not answer.
     """
     own = [task for task in tasks if task.group == TRAINERS]
     state = trial_state(snapshot, own, alive=bool(alive))
@@ -191,8 +191,8 @@ def _failed_starts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
     """Return the state of a trial from its trainers' tasks.
 
-    How it ended comes from the history. Before that the scheduler decides; a moving lease counts as
-    running, also where the scheduler does not know the jobs.
+    The history has the end. Before that, the scheduler decides. A renewed lease counts as running,
+    even if the scheduler does not know the jobs.
     """
     if snapshot.state.end is not None:
         return ENDS[snapshot.state.end.kind]
@@ -204,7 +204,7 @@ def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: b
 
 
 def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
-    """Whether the first host of the present job has an agent, and so a heartbeat."""
+    """Whether the first host of the current job has an agent, and so a heartbeat."""
     return _attempt(snapshot, TRAINERS, 0, present_link(tasks)) is not None
 
 
@@ -224,7 +224,7 @@ def _attempt(
 def _step(snapshot: TrialSnapshot, lives: bool) -> int:
     """Return the step that the trial has reached.
 
-    Without a live incarnation that is the step of the last commit, from which the next one
+    Without a running incarnation, this is the step of the last commit, from which the next one
     continues.
     """
     end, commit = snapshot.state.end, snapshot.state.last_commit
@@ -247,7 +247,7 @@ def _results(paths: RunPaths) -> dict[str, Any] | None:
 
 
 def _checkpoint(snapshot: TrialSnapshot, lives: bool) -> dict[str, Any] | None:
-    """Return the last commit. Only a live master knows its age; clocks are not compared."""
+    """Return the last commit. Only a running master knows its age: clocks are not compared."""
     commit = snapshot.state.last_commit
     if commit is None:
         return None
@@ -271,7 +271,7 @@ def _group(
 
 
 def present_link(elements: Sequence[TaskState]) -> TaskState | None:
-    """Return the array element of a fixed group's present job.
+    """Return the array element of a fixed group's current job.
 
     It is the running element, else the next to start, else the last that ran.
     """
@@ -318,7 +318,7 @@ def _reason(element: TaskState | None) -> str:
 def _task_state(snapshot: TrialSnapshot, element: TaskState | None, state: str) -> str:
     """Return a task's state.
 
-    The scheduler is not asked about ended trials: their tasks have the state of the trial.
+    The scheduler is not queried about ended trials: their tasks have the state of the trial.
     """
     if element is not None:
         return element.state.value

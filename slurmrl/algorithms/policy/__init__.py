@@ -1,1 +1,1 @@
-"""Policy gradients: one implementation whose parts are settings; PPO is one choice of them."""
+"""Policy gradients: one implementation with settings for its parts; PPO is one combination."""

@@ -57,7 +57,7 @@ class ActorInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Updates on advantages that are normalized over the whole batch."""
+        """Make updates with advantages that are normalized over the whole batch."""
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = only_scored(sample).to(engine.context.device)
@@ -111,14 +111,14 @@ class RecomputeInterface(Interface):
             "logprob_difference_max": most,
             **mismatch_metrics(mismatch, tokens),
         }
-        # They are the same on all ranks, whose mean is reported.
+        # These are equal on all ranks, of which the mean is reported.
         return CallResult(output, {name: (mean, 1.0) for name, mean in means.items()})
 
 
 def _notes(
     sample: SequenceSample, advantages: Tensor, context: CallContext
 ) -> list[dict[str, Any]]:
-    """``advantages`` [T] as the losses have them."""
+    """Return notes with the ``advantages`` [T] that the losses use."""
     settings = cast(PolicyGradient, context.settings.algorithm)
     values = {"advantages": advantages, "logprobs": old_logprobs(sample)}
     trained = trained_completions(sample, settings)
@@ -128,7 +128,7 @@ def _notes(
 def _logprobs(
     engine: TrainEngine | None, sample: SequenceSample, context: CallContext, key: str
 ) -> SequenceSample:
-    """The engine's log-probabilities of all tokens under ``key``."""
+    """Return a sample with the engine's log-probabilities of all tokens under ``key``."""
     assert engine is not None
     temperature = context.settings.config.rollout.temperature
     outputs = engine.forward(sample.only(read_by_models(sample)), temperature=temperature)
@@ -213,12 +213,12 @@ def _training_sample(
 
 
 def read_by_models(sample: SequenceSample) -> list[str]:
-    """The keys with which a language model computes log-probabilities as generation did."""
+    """Return the keys with which a model computes log-probabilities as generation does."""
     return [key for key in ("input_ids", SIZES, IDS, EXPERTS) if key in sample.keys]
 
 
 def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
-    """The test of a minibatch's means that ends the updates of a step."""
+    """Return the test of a minibatch's means that ends the updates of a step."""
     limits = {
         "importance_ratio": settings.early_stop_importance_ratio,
         "approx_kl": settings.early_stop_kl,
@@ -232,7 +232,7 @@ def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
 def _second_moment(
     engine: TrainEngine, settings: PolicyGradient, temperature: float
 ) -> Callable[[SequenceSample], SequenceSample] | None:
-    """Function that adds to a minibatch the tokens that M2PO keeps, by the current weights."""
+    """Return a function that adds to a minibatch the tokens that M2PO keeps at current weights."""
     threshold = settings.m2_threshold
     if threshold is None:
         return None

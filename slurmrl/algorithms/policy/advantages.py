@@ -2,11 +2,11 @@
 
 All but the filter are pure tensor functions.
 
-T packed tokens, S sequences, R response tokens. A sequence is a prompt of at least one token
-followed by its response, which may be in several turns with tokens of others between them. Those
-are part of the states, not of the response: the step from the last token of a turn leads to the
-state before the first token of the next. The state before token t consists of the tokens up to
-t - 1, so its value is at position t - 1 of the critic's aligned values.
+There are T packed tokens, S sequences and R response tokens. A sequence is a prompt of at least one
+token and its response, which may have several turns with messages between them. The tokens of
+messages are part of the states, not of the response: the step from the last token of a turn leads
+to the state before the first token of the next turn. The state before token t consists of the
+tokens up to t - 1, so its value is at position t - 1 of the critic's aligned values.
 
 Statistics of whole completions are computed in float64. A group has the completions of one prompt,
 which are always on the same rank, so that only statistics over the batch need other ranks.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 VARIANCE_FLOOR = 1e-8
 """Added to the variance when advantages are whitened, as in TRL."""
 SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds a tensor up over the data-parallel ranks."""
+"""Function that sums a tensor over the data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Responses:
     tokens: Tensor
     """[R] positions of the response tokens among the T."""
     states: Tensor
-    """[R+S] positions of the states: for each sequence those before its response tokens, then the
-    one after its last token."""
+    """[R+S] positions of the states: for each sequence, the states before its response tokens, then
+    the state after its last token."""
     sequence: Tensor
     """[R] number of the sequence of each response token."""
     cu_seqlens: Tensor
@@ -72,7 +72,7 @@ class Responses:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Per response token [R] each."""
+    """Estimates for each response token; each field has shape [R]."""
 
     responses: Responses
     kl: Tensor | None
@@ -88,11 +88,11 @@ class Estimates:
 def estimate(
     sample: SequenceSample, context: CallContext, all_reduce_sum: SumOverRanks
 ) -> Estimates:
-    """Advantages and returns by the setting ``advantage``.
+    """Return advantages and returns according to the setting ``advantage``.
 
     With a critic, a truncated completion bootstraps from the value of its last state; without one,
-    its return ends with its last token. Completions without response tokens (failed episodes) are
-    compared with no others.
+    its return ends with its last token. Completions without response tokens (failed episodes) do
+    not enter any comparison.
     """
     settings = cast(PolicyGradient, context.settings.algorithm)
     limit = context.settings.config.rollout.most_written
@@ -124,8 +124,8 @@ def estimate(
 def only_scored(sample: SequenceSample) -> SequenceSample:
     """Treat completions without a score as if the policy had written nothing in them.
 
-    They are compared with no others and are in no loss. If the greedy completion of a prompt has no
-    score, this applies to all completions of the prompt.
+    They do not enter any comparison or loss. If the greedy completion of a prompt has no score,
+    this applies to all completions of the prompt.
     """
     rewards = sample.tensor("rewards")
     unscored = rewards.isnan()
@@ -295,7 +295,7 @@ class Groups:
         return Groups(index, sizes, len(rows))
 
     def only(self, places: Tensor) -> Groups:
-        """The groups of the sequences at ``places`` alone; some may be empty."""
+        """Return the groups of only the sequences at ``places``; some groups may be empty."""
         index = self.index[places]
         sizes = index.new_zeros(self.count).index_add(0, index, torch.ones_like(index))
         return Groups(index, sizes[index], self.count)
@@ -324,11 +324,11 @@ def moments(
 ) -> tuple[float, float]:
     """Mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty.
 
-    ``unbiased`` divides by the number of entries less one. ``about_zero``: the deviation from 0,
-    not from the mean.
+    ``unbiased`` divides by the number of entries minus one. ``about_zero`` takes the deviation from
+    0 instead of the mean.
 
-    Of equal entries the mean is that number and the deviation 0, on any layout: the mean of what
-    is left of them corrects the first one's rounding.
+    For equal entries, the mean is exactly their value and the deviation is 0, on any layout: the
+    mean of the deviations from the first mean corrects its rounding.
     """
     wide = x.double()
     total, counted = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
@@ -346,7 +346,7 @@ def moments(
 def completion_advantages(
     returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
 ) -> Tensor:
-    """[S] float64, from the returns [S] of completions, less a baseline, divided by a deviation.
+    """Return [S] float64: returns [S] of completions minus a baseline, divided by a deviation.
 
     - ``group``: x_i - mean(x_1 … x_n) (Shao et al. 2024, "DeepSeekMath", section 4.1.2);
     - ``leave_one_out``: x_i - mean of the others (Kool et al. 2019, "Buy 4 REINFORCE samples, get a
@@ -445,9 +445,9 @@ class FilterInterface(Interface):
     ) -> CallResult:
         """Drop prompts by the settings of the algorithm.
 
-        Reports the share of prompts that each filter drops; of several reasons for one prompt, the
-        first counts. Failed episodes, in which the policy wrote nothing, and completions without a
-        score are left out of the comparison, as they are from advantages.
+        Report the share of prompts that each filter drops; if a prompt has several reasons, the
+        first counts. As in advantages, the comparison omits completions without a score and failed
+        episodes, in which the policy wrote nothing.
         """
         sample = only_scored(sample)
         settings = cast(PolicyGradient, context.settings.algorithm)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 COMPLETION: Final = ("input_ids", "prompt_mask", "finished", TURN_REWARDS)
-"""Keys of a completion that its reward reads."""
+"""Keys of a completion that the reward call reads."""
 
 
 class CriticInterface(Interface):
@@ -61,7 +61,7 @@ class CriticInterface(Interface):
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Regression of the values before each response token to the returns.
+        """Train the values before each response token towards the returns.
 
         With ``value_norm``, both are normalized, and the moments include these returns.
         """
@@ -81,7 +81,7 @@ class CriticInterface(Interface):
             before = ReturnMoments.of(context.scalars)
             after = _joined(before, mean, std, estimates.returns, ppo, engine.all_reduce_sum)
             stats |= after.scalars()
-            # The old values as the model gave them: clipping compares them with its new outputs.
+            # Use the model's unscaled old values: clipping compares them with its new outputs.
             training.data["values"] = before.normalized(training.tensor("values"))
             training.data["returns"] = after.normalized(training.tensor("returns"))
         means = run_updates(
@@ -131,7 +131,7 @@ def _joined(
 
 
 def explained_variance(returns_std: float, error_std: float) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than a constant.
+    """Return 1 - Var(returns - values) / Var(returns): 1 is perfect, 0 is as good as a constant.
 
     It is 0 when the returns do not vary.
     """
@@ -141,7 +141,7 @@ def explained_variance(returns_std: float, error_std: float) -> float:
 def _training_sample(
     sample: SequenceSample, estimates: Estimates, settings: PolicyGradient
 ) -> SequenceSample:
-    """The sample with returns aligned like values: at the state before their token."""
+    """Return the sample with returns aligned like values: at the state before their token."""
     ids = sample.tensor("input_ids")
     counts = trained_completions(sample, settings)[estimates.responses.sequence]
     states = estimates.responses.tokens - 1
@@ -159,9 +159,9 @@ class GreedyRolloutInterface(RolloutInterface):
     def generate(
         self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """One completion of each prompt from its most probable tokens."""
+        """Generate one completion of each prompt from the most probable tokens."""
         result = super().generate(engine, sample, _greedy(context))
-        if result.sample is None:  # another rank of this copy has the completions
+        if result.sample is None:  # another rank of this model copy has the completions
             return result
         names = {key: GREEDY + key for key in COMPLETION if key in result.sample.keys}
         lengths = result.stats["response_length"]
@@ -196,7 +196,7 @@ class GreedyScoresInterface(ScoresInterface):
 
 
 def _greedy(context: CallContext) -> CallContext:
-    """The context of a generation that takes the most probable tokens."""
+    """Return the context of a generation that takes the most probable tokens."""
     config = context.settings.config
     rollout = config.rollout.model_copy(update={"greedy": True, "n": 1})
     config = config.model_copy(update={"rollout": rollout})
@@ -204,7 +204,7 @@ def _greedy(context: CallContext) -> CallContext:
 
 
 def _renamed(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
-    """The keys in ``names`` under their new names; tensors are shared."""
+    """Return the keys in ``names`` under their new names; tensors are shared."""
     return SequenceSample(
         sample.ids,
         {new: sample.lengths[old] for old, new in names.items()},

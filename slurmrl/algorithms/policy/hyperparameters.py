@@ -93,7 +93,7 @@ class Objective(Section):
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """The smallest and the largest ratio that is not clipped."""
+        """Return the minimum and maximum ratio that is not clipped."""
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return 1.0 - self.clip_ratio, 1.0 + high
 
@@ -197,7 +197,7 @@ class Correction(Section):
 
     @property
     def correction_bounds(self) -> tuple[float, float]:
-        """The smallest and the largest weight."""
+        """Return the minimum and maximum weight."""
         bounded = self.correction in ("truncate", "mask")
         return (self.correction_lower, self.correction_upper) if bounded else (0.0, inf)
 
@@ -208,7 +208,7 @@ class Correction(Section):
 
     @property
     def compares(self) -> bool:
-        """Whether a token's loss depends on recomputed and on generation's log-probabilities."""
+        """Whether a token's loss depends on both recomputed and generation's log-probabilities."""
         return self.corrects or self.reject_by is not None
 
     @model_validator(mode="after")
@@ -396,7 +396,7 @@ class Filters(Section):
 
 
 def filter_call() -> Call:
-    """Choose prompts by what their completions earned."""
+    """Return the call that filters prompts by the scores of their completions."""
     return Call(
         name="prompt_filter",
         role=None,

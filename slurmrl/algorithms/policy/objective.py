@@ -4,9 +4,9 @@ All tensors are [T] and aligned with each other. ``mask`` marks the tokens that 
 contribute zeros, because selecting by a mask would make the host wait for a GPU. Losses are sums
 over tokens: the caller divides them by denominators of the whole minibatch (`updates.item_shares`).
 
-Generation and training compute log-probabilities by different kernels, so the tokens come from
-another policy than the trained one. `correction_weights` are importance weights against it,
-`mismatch_metrics` say how far apart the two are, and `second_moment_mask` is M2PO's.
+Generation and training compute log-probabilities by different kernels, so tokens come from a
+slightly different policy than the trained one. `correction_weights` are importance weights against
+this difference, `mismatch_metrics` measure it, and `second_moment_mask` is the mask of M2PO.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from slurmrl.algorithms.sequences import Sequences
 from slurmrl.data.sample import SequenceSample
 
 LOSS_WEIGHTS = "loss_weights"
-"""Key of the weights of the tokens' losses, where they are not all 1; float [T]."""
+"""Key of the weights of the tokens' losses, if they are not all 1; float [T]."""
 MASK = "response_mask"
 """Key of the tokens whose losses count; bool [T]."""
 KLEstimator = Literal["k1", "k2", "k3"]
 LARGEST_BITS = 0x7F800000
-"""The bits of float32's infinity. Bits of floats that are not negative have the floats' order."""
+"""The bits of float32's infinity. Bits of nonnegative floats are ordered like the floats."""
 LARGEST_LOG = 80.0
-"""Larger log-weights count as this one: their exponential would overflow."""
+"""Maximum of a log-weight: the exponential of a larger one would overflow."""
 RATIO_MAX = "mismatch_ratio_max"
 GATE_LIMIT = 60.0
-"""Largest log-ratio that enters a soft gate: far beyond, its exponential would overflow, and the
-gate has been flat for long."""
+"""Maximum log-ratio in a soft gate: the exponential of much larger ones would overflow, and the
+gate is flat there."""
 
 
 def log_ratios(
@@ -44,9 +44,8 @@ def log_ratios(
     """Return the log of the ratio of new to old probability that the objective uses at each token.
 
     - ``token``: the ratio of the token itself.
-    - ``sequence``: the ratio of the whole response to the power of one over its length, so the
-      geometric mean of its tokens' ratios (Zheng et al. 2025, "Group sequence policy optimization",
-      eq. 7).
+    - ``sequence``: the geometric mean of the ratios of the response's tokens (Zheng et al. 2025,
+    "Group sequence policy optimization", eq. 7).
     - ``sequence_token``: the same number, with the gradient of only the token's own log-probability
       (eq. 14 there).
 
@@ -62,7 +61,7 @@ def log_ratios(
 def surrogate(
     log_ratio: Tensor, logp: Tensor, advantages: Tensor, settings: Objective
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each token, and whether a bound acts on it.
+    """Return the loss of each token, and whether a bound acts on it.
 
     Inputs are 0 where tokens do not count.
     """
@@ -173,8 +172,8 @@ def policy_loss(
     - ``approx_kl_k1``: log(old / new), an estimate of KL(old || new);
     - ``approx_kl``: the always positive estimate k3, ratio - 1 - log(ratio).
 
-    Further ones follow from the batch: ``kl_loss`` (the estimate), ``correction_weight``,
-    ``correction_masked``, ``m2_masked``. ``actor/loss``, ``actor_loss`` and ``kl_loss`` are
+    Depending on the batch, there are also ``kl_loss`` (the estimate), ``correction_weight``,
+    ``correction_masked`` and ``m2_masked``. ``actor/loss``, ``actor_loss`` and ``kl_loss`` are
     weighted like the loss. With ``compares``, ``logprobs`` are generation's, and `mismatch_sums`
     compare them with the outputs.
     """
@@ -231,9 +230,9 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return half the squared error of the new values, and the statistics.
 
-    Beyond ``huber_delta``, if it is set, the error is linear with the slope that it has there
-    (Huber 1964). ``value_clip`` also clips new values to that distance from the old values, and the
-    larger error counts.
+    Beyond ``huber_delta``, if it is set, the loss is linear with its slope at this point (Huber
+    1964). ``value_clip`` is the maximum distance of clipped new values from the old values; the
+    larger of both errors counts.
 
     Statistics: ``value_loss`` and ``value_clip_fraction``.
     """
@@ -243,7 +242,7 @@ def value_loss(
     if value_clip is not None:
         bounded = old + (new - old).clamp(-value_clip, value_clip)
         clipped = _doubled_error(bounded - target, huber_delta)
-        # Where the clamp has no effect, the two losses still differ by rounding.
+        # Without an effect of the clamp, the two losses still differ by rounding.
         held = (clipped > losses) & ((new - old).abs() > value_clip)
         losses = torch.maximum(losses, clipped)
     loss = 0.5 * losses.sum()
@@ -308,7 +307,7 @@ def accepted(log_ratio: Tensor, mask: Tensor, sequences: Sequences, settings: Co
     """
     low, high = settings.reject_lower, settings.reject_upper
     match settings.reject_by:
-        case "ratio":  # means and sums of ratios are taken of their logarithms
+        case "ratio":  # means and sums of ratios are computed from logarithms
             values = log_ratio
             low, high = (None if bound is None else _log(bound) for bound in (low, high))
         case "k1":
@@ -380,17 +379,17 @@ def second_moment_mask(
     """Return [T] bool: the tokens of ``mask`` that stay.
 
     The method is algorithm 1 of Zheng et al. 2025, "Prosperity before collapse", arXiv 2510.01161.
-    Only tokens whose log-ratio has the sign of their advantage can go; a clip acts on the same
-    tokens. The token with the largest square goes, until the mean square of the remaining ones is
-    at most ``threshold``. Tokens of equal squares go together, so the mask depends on neither the
-    order of tokens nor their distribution over ranks. ``all_reduce_sum`` adds up over ranks;
-    collective.
+    It can drop only tokens whose log-ratio has the sign of their advantage, like a clip. It drops
+    the token with the largest square until the mean square of the remaining tokens is at most
+    ``threshold``. Tokens with equal squares are dropped together, so the mask does not depend on
+    the order of tokens or their distribution over ranks. ``all_reduce_sum`` sums over ranks.
+    Collective.
     """
     moments = log_ratio.float().square()
     moved = mask & (log_ratio * advantages > 0)
     bits = moments.view(torch.int32)
     wide = moments.double()
-    # The largest limit, between these, up to which the mean square is small enough.
+    # Search the largest limit, between these, with a small enough mean square.
     small = torch.full((), -1, dtype=torch.int64, device=bits.device)
     large = torch.full((), LARGEST_BITS + 1, dtype=torch.int64, device=bits.device)
     for _ in range(LARGEST_BITS.bit_length()):

@@ -24,7 +24,7 @@ class Preset:
 
 
 GROUP_SIZE: Final = 8
-"""Completions per prompt where a method compares them. Papers use 4 to 64; 8 suits small runs."""
+"""Completions per prompt if a method compares them. Papers use 4 to 64; 8 suits small runs."""
 PLAIN: Final = {
     # The papers' objectives have neither of these safeguards of ReaL's PPO.
     "reward_clip": None,
@@ -177,7 +177,7 @@ BELONGS_TO: Final = {
     "sapo_tau_negative": "objective",
     "aggregation_length": "aggregation",
 }
-"""Settings whose values suit one choice of another setting."""
+"""Settings whose preset values suit only the preset's choice of another setting."""
 
 
 CHOICES: Final[dict[str, type[Section]]] = {
@@ -206,8 +206,8 @@ def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
 def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a preset.
 
-    Where ``values`` choose another objective, advantage or aggregation than it does, those that
-    belong to its choice are left out.
+    If ``values`` choose another objective, advantage or aggregation than the preset, settings that
+    belong to the preset's choice are left out.
     """
     settings = PRESETS[name].settings
     own = {
@@ -221,7 +221,7 @@ def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_kl_without_coefficient(
     name: str, settings: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
-    """Whoever describes a penalty expects one.
+    """Raise ValueError for settings of a KL penalty whose coefficient is 0 by default.
 
     (An explicit ``coef: 0`` states that there is none.)
     """

@@ -56,7 +56,7 @@ ACTOR_METRICS = (
     "actor_skipped",
 )
 KL_METRICS = ("kl", "kl_sequence")
-"""Of an actor with a reference model."""
+"""Metrics of an actor with a reference model."""
 CRITIC_METRICS = (
     "value_loss",
     "value_clip_fraction",
@@ -109,7 +109,7 @@ class PolicyGradient(
         if cls.based_on not in PRESETS:
             hint = near(str(cls.based_on), sorted(PRESETS))
             raise UsageError(f"{cls.__name__}.based_on is {cls.based_on!r}, not a preset; {hint}")
-        if "replays" not in vars(cls):  # its own code may compute probabilities otherwise
+        if "replays" not in vars(cls):  # a user's code may compute probabilities differently
             cls.replays = False
 
     @model_validator(mode="before")
@@ -212,7 +212,7 @@ class PolicyGradient(
         )
 
     def _inference_calls(self, supported: tuple[str, ...]) -> Iterator[Call]:
-        """The models besides the actor read the completions."""
+        """Return the calls in which models other than the actor process the completions."""
         ids = ("input_ids",)
         if self.uses_reference:
             inputs = (*ids, *supported)
@@ -232,7 +232,7 @@ class PolicyGradient(
             yield Call("critic_train", "critic", train, CRITIC, judged, (), metrics)
 
     def conflicts(self, config: Config) -> Iterator[tuple[KeyPath, str]]:
-        """Settings that exclude each other across sections."""
+        """Return settings of different sections that exclude each other."""
         limit = config.rollout.most_written
         if self.overlong_buffer is not None and self.overlong_buffer > limit:
             whole = "what the policy may write in an episode"
@@ -264,7 +264,7 @@ class PolicyGradient(
     def objective_metrics(self, *, recomputes: bool) -> tuple[str, ...]:
         """Metrics of the actor's training that follow from the settings.
 
-        Where old log-probabilities are recomputed, that call compares them with generation's.
+        If old log-probabilities are recomputed, that call compares them with generation's.
         """
         corrected = ("correction_weight", "correction_masked")
         return (
@@ -282,7 +282,7 @@ class PolicyGradient(
 
 
 def recompute_call(recorded: tuple[str, ...] = ()) -> Call:
-    """The actor's training engine computes the log-probabilities of the completions."""
+    """Return the call in which the actor's training engine recomputes log-probabilities."""
     return Call(
         name="actor_inf",
         role="actor",
@@ -295,7 +295,7 @@ def recompute_call(recorded: tuple[str, ...] = ()) -> Call:
 
 
 def greedy_generate_call(config: Config) -> Call:
-    """The actor completes each prompt once more, without sampling."""
+    """Return the call in which the actor completes each prompt once more, without sampling."""
     turns = (GREEDY + TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     return Call(
         name="greedy_gen",
@@ -309,7 +309,7 @@ def greedy_generate_call(config: Config) -> Call:
 
 
 def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
-    """The reward judges the greedy completions too, after the model that it uses, if any."""
+    """Return the calls that score greedy completions: the reward, after the model that it uses."""
     turns = (GREEDY + TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     judge = Call(
         name="greedy_reward_inf",
@@ -350,7 +350,7 @@ def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:
 
 
 def correction_notes(settings: Correction, config: Config) -> Iterator[str]:
-    """Yield which settings account for completions of another policy, and why.
+    """Yield notes on settings that correct for completions of another policy, with reasons.
 
     ``settings`` are settled.
     """
@@ -377,7 +377,7 @@ def correction_notes(settings: Correction, config: Config) -> Iterator[str]:
 
 
 def _staleness(config: Config) -> str:
-    """How old completions may be; empty if the weights that they change have sampled them."""
+    """Return how old completions may be; empty if they always come from the current weights."""
     tasks = config.rollout.tasks
     if tasks is None or not tasks.max_staleness:
         return ""

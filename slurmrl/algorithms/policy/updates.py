@@ -1,8 +1,8 @@
 """A step's optimizer updates: minibatches and epochs over a batch.
 
-The losses of tokens form the loss of a minibatch by the tokens' weights and a denominator: the
-engine divides the sum of weighted losses by the sum of denominators, both over all micro-batches
-and ranks, so the result depends on neither.
+The loss of a minibatch is the sum of the tokens' weighted losses divided by the sum of
+denominators. Both sums are over all micro-batches and ranks, so the result does not depend on
+either.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "
 LOSS_STATS = ("actor/loss", "actor_loss", "kl_loss", "value_loss")
 """Statistics that are weighted like the loss. The others are sums over tokens."""
 MISMATCH = "mismatch_"
-"""Prefix of the statistics of which only the first minibatch's count."""
+"""Prefix of statistics that count only for the first minibatch."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class Minibatch:
     items: tuple[int, ...]
     """Positions in this rank's sample."""
     denominator: float
-    """This rank's share."""
+    """This rank's part of the denominator."""
     tokens: float
-    """The tokens that count, on all ranks."""
+    """Number of tokens that count, on all ranks."""
 
 
 def run_updates(
@@ -76,8 +76,8 @@ def run_updates(
     :return: global means over the tokens of all processed minibatches; the mean ``grad_norm`` of
         the updates; the last ``lr``; the number of ``updates``, and of those that the engine
         ``skipped``; with ``stop``, ``early_stop`` = 1 if it stopped; the metrics of the first
-        minibatch's mismatch, if the loss function gives their sums. Of these, only the numbers
-        if no token of the batch counts.
+        minibatch's mismatch, if the loss function gives their sums. If no token of the batch
+        counts, the result has only these numbers.
     """
     results: list[dict[str, float]] = []
     sizes: list[float] = []
@@ -155,7 +155,7 @@ def _order(context: CallContext, settings: Updates, epoch: int) -> list[str]:
 
 
 def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int]]:
-    """The positions of ``ids`` in each of ``count`` consecutive parts of ``order``."""
+    """Return the positions of ``ids`` in each of ``count`` consecutive parts of ``order``."""
     numbers = {
         name: number
         for number, (start, stop) in enumerate(
@@ -216,7 +216,7 @@ def token_weights(
 
     ``mask`` is True on all response tokens.
 
-    - ``tokens``: all tokens count alike (Yu et al. 2025, "DAPO", eq. 8).
+    - ``tokens``: all tokens count equally (Yu et al. 2025, "DAPO", eq. 8).
     - ``sequences``: the mean over sequences of the means over their tokens (Shao et al. 2024,
       "DeepSeekMath", eq. 3).
     - ``constant``: the mean over sequences of sums over tokens, divided by ``length`` (Dr. GRPO:

@@ -1,7 +1,7 @@
 """The contract of engines that serve requests for completions, one by one and in any order.
 
-Everything here runs in one asyncio loop. An engine that computes in this process does so between
-two awaits, so tools and rewards must run in other processes or threads.
+All code of an engine runs in one asyncio loop. An engine in this process computes between two
+awaits, so tools and rewards must run in other processes or threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurmrl.tensors.layout import Array
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
 Finish: TypeAlias = Literal["stop", "length", "aborted"]
-"""A stop token or stop string, the limit of new tokens or of the context, `RolloutEngine.abort`."""
+"""Why a completion ended: a stop token or string, a limit of tokens, or `RolloutEngine.abort`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +36,12 @@ class GenerationOptions:
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    """Texts that end a completion after ``min_new_tokens``. The token that completes it is kept."""
+    """Strings that end a completion after ``min_new_tokens``; the completing token is kept."""
     support: bool = False
     """Record the sampling mask of each token: the tokens that ``top_k`` and ``top_p`` keep.
     Log-probabilities are then relative to the mask, never to all tokens."""
     experts: bool = False
-    """Record the experts that each token was read by."""
+    """Record the experts that process each token."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -65,8 +65,8 @@ class GenerationOptions:
 class GenerationRequest:
     """Completions of one prompt.
 
-    Their tokens depend on ``seed``, ``step``, ``keys``, the options and the weights only, and not
-    on other requests of the engine.
+    Their tokens depend only on ``seed``, ``step``, ``keys``, the options and the weights, not on
+    other requests of the engine.
     """
 
     request_id: str
@@ -110,9 +110,9 @@ class Completion:
     """Tokens that top-k and top-p kept, for each token; None unless `GenerationOptions.support`
     asks for them."""
     experts: Array | None = None
-    """The experts that read each token, prompt included: int16 [tokens, experts of all
-    blocks], -1 for the last one, which was not read. None unless `GenerationOptions.experts` asks
-    for it, and of a request that was aborted."""
+    """The experts that processed each token, prompt included: int16 [tokens, experts of all
+    blocks], -1 for the last token, which was not processed. None unless `GenerationOptions.experts`
+    requests them, and for an aborted request."""
 
 
 ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
@@ -121,12 +121,12 @@ ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightVersion:
-    """Weights that an engine is to serve."""
+    """Weights for an engine to serve."""
 
     name: str
     """``<step>.<incarnation>``"""
     folder: Path | None = None
-    """A Hugging Face checkpoint of them. None: the engine's own tensors hold them already."""
+    """A Hugging Face checkpoint of the weights. None: the engine's tensors already have them."""
 
 
 class RolloutEngine(ABC):
@@ -155,7 +155,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def pause(self) -> None:
-        """Draw no token from the return on. Requests keep theirs."""
+        """Stop sampling before returning. Requests keep their tokens."""
 
     @abstractmethod
     async def resume(self) -> None:
@@ -163,9 +163,9 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def update_weights(self, version: WeightVersion) -> None:
-        """Serve ``version`` from the return on.
+        """Serve ``version`` after the return.
 
-        Requests in flight continue with it after their present tokens. No token is sampled during
+        Requests in flight continue with it after their current tokens. No token is sampled during
         the update.
         """
 

@@ -25,7 +25,7 @@ class RequestBatch(Protocol):
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled in all."""
+        """Total number of sampled tokens."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class RequestBatch(Protocol):
         ...
 
     def add(self, request: GenerationRequest) -> list[Sequence]:
-        """Queue a request; its completions, one for each key.
+        """Queue a request; return its completions, one for each key.
 
         Raises UsageError for a request that can never be served.
         """
@@ -50,11 +50,11 @@ class RequestBatch(Protocol):
         ...
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """End those that have not ended; they keep their tokens."""
+        """End sequences that have not ended; they keep their tokens."""
         ...
 
     def renew(self, version: str, *, stale_cache: bool = False) -> None:
-        """Continue with changed weights; ``stale_cache``: with the cache of the older ones."""
+        """Continue with changed weights; with ``stale_cache``, keep the cache of older weights."""
         ...
 
 
@@ -161,7 +161,7 @@ class BatchRollout(RolloutEngine):
         return ready and self._batch.busy
 
     def _serve(self) -> None:
-        """Have a task that calls the model while there is something to sample."""
+        """Start a task that calls the model while there is something to sample."""
         if self._serving and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._check)
@@ -178,7 +178,7 @@ class BatchRollout(RolloutEngine):
             self._fresh = self._fresh and self._batch.sampled == before
             self._stepped.set()
             await asyncio.sleep(0)
-        self._stepped.set()  # there may be nothing to sample any more
+        self._stepped.set()  # there may be nothing left to sample
 
     def _check(self, task: asyncio.Task[None]) -> None:
         """Fail the requests in flight if the model's calls have failed."""
@@ -204,7 +204,7 @@ class BatchRollout(RolloutEngine):
         """Wait until a token was sampled with the weights of the last update.
 
         Without the wait, updates that come faster than the cache can be computed again would stop
-        all requests.
+        all requests from progressing.
         """
         while self._fresh and self._serving:
             self._serve()

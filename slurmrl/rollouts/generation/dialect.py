@@ -26,11 +26,11 @@ except ImportError as error:
     ) from error
 
 CONNECT_S = 10.0
-"""For one attempt to connect."""
+"""Time limit of one attempt to connect."""
 BUSY = (429, 503)
-"""The server did not begin to work on the request."""
+"""Status codes with which the server has not started to work on the request."""
 FAULTS_OF_THE_REQUEST = (400, 401, 403, 404, 405, 413, 415, 422)
-"""Repeating the request gives the same answer, unless the server changes."""
+"""Status codes of faults of the request: repeating it would give the same answer."""
 NEEDS_KEY = (401, 403)
 SHOWN_CHARACTERS = 500
 """Maximum number of characters of a response in a message."""
@@ -39,11 +39,11 @@ SHOWN_CHARACTERS = 500
 class HttpClient:
     """Requests to one server, whose answers are JSON values or strings.
 
-    They raise RefusedError where the server refuses the request as such, and RunFailedError where
-    it cannot be reached, fails, or does not answer in time. Requests that certainly had no effect
-    (no connection, status 429 or 503) are repeated for ``patience_s``. Nothing else is: a request
-    whose answer broke off may have had its effect. Proxies of the environment are not used, and
-    redirects are not followed.
+    They raise RefusedError if the server rejects the request itself, and RunFailedError if it
+    cannot be reached, fails, or does not answer in time. Requests that certainly had no effect (no
+    connection, status 429 or 503) are repeated for ``patience_s``. Other requests are not repeated,
+    because they may have had an effect. Proxies of the environment are not used, and redirects are
+    not followed.
     """
 
     def __init__(self, address: Address, *, api_key: str = "", patience_s: float = 5.0) -> None:
@@ -66,7 +66,7 @@ class HttpClient:
         return await self._repeat("POST", path, body, timeout_s)
 
     async def close(self) -> None:
-        """Close all connections; requests under way and later ones fail with RunFailedError."""
+        """Close all connections; current and later requests fail with RunFailedError."""
         self._closed = True
         if self._session is not None:
             await self._session.close()
@@ -119,7 +119,7 @@ class HttpClient:
         return _value(where, status, kind, content)
 
     def _connected(self) -> aiohttp.ClientSession:
-        """The session. It belongs to a loop, so ``__init__`` does not make it."""
+        """Return the session. It belongs to a loop, so ``__init__`` does not make it."""
         if self._session is None:
             connector = (
                 aiohttp.TCPConnector(limit=0, force_close=True)
@@ -136,11 +136,11 @@ class HttpClient:
 
 
 class _NotBegunError(ConnectionError):
-    """The server certainly did not begin to work on a request."""
+    """The server has certainly not started to work on a request."""
 
 
 def _value(where: str, status: int, kind: str, content: bytes) -> object:
-    """The value of an answer, by its status and type of content."""
+    """Return the value of an answer, by its status and content type."""
     if not 200 <= status < 300:
         text = content.decode(errors="replace").strip()
         message = f"{where}: HTTP status {status}: {_shown(text)}"
@@ -159,7 +159,7 @@ def _value(where: str, status: int, kind: str, content: bytes) -> object:
 
 
 def _shown(text: str) -> str:
-    """The beginning of an answer; without a traceback or a page of HTML."""
+    """Return the beginning of an answer, without a traceback or an HTML page."""
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
 
 
@@ -171,7 +171,7 @@ FIRST_S: Final = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
-    """One completion that a server is to make."""
+    """A request for one completion."""
 
     name: str
     """Unique among the requests of the server."""
@@ -184,10 +184,10 @@ class SamplingRequest:
 
 
 class Dialect(ABC):
-    """The routes, bodies and replies of one kind of server, spoken to through one client.
+    """The routes, bodies and replies of one kind of server, used through one client.
 
-    Methods raise RunFailedError where the server cannot be reached, fails, or does not answer in
-    time, and UsageError where it refuses the request as such.
+    Methods raise RunFailedError if the server cannot be reached, fails, or does not answer in time,
+    and UsageError if it rejects the request itself.
     """
 
     where: str
@@ -197,13 +197,13 @@ class Dialect(ABC):
     async def connect(self) -> int:
         """Check that the server is of this kind and has the version and flags that are needed.
 
-        The other methods need them. Return the most tokens that a prompt and its completion may
-        have together.
+        The other methods need them. Return the maximum number of tokens of a prompt and its
+        completion.
         """
 
     @abstractmethod
     async def sample(self, sampling: SamplingRequest) -> Completion:
-        """The completion, once it has ended. No time limit: a server may be busy or paused."""
+        """Return the completion when it has ended, without a time limit: servers may be paused."""
 
     @abstractmethod
     async def abort(self, name: str) -> None:
@@ -225,7 +225,7 @@ class Dialect(ABC):
         """The name of the weight version that the server reports."""
 
     async def check_version(self, name: str) -> None:
-        """Return if the server holds the version of this name."""
+        """Return if the server has the version with this name; raise otherwise."""
         held = await self.version()
         if held != name:
             raise RunFailedError(f"{self.where}: holds version {held} instead of {name}")
@@ -253,7 +253,7 @@ class Dialect(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the connections. Draws fail with RunFailedError."""
+        """Close the connections. Running requests fail with RunFailedError."""
 
 
 class HttpDialect(Dialect):
@@ -284,11 +284,11 @@ class HttpDialect(Dialect):
         self._check: ServerCheck | None = None
         self._health_s, self._stale_cache = health_s, stale_cache
         self._loaded: str | None = None
-        """The last version that was loaded, since the server was connected to."""
+        """The last version that was loaded since the connection was made."""
         self.where = client.address.text
 
     def _connected(self, digest: Digest | str, dtype: object, *, first_only: bool = False) -> None:
-        """Begin the checks of a server that computes such checksums, in this type."""
+        """Start the checks of a server that computes such checksums, in this type."""
         how = self._checks.digest(self.where, digest, self._model.dtype, dtype)
         self._check = ServerCheck(self._checks, self.where, how, self._held, first_only=first_only)
         self._loaded = None
@@ -315,12 +315,12 @@ class HttpDialect(Dialect):
 
     @property
     def _cache(self) -> str | None:
-        """The name with which prompts are shared in the server's cache; None shares all."""
+        """Return the name under which prompts share the server's cache; None shares all."""
         return self._loaded if self._stale_cache else None
 
     @property
     def _keeps_cache(self) -> bool:
-        """Whether an update leaves the cache as it is.
+        """Whether an update keeps the cache.
 
         Another run may have filled the cache before the first update.
         """
@@ -341,11 +341,11 @@ class HttpDialect(Dialect):
         await self._check.after_load(version)
 
     async def _ready_to_load(self) -> None:
-        """Return once the paused server can load weights."""
+        """Wait until the paused server can load weights."""
 
     @abstractmethod
     async def _load(self, name: str, folder: Path) -> None:
-        """Load the weights of ``folder``, and have the server report this version."""
+        """Load the weights of ``folder``, and let the server report this version."""
 
     @abstractmethod
     async def _held(self) -> Sequence[Held]:

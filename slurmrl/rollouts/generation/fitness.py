@@ -24,19 +24,19 @@ from slurmrl.plan.estimates.shape import read as read_shape
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """The model whose weights a server is given."""
+    """The model whose weights a server gets."""
 
     architecture: str
-    """As in ``config.json``: ``Qwen2ForCausalLM``."""
+    """Architecture as in ``config.json``: ``Qwen2ForCausalLM``."""
     vocabulary: int
     shape: ModelShape | None = None
-    """None: of any sizes."""
+    """Sizes of the model; None allows any."""
     dtype: str | None = None
     """Type of the weights' files; None: any."""
     text: bool = False
     """Whether requests need a tokenizer on the server."""
     experts: bool = False
-    """Whether requests ask for the experts that read each token."""
+    """Whether requests ask for the experts that process each token."""
 
     @staticmethod
     def of(values: Mapping[str, Any], *, text: bool, experts: bool) -> ServedModel:
@@ -72,7 +72,7 @@ class ServedModel:
                 )
 
     async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
-        """``knows``: whether the server's model has a token id.
+        """``knows`` returns whether the server's model has a token id.
 
         Raises UsageError if its vocabulary has another size.
         """
@@ -84,7 +84,7 @@ class ServedModel:
 
 
 def field_of(where: str, value: object, name: str) -> object:
-    """A field of an answer. Raises RunFailedError if there is none."""
+    """Return a field of an answer. Raises RunFailedError if the answer lacks it."""
     if not isinstance(value, dict) or name not in value:
         raise RunFailedError(f"{where}: the answer has no field '{name}': {str(value)[:200]}")
     return value[name]
@@ -95,13 +95,13 @@ class FitServer(NamedTuple):
 
     version: str
     context: int
-    """The most tokens that a prompt and its completion may have together."""
+    """Maximum number of tokens of a prompt and its completion."""
     settings: object
     """Its ``/server_info``."""
 
 
 Get = Callable[[str], Awaitable[object]]
-"""Asks a server for a path."""
+"""Function that requests a path from a server."""
 
 
 async def examine(kind: str, where: str, get: Get, needs: ServedModel) -> FitServer:
@@ -175,8 +175,8 @@ async def _examine_vllm(where: str, get: Get, needs: ServedModel) -> FitServer:
 def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
     """Raise UsageError if a vLLM server would not sample with the weights of the files it read.
 
-    On CPUs, vLLM continues with the first vocabulary projection if it is the embedding as well. It
-    packs experts for its kernels only when it starts, so new ones would be read as packed.
+    On CPUs, vLLM keeps the first vocabulary projection if it is also the embedding. It packs
+    experts for its kernels only at the start, so it would misread new ones as packed.
     """
     config = field_of(where, server, "vllm_config")
     device = config.get("device_config") if isinstance(config, dict) else None
@@ -195,7 +195,7 @@ def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
 def check_context(where: str, context: int, least: int) -> None:
     """Raise UsageError if a server takes fewer than ``least`` tokens of prompt and completion.
 
-    It would cut completions short, which would look like long ones.
+    It would cut off completions, which would then look like completions at the limit.
     """
     if context < least:
         raise UsageError(
@@ -222,7 +222,7 @@ def _check_tokenizer(where: str, settings: object, needs: ServedModel) -> None:
 
 
 def _check_experts(where: str, server: Mapping[str, object]) -> None:
-    """Raises UsageError if a server with these settings does not report experts, or others."""
+    """Raise UsageError if a server with these settings does not report the right experts."""
     if server.get("enable_return_routed_experts") is not True:
         raise UsageError(f"{where}: rollout.replay_experts needs a server with {EXPERTS_FLAG}")
     for name, needed in EXPERTS_NEED.items():

@@ -21,7 +21,7 @@ from slurmrl.rollouts.generation.process import ServerProgram
 from slurmrl.rollouts.generation.server_instance import Connect, Instance, Patience
 
 MOST_ATTEMPTS = 8
-"""Number of instances that a request may lose before it fails: it may be the cause."""
+"""Number of instances that a request may lose before it fails, because it may be the cause."""
 
 Completions = tuple[Completion, ...]
 BLOCK = 16
@@ -54,10 +54,10 @@ class _Waiting:
 class Instances(RolloutEngine):
     """Sends each request to one of several instances.
 
-    An instance gets requests only while it holds the last weight version. A request goes where its
-    prefix is, unless that instance has much more to do than another. When an instance is lost, its
-    requests are issued again; the samples of a request do not depend on where it is served. While
-    no instance can be used requests wait, ``wait_s`` at most, or until all were given up.
+    An instance gets requests only while it has the newest weight version. A request goes to the
+    instance that has its prefix, unless that one has much more load than another. If an instance is
+    lost, its requests are sent again; samples do not depend on the instance. While no instance is
+    usable, requests wait for at most ``wait_s``, or until all instances were given up.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Instances(RolloutEngine):
         self._prefixes = PrefixIndex()
         self._closed = False
         self._usable = asyncio.Event()
-        """Set once an instance could be used."""
+        """Set after an instance was usable."""
         self._giving_up: asyncio.TimerHandle | None = None
         self._instances = [
             Instance(
@@ -104,8 +104,9 @@ class Instances(RolloutEngine):
     async def start(self) -> None:
         """Return once an instance can be used.
 
-        Closes all of them and raises UsageError if one will never be usable, RunFailedError if all
-        were given up or have failed at their first attempt and none can be used within ``wait_s``.
+        If this fails, close all of them. Raises UsageError if one will never be usable;
+        RunFailedError if all were given up, or all failed at first and none is usable within
+        ``wait_s``.
         """
         await asyncio.wait([instance.tried for instance in self._instances])
         errors = [instance.error for instance in self._instances if instance.error is not None]
@@ -162,10 +163,10 @@ class Instances(RolloutEngine):
         self._dispatch()
 
     async def update_weights(self, version: WeightVersion) -> None:
-        """Have all instances hold ``version``.
+        """Load ``version`` on all instances.
 
-        Those that fail are lost, and load it before they get another request. Raises UsageError if
-        one refuses it and none takes it; then the last one stays.
+        Instances that fail are lost, and load it before they get another request. Raises UsageError
+        if one rejects it and none accepts it; then the last version remains.
         """
         before, self._wanted = self._wanted, version
         updates = (instance.update(version) for instance in self._instances)
@@ -176,7 +177,7 @@ class Instances(RolloutEngine):
         if errors and not (refused and taken):
             self._wanted = before
             raise errors[0]
-        self._prefixes = PrefixIndex()  # caches do not outlive weights
+        self._prefixes = PrefixIndex()  # caches are lost with the weights
         self._dispatch()
 
     async def sleep(self) -> None:
@@ -222,7 +223,7 @@ class Instances(RolloutEngine):
             self._giving_up = loop.call_later(self._wait_s, self._stop_waiting)
 
     def _given_up(self) -> SlurmrlError | None:
-        """Return why there will be no instance any more."""
+        """Return why no instance will be usable any more."""
         reasons = [instance.given_up for instance in self._instances]
         return None if None in reasons else reasons[0]
 
@@ -241,7 +242,7 @@ class Instances(RolloutEngine):
                 job.future.set_exception(error)
 
     def _forget(self, job: _Waiting) -> None:
-        """A request was answered, has failed or was cancelled."""
+        """Forget a request that was answered, has failed or was cancelled."""
         del self._jobs[job.request.request_id]
         if job.answer is not None:
             job.answer.cancel()
@@ -258,7 +259,7 @@ class Instances(RolloutEngine):
                 self._send(job, self._choose(job, ready))
 
     def _ready(self) -> list[int]:
-        """Instances that hold the version and have room."""
+        """Return the instances that have the version and room."""
         return [
             index
             for index, instance in enumerate(self._instances)
@@ -325,8 +326,8 @@ class Instances(RolloutEngine):
 class PrefixIndex:
     """Remembers which instance has worked on which prefix. Instances are numbers.
 
-    A block is known by a hash of all tokens up to its end. Two prefixes with the same hash send a
-    request to an instance that does not have its prefix, which costs time only.
+    A block is known by a hash of all tokens up to its end. If two prefixes have the same hash, a
+    request may go to an instance without its prefix, which only costs time.
     """
 
     def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
@@ -334,7 +335,7 @@ class PrefixIndex:
         self._most = most_blocks
 
     def remember(self, tokens: Sequence[int], instance: int) -> None:
-        """``instance`` works on ``tokens``."""
+        """Note that ``instance`` works on ``tokens``."""
         for block in _blocks(tokens):
             self._owners[block] = self._owners.get(block, frozenset()) | {instance}
             self._owners.move_to_end(block)
@@ -354,7 +355,7 @@ class PrefixIndex:
         return found
 
     def forget(self, instance: int) -> None:
-        """``instance`` has lost its cache."""
+        """Note that ``instance`` has lost its cache."""
         for block, owners in list(self._owners.items()):
             if instance in owners:
                 if len(owners) == 1:

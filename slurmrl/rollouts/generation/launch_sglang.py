@@ -16,7 +16,7 @@ from typing import Any
 
 
 def listen_on(path: str) -> None:
-    """Have uvicorn listen on a Unix socket, whatever host and port its caller names."""
+    """Let uvicorn listen on a Unix socket, whatever host and port its caller names."""
     import uvicorn
 
     configure = uvicorn.Config.__init__
@@ -29,7 +29,7 @@ def listen_on(path: str) -> None:
 
 
 def unused_port() -> int:
-    """Nothing listens on it; SGLang also derives from it where to look for other ports."""
+    """Return a port on which nothing listens; SGLang also derives other ports from it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -65,7 +65,7 @@ def main(path: str, arguments: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     listen_on(path)
-    http_server._freeze_gc_after_server_warmup = lambda _: None  # it would ask the unused port
+    http_server._freeze_gc_after_server_warmup = lambda _: None  # it would use the unused port
     try:
         run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))
     finally:

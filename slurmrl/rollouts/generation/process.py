@@ -39,7 +39,7 @@ logger = log.get(__name__)
 
 WARDEN = package.program("rollouts/generation/warden.py")
 ENDING_S = 10.0
-"""How long the processes of a server may take to end after SIGKILL."""
+"""Seconds that the processes of a server may take to end after SIGKILL."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class ServerProgram:
     """For messages: ``sglang server 0``."""
     command: Sequence[str]
     environment: Mapping[str, str]
-    """All of its variables."""
+    """All environment variables of the server."""
     log: Path
     """Its output is appended to this file, which only the user can read."""
     more: Callable[[], Sequence[str]] = tuple
-    """Further arguments, made at each start."""
+    """Function that returns further arguments at each start."""
     events: EventWriter | None = None
     """Gets an event when the server ends."""
 
@@ -63,8 +63,8 @@ class ServerProcess:
     """A running server.
 
     It and all that it starts end when this object is closed or the process that made it ends,
-    however that happens: a warden (`warden.py`) kills them. If the warden is killed itself, the
-    kernel kills the server, and ``close`` the rest of its session.
+    however that happens: a warden (`warden.py`) kills them. If the warden itself is killed, the
+    kernel kills the server, and ``close`` kills the other processes of its session.
     """
 
     def __init__(self, program: ServerProgram) -> None:
@@ -95,7 +95,7 @@ class ServerProcess:
         return f"{self._program.name} ended ({words})"
 
     def last_words(self) -> ServerLog:
-        """The end of this start's output. It may wait for a shared directory."""
+        """Return the end of this start's output. This may wait for a shared directory."""
         return read_end(self._program.log, self._begin)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class ServerProcess:
         assert self._warden.stdin is not None
         self._warden.stdin.close()
         ended = select.select([self.pidfd], [], [], ENDING_S)[0]
-        # not reaped yet, so the session's number is still its own
+        # not reaped yet, so no other session has its number
         with suppress(ProcessLookupError):
             os.killpg(self._warden.pid, signal.SIGKILL)
         if not ended:
@@ -118,7 +118,7 @@ class ServerProcess:
 
 
 def _code(pidfd: int) -> int | None:
-    """The exit code of an ended child, which stays to be reaped; None while it runs."""
+    """Return the exit code of an ended child without reaping it; None while it runs."""
     result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if result is None:
         return None
@@ -131,21 +131,21 @@ MOST_FAILED_STARTS: Final = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EndedStart:
-    """Reason why a start ended, and how."""
+    """Description of an ended start."""
 
     reason: str
     served_s: float = 0.0
-    """Seconds for which it was ready."""
+    """Seconds for which the server was ready."""
     asked: bool = False
     """Whether it got requests."""
     answered: bool = False
     """Whether it has answered one."""
     error: str = ""
-    """Error in its log if the server ended by itself, in words that do not change from start to
-    start; empty if a server on another host may not meet it."""
+    """Error in its log if the server ended by itself, in words that are equal for each start; empty
+    if a server on another host may not have this error."""
 
     def good(self, stable_s: float) -> bool:
-        """Whether it was ready for ``stable_s``, and answered if it had requests."""
+        """Whether the server was ready for ``stable_s``, and answered if it had requests."""
         return self.served_s >= stable_s and (self.answered or not self.asked)
 
 
@@ -153,7 +153,7 @@ class FailedStarts:
     """Counts starts that failed in a row."""
 
     def __init__(self, stable_s: float) -> None:
-        """``stable_s``: after which a start that was ready counts as good."""
+        """``stable_s`` are the seconds of readiness after which a start counts as good."""
         self._stable_s = stable_s
         self._error = ""
         self._alike = 0
@@ -179,7 +179,7 @@ class FailedStarts:
         return self._alike >= MOST_FAILED_STARTS
 
     def explained(self, name: str, reason: str) -> SlurmrlError:
-        """Return why there is no further start. ``reason``: why the last one ended."""
+        """Return why there is no further start; ``reason`` is why the last one ended."""
         if self.hopeless:
             return UsageError(
                 f"{name} cannot be used: its last {MOST_FAILED_STARTS} starts have ended with the "
@@ -189,10 +189,10 @@ class FailedStarts:
 
 
 TAIL_BYTES: Final = 256 * 1024
-"""How much of a log's end is read: tracebacks of several ranks."""
+"""Bytes that are read at the end of a log, enough for tracebacks of several ranks."""
 LAST_LINES: Final = 5
 MOST_CHARACTERS: Final = 500
-"""Most characters of an error in a message."""
+"""Maximum number of characters of an error in a message."""
 TRACEBACK: Final = "Traceback (most recent call last):"
 _PREFIX: Final = re.compile(
     r"(\([\w+.-]+ pid=\d+\) ?)?"
@@ -228,9 +228,9 @@ class ServerLog:
 
     path: Path
     lines: tuple[str, ...] = ()
-    """The last ones that are not empty."""
+    """The last lines that are not empty."""
     error: str = ""
-    """That of the last traceback, or the last line about an error; empty if there is none."""
+    """Error of the last traceback, or the last line about an error; empty if there is none."""
 
     @property
     def kind(self) -> str:
@@ -239,7 +239,7 @@ class ServerLog:
 
     @property
     def of_the_host(self) -> bool:
-        """Whether a server on another host may not meet the error."""
+        """Whether the error may be specific to this host."""
         return bool(_OF_THE_HOST.search(self.error)) or find_in(self.error) is not None
 
     def __str__(self) -> str:
@@ -301,19 +301,19 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
 
 ROOT = Path("/dev/shm")
 LOCK_S = 30.0
-"""Longest wait for other processes of this user that make or remove folders."""
+"""Maximum wait for other processes of this user that make or remove folders."""
 
 
 class HostFolder:
     """A new folder with mode 0700 that is locked until this process exits.
 
-    A process that is killed leaves its folder behind. `remove_unused` removes it, and so does the
-    next process of this user on the host that makes a folder. All are in one folder of the user,
-    which has another name where somebody else has taken the known one.
+    A killed process leaves its folder. `remove_unused` removes it, and so does the next process of
+    this user that makes a folder on the host. All are in one folder of the user, which has another
+    name if someone else uses the known name.
     """
 
     def __init__(self, root: Path = ROOT) -> None:
-        """Raises EnvironmentFailure if it cannot be made."""
+        """Make the folder. Raises EnvironmentFailure if this fails."""
         try:
             parent = next(_parents(root), None) or _new_parent(root)
             with (parent / "lock").open("w") as lock:
@@ -326,13 +326,13 @@ class HostFolder:
             raise explain(error, "make a folder in", root) from error
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         _remove(self.path)
         os.close(self._descriptor)
 
 
 def remove_unused(root: Path = ROOT) -> None:
-    """Remove the folders of this user's processes that were killed.
+    """Remove folders of this user's killed processes.
 
     The next process that makes a folder removes files that cannot be removed now, for example
     because another process keeps the lock.
@@ -357,7 +357,7 @@ def _wait_for(lock: IO[str]) -> None:
 
 
 def _parents(root: Path) -> Iterator[Path]:
-    """Yield the folders of this user that nobody else can change, the known name first."""
+    """Yield the folders of this user that no other user can change, the known name first."""
     known = root / _known_name()
     for path in (known, *sorted(root.glob(f"{known.name}.*"))):
         try:
@@ -388,18 +388,18 @@ def _known_name() -> str:
 
 
 def _remove_unlocked(parent: Path) -> None:
-    """Under the lock of ``parent``."""
+    """Remove unlocked folders; the caller has the lock of ``parent``."""
     for folder in parent.iterdir():
         if not folder.is_dir():
             continue
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:  # its process has removed it
+        except FileNotFoundError:  # its own process has removed it
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # its process is alive
+            continue  # its own process is alive
         else:
             _remove(folder)
         finally:
@@ -408,7 +408,7 @@ def _remove_unlocked(parent: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove a folder, and the files of its servers in shared memory."""
-    for place, _, names in os.walk(folder):  # others may be removing it, too
+    for place, _, names in os.walk(folder):  # others may be removing it too
         if LIST in names:
             remove_shared(os.path.join(place, LIST))
     shutil.rmtree(folder, ignore_errors=True)

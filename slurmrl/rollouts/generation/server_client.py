@@ -1,4 +1,4 @@
-"""The engine of one server of any kind (`dialect.py`) that answers now."""
+"""The engine for one running server of any kind (`dialect.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _InFlight:
     future: asyncio.Future[tuple[Completion, ...]]
     samplings: dict[str, asyncio.Task[Completion]] = field(default_factory=dict)
     sent: set[str] = field(default_factory=set)
-    """The requests that the server may know."""
+    """Names of completions that the server may know."""
     aborting: asyncio.Task[None] | None = None
 
 
@@ -53,17 +53,17 @@ class ServerClient(RolloutEngine):
         self._numbers = itertools.count()
         self._version: str | None = None
         self._held: set[str] = set()
-        """The versions that were installed here."""
+        """The versions that were installed by this client."""
         self._installed = asyncio.Event()
         """Set while there is a version; requests wait for it."""
         self.paused = False
         """Whether `update_weights` leaves the server paused."""
         self.asleep = False
-        """Whether its device memory may be free, wholly or in part."""
+        """Whether its device memory may be partly or completely freed."""
         self._control = asyncio.Lock()
         """Pausing, resuming and updates of weights, one at a time."""
         self._updated = self._update_s = 0.0
-        """When the last update ended, and how long it took."""
+        """Time at which the last update ended, and its duration."""
         self._lost: RunFailedError | None = None
 
     @classmethod
@@ -163,7 +163,7 @@ class ServerClient(RolloutEngine):
                 if name not in job.sent:
                     task.cancel()
                     continue
-                with suppress(RunFailedError):  # Its completions fail as well, or end later.
+                with suppress(RunFailedError):  # Its completions fail too, or end later.
                     await self._dialect.abort(name)
             await asyncio.wait(unfinished.values(), timeout=backoff.next_s())
 
@@ -182,9 +182,9 @@ class ServerClient(RolloutEngine):
             job.future.set_result(tuple(results))
 
     def _forget(self, request_id: str) -> None:
-        """End the rest of a request that was answered, failed or cancelled.
+        """End the remaining completions of a request that was answered, failed or cancelled.
 
-        A server stops piecewise for a connection that was closed.
+        A server may not notice a closed connection at once.
         """
         job = self._jobs.pop(request_id)
         for task in (*job.samplings.values(), *([job.aborting] if job.aborting else [])):
@@ -235,7 +235,7 @@ class ServerClient(RolloutEngine):
     async def _let_run(self) -> None:
         """Wait until the server has run for as long as its last update took.
 
-        Updates in quick succession then leave it time to compute caches again and to sample.
+        So updates in quick succession leave it time to compute caches again and to sample.
         """
         if self._jobs and not self.paused:
             await asyncio.sleep(self._updated + self._update_s - time.monotonic())
@@ -243,7 +243,7 @@ class ServerClient(RolloutEngine):
     async def health(self) -> None:
         if self._lost is not None:
             raise self._lost
-        async with self._control:  # a server answers nothing else while it loads weights
+        async with self._control:  # while a server loads weights, it answers no other request
             await self._dialect.health()
             if self._version is not None:
                 await self._dialect.check_version(self._version)

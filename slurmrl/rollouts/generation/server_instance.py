@@ -1,7 +1,7 @@
 """One server that generates: its process, if this run starts it, and the connection to it.
 
-`Instance` is the only supervision of servers. It starts the process of a server of this run,
-connects to the server, watches it, and begins again when the server is lost.
+Only `Instance` supervises servers. It starts the process of a server of this run, connects to the
+server, watches it, and starts again when the server is lost.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Connect = Callable[[], Awaitable[ServerClient]]
 UsageError if it will always fail."""
 
 SERVER_ENDED: Final = "server_ended"
-"""The event of a server that has ended by itself or was ended because it hung."""
+"""Event of a server that has ended by itself, or was killed because it hung."""
 PAUSE_S = (0.5, 30.0)
 """First and longest pause before another start or connection."""
 FAREWELL_S = 3.0
-"""Time for a server that has failed to end by itself, so that its log has the reason."""
+"""Time that a failed server gets to end by itself, so that its log has the reason."""
 PROBE_S = 0.25
-"""Between two probes of a server that does not answer."""
+"""Time between two probes of a server that does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,13 @@ class Patience:
     start_s: float = 600.0
     """Limit of a start until the server can serve requests, and of each later update."""
     silence_s: float = 60.0
-    """Silence after which the server counts as hung, while this process was able to listen."""
+    """Silence after which the server counts as hung; only time in which this process could listen
+    counts."""
     probe_s: float = 5.0
     """Interval between two probes of a server that serves."""
     stable_s: float = 60.0
-    """Time of service after which earlier failures no longer count, if the server has answered one
-    of the requests that it got."""
+    """Time of service after which earlier failures no longer count, if the server has answered a
+    request or got none."""
 
 
 class Instance:
@@ -61,10 +62,10 @@ class Instance:
     With a ``program``, this process starts the server and starts it again when it ends or hangs.
     There is no further start after a UsageError of the first connection, and after starts that
     failed in a row (`FailedStarts`). A server without a program runs elsewhere; the instance
-    connects to it again and again.
+    connects to it repeatedly.
 
-    ``wanted`` returns the version that the server is to hold and whether it is to be paused;
-    ``came`` and ``went`` are called when it can be used and when that is over.
+    ``wanted`` returns the version that the server should have and whether it should be paused.
+    ``came`` and ``went`` are called when it becomes usable and unusable.
     """
 
     def __init__(
@@ -81,31 +82,32 @@ class Instance:
         """The caller must be in a running asyncio loop."""
         self.name = name
         self.engine: ServerClient | None = None
-        """None while the server cannot be used."""
+        """The engine; None while the server is unusable."""
         self.sequences = 0
-        """Completions that it samples."""
+        """Number of completions in progress on the server."""
         self.load = 0
-        """Tokens that it may have to compute for them."""
+        """Number of tokens that it may have to compute for them."""
         self.error: SlurmrlError | None = None
-        """Reason why it was lost last."""
+        """Reason of the last loss."""
         self.given_up: SlurmrlError | None = None
         """Reason why there will be no further start."""
         self._connect, self._patience, self._program = connect, patience, program
         self._wanted, self._came, self._went = wanted, came, went
         self._control = asyncio.Lock()
-        """Updates and probes, one at a time."""
+        """Lock of updates and probes, one at a time."""
         self._doubted = asyncio.Event()
         self._changed = asyncio.Condition()
         self._needed = asyncio.Event()
-        """Cleared while a server that ends is not to be started again."""
+        """Cleared while a server that ends must not be started again."""
         self._needed.set()
         self._runs = self._was_used = False
-        """Whether there is a process, ready or not; whether the server was ever ready."""
+        """Whether there is a process, even if it is not ready; whether the server was ever ready.
+        """
         self._asked = self._answered = self._heard = False
         """Whether the newest start got requests, has answered one, and has just done so."""
         self._ended: asyncio.Future[None]
         self.tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done once the server can be used, was given up, or the first connection failed."""
+        """Done when the server is usable or was given up, or the first connection has failed."""
         self._task = asyncio.create_task(self._keep(), name=name)
         self._task.add_done_callback(self._broke)
 
@@ -119,31 +121,31 @@ class Instance:
         self._doubted.set()
 
     def asked(self) -> None:
-        """Expect the answer to a request: a start that ends without any has failed."""
+        """Note a request, because a start that ends without answering any has failed."""
         self._asked = True
 
     def heard(self) -> None:
         """Count the answer to a request as a sign of life.
 
-        Between such answers, a server with much to do may not come to answer a probe.
+        A busy server may not get to answering a probe between such answers.
         """
         self._heard = self._answered = True
 
     async def up(self) -> None:
-        """Return once the server can be used.
+        """Wait until the server is usable.
 
-        Raises RunFailedError once it is given up, UsageError if no start of it can be used.
+        Raises RunFailedError when it is given up, UsageError if no start of it can be usable.
         """
         await self._until(lambda: self.engine is not None or self.given_up is not None)
         if self.given_up is not None:
             raise self.given_up
 
     async def update(self, version: WeightVersion) -> None:
-        """Have it hold ``version``.
+        """Load ``version``.
 
-        A server of this run holds the version when this returns. A server elsewhere that fails is
-        lost, and gets the wanted version when it comes back. Raises UsageError if the server
-        refuses the version, and as `up` does.
+        A server of this run has the version when this returns. A server elsewhere that fails is
+        lost, and gets the wanted version when it is back. Raises UsageError if the server rejects
+        the version, and as `up` does.
         """
 
         async def install(engine: ServerClient) -> None:
@@ -218,7 +220,7 @@ class Instance:
         await self._notify()
 
     def _broke(self, task: asyncio.Task[None]) -> None:
-        """The task ends by itself only because of a bug, or after the server was given up."""
+        """Handle the end of the task: it ends only by a bug, or after the server was given up."""
         if not task.cancelled() and (bug := task.exception()) is not None:
             logger.error("%s is not used any more", self.name, exc_info=bug)
             self.engine, self.error = None, RunFailedError(f"{type(bug).__name__}: {bug}")
@@ -269,7 +271,7 @@ class Instance:
         self._went(self)
 
     async def _tell(self, program: ServerProgram, ending: EndedStart, *, again: bool) -> None:
-        """Write the event; the directory may take its time."""
+        """Write the event in a thread, because the directory may be slow."""
         if program.events is not None:
             data = {"server": self.name, "reason": ending.reason, "served_s": ending.served_s}
             write = partial(program.events.write, SERVER_ENDED, **data, again=again)
@@ -353,7 +355,7 @@ class Instance:
                     await engine.resume()
         except BaseException as error:
             await engine.close()
-            if isinstance(error, UsageError):  # an earlier start may have held these weights
+            if isinstance(error, UsageError):  # an earlier start may have had these weights
                 raise RunFailedError(str(error)) from error
             raise
 
@@ -376,7 +378,7 @@ class Instance:
         return work.result()
 
     async def _serve(self, engine: ServerClient) -> None:
-        """Return once the server has refused an action. Raises why it was lost otherwise."""
+        """Return when the server has rejected an action. Raise the reason if it was lost."""
         self.engine, self.error, self._was_used = engine, None, True
         self._doubted.clear()
         await self._notify()
@@ -399,7 +401,7 @@ class Instance:
             raise self.error
 
     async def _probe(self, engine: ServerClient) -> None:
-        """Return once the server has answered, or lose it."""
+        """Wait until the server has answered; count it as lost if it does not."""
         answer = asyncio.ensure_future(self._answer(engine))
         try:
             await self._listen(answer)
@@ -413,7 +415,7 @@ class Instance:
             answer.cancel()
 
     async def _answer(self, engine: ServerClient) -> None:
-        """Ask a server of this run until it answers: its end is known without an answer."""
+        """Probe a server of this run until it answers: its end is detected without an answer."""
         while True:
             try:
                 return await engine.health()
@@ -432,7 +434,7 @@ class Instance:
                 raise RunFailedError(f"{self.name} hangs: it has not answered for {limit}")
             self._heard, began = False, loop.time()
             await _first_of(answer, self._ended, timeout_s=PROBE_S)
-            # a process that was stopped, or got no CPU, has not listened for longer than that
+            # only time counts in which this process could listen
             silent_s += min(loop.time() - began, 2 * PROBE_S)
             if self._heard:
                 silent_s = 0.0
@@ -454,5 +456,5 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 
 async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float) -> None:
-    """Wait until one of them is done, for ``timeout_s`` at most."""
+    """Wait until one of the futures is done, for at most ``timeout_s``."""
     await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -56,34 +56,34 @@ DROPPED = (
     *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
     "TORCHINDUCTOR_DETERMINISTIC",
 )
-"""Variables of a worker that mean something else to a server, or that only its engine needs: a
-server cannot free memory of expandable segments."""
+"""Variables of a worker that a server does not get. They mean something else to a server, or only
+the worker's engine needs them: a server cannot free memory of expandable segments."""
 SOCKET = "server.sock"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a rank keeps its server."""
+    """Settings with which a rank runs its server."""
 
     python: str
     """The interpreter of the server's environment."""
     arguments: tuple[str, ...]
     """Further arguments of the server."""
     tokenizer: Path | None
-    """None where requests need no text."""
+    """Folder of the tokenizer; None if requests need no text."""
     patience: Patience
     log: Path
     events: EventWriter | None = None
     """Gets an event each time the server ends."""
     context: int = 0
-    """Tokens that a prompt and its completion may have together; the server must take as many."""
+    """Maximum number of tokens of a prompt and its completion, which the server must accept."""
     memory_bytes: int | None = None
     """Its share of each GPU; None leaves that to its own settings."""
     sleeps: bool = False
     """Whether it frees its GPUs between generations."""
     experts: bool = False
-    """Whether it is to record the experts that read each token."""
+    """Whether it must record the experts that process each token."""
     stale_cache: bool = False
     """Whether requests in flight keep the cache of older weights over an update."""
 
@@ -95,19 +95,19 @@ class Serving:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """Servers that run already."""
+    """Existing servers, which other programs run."""
 
     addresses: tuple[Address, ...]
     weights: Path
-    """A folder of only this trial, which they see under the same path."""
+    """A folder of only this trial, which the servers see under the same path."""
     keys: ServerKeys
     context: int
-    """Tokens that a prompt and its completion may have together; a server must take as many."""
+    """Maximum number of tokens of a prompt and its completion, which a server must accept."""
     text: bool
     """Whether requests need a tokenizer on the server."""
     patience: Patience
     experts: bool = False
-    """Whether they must record the experts that read each token."""
+    """Whether they must record the experts that process each token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Servers:
 
     engine: Instances
     folder: Path
-    """For weight versions: the servers see it under this path."""
+    """Folder for weight versions, which the servers see under this path."""
     free: Callable[[], None]
     """Removes ``folder``."""
 
@@ -153,7 +153,8 @@ def _client(address: Address, **options: Any) -> HttpClient:
 def _check_owner(socket: str) -> None:
     """Raise UsageError if the socket belongs to another user (except root).
 
-    That user's server would get the path of the weights, and its tokens would be used for training.
+    Otherwise that user's server would get the path of the weights, and training would use its
+    tokens.
     """
     try:
         owner = os.stat(socket).st_uid
@@ -202,7 +203,7 @@ class ServerKind(ABC):
         """Variables of the server, which override this process's variables."""
 
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
-        """Return how to speak to it. ``control``: a client with the key for administration."""
+        """Return the dialect of a server; ``control`` is a client with the administration key."""
         return self.speaks(
             client,
             control,
@@ -214,7 +215,7 @@ class ServerKind(ABC):
         )
 
     def model_config(self) -> dict[str, Any]:
-        """Return the ``config.json`` that a server starts with."""
+        """Return the ``config.json`` with which a server starts."""
         return weights_config(self.config, self.dtype)
 
     def dialect_options(self) -> Mapping[str, Any]:
@@ -222,7 +223,7 @@ class ServerKind(ABC):
         return {}
 
     def servers(self, *, name: str, visible: str) -> Servers:
-        """Start the server of a copy, or use servers that run already.
+        """Start the server of a copy, or use existing servers.
 
         Call this in a running asyncio loop. The arguments are as for `keep`.
         """
@@ -238,7 +239,7 @@ class ServerKind(ABC):
         )
 
     def keep(self, serving: Serving, folder: Path, *, name: str, visible: str) -> Instances:
-        """Start a server and keep it. Call this in a running asyncio loop.
+        """Start a server and supervise it. Call this in a running asyncio loop.
 
         Only this process uses ``folder``, which has mode 0700: it gets the server's socket and its
         temporary files. ``visible``: CUDA_VISIBLE_DEVICES of the server.
@@ -267,7 +268,7 @@ class ServerKind(ABC):
         return Instances({name: connect}, serving.patience, program=program)
 
     async def _until_it_answers(self, address: Address) -> None:
-        """Return once a server that was started answers."""
+        """Wait until a started server answers."""
         prober = self.dialect(_client(address, patience_s=0.0))
         try:
             while True:
@@ -311,8 +312,8 @@ def weights_config(config: ModelConfig | HFConfig, dtype: str) -> dict[str, Any]
 class WholeWeights:
     """Writes the weights of one copy.
 
-    Its leader reads the parts of the other ranks one tensor at a time, so no rank ever holds more
-    than its own part and one tensor.
+    Its leader gets the parts of the other ranks one tensor at a time, so no rank ever has more than
+    its own part and one tensor.
     """
 
     def __init__(
@@ -329,7 +330,7 @@ class WholeWeights:
         self._copy = [context.rank] if alone else context.topology.peers(context.rank, "tp")
 
     def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """On the leader: write ``folder``, complete or not at all, while the others `offer`."""
+        """On the leader: write ``folder`` completely or not at all, while the others `offer`."""
 
         def read(name: str, box: Box) -> Array:
             return as_array(self._gather(name, box, tensors[name]))
@@ -355,7 +356,7 @@ class WholeWeights:
                         dist.send(_bytes(elements), group=self._context.group("tp"), group_dst=0)
 
     def _gather(self, name: str, wanted: Box, own: Tensor) -> Tensor:
-        """The elements of a box."""
+        """Return the elements of a box."""
         whole = own.new_empty(wanted.size)
         for part, box in sources(self._layout.holders[name], wanted):
             if self._context.rank in part.ranks:
@@ -378,7 +379,7 @@ class WholeWeights:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory, of a type that every backend can send."""
+    """Return the same memory as a tensor of a type that every backend can send."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,19 +1,19 @@
-"""SGLang 0.5.20 and later, as a server: how it is started, asked, updated and checked.
+"""SGLang 0.5.20 and later as a server: its start, requests, updates and checks.
 
 Weights are replaced while the server is paused, in one of three modes. ``retract``: it keeps its
-requests, and computes their caches again with the new weights. ``abort``: it returns the tokens
-that its requests have, and they are requested again with these as part of the prompt; so with
-servers that cannot empty their cache otherwise (`fitness.retracts`), and while a request has a
-least number of tokens, which the server would count from zero. ``in_place``: requests continue with
-the cache of the old weights, if wanted (``stale_cache``).
+requests, and computes their caches again with the new weights. ``abort``: it returns the tokens so
+far, and the completions are requested again with these tokens in the prompt. This is for servers
+that cannot empty their cache otherwise (`fitness.retracts`), and for requests with a minimum number
+of tokens, which the server would count from zero. ``in_place``: requests continue with the cache of
+the old weights (``stale_cache``).
 
 The server listens on a Unix socket in a folder that only the user can enter (`launch_sglang`).
 
 A sample depends on SGLang's own generator. Each completion has its own seed, which SGLang uses
 only with ``--enable-deterministic-inference``, on GPUs.
 
-SGLang computes checksums of its weights (``/weights_checker``). Its functions for them are here
-again: 0.5.20 to 0.5.23 have the same.
+SGLang computes checksums of its weights (``/weights_checker``). This module has the same functions
+as 0.5.20 to 0.5.23.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from slurmrl.rollouts.generation.weight_checks import Digest, Held, TensorPart, 
 
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]
 IDLE_S = 30.0
-"""How long a server may take to end its last batch, whose requests are answered."""
+"""Seconds that a server may take to end its last batch, whose requests are already answered."""
 
 
 class SglangDialect(HttpDialect):
@@ -63,7 +63,7 @@ class SglangDialect(HttpDialect):
         routed: RoutedLayers | None = None,
         **common: Any,
     ) -> None:
-        """``routed``: see `read_reply`. The rest is as for `HttpDialect`."""
+        """``routed``: see `read_reply`. Other arguments are as for `HttpDialect`."""
         super().__init__(client, control, **common)
         self._routed = routed
         self._context = 0
@@ -80,7 +80,7 @@ class SglangDialect(HttpDialect):
         self._context = fit.context
         self._connected(digest_of(fit.settings), dtype_of(fit.settings))
         self._retracts = retracts(self.where, fit.settings)
-        await self.resume()  # a client that was lost during an update has left it paused
+        await self.resume()  # a client that was lost during an update may have left it paused
         await self._model.check_vocabulary(self.where, self._knows)
         return self._context
 
@@ -139,7 +139,7 @@ class SglangDialect(HttpDialect):
 
     async def pause(self) -> None:
         self._pauses += 1
-        if self._running.is_set():  # a paused server stays in its mode
+        if self._running.is_set():  # a paused server keeps its mode
             self._mode = self._mode_now()
             self._running.clear()
         await self._post("/pause_generation", {"mode": self._mode}, None)
@@ -176,14 +176,14 @@ class SglangDialect(HttpDialect):
         return read_checksums(self.where, reply)
 
     async def sleep(self) -> None:
-        await self._wait_until_idle()  # a process of the server that still computes would end
+        await self._wait_until_idle()  # processes of the server that still compute would end
         await self._post("/release_memory_occupation", {})
 
     async def wake(self) -> None:
         await self._post("/resume_memory_occupation", {})
 
     async def _wait_until_idle(self) -> None:
-        """Return once no batch runs.
+        """Wait until no batch runs.
 
         The last one may end after the answers to its requests, and after its requests were
         cancelled. Raises RunFailedError if it does not end.
@@ -209,13 +209,13 @@ TILE = 8192
 CHUNK = {"cpu": 16 * TILE, "cuda": 512 * TILE}
 """Words that are computed at a time: in a CPU's cache, or some 100 MB of a GPU."""
 MOST_WORDS = 2**31 - 1
-"""SGLang's kernel cannot count further."""
+"""Maximum number of words that SGLang's kernel can count."""
 BITS = 2**32 - 1
 SEEDS = (0x243F6A88, (0x243F6A88 * 0x9E3779B1 ^ 0xDEADBEEF) & BITS)
 FACTORS = (0x27D4EB2D, 0x165667B1)
 TURNS = (15, 13)
 TRAINED = "target"
-"""The role of the model that is trained. A model that only proposes tokens has another one."""
+"""The role of the trained model. A model that only proposes tokens has another role."""
 
 
 class _ChecksumPlace(BaseModel):
@@ -274,7 +274,7 @@ def dtype_of(settings: object) -> object:
 
 
 def read_checksums(where: str, reply: object) -> list[Held]:
-    """Reports of the ranks of a server."""
+    """Parse the reports of the ranks of a server."""
     try:
         ranks = _CHECKSUMS.validate_python(reply).ranks
     except ValidationError as error:
@@ -315,7 +315,7 @@ def on_gpu(tensor: Tensor, device: torch.device) -> str | None:
 
 
 def _tiles(words: Tensor, index: Tensor, seed: int, factor: int, turn: int, *, length: int) -> int:
-    """The sum of a hash of each tile. Tensors are of int32, whose operations wrap."""
+    """Return the sum of a hash of each tile. Tensors are int32, whose operations wrap."""
     place = (index * factor + _signed(seed)) ^ (index << turn | _shifted(index, 32 - turn))
     mixed = _mixed(words ^ place)
     tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % TILE)).view(-1, TILE)
@@ -337,7 +337,7 @@ def _shifted(words: Tensor, bits: int) -> Tensor:
 
 
 def _signed(bits: int) -> int:
-    """The number of int32 that has these bits."""
+    """Return the int32 number with these bits."""
     return bits - 2**32 if bits >= 2**31 else bits
 
 
@@ -365,7 +365,7 @@ CPU_FLAGS = (
 """Flags of a server without a GPU."""
 LEAST_SHARE, MOST_SHARE = 0.01, 0.98
 ENVIRONMENT: Mapping[str, str] = {
-    "SGLANG_USE_PICKLE_IPC": "0",  # it would unpickle data from its internal sockets
+    "SGLANG_USE_PICKLE_IPC": "0",  # otherwise it would unpickle data from its internal sockets
     "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -407,8 +407,7 @@ class SglangServer(ServerKind):
     def _watched(serving: Serving) -> Sequence[str]:
         """Return flags that give SGLang's watchdog more time.
 
-        While the server keeps requests in place, SGLang mistakes an update for a batch that hangs,
-        and exits after 300 s.
+        With ``in_place``, SGLang mistakes an update for a hanging batch and exits after 300 s.
         """
         return ("--watchdog-timeout", f"{300 + 2 * serving.patience.start_s:g}")
 
@@ -416,8 +415,8 @@ class SglangServer(ServerKind):
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
         """As in the contract.
 
-        SGLang takes a fraction of the memory that is ``free`` when it starts for weights and
-        caches; it computes with the rest of its share.
+        SGLang uses a fraction of the memory that is ``free`` at its start for weights and caches,
+        and the remainder of its share for computing.
         """
         fraction = (share - computing(total)) / max(free, 1)
         return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")

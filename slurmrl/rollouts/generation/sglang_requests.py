@@ -3,7 +3,7 @@
 An update of weights may end a request, so a completion may need several requests. A server looks
 for stop strings only in the tokens of one request. A stop string may span two requests, so the
 second request also stops at the suffixes of stop strings that may have begun. A server stops at
-stop strings before ``min_new_tokens`` too; the completion then goes on with another request.
+stop strings even before ``min_new_tokens``; the completion then continues with another request.
 Before a server aborts a request it samples one more token, and does not check whether that token
 ends the request.
 
@@ -41,7 +41,7 @@ NEUTRAL: Mapping[str, float] = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Without these a server's ``--preferred-sampling-params`` would apply."""
+"""Neutral sampling parameters; without them, a server's ``--preferred-sampling-params`` apply."""
 
 
 class _SglangSpan(BaseModel):
@@ -70,7 +70,7 @@ class _SglangMeta(BaseModel):
 class _SglangReply(BaseModel):
     output_ids: list[int]
     text: str | None = None
-    """None from a server without a tokenizer."""
+    """Text of the tokens; None from a server without a tokenizer."""
     meta_info: _SglangMeta
 
 
@@ -81,8 +81,8 @@ FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "ab
 def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict[str, Any]:
     """Return the body of a request for one completion.
 
-    ``cache``: prompts share the server's cache only with requests of the same name; None: with all
-    requests without a name.
+    With ``cache``, prompts share the server's cache only with requests of this name; with None,
+    with all requests without a name.
     """
     options = sampling.options
     return {
@@ -98,7 +98,7 @@ def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict
             "stop_token_ids": list(options.stop_token_ids),
             "stop": list(options.stop_strings),
             "sampling_seed": sampling.seed,
-            "skip_special_tokens": False,  # stop strings may contain them
+            "skip_special_tokens": False,  # stop strings may contain special tokens
             "no_stop_trim": True,
         },
         "return_logprob": True,
@@ -124,7 +124,7 @@ def read_reply(
     tokens, meta = read.output_ids, read.meta_info
     finish, options = meta.finish_reason, sampling.options
     if finish.type == "abort" and options.support and meta.output_token_sampling_mask is None:
-        # It was aborted while it waited: to be read, or to be read again.
+        # It was aborted while it waited for its (repeated) prefill.
         return SampledPiece(completion=replace(ABORTED, support=SampledSupport()))
     logprobs = [entry[0] for entry in meta.output_token_logprobs]
     if options.support:
@@ -143,7 +143,7 @@ def read_reply(
     experts = None
     if options.experts:
         assert routed is not None, "checked with the request"
-        # (a request that was aborted before it was read has none)
+        # a request that was aborted before its prefill has none
         with suppress(RunFailedError) if finish.type == "abort" else nullcontext():
             experts = routed.read(where, meta.routed_experts, len(sampling.prompt) + len(tokens))
     stops = (*options.stop_token_ids, *options.stop_strings)
@@ -192,7 +192,7 @@ class RoutedLayers:
 
     @staticmethod
     def of(config: ModelConfig | HFConfig) -> RoutedLayers | None:
-        """None for a model without experts, and for one of transformers."""
+        """Return the blocks; None for a model without experts, or a model of transformers."""
         if isinstance(config, HFConfig) or config.moe is None:
             return None
         return RoutedLayers(
@@ -237,7 +237,7 @@ INCOMPLETE = "\ufffd"
 
 @dataclass(frozen=True, kw_only=True)
 class SampledPiece:
-    """Tokens of one request. Its text is read for stop strings only."""
+    """Tokens of one request. Its text is used only to find stop strings."""
 
     completion: Completion
     text: str = ""
@@ -247,7 +247,7 @@ class SampledPiece:
 
 @dataclass
 class PiecewiseSampling:
-    """Tokens of a completion so far."""
+    """The tokens of a completion so far, from several requests."""
 
     sampling: SamplingRequest
     pieces: list[SampledPiece] = field(default_factory=list)
@@ -260,9 +260,9 @@ class PiecewiseSampling:
     def rest(self) -> SamplingRequest:
         """Return the request for the missing tokens.
 
-        It begins again if the last piece was aborted within a character that a stop string may
-        have. A completion that a stop string ended there would end there again. So it continues,
-        and misses a stop string with that character.
+        If the last piece was aborted within a character that a stop string may have, sampling
+        begins again. A completion that a stop string ended there would end there again, so it
+        continues, and may miss a stop string with that character.
         """
         stops = self.sampling.options.stop_strings
         aborted = bool(self.pieces) and self.pieces[-1].completion.finish == "aborted"
@@ -278,7 +278,7 @@ class PiecewiseSampling:
         return replace(self.sampling, prompt=self.sampling.prompt + tokens, options=left)
 
     def add(self, piece: SampledPiece) -> Finish | None:
-        """Finish reason of the completion; "aborted" if only the piece has ended.
+        """Add a piece; return the completion's finish reason, "aborted" if only the piece ended.
 
         None: the piece ended at a stop string before the minimum number of tokens, or at a suffix
         of a stop string without its prefix, so the completion continues.
@@ -297,7 +297,7 @@ class PiecewiseSampling:
         """
         options, tokens, text = self.sampling.options, self.tokens, self._text
         if piece.completion.finish == "stop" and not piece.stop:
-            return True  # at a stop token
+            return True  # it ended at a stop token
         if not piece.completion.tokens or len(tokens) <= options.min_new_tokens:
             return False
         before, stops = len(text) - len(piece.text), options.stop_strings

@@ -1,12 +1,13 @@
-"""vLLM 0.32 and later, as a server: how it is started, asked, updated and checked.
+"""vLLM 0.32 and later as a server: its start, requests, updates and checks.
 
-Weights are replaced while the scheduler is paused with ``mode=keep``: the server holds its
+Weights are replaced while the scheduler is paused with ``mode=keep``: the server keeps its
 requests, computes their caches again with the new weights (or keeps them, with ``stale_cache``),
-and reports the version of each token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and
-ask for no key, so our own servers listen on a Unix socket in a folder that only the user can enter.
+and reports the version of each token. The routes for this need ``VLLM_SERVER_DEV_MODE=1`` and no
+key, so servers of this run listen on a Unix socket in a folder that only the user can enter.
 
 Log-probabilities are under the sampling distribution: after temperature, top-k, top-p
-and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are at temperature 1.
+and the ban of stop tokens before ``min_new_tokens``. Log-probabilities of greedy tokens are at
+temperature 1.
 
 vLLM computes checksums of its weights (``/weight_checker``) by SHA-256 in host memory, which takes
 seconds for each 10 GB. Kernels may store matrices in another order (CPU kernels do), so only the
@@ -61,13 +62,13 @@ FIRST = SamplingRequest(
 )
 """Request that tests a server."""
 WITHOUT_HEAD = ("gemma2", "gemma3n", "gemma3n_text")
-"""Families whose class has no output layer in vLLM, which multiplies by the embedding."""
+"""Families whose class in vLLM has no output layer: it multiplies by the embedding."""
 HEAD_FILE = "model-head.safetensors"
 """The output layer that `with_head` adds."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 KEEP = "/pause?mode=keep"
 LOADING = {"load_config": {"load_format": "auto"}}
-"""A server starts without reading weights, and is to read them from then on."""
+"""Setting with which a server that started without weights reads them later."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ PREFIX = "generate-tokens-"
 def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict[str, Any]:
     """The body of a request for one completion.
 
-    ``cache``: prompts are shared in the server's cache with requests of the same name only; None:
-    with all without.
+    With ``cache``, prompts share the server's cache only with requests of this name; with None,
+    with all requests without a name.
     """
     return {
         "request_id": sampling.name,
@@ -130,19 +131,19 @@ def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
         "min_tokens": options.min_new_tokens,
         "temperature": 0.0 if options.greedy else options.temperature,
         "top_p": options.top_p,
-        "top_k": options.top_k or 0,  # 0: all
+        "top_k": options.top_k or 0,  # 0 means all
         "stop_token_ids": list(options.stop_token_ids),
         "stop": list(options.stop_strings),
-        "ignore_eos": True,  # it is among the stop ids where it should end a completion
+        "ignore_eos": True,  # the stop ids have it if it should end a completion
         "seed": seed,
         "logprobs": 0,  # log-probabilities of the sampled tokens
         "detokenize": bool(options.stop_strings),
-        "skip_special_tokens": False,  # stop strings may contain them
+        "skip_special_tokens": False,  # stop strings may contain special tokens
     }
 
 
 def read_reply(where: str, reply: object) -> Completion:
-    """The completion of a reply."""
+    """Return the completion of a reply."""
     try:
         (choice,) = REPLY.validate_python(reply).choices
     except (ValidationError, ValueError) as error:
@@ -221,7 +222,7 @@ class VllmDialect(HttpDialect):
         await self._post("/resume")
 
     async def _load(self, name: str, folder: Path) -> None:
-        await self._name(f"in part ({secrets.token_hex(8)})")  # if it breaks off, of no run
+        await self._name(f"in part ({secrets.token_hex(8)})")  # a failed update: of no run
         await self._call("update_config", overrides=LOADING)
         if self._embedding is None:
             await self._call("reload_weights", weights_path=str(folder))
@@ -238,7 +239,7 @@ class VllmDialect(HttpDialect):
         await self._name(name)
 
     async def _name(self, version: str) -> None:
-        """Have the server say that it holds this version."""
+        """Let the server report this version."""
         await self._post("/update_weight_version", {"new_version": version})
 
     async def _empty_cache(self) -> None:
@@ -291,7 +292,7 @@ def with_head(folder: Path, embedding: str) -> Iterator[Path]:
 
 
 KEY = re.compile(r"(dp\d+:pp\d+:pcp\d+:tp(\d+)):(.+)")
-"""The place of the process that holds a parameter, and the parameter's name."""
+"""Pattern of the place of the process that has a parameter, and the parameter's name."""
 COMPARED = ("embed_tokens.weight", "wte.weight", "norm.weight", ".bias")
 
 
@@ -322,7 +323,7 @@ def _sha256(tensor: Tensor, device: torch.device) -> str:
 
 
 def read_checksums(where: str, reply: object) -> list[Held]:
-    """Reports of the processes of a server."""
+    """Parse the reports of the processes of a server."""
     found = field_of(where, reply, "checksums")
     ranks: dict[str, int] = {}
     held: dict[str, dict[str, str]] = {}
@@ -341,15 +342,15 @@ def read_checksums(where: str, reply: object) -> list[Held]:
 
 MOST_SHARE = 0.98
 CPU_FLAGS = ("--enforce-eager", "--no-enable-chunked-prefill")
-"""Flags of a server without a GPU. A part of a prompt rewinds the random stream of its request,
-which torch's generators on CPUs cannot: vLLM 0.32 ends with "CPU Generator does not use offset"."""
+"""Flags of a server without a GPU. Chunked prefill rewinds the random stream of a request, which
+torch's CPU generators cannot do: vLLM 0.32 ends with "CPU Generator does not use offset"."""
 
 
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # it would unpickle requests
-    "VLLM_API_KEY": "",  # the user's, of other servers: this one would ask for it
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # otherwise it would unpickle requests
+    "VLLM_API_KEY": "",  # the user's key for other servers: this server would require it
     "HF_HUB_OFFLINE": "1",
 }
 """Variables of a server, which override the job's variables."""
@@ -409,7 +410,7 @@ class VllmServer(ServerKind):
                 "vllm",
             ),  # The model's generation config would change sampling silently.
             *("--tensor-parallel-size", str(self.tensor_ranks)),
-            "--disable-uvicorn-access-log",  # a line for each completion
+            "--disable-uvicorn-access-log",  # otherwise it logs a line for each completion
             *("--max-model-len", "-1", "--scheduling-policy", "priority"),
             "--enable-prefix-caching",
             *(CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()),
@@ -419,7 +420,7 @@ class VllmServer(ServerKind):
 
     @staticmethod
     def memory_flags(share: int, free: int, total: int) -> Sequence[str]:
-        """As in the contract. vLLM takes a fraction of the whole memory."""
+        """Implement the contract. vLLM uses a fraction of the whole memory."""
         return ("--gpu-memory-utilization", f"{min(share / total, MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:

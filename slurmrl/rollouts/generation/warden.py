@@ -3,9 +3,9 @@
 Usage: ``python -I warden.py COMMAND…``
 
 It runs next to the server, in any Python, and imports nothing of slurmrl. Its standard input is a
-pipe that its owner holds open and never writes to. The pipe ends when the owner closes it or dies.
-When the pipe or the server ends, the warden kills every process that the server has started, even
-daemons with their own sessions. It exits with the server's code (128 + n for signal n). If the
+pipe that its owner keeps open without writing to it. The pipe ends when the owner closes it or
+dies. When the pipe or the server ends, the warden kills every process that the server has started,
+even daemons with their own sessions. It exits with the server's code (128 + n for signal n). If the
 warden itself is killed, the kernel kills the server.
 
 Killed processes of SGLang and of Python's multiprocessing leave files in /dev/shm. The warden
@@ -35,13 +35,13 @@ LOOK_S = 1.0
 """Seconds between two searches for files in shared memory: the mappings of a server's processes are
 unknown after their end."""
 NEW_S = 60.0
-"""Age of files whose mappings are looked for: a server maps a file as soon as it has made it."""
+"""Maximum age of files whose mappings are searched: a server maps a file when it makes it."""
 SHARED = "/dev/shm/"
 KINDS = ("sglang_loads_", "sem.mp-")
-"""How the names of files begin that a killed server leaves in shared memory."""
+"""Prefixes of the names of files that a killed server leaves in shared memory."""
 LIST = "shared-memory"
 TRACKER_S = 1.0
-"""How long a resource tracker may outlive all others."""
+"""Seconds that a resource tracker may outlive all other processes."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -63,7 +63,7 @@ def main(command: list[str]) -> int:
     poller.register(pidfd, select.POLLIN)
     temporary = os.environ.get("TMPDIR")
     listed = os.path.join(temporary, LIST) if temporary else os.devnull
-    remove_shared(listed)  # of a server whose warden was killed
+    remove_shared(listed)  # from a server whose warden was killed
     held: set[str] = set()
     while not poller.poll(1000 * LOOK_S):
         held = note_shared(listed, held)
@@ -125,7 +125,7 @@ def child_pids() -> list[int]:
 
 
 def descendants(pid: str = "self") -> list[str]:
-    """All processes below one, whose children are listed by thread."""
+    """Return all descendants of a process; the kernel lists children by thread."""
     found: list[str] = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -154,12 +154,12 @@ def note_shared(listed: str, known: set[str]) -> set[str]:
 
 
 def new_files() -> list[tuple[str, str]]:
-    """Inodes and names of this user's new files of `KINDS`."""
+    """Return inodes and names of this user's new files of `KINDS`."""
     try:
         with os.scandir(SHARED) as entries:
             chosen = [each for each in entries if each.name.startswith(KINDS)]
             found = [(each.name, each.stat(follow_symlinks=False)) for each in chosen]
-    except OSError:  # one of them was removed, or there is no such folder
+    except OSError:  # a file was removed, or there is no such folder
         return []
     return [
         (str(status.st_ino), name)

@@ -1,6 +1,6 @@
 """Check whether a server holds the weights of a version.
 
-The checksums of the server's parameters are compared with the checksums of the version's files.
+It compares checksums of the server's parameters with checksums of the version's files.
 
 A server joins matrices that are separate in the files, splits parameters over its tensor ranks and
 pads the vocabulary; `parameter` does the same with the files. Parameters that it does not know are
@@ -31,13 +31,13 @@ from slurmrl.tensors.layout import Box
 logger = log.get(__name__)
 
 Digest: TypeAlias = Callable[[Tensor, torch.device], str | None]
-"""A server's checksum of a parameter, which may be computed on a device; None where the server's
-is not known."""
+"""Function that computes a server's checksum of a parameter, perhaps on a device; None if the
+server's checksum is not known."""
 JOINED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Parameters of servers that the files have in parts."""
+"""Parameters of servers that files have as several tensors."""
 EXPERTS: Mapping[str, Sequence[Sequence[str]]] = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
@@ -46,14 +46,14 @@ EXPERTS: Mapping[str, Sequence[Sequence[str]]] = {
 the names of a family."""
 VOCABULARY = ("embed_tokens.weight", LM_HEAD, "wte.weight")
 FULL_ROWS = 64
-"""Servers fill up the vocabulary to a multiple, with rows of zeros."""
+"""Servers pad the vocabulary with rows of zeros to a multiple of this."""
 SPLIT_INSIDE = ("o_proj.weight", "down_proj.weight")
 """Matrices whose columns are split over the tensor ranks."""
 NORM = "norm.weight"
 ADDS_ONE = ("gemma",)
-"""Families whose norms multiply by 1 + weight, a sum that SGLang stores."""
+"""Families whose norms multiply by 1 + weight; SGLang stores this sum."""
 REPEATED = (NORM, "o_proj.bias", "down_proj.bias")
-"""Tensors that every tensor rank holds in full."""
+"""Tensors that every tensor rank has completely."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 """Matrices of gpt2, whose files have them as [inputs, outputs]."""
 TYPES: Mapping[str, str] = {
@@ -61,10 +61,10 @@ TYPES: Mapping[str, str] = {
     "float": "float32",
     "half": "float16",
 }
-"""Types of servers, by all of their names."""
+"""Types of servers, by each of their names."""
 SHOWN = 3
 KEPT = 2
-"""Versions whose checksums are kept: a server may still load one while others go on."""
+"""Number of versions whose checksums are kept: servers may load different versions."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Held:
 Place: TypeAlias = tuple[int, str]
 """The rank, by its place in an answer, and the name of a parameter."""
 Expected: TypeAlias = dict[tuple[TensorPart, str], str | None]
-"""Checksums of parameters by tensor rank and name; None for those that are not known."""
+"""Checksums of parameters by tensor rank and name; None for unknown checksums."""
 
 
 def parameter(
     files: FolderTensors, config: Mapping[str, Any], name: str, part: TensorPart
 ) -> Tensor | None:
-    """A server's parameter; None for one that is not known."""
+    """Return a server's parameter; None for an unknown one."""
     module, _, kind = name.rpartition(".")
     path, _, module = module.rpartition(".")
     sources = [f"{path}.{each}.{kind}" for each in JOINED.get(module, ())] or [name]
@@ -151,7 +151,7 @@ def _parts(
     config: Mapping[str, Any],
     part: TensorPart,
 ) -> list[Tensor] | None:
-    """A tensor rank's parts of the tensors."""
+    """Return a tensor rank's parts of the tensors."""
     if name.endswith(REPEATED):
         return list(tensors)
     axis = 1 if name.endswith(SPLIT_INSIDE) else 0
@@ -170,7 +170,7 @@ def _parts(
 
 
 def elements(tensor: Tensor) -> Tensor:
-    """Its bytes, row by row."""
+    """Return the bytes of a tensor, row by row."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -183,7 +183,7 @@ def in_type(digest: Digest, stored: str | None, server: object) -> Digest:
     """Return the digest of tensors in the server's type, to which it converts the files.
 
     ``stored``: type of a version's files, None if not known; ``server``: as the server names its
-    type. Between equal types tensors that have another one stay as they are.
+    type. If both types are equal, tensors with another type remain unchanged.
     """
     name = type_name(server)
     if stored is None or name is None or name == stored:
@@ -210,24 +210,25 @@ def _filled_up(rows: Tensor) -> Tensor:
 class WeightChecks:
     """The checks of all servers of a run.
 
-    Which parameters a server holds in the known form shows at its first check: those that agree
-    must do so from then on. One that differs then, and was there before, was not read.
+    The first check of a server shows which parameters it stores in the known form: those that
+    agree. They must agree in later checks. A parameter that differs later, and is unchanged, was
+    not read.
     """
 
     def __init__(self, device: torch.device | None = None, *, own: bool = False) -> None:
-        """``device``: of this process, to compute on.
+        """``device`` is the device of this process for computing.
 
         ``own``: whether servers start without weights.
         """
         self.own = own
         self.types: set[str] = set()
-        """Types in which the servers compute, as far as they name them."""
+        """Types in which servers compute, as far as servers report them."""
         self._device = device or torch.device("cpu")
         self._lock = asyncio.Lock()
         self._expected: dict[str, Expected] = {}
         """Checksums of parameters by version."""
         self._comparable: dict[str, set[Place]] = {}
-        """The parameters of each server that have agreed at its first check."""
+        """The parameters of each server that agreed at its first check."""
         self._before: dict[str, tuple[str, Sequence[Held]]] = {}
         """The last version that each server has loaded, and its checksums."""
         self._told: set[tuple[str, str]] = set()
@@ -308,7 +309,7 @@ class WeightChecks:
         return expected
 
     def last_held(self, where: str) -> Sequence[Held]:
-        """Tensors of a server with the last version that was checked; empty before that."""
+        """Return a server's checksums of the last checked version; empty before the first check."""
         _, held = self._before.get(where, ("", ()))
         return held
 
@@ -320,7 +321,7 @@ class WeightChecks:
         digest: Digest,
         ended: threading.Event,
     ) -> None:
-        """Add missing expected checksums, unless nobody waits for them any more."""
+        """Add missing expected checksums, unless no caller waits for them any more."""
         config = read_values(folder)
         files = open_folder(folder)
         for each in held:
@@ -335,7 +336,7 @@ class WeightChecks:
     def _of(self, tensor: Tensor, digest: Digest) -> str | None:
         try:
             return digest(tensor, self._device)
-        except torch.OutOfMemoryError:  # servers and trainers may have all of the GPU
+        except torch.OutOfMemoryError:  # servers and trainers may use the whole GPU
             return digest(tensor, torch.device("cpu"))
 
     def _tell_of_the_rest(self, where: str, names: Sequence[str], count: int) -> None:
@@ -349,7 +350,7 @@ class WeightChecks:
             )
 
     def tell(self, where: str, what: str) -> None:
-        """Log something of a server, once."""
+        """Log a message about a server once."""
         if (where, what) not in self._told:
             self._told.add((where, what))
             logger.warning("%s: %s", where, what)
@@ -379,7 +380,7 @@ def _places(held: Sequence[Held]) -> dict[Place, str]:
 
 
 class ServerCheck:
-    """The checks of one server, since it was connected to."""
+    """The checks of one server since it was connected."""
 
     def __init__(
         self,
@@ -392,8 +393,8 @@ class ServerCheck:
     ) -> None:
         """``digest`` is how the server computes checksums, or the reason why that is not known.
 
-        ``report`` asks the server for the weights that it holds. ``first_only``: whether that takes
-        too long to be done for each version.
+        ``report`` requests the server's checksums of its weights. ``first_only``: whether that
+        takes too long to be done for each version.
         """
         self._checks, self._where, self._report = checks, where, report
         self._first_only = first_only
@@ -420,13 +421,13 @@ class ServerCheck:
             self._expecting.add_done_callback(_forget)
 
     def close(self) -> None:
-        """Nothing is loaded any more."""
+        """End the checks: nothing is loaded any more."""
         if self._expecting is not None:
             self._expecting.cancel()
             self._expecting = None
 
     async def after_load(self, version: WeightVersion) -> None:
-        """Raises RunFailedError if the server does not hold the version that it has loaded."""
+        """Check a loaded version. Raises RunFailedError if the server does not have it."""
         held = await self._held()
         if held is None or self._digest is None:
             return
@@ -439,7 +440,7 @@ class ServerCheck:
             return None
         try:
             return await self._report()
-        except UsageError as error:  # a route that the server does not have, or a kind of weights
+        except UsageError as error:  # the server lacks the route, or support for these weights
             if self._checks.began(self._where):
                 raise
             self._give_up(error)
@@ -451,7 +452,7 @@ class ServerCheck:
 
 
 def _forget(expecting: asyncio.Task[Expected]) -> None:
-    """An error of the files is one of `ServerCheck.after_load`, which reads the missing ones."""
+    """Ignore an error of the files: `ServerCheck.after_load` reads them again and raises it."""
     if not expecting.cancelled():
         expecting.exception()
 

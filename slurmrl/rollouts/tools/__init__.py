@@ -18,7 +18,7 @@ from slurmrl.rollouts import TOOLS
 MOST_CHARACTERS: Final = 4000
 """Maximum length of a result; the policy reads the beginning of a longer one."""
 MOST_REASON: Final = 300
-"""Characters of an error's message."""
+"""Maximum number of characters of an error's message."""
 
 
 class ToolResult(NamedTuple):
@@ -36,7 +36,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
         self._tools = dict(tools)
         self.calls = 0
         self.failures = 0
-        """Calls so far, and failed calls."""
+        """Numbers of calls so far and of failed calls."""
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self._tools[name]
@@ -134,7 +134,7 @@ class Job:
         self.future: asyncio.Future[Any] = self._loop.create_future()
 
     def run(self, *arguments: Any) -> None:
-        """Call the function, unless nobody waits for its result any more."""
+        """Call the function, unless its result is no longer needed."""
         if self.future.cancelled():
             return
         value, problem = None, None
@@ -159,7 +159,7 @@ class Job:
 async def in_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a separate thread.
 
-    One that hangs keeps no other from running, and does not keep the process from ending.
+    A hanging function does not block other functions or the end of the process.
     """
     job = Job(function)
     threading.Thread(target=job.run, daemon=True).start()

@@ -80,7 +80,7 @@ def _bounded(value: Number) -> Number:
 
 
 def _text(value: Number) -> str:
-    """Without a fraction that is 0, or with up to 12 significant digits."""
+    """Format a number: without a zero fraction, with up to 12 significant digits."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     return str(value) if isinstance(value, int) else f"{value:.12g}"

@@ -14,7 +14,7 @@ from slurmrl.rewards.process_pool import ProcessPool, Unanswered
 from slurmrl.rollouts.tools import Job
 
 GRACE_S: Final = 10.0
-"""How long after the time limit of a program a sandbox may take to answer."""
+"""Seconds that a sandbox may take to answer after the time limit of a program."""
 MOST_OUTPUT_BYTES: Final = 64 << 10
 CLOSING_S: Final = 5.0
 
@@ -86,7 +86,7 @@ class PythonTool:
         self._threads.clear()
 
     def _serve(self) -> None:
-        """Run jobs with one sandbox, which dies with the thread that has started it."""
+        """Run jobs with one sandbox, which dies with the thread that started it."""
         pool = ProcessPool(self._program, self._timeout_s + GRACE_S, 1)
         while (job := self._jobs.get()) is not None:
             job.run(pool)

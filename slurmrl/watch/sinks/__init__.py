@@ -1,7 +1,7 @@
 """The recorder of a trial's metrics, and copies of them for other programs (see `feeder`).
 
-A new sink is a file with ``Sink``'s methods, a line in `_wanted`, and its setting in ``logging``.
-Each sink's package is imported only if the sink is configured.
+To add a sink, add a file with ``Sink``'s methods, a line to `_wanted`, and a setting to
+``logging``. Each sink's package is imported only if the sink is configured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slurmrl.watch.sinks.tensorboard import TensorBoard
 from slurmrl.watch.sinks.wandb import WeightsAndBiases
 
 CLOSE_S = 10.0
-"""How long the sinks have to close when a job ends."""
+"""Seconds in which sinks must close when a job ends."""
 
 
 def check(logging: Logging) -> None:
@@ -80,14 +80,14 @@ class MetricsRecorder:
     ) -> None:
         newest = [line["step"] for line in metrics.read_latest(paths.metrics, 1)]
         self.repeated = range(max(last_step, 0) + 1, max(newest, default=0) + 1)
-        """The steps whose lines are dropped."""
+        """The steps whose lines are dropped, because they will be repeated."""
         metrics.cut(paths.metrics, last_step)
         self._file = metrics.MetricsWriter(paths.metrics)
         self._clock = clock
         self._feeders = make_feeders(paths, logging, committed=last_step, incarnation=incarnation)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """``line`` holds ``step`` and JSON values."""
+        """Append a line; ``line`` has ``step`` and JSON values."""
         self._file.write({"step": line["step"], metrics.TIME: round(self._clock(), 3), **line})
 
     def sync(self) -> None:
@@ -106,7 +106,7 @@ class MetricsRecorder:
     def close(self) -> None:
         """Close the sinks.
 
-        A later incarnation hands over the lines that they could not take within CLOSE_S.
+        A later incarnation sends the lines that they could not accept within CLOSE_S.
         """
         for feeder in self._feeders:
             feeder.end()
@@ -133,9 +133,9 @@ def _load(logging: Logging) -> None:
 
 
 def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
-    """Function that raises StaleIncarnationError once a newer incarnation has begun.
+    """Return a function that raises StaleIncarnationError after a newer incarnation has begun.
 
-    Each thread has its own view of the history, which remembers the records that it has read.
+    Each thread has its own view of the history, which caches the records that it has read.
     """
     if incarnation is None:
         return lambda: None
@@ -143,7 +143,7 @@ def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
 
 
 def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Callable[[int], Sink]]]:
-    """Names of the configured sinks, and functions that open them and return their step."""
+    """Return the names of configured sinks, with functions that open them and return a step."""
     if logging.tensorboard:
         yield "tensorboard", partial(TensorBoard, paths.tensorboard)
     if logging.wandb is not None:
@@ -153,7 +153,7 @@ def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Callable[[
 
 
 def _packages(logging: Logging) -> Iterator[tuple[str, str, str]]:
-    """Setting, module and package of the configured sinks."""
+    """Return setting, module and package of the configured sinks."""
     if logging.tensorboard:
         yield "tensorboard", "tensorboard", "tensorboard"
     if logging.wandb is not None:

@@ -1,14 +1,14 @@
 """Evaluations of checkpoints by separate trials, for the sinks of the trial that trains.
 
-They arrive late: when later steps are in the sinks, or after the trial has ended. So the batch
-process of an evaluation hands them over when it ends, and so does the batch process of the trial
-that trains:
+They arrive late: when sinks already have later steps, or after the trial has ended. So the batch
+process of an evaluation sends them to the sinks when it ends, and so does the batch process of the
+trial that trains, by:
 
     python -m slurmrl.watch.sinks.arrivals RUN
 
-It looks for all results (`run.evaluated`), appends new ones to ``evaluations.jsonl``, and gives the
-sinks its missing lines. So the next process completes the work of a killed one. It is a
-separate process because the libraries of sinks may hang, and only one of them does this at a time
+This command finds all results (`run.evaluated`), appends new ones to ``evaluations.jsonl``, and
+sends missing lines to the sinks. So the next process completes the work of a killed one. It is a
+separate process because the libraries of sinks may hang. Only one such process works at a time
 (`turn`).
 """
 
@@ -39,12 +39,12 @@ from slurmrl.watch.sinks.feeder import Lines
 logger = log.get(__name__)
 
 Give = Callable[[Lines, int], None]
-"""Gives a sink its missing lines; ``number`` of all lines are certainly there."""
+"""Function that sends a sink its missing lines; it certainly has the first ``number`` lines."""
 HELD = {"held": each(COUNT)}
 HELD_S: Final = 60
-"""Longest time of a turn."""
+"""Maximum time of a turn."""
 GONE_S: Final = 75.0
-"""After this time without news a holder has ended itself, however slowly its files appear here."""
+"""Seconds without news after which a holder has certainly ended, even if its files appear late."""
 LOOK_S: Final = 0.5
 ENDED: Final = ".ended"
 
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def hand_over(paths: RunPaths) -> None:
-    """Raises SlurmrlError. A sink that fails gets its lines the next time."""
+    """Send results to the sinks. Raises SlurmrlError. A failing sink gets its lines next time."""
     config = load_resolved(paths.config)
     _set_variables(config.cluster)
     with turn(paths.arrived_turns):
@@ -90,10 +90,9 @@ def _set_variables(cluster: Cluster) -> None:
 
 
 def _recorded(paths: RunPaths) -> list[dict[str, Any]]:
-    """All lines of the file, to which new ones are added first.
+    """Add new lines to the file; return all its lines.
 
-    A result counts once: of two about the same step, the one that arrived first; and the trial's
-    own before both.
+    For each step, only one result counts: the trial's own, or the one that arrived first.
     """
     lines = metrics.read(paths.arrived)
     known = {(line["step"], name) for line in lines for name in line}
@@ -117,7 +116,7 @@ def _own(paths: RunPaths, step: int) -> Mapping[str, Any]:
 
 
 def _read_held(paths: RunPaths) -> dict[str, int]:
-    """Empty without the file or with a damaged one: sinks then determine their own lines."""
+    """Return the numbers of lines by sink; if empty, sinks determine their lines themselves."""
     try:
         found: dict[str, int] = documents.read(paths.arrived_sinks, HELD, HELD)["held"]
     except (FileNotFoundError, CorruptFileError):
@@ -126,7 +125,7 @@ def _read_held(paths: RunPaths) -> dict[str, int]:
 
 
 def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Give]]:
-    """The configured sinks by name and place: another place has nothing yet."""
+    """Return the configured sinks by name and place, because a sink in another place is empty."""
     if logging.tensorboard:
         folder = paths.arrived_tensorboard
         yield "tensorboard", lambda lines, held: tensorboard.write_arrived(folder, lines)
@@ -143,10 +142,10 @@ def turn(
 ) -> Iterator[None]:
     """Wait for the turn to give evaluations to the sinks of a trial, and hold it.
 
-    Several evaluations may end at the same time, on any hosts. The next turn is taken by the
-    exclusive creation of its file, and its holder says when it has finished. A holder is killed
-    after ``held_s``, so a holder of which nothing has been heard for longer is gone. No clock of
-    another machine is used. Raises EnvironmentFailure.
+    Several evaluations may end at the same time, on any hosts. A process takes the next turn by
+    exclusive creation of its file, and records when it has finished. A holder is killed after
+    ``held_s``, so a holder without news for longer has ended. No clock of another machine is used.
+    Raises EnvironmentFailure.
     """
     number = _taken(folder, sleep, held_s)
     try:
@@ -160,7 +159,7 @@ def turn(
 
 
 def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
-    """The number of the turn that is now this process's, which has ``held_s`` for it."""
+    """Return the number of the turn that this process took, for which it has ``held_s``."""
     atomic.make_private_directory(folder)
     waited_for, waited_s = 0, 0.0
     while True:
@@ -178,10 +177,10 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
 
 
 def _created(folder: Path, number: int) -> bool:
-    """Whether a turn is now this process's.
+    """Whether this process has taken a turn.
 
-    Between its last look and this one, others may have had that turn and later ones, and have
-    removed its file.
+    Since its last look, other processes may have taken this turn and later ones, and removed its
+    file.
     """
     if not atomic.exclusive_create(folder / str(number), uuid.uuid4().hex.encode()):
         return False
@@ -192,7 +191,7 @@ def _created(folder: Path, number: int) -> bool:
 
 
 def _number(name: str) -> int:
-    """Number of a turn's file; 0 for other files."""
+    """Return the number of a turn's file; 0 for other files."""
     text = name.removesuffix(ENDED)
     return int(text) if text.isdecimal() else 0
 

@@ -1,9 +1,9 @@
-"""A sink, which is a copy of a trial's metrics in the form of another program, and its feeder.
+"""A sink (a copy of a trial's metrics in the format of another program) and its feeder.
 
-A sink gets the steps of ``metrics.jsonl`` once they are committed, in order. A step that is redone
-after a failure was not committed, so no sink has seen it. The remaining case is a kill while a step
-is handed over: each sink determines its newest step when it is opened. The feeder is a thread,
-because a server that does not answer must not hold up training.
+A sink gets the steps of ``metrics.jsonl`` after they are committed, in order. A step that is
+repeated after a failure was not committed, so no sink has it. If a process is killed while it sends
+a step, the sink determines its newest step when it is opened again. The feeder is a thread, because
+a server that does not answer must not delay training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slurmrl.run.paths import RunPaths
 logger = log.get(__name__)
 
 LINES = 500
-"""Most lines that are handed over at once."""
+"""Maximum number of lines that are sent at once."""
 PAUSES_S = (2.0, 120.0)
 """First and longest pause before a sink that failed is opened again."""
 Lines = Sequence[Mapping[str, Any]]
@@ -35,9 +35,9 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 class Sink(Protocol):
-    """Opened with the step up to which it certainly held everything; -1: none.
+    """Opened with the step up to which it certainly has everything (-1: none).
 
-    One whose files or run are not there begins with the first step again.
+    If its files or run are missing, it begins with the first step again.
     """
 
     @property
@@ -46,20 +46,20 @@ class Sink(Protocol):
 
     @property
     def kept(self) -> int:
-        """The step up to which it holds everything even if this process or host is killed now."""
+        """The step up to which it has everything even if this process or host is killed now."""
 
     def log(self, lines: Lines) -> None:
-        """Take the steps after `last`."""
+        """Record the steps after `last`."""
 
     def close(self) -> None:
-        """Flush and close; `kept` is `last` then."""
+        """Flush and close; afterwards, `kept` equals `last`."""
 
 
 class Feeder:
-    """Hands a sink the committed steps that it lacks.
+    """Sends a sink the committed steps that it lacks.
 
-    A file says up to which step the sink certainly holds everything. It is written after the sink
-    has taken steps, so a sink is opened with that step or an earlier one, never with a later one.
+    A file records the step up to which the sink certainly has everything. It is written after the
+    sink has accepted steps, so a sink is never opened with a step that is too late.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Feeder:
         self._check = check
         self._base = self._target = committed
         self._delivered = -1
-        """The step up to which this feeder has looked for lines."""
+        """The last step whose line this feeder has read."""
         self._sink: Sink | None = None
         self._kept = -1
         self._ends = False
@@ -150,7 +150,7 @@ class Feeder:
             self._write_kept(self._sink.kept)
 
     def _drop(self) -> None:
-        """Close the sink as far as possible; the next one determines its newest step."""
+        """Close the sink if possible; when it is opened again, it determines its newest step."""
         sink, self._sink, self._delivered = self._sink, None, -1
         if sink is not None:
             with suppress(Exception):
@@ -159,13 +159,13 @@ class Feeder:
     def _may_write(self) -> None:
         """Raises StaleIncarnationError.
 
-        An end of the trial does not hold back steps that were committed before it.
+        Steps that were committed before the end of the trial may still be written.
         """
         with suppress(TrialEndedError):
             self._check()
 
     def _read_kept(self) -> int:
-        """-1 without the file or with a damaged one: the sink determines its newest step."""
+        """Return the recorded step; -1 if it is unknown: the sink then determines it."""
         try:
             kept: int = documents.read(self._file, {"step": INTEGER}, ("step",))["step"]
         except (FileNotFoundError, CorruptFileError):
@@ -198,6 +198,6 @@ def settings(paths: RunPaths) -> dict[str, Any]:
 
 
 def uuid(paths: RunPaths) -> str:
-    """Identity that distinguishes this trial from others of the same name."""
+    """Return the identity that distinguishes this trial from others of the same name."""
     found: str = documents.read(paths.identity, {"uuid": TEXT}, ("uuid",))["uuid"]
     return found

@@ -26,8 +26,8 @@ PARAMETER_CHARACTERS = 6000
 class MLflow:
     """Logs all incarnations of a trial to one MLflow run, found by a tag with the trial's uuid.
 
-    A step can have been taken in part by the time of a kill, and MLflow keeps duplicates, so values
-    that the run has already are left out.
+    A kill may leave a step incomplete, and MLflow keeps duplicates, so values that the run already
+    has are not sent again.
     """
 
     def __init__(self, paths: RunPaths, wanted: Mlflow, after: int) -> None:
@@ -49,7 +49,7 @@ class MLflow:
         self._client.set_terminated(self._run)
 
     def _found(self, experiment: str, paths: RunPaths) -> str:
-        """The id of the trial's run, which is running and has the settings."""
+        """Return the id of the trial's run; set it to running and log the settings."""
         client = self._client
         run = _find(client, experiment, paths)
         if run is not None:
@@ -64,7 +64,7 @@ class MLflow:
         return str(run.info.run_id)
 
     def _log_settings(self, run: Any, values: dict[str, Any]) -> None:
-        """MLflow refuses to change a parameter: the first value stays."""
+        """Log settings as parameters, of which MLflow keeps the first value forever."""
         from mlflow.entities import Param
 
         new = [
@@ -91,7 +91,7 @@ def log_arrived(paths: RunPaths, wanted: Mlflow, lines: Lines) -> None:
 
 
 def load() -> None:
-    """Import the library, which tells nobody: it looks at this variable once."""
+    """Import the library with telemetry disabled: it reads this variable once."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow.tracking  # noqa: F401
 
@@ -108,7 +108,7 @@ def _client(wanted: Mlflow, paths: RunPaths) -> Any:
 
 
 def _find(client: Any, experiment: str, paths: RunPaths) -> Any:
-    """The trial's run; None before it is created."""
+    """Return the trial's run; None before it is created."""
     known = client.get_experiment_by_name(experiment)
     if known is None:
         return None
@@ -133,7 +133,7 @@ def _log_metrics(client: Any, run: str, lines: Lines, seen: set[tuple[int, str]]
 def _values_after(
     client: Any, run: str, step: int, names: Container[str] | None = None
 ) -> set[tuple[int, str]]:
-    """Steps and names of the values after a step; of ``names``, or all."""
+    """Return steps and names of the values after a step, for ``names`` or all."""
     return {
         (value.step, name)
         for name in client.get_run(run).data.metrics
@@ -144,7 +144,7 @@ def _values_after(
 
 
 def named(name: str) -> str:
-    """A name that MLflow accepts.
+    """Return a name that MLflow accepts.
 
     It keeps names as paths, where ``reward`` and ``reward/math`` could not both exist.
     """

@@ -23,9 +23,8 @@ def load() -> None:
 class TensorBoard:
     """Writes event files in ``tensorboard/``.
 
-    The first event of a new file says at which step it starts, and TensorBoard drops that step and
-    later ones from earlier files: those were handed over, perhaps in part, by a process that was
-    killed.
+    The first event of a new file says at which step it starts. TensorBoard drops this step and
+    later ones from earlier files, which a killed process may have written incompletely.
     """
 
     def __init__(self, directory: Path, after: int) -> None:
@@ -63,8 +62,8 @@ class TensorBoard:
 def write_arrived(directory: Path, lines: Lines) -> None:
     """Write each line into a separate file, if that does not exist.
 
-    The files are named by the order of the lines, because TensorBoard does not come back to an
-    earlier file; and they have a separate folder, because it would not come back to the steps' file
+    The files are named by the order of the lines, because TensorBoard does not return to an earlier
+    file. They are in a separate folder, because it would not return to the file of the steps
     either.
     """
     from tensorboard.compat.proto.event_pb2 import Event
@@ -75,7 +74,7 @@ def write_arrived(directory: Path, lines: Lines) -> None:
     for number, line in enumerate(lines):
         name = f"events.out.tfevents.{number:010d}.step-{line['step']}"
         if name in there:
-            continue  # of the same content
+            continue  # with the same content
         events, at = io.BytesIO(), line.get(TIME, 0.0)
         writer = RecordWriter(events)
         writer.write(Event(wall_time=at, file_version="brain.Event:2").SerializeToString())

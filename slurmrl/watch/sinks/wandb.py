@@ -13,12 +13,12 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.watch.sinks.feeder import Lines, numbers, settings, uuid
 
 HEADER_BYTES = 7
-"""Before the first block of a file, and before each piece of a record."""
+"""Size of the header before the first block of a file, and before each piece of a record."""
 BLOCK_BYTES = 32768
 WHOLE, FIRST, LAST = 1, 2, 4
 """Kinds of pieces: a whole record, the first piece of a record and the last piece."""
 ARRIVED_S = 30.0
-"""How long evaluations wait for a server: the sinks after this one have the rest of a turn."""
+"""Seconds that evaluations wait for a server; later sinks get the remaining time of a turn."""
 
 
 def load() -> None:
@@ -29,9 +29,9 @@ def load() -> None:
 class WeightsAndBiases:
     """Logs all incarnations of a trial to one W&B run, identified by the trial's uuid.
 
-    The library hands steps to a separate process, which writes its files every 15 s. A kill loses
-    unwritten steps, so the newest step in its files says where to continue; with ``mode: online``,
-    the newest step on the server.
+    The library passes steps to a separate process, which writes its files every 15 s. A kill loses
+    unwritten steps, so this sink continues after the newest step in these files; with ``mode:
+    online``, after the newest step on the server.
     """
 
     def __init__(self, paths: RunPaths, wanted: Wandb, after: int) -> None:
@@ -55,9 +55,9 @@ class WeightsAndBiases:
 def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None:
     """Log lines to a separate run in the group of the trial's run.
 
-    At least ``held`` of the lines are already there. The run is separate because a run takes rows
-    in order, and these lines arrive after rows of later steps. The number of a line is its row; its
-    step is a metric, which charts have as their x axis.
+    At least ``held`` of the lines are already there. The run is separate because a run accepts rows
+    only in order, and these lines arrive after rows of later steps. A line's number is its row; its
+    step is a metric, which charts use as x axis.
     """
     run = f"{uuid(paths)}-evaluations"
     first = held_by(paths.wandb, run, wanted.project, held - 1) + 1
@@ -72,10 +72,10 @@ def log_arrived(paths: RunPaths, wanted: Wandb, lines: Lines, held: int) -> None
 
 
 def held_by(directory: Path, run: str, project: str, after: int) -> int:
-    """The step up to which the files for a project hold a run.
+    """Return the step up to which the files for a project have a run.
 
-    ``after`` is the step that they certainly held. It may have been sent and removed since; for
-    another project it is unknown.
+    ``after`` is the step up to which they certainly had it. Files may have been sent and removed
+    since; for another project, the step is unknown.
     """
     folders = sorted(directory.glob(f"offline-run-*-{run}"), reverse=True)
     files = [file for folder in folders for file in folder.glob("*.wandb")]
@@ -96,7 +96,7 @@ def _opened(
     job_type: str | None = None,
     within_s: float | None = None,
 ) -> Any:
-    """``within_s``: longest time that a server may take; None leaves that to the library."""
+    """``within_s`` is the maximum time that a server may take; None leaves it to the library."""
     import wandb
 
     return wandb.init(
@@ -114,7 +114,7 @@ def _opened(
 
 
 def _content(file: Path) -> tuple[str | None, int]:
-    """The project of a file and its last step: None and -1 as long as there is none."""
+    """Return the project of a file and its last step; None and -1 if they are missing."""
     from wandb.proto import wandb_internal_pb2
 
     messages: Any = wandb_internal_pb2
@@ -130,13 +130,13 @@ def _content(file: Path) -> tuple[str | None, int]:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The complete records of a file: LevelDB's log format after a header.
+    """Yield the complete records of a file: LevelDB's log format after a header.
 
     Records after a torn one were never written.
     """
     at, whole = HEADER_BYTES, b""
     while at + HEADER_BYTES <= len(data):
-        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # no header fits into the block's rest
+        if BLOCK_BYTES - at % BLOCK_BYTES < HEADER_BYTES:  # no header fits into the remaining block
             at += BLOCK_BYTES - at % BLOCK_BYTES
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)

@@ -21,15 +21,14 @@ from slurmrl.rollouts.generation.native.model_runner import ModelRunner, Sampled
 from slurmrl.rollouts.generation.native.sequence import Sequence, sequences_of
 
 SHARE = 0.8
-"""Part of a GPU's free memory that the cache may use; the rest is for activations and logits."""
+"""Fraction of a GPU's free memory for the cache; the remainder is for activations and logits."""
 GIB = 2**30
 
 
 class ContinuousBatch:
     """Requests that one decoder serves together.
 
-    All ranks of a decoder that is split call each method with the same arguments and get the same
-    results.
+    All ranks of a split decoder call each method with the same arguments and get the same results.
     """
 
     def __init__(
@@ -62,20 +61,20 @@ class ContinuousBatch:
         self._ended: list[Sequence] = []
         self._arrivals = count()
         self.version = ""
-        """The weights that sample."""
+        """Name of the weight version that samples."""
         self.sampled = 0
-        """Tokens sampled in all."""
+        """Total number of sampled tokens."""
         self.checksum = 0
         """Checksum of these tokens, in their order."""
         self.read = 0
-        """Tokens that the model has read in all."""
+        """Total number of tokens that the model has processed."""
 
     @property
     def busy(self) -> bool:
         return self._schedule.busy or bool(self._ended)
 
     def add(self, request: GenerationRequest) -> list[Sequence]:
-        """Queue a request; its completions, one for each key.
+        """Queue a request; return its completions, one for each key.
 
         Raises UsageError for a request that can never be served.
         """
@@ -96,7 +95,7 @@ class ContinuousBatch:
         step = self._schedule.next(self._flush)
         sampled = self._runner.run(step, self.version) if step.chunks else None
         self.read += sum(chunk.tokens for chunk in step.chunks)
-        self._flush()  # samples of the call before, while this one runs
+        self._flush()  # samples of the previous call, while this one runs
         if sampled is not None:
             self._unread.append(sampled)
         if not self._overlap:
@@ -105,7 +104,7 @@ class ContinuousBatch:
         return ended
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """End those that have not ended; they keep their tokens."""
+        """End sequences that have not ended; they keep their tokens."""
         self._flush()
         for sequence in sequences:
             sequence.followers = []
@@ -129,7 +128,7 @@ class ContinuousBatch:
         self.version = version
 
     def _empty_cache(self) -> None:
-        """All tokens are read again."""
+        """Empty the cache: all tokens are processed again."""
         self._flush()
         for sequence in list(self._schedule.running):
             self._schedule.preempt(sequence)
@@ -163,7 +162,7 @@ class ContinuousBatch:
         return limit
 
     def _flush(self) -> None:
-        """Read all tokens that were sampled."""
+        """Read all sampled tokens from the device."""
         unread, self._unread = self._unread, []
         for sampled in unread:
             self._process(sampled)
@@ -179,7 +178,7 @@ class ContinuousBatch:
         ):
             sequence.unread -= 1
             if sequence.finish is not None:
-                continue  # it had ended when this token was sampled
+                continue  # the sequence had ended before this token
             sequence.take(token, logprob, sampled.version, support, self._decode)
             self.sampled += 1
             if sequence.finish is not None:
@@ -189,7 +188,7 @@ class ContinuousBatch:
         """Free the rows and pages of a sequence that has ended."""
         if sequence.request.options.experts:
             sequence.experts = self._runner.experts(sequence)
-        # (a call that was to read the last token may be left out now)
+        # a call that would read the last token is not needed now
         sequence.stored = min(sequence.stored, len(sequence.tokens) - 1)
         self._schedule.store(sequence)
         self._schedule.remove(sequence)
@@ -214,7 +213,7 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
     if size is None:
         return limits
     cell = cell_bytes(decoder)
-    pages = (size - cell) // (cell * limits.page_tokens)  # (a spare cell lies behind them)
+    pages = (size - cell) // (cell * limits.page_tokens)  # a spare cell follows them
     if pages < 1:
         needed = cell * (limits.page_tokens + 1) / GIB
         raise UsageError(
@@ -226,7 +225,7 @@ def bounded(limits: Limits, decoder: Decoder) -> Limits:
 
 
 def _least(size: int, split: Split, device: torch.device) -> int:
-    """The least of the sizes of all ranks of a decoder. Collective over them."""
+    """Return the minimum of a size over all ranks of a decoder. Collective."""
     if split.whole:
         return size
     least = torch.tensor(size, device=device)
@@ -237,6 +236,6 @@ def _least(size: int, split: Split, device: torch.device) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that torch could allocate now."""
+    """Return the memory that torch could allocate now."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -2,8 +2,8 @@
 
 Continuous batching with a token budget over a paged key-value cache.
 
-Everything here is a pure function of the requests and of the tokens sampled, so tensor ranks that
-get the same requests decide alike.
+All decisions are pure functions of the requests and the sampled tokens, so tensor ranks with the
+same requests make the same decisions.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Limits:
     """The size of a batch."""
 
     rows: int = 256
-    """Most sequences that are served at a time."""
+    """Maximum number of sequences that are served at a time."""
     step_tokens: int = 2048
-    """Most tokens that one call of the model reads: one of each row that samples, and parts of
+    """Maximum number of tokens in one call of the model: one for each sampling row, and parts of
     prompts."""
     cache_tokens: int | None = None
     """Tokens of keys and values that are kept. Default: as many as fit into ``cache_bytes``."""
@@ -60,7 +60,7 @@ class Limits:
 
 
 class TokenChunk(NamedTuple):
-    """Tokens of a sequence that a call reads: ``tokens`` after the first ``begin``."""
+    """Tokens of a sequence that a call reads: ``tokens``, after the first ``begin`` tokens."""
 
     sequence: Sequence
     begin: int
@@ -99,7 +99,7 @@ class Schedule:
         heappush(self._waiting, (sequence.rank, sequence))
 
     def remove(self, sequence: Sequence) -> None:
-        """Serve it no more."""
+        """Remove a sequence."""
         if sequence.row is None:
             kept = [entry for entry in self._waiting if entry[1] is not sequence]
             if len(kept) < len(self._waiting):
@@ -108,7 +108,7 @@ class Schedule:
             self._release(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Free its row and pages; it waits until its tokens can be read again."""
+        """Free a sequence's row and pages; it waits until its tokens can be prefilled again."""
         self._release(sequence)
         self.add(sequence)
 
@@ -121,12 +121,12 @@ class Schedule:
         step = Step()
         budget = self._limits.step_tokens
         pending = [(ahead, sequence) for sequence in self.running if (ahead := sequence.ahead)]
-        pending.sort(key=lambda pair: pair[0] > 1)  # those that sample first
+        pending.sort(key=lambda pair: pair[0] > 1)  # first the sequences that sample
         for ahead, sequence in pending:
             count = min(ahead, budget)
             if not count:
                 break
-            # (one that was preempted for an earlier one has no row)
+            # a sequence preempted for an earlier one has no row
             tokens = sequence.stored + count
             if sequence.row is not None and self._reserve(sequence, tokens, flush):
                 self._read(sequence, count, step)
@@ -142,7 +142,7 @@ class Schedule:
         return step
 
     def store(self, sequence: Sequence) -> None:
-        """Let others share the pages that are full of tokens that the host knows."""
+        """Let other sequences share pages that are full of tokens that the host knows."""
         page = self._pool.page
         full = min(sequence.stored, len(sequence.tokens)) // page
         for place in range(sequence.shared, full):
@@ -163,7 +163,7 @@ class Schedule:
         begin, samples = sequence.stored, count == sequence.ahead
         step.chunks.append(TokenChunk(sequence, begin, count, samples))
         sequence.stored += count
-        self.store(sequence)  # a call stores all keys before it attends to any
+        self.store(sequence)  # a call stores all keys before attention uses any
         if samples:
             for follower in sequence.followers:
                 self._fork(sequence, follower, step)
@@ -222,7 +222,7 @@ class Schedule:
                 continue
             flush()
             if sequence.row is None:
-                return False  # it has ended
+                return False  # the sequence has ended
             if self._pool.available():
                 continue
             last = self.running[-1]
@@ -245,7 +245,7 @@ class Schedule:
 
 
 Prefix = tuple[int, tuple[int, ...]]
-"""The serial number of the page before, 0 for none, and a page's tokens."""
+"""The serial number of the previous page, 0 for none, and a page's tokens."""
 
 
 class PagePool:
@@ -274,12 +274,12 @@ class PagePool:
         self._serial = 0
 
     def available(self) -> float:
-        """Pages that can be taken; infinite without a limit."""
+        """Number of pages that can be taken; infinite without a limit."""
         unmade = float("inf") if self._limit is None else self._limit - self.made
         return len(self._free) + len(self._idle) + unmade
 
     def take(self) -> int:
-        """A page for one user, without content. One must be available."""
+        """Return a page for one user, without content. One must be available."""
         if self._free:
             page = self._free.pop()
         elif self._grows:
@@ -321,7 +321,7 @@ class PagePool:
         """Record that a page holds these tokens, which follow the tokens of the page ``before``."""
         parent = 0 if before is None else self._serials.get(before)
         if parent is None or (parent, tokens) in self._known or page in self._prefixes:
-            return  # another page holds the same
+            return  # another page has the same tokens
         self._serial += 1
         self._known[parent, tokens] = page
         self._prefixes[page], self._serials[page] = (parent, tokens), self._serial
@@ -342,7 +342,7 @@ class PagePool:
         return found
 
     def forget(self) -> None:
-        """Let no page be shared any more: the weights have changed."""
+        """Stop sharing all pages, because the weights have changed."""
         self._free.extend(self._idle)
         self._idle.clear()
         for page in list(self._prefixes):

@@ -27,7 +27,7 @@ logger = log.get(__name__)
 LEAST_CELLS = 1024
 """Graphs are made for rows of up to this many cells of the cache, and twice as many, and so on."""
 UNREAD = -1
-"""In place of a token that the host has not read: it is the last token of its row."""
+"""Value in place of a token that the host has not read, the last token of its row."""
 
 
 class RowInput(NamedTuple):
@@ -47,22 +47,22 @@ class DecodeShape(NamedTuple):
 
     rows: int
     longest: int
-    """Upper bound of the cells that a row sees."""
+    """Upper bound of the cells that a row attends to."""
     sampling_key: SamplingKey
     banned: tuple[int, ...]
 
 
 class DecodeGraph(Protocol):
     samples: Sampled
-    """In the same memory after every replay."""
+    """Result, in the same memory after every replay."""
 
     def replay(self) -> None:
-        """Compute again, from the present content of the inputs' memory."""
+        """Compute again, from the current content of the inputs' memory."""
         ...
 
 
 Capture = Callable[[Callable[[], Sampled]], DecodeGraph]
-"""Makes a graph of a function, whose tensors keep their place in memory."""
+"""Makes a graph of a function; its tensors keep their place in memory."""
 
 
 class CUDAGraphs:
@@ -78,7 +78,7 @@ class CUDAGraphs:
 class _CUDAGraph:
     def __init__(self, compute: Callable[[], Sampled], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may call CUDA in this time.
+        # Other threads of the process may call CUDA during this time.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.samples = compute()
 
@@ -122,8 +122,8 @@ class DecodeStep:
     ) -> Sampled:
         """Read a token of each row and sample the next, which the next call can read.
 
-        The results are valid until the next call; nothing waits for a GPU, except where a graph is
-        made.
+        The results are valid until the next call. The host does not wait for a GPU, unless a graph
+        is made.
         """
         shape = self._shape(inputs, sampling_key, banned)
         more = shape.rows - len(inputs)
@@ -186,7 +186,7 @@ class DecodeStep:
         return samples
 
     def _placed(self, columns: Tensor) -> tuple[Tensor, ...]:
-        """The inputs in the memory that graphs of as many rows read."""
+        """Put the inputs into the memory that graphs of this many rows read."""
         rows = columns.shape[1]
         if rows not in self._inputs:
             self._inputs[rows] = torch.empty(columns.shape, dtype=torch.int64, device=self._device)
@@ -225,14 +225,14 @@ class DecodeStep:
 
 
 def _power(number: int) -> int:
-    """The least power of 2 that is not below a number."""
+    """Return the smallest power of 2 that is at least a number."""
     return 1 << (number - 1).bit_length()
 
 
 class RowState:
     """The page tables and the last tokens of all rows.
 
-    Behind the rows lies one more, the ``spare`` one, for tokens that belong to no sequence.
+    After the rows, there is a ``spare`` row for tokens that belong to no sequence.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -254,7 +254,7 @@ class RowState:
         return row
 
     def write(self) -> bool:
-        """Write new pages into the tables. True if the tables have moved in memory."""
+        """Write new pages into the tables; return whether the tables have moved in memory."""
         if not self._new:
             return False
         new, self._new = torch.tensor(self._new, dtype=torch.int64), []

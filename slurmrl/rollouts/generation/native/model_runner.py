@@ -1,6 +1,6 @@
 """Calls of the model and samples: from a step of the scheduler to tensors and back.
 
-D samples of a call.
+D is the number of samples of a call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
 
 GROWTH = 1.5
-"""Factor on the number of pages when there are too few."""
+"""Growth factor of the number of pages when there are too few."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class SampledStep:
 
     sequences: list[Sequence]
     samples: Sampled
-    """[D]; log-probabilities of the distribution that each was sampled from or of the whole one."""
+    """[D]; log-probabilities are under the sampling distribution or the whole distribution."""
     version: str
     copied: torch.cuda.Event | None
-    """When they are in host memory; None if they are now."""
+    """Event of their arrival in host memory; None if they are already there."""
 
     def read(self) -> tuple[list[int], list[float], list[list[int]]]:
         """Wait for the tokens, their log-probabilities and their recorded supports."""
@@ -76,7 +76,7 @@ class ModelRunner:
         )
 
     def renew(self) -> None:
-        """Compute with the weights that the decoder has now."""
+        """Use the current weights of the decoder."""
         self._decoder.renew()
         if self._decoder.copies_weights:
             self._decode.forget()
@@ -85,7 +85,7 @@ class ModelRunner:
     def run(self, step: Step, version: str) -> SampledStep | None:
         """Read the step's tokens and sample the next ones, if any of its sequences is complete.
 
-        Nothing waits for a GPU.
+        The host does not wait for a GPU.
         """
         self._grow()
         if _only_decodes(step):
@@ -117,7 +117,7 @@ class ModelRunner:
         return bool(self._decoder.cache.experts)
 
     def record_experts(self) -> None:
-        """Applies from now on; tokens in the cache have no record."""
+        """Record experts from now on; tokens in the cache have no record."""
         self._decoder.cache.record_experts()
         self._decode.forget()
 
@@ -131,7 +131,7 @@ class ModelRunner:
         return F.pad(rows, (0, 0, 0, 1), value=UNKNOWN).cpu().numpy()
 
     def _grow(self) -> None:
-        """Have all pages of the pool in memory."""
+        """Allocate memory for all pages of the pool."""
         if self._pool.made <= self._decoder.cache.pages:
             return
         grown = int(self._pool.made * GROWTH)
@@ -174,7 +174,7 @@ class ModelRunner:
             own, pages = self._rows.row(sequence), sequence.pages
             end = begin + count
             known = sequence.tokens[begin:end]
-            if len(known) < count:  # its last token is on the device only
+            if len(known) < count:  # its last token is only on the device
                 known.append(UNREAD)
             ids += known
             slots += [pages[n // page] * page + n % page for n in range(begin, end)]
@@ -260,13 +260,13 @@ class ModelRunner:
 
 
 def _on_its_way(values: Tensor) -> Tensor:
-    """A copy in host memory, which is not waited for."""
+    """Start a copy to host memory without waiting for it."""
     copy = torch.empty_like(values, device="cpu", pin_memory=True)
     return copy.copy_(values, non_blocking=True)
 
 
 def _only_decodes(step: Step) -> bool:
-    """Whether a call reads the last token of some rows only, which all sample alike."""
+    """Whether a call reads only the last tokens of rows, which all sample in the same way."""
     first = step.chunks[0].sequence
     return not step.forks and all(
         chunk.samples

@@ -57,7 +57,7 @@ class NativeRollout(SplitRollout):
 
     @property
     def read(self) -> int:
-        """Tokens that the model has read in all, those that were read again included."""
+        """Total number of tokens that the model has processed, including repeated ones."""
         return self._own.read
 
     def _read_own(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ class NativeRollout(SplitRollout):
 def read_weights(decoder: Decoder, folder: Path) -> None:
     """Fill a decoder, or a tensor rank's part of it, from a Hugging Face folder.
 
-    Raises UsageError, and changes nothing, if the folder holds another architecture.
+    Raises UsageError, and changes nothing, if the folder has another architecture.
     """
     config, tensor = decoder.config, decoder.split.tensor
     split = TensorSplit(config, tensor.size)

@@ -1,4 +1,4 @@
-"""One completion while it is made, and where its stop strings end it."""
+"""One completion in progress, and the search for its stop strings."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class Sequence:
     limit: int
     """Maximum number of tokens, prompt included."""
     tokens: list[int] = field(init=False)
-    """The prompt and the tokens sampled, as far as the host knows them."""
+    """The prompt and the sampled tokens, as far as the host knows them."""
     sampling_key: SamplingKey = field(init=False)
     stream: int = field(init=False)
-    """Its random numbers, for `tensors.ops.sampling.stream_uniform`."""
+    """Random stream of the completion, for `tensors.ops.sampling.stream_uniform`."""
     logprobs: list[float] = field(default_factory=list)
     """Log-probabilities of the sampled tokens."""
     versions: list[str] = field(default_factory=list)
     support: SampledSupport = field(default_factory=SampledSupport)
     """Sampling masks of the sampled tokens, if the request asks for them."""
     experts: Array | None = None
-    """Experts of all tokens after the end, if the request asks for them."""
+    """Experts of all tokens, set when the sequence ends, if the request asks for them."""
     finish: Finish | None = None
     followers: list[Sequence] = field(default_factory=list)
-    """Completions of the same prompt that begin when it has been read."""
+    """Completions of the same prompt, which begin when the prompt was prefilled."""
     pages: list[int] = field(default_factory=list)
     row: int | None = None
     """The row of the batch; None while it waits."""
@@ -83,7 +83,7 @@ class Sequence:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Stop tokens that the next sample must not give."""
+        """Stop tokens that must not be sampled next."""
         options = self.request.options
         return options.stop_token_ids if self.sampled < options.min_new_tokens else ()
 

@@ -1,9 +1,9 @@
-"""Continuous batching on the ranks of a model that is split.
+"""Continuous batching on the ranks of a split model.
 
 Each rank has a batch. A batch depends only on the calls of its methods and on the sampled tokens,
 and every rank samples the same tokens, because all have the whole logits. So the leader sends its
-calls, in one broadcast for each call of the model, and the others repeat them. Where all ranks know
-the requests beforehand, each makes the calls by itself, and they compare the sampled tokens.
+calls, in one broadcast for each call of the model, and the others repeat them. If all ranks know
+the requests beforehand, each rank makes the calls itself, and the ranks compare the sampled tokens.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from slurmrl.rollouts.generation.native.sequence import Sequence
 from slurmrl.tensors.ops.collectives import Group, broadcast_sized, gathered
 
 Call = tuple[Any, ...]
-"""The name of a call and its arguments, as JSON has them."""
+"""The name of a call and its arguments, as JSON values."""
 INLINE_BYTES: Final = 2048
 """Size of the broadcast that begins a message. Longer ones take a second broadcast."""
 SIZE_BYTES: Final = 8
-"""The length of a message, in front of it."""
+"""Size of the message length that precedes a message."""
 IDLE: Final = timedelta(days=30)
 """Time-out of a rank that waits for a message: a leader without requests sends none."""
 COMPARED_CALLS = {"cpu": 1, "cuda": 8}
-"""Calls of the model, by type of device, between two comparisons. Each waits for a GPU."""
+"""Calls of the model between two comparisons, by device type: a comparison waits for the GPU."""
 
 
 def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> RunFailedError:
-    """Return the error of a rank that has sampled other tokens than its leader.
+    """Return the error for a rank that has sampled other tokens than its leader.
 
     ``own`` and ``leader`` are (number of tokens, checksum).
     """
@@ -62,7 +62,7 @@ class SplitRanks:
         return self.group.rank() == 0
 
     def send(self, calls: list[Call]) -> None:
-        """Send calls to the others. On the leader only."""
+        """Send calls to the other ranks. Only on the leader."""
         content = json.dumps(calls).encode()
         inline = SIZE_BYTES + len(content) <= INLINE_BYTES
         message = len(content).to_bytes(SIZE_BYTES, "little") + (content if inline else b"")
@@ -72,9 +72,9 @@ class SplitRanks:
             self._rest(rest, len(content))
 
     def receive(self) -> list[Call]:
-        """Wait for the leader's next calls, however long it has none. On the others only.
+        """Wait for the leader's next calls, without a limit. Only on the other ranks.
 
-        Raises RuntimeError if the leader is gone.
+        Raises RuntimeError if the leader has ended.
         """
         message = self._begin(torch.zeros(INLINE_BYTES, dtype=torch.uint8))
         size = int.from_bytes(message[:SIZE_BYTES], "little")
@@ -85,7 +85,7 @@ class SplitRanks:
         return calls
 
     def answers(self, own: int) -> list[int]:
-        """The numbers that all ranks give, in rank order. Collective."""
+        """Return the numbers of all ranks, in rank order. Collective."""
         values: list[int] = gathered(torch.tensor([own], device=self.device), self.group).tolist()
         return values
 
@@ -146,7 +146,7 @@ class WrappedBatch:
 
 
 class ComparedBatch(WrappedBatch):
-    """The batch of each rank where all ranks add the same requests."""
+    """The batch of each rank if all ranks add the same requests."""
 
     def __init__(self, batch: RequestBatch, peers: SplitRanks) -> None:
         super().__init__(batch, peers)
@@ -196,11 +196,11 @@ class LeaderBatch(WrappedBatch):
         return ended
 
     def read_weights(self, name: str, folder: Path) -> None:
-        """Have the other ranks read their parts of new weights; the leader must, too."""
+        """Let other ranks read their parts of new weights; the leader must read its part too."""
         self._send("read", name, str(folder))
 
     def end(self) -> None:
-        """Let the other ranks go, if they can still be reached."""
+        """Let the other ranks return, if they can still be reached."""
         if self._together:
             self._send("end")
             self._together = False
@@ -216,7 +216,7 @@ class FollowerBatch:
     def __init__(
         self, batch: RequestBatch, peers: SplitRanks, read: Callable[[str, Path], None]
     ) -> None:
-        """``read`` reads this rank's part of the weights of a name from a folder."""
+        """``read`` reads this rank's part of a named weight version from a folder."""
         self._batch, self._peers, self._read = batch, peers, read
         self._requests: dict[str, list[Sequence]] = {}
 

@@ -18,11 +18,11 @@ from slurmrl.rollouts.generation.native.split_batch import (
 
 
 class ReadOutcome(IntEnum):
-    """How a rank has read new weights."""
+    """The result of reading new weights on a rank."""
 
     READ = 0
     REJECTED = 1
-    """They are of another architecture; the old ones are unchanged."""
+    """The weights are of another architecture; the old weights are unchanged."""
     BROKEN = 2
 
 
@@ -52,13 +52,13 @@ class SplitRollout(BatchRollout):
     def _read_own(self, folder: Path) -> None:
         """Read this rank's part of weights.
 
-        Raises UsageError, and changes nothing, if the folder holds another architecture.
+        Raises UsageError, and changes nothing, if the folder has another architecture.
         """
 
     def _read(self, name: str, folder: Path) -> None:
         """Read weights.
 
-        If reading breaks off, or succeeds on some ranks only, the decoder has parts of two
+        If reading breaks off, or succeeds only on some ranks, the decoder has parts of two
         versions, and the engine is lost.
         """
         if isinstance(self._batch, LeaderBatch):
@@ -77,7 +77,7 @@ class SplitRollout(BatchRollout):
         raise self._lose(name, folder, reason) from error
 
     def _outcomes(self, error: Exception | None) -> set[int]:
-        """Return how all ranks have read weights; this one with an error or none."""
+        """Return the results of all ranks that read weights; this rank has an error or none."""
         own = ReadOutcome.READ
         if error is not None:
             own = ReadOutcome.REJECTED if isinstance(error, UsageError) else ReadOutcome.BROKEN
@@ -90,18 +90,18 @@ class SplitRollout(BatchRollout):
     def follow(self) -> None:
         """Compute the requests of the leader's engine, until it is closed or dismisses this rank.
 
-        Raises RuntimeError if the leader is gone.
+        Raises RuntimeError if the leader has ended.
         """
         assert self._peers is not None, "a rank alone has no leader"
         assert not self._peers.is_leader, "the leader serves requests"
 
         def read(name: str, folder: Path) -> None:
-            with suppress(UsageError):  # the leader's caller gets it; nothing has changed
+            with suppress(UsageError):  # the leader's caller gets this error; nothing has changed
                 self._read(name, folder)
 
         FollowerBatch(self._batch, self._peers, read).run()
 
     def dismiss(self) -> None:
-        """Let the other ranks of the model return from ``follow``. Nothing is sampled any more."""
+        """Let the other ranks of the model return from ``follow``. This ends all sampling."""
         if isinstance(self._batch, LeaderBatch) and self._lost is None:
             self._batch.end()
