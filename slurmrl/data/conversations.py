@@ -109,6 +109,10 @@ def with_system(messages: Sequence[Message], system: str | None) -> list[Message
     return [{"role": "system", "content": system}, *messages]
 
 
+SWITCHES: Final = ("train", "training", "trainable")
+"""Keys that exclude messages in other trainers."""
+
+
 def _wrong_message(message: Any) -> str:
     if not isinstance(message, dict):
         return f"must be an object with 'role' and 'content', but is {kind_of(message)}"
@@ -117,6 +121,8 @@ def _wrong_message(message: Any) -> str:
         return f"must have a 'role' (system, user, assistant, tool), but it is {kind_of(role)}"
     if message.get("weight") not in (None, 0, 1):
         return f"has 'weight' {kind_of(message['weight'])}: allowed are 0 and 1"
+    if switch := next((key for key in SWITCHES if message.get(key) in (False, 0)), None):
+        return f"has '{switch}' {json.dumps(message[switch])}: write \"weight\": 0 to exclude it"
     content = message.get("content")
     if content is None:
         return "" if message.get("tool_calls") else "has neither 'content' nor 'tool_calls'"

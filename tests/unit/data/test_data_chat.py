@@ -218,6 +218,11 @@ def test_templates_without_a_right_mask_are_refused(
         ([{"role": "user", "content": 3}, *TURNS], "message 1 has a 'content' that must be a str"),
         (["x"], "message 1 must be an object with 'role' and 'content', but is a string (\"x\")"),
         ([{**TURNS[1], "weight": 0.5}], "message 1 has 'weight' a number (0.5): allowed are 0"),
+        (
+            [TURNS[0], {**TURNS[1], "train": False}],
+            "message 2 has 'train' false: write \"weight\": 0",
+        ),
+        ([{**TURNS[1], "trainable": 0}], "message 1 has 'trainable' 0: write"),
         ([{"role": "user", "content": [{"type": "video"}]}], "message 1 has a part that is not"),
     ],
 )
