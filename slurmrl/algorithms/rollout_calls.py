@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from slurmrl.data.tokenizer import decoding
 from slurmrl.engines.base import ServingOptions
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.episode_runner import EpisodeOutcome
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, RolloutEngine
 from slurmrl.rollouts.policy import Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
@@ -73,22 +72,19 @@ class RolloutInterface(Interface):
         assert engine is not None
         episode = context.settings.config.rollout.episode
         if not episode.has_turns:
-            ended = _single_turns(engine, sample, context)
-            if ended is None:
-                return CallResult()
-            totals, tools = Totals.of_completions(ended), False
+            ended, tools = _single_turns(engine, sample, context), False
         else:
-            outcomes = self._outcomes(engine, episode_items(sample, context), context)
-            if outcomes is None:
-                return CallResult()
-            ended = [outcome.completions for outcome in outcomes]
-            totals, tools = Totals.of_outcomes(outcomes), bool(episode.tools)
+            ended = self._outcomes(engine, episode_items(sample, context), context)
+            tools = bool(episode.tools)
+        if ended is None:
+            return CallResult()
         made = _as_sample(sample.ids, ended, context, engine.context.device)
-        return CallResult(made, totals.stats(turns=episode.has_turns, tools=tools))
+        stats = Totals.of_completions(ended).stats(turns=episode.has_turns, tools=tools)
+        return CallResult(made, stats)
 
     def _outcomes(
         self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
-    ) -> list[EpisodeOutcome] | None:
+    ) -> list[Completions] | None:
         """Return the results of the episodes; None on a rank that follows its leader."""
         if self._episodes is None:
             self._episodes = ConfiguredEpisodes(context.settings.config)
@@ -318,7 +314,6 @@ class Totals:
 
     @staticmethod
     def of_completions(ended: Sequence[Completions]) -> Totals:
-        """The sums of completions that did not fail, and that called no tools."""
         written = sum(sum(each.written) for each in ended)
         return Totals(
             completions=len(ended),
@@ -327,15 +322,9 @@ class Totals:
             read=sum(len(each.tokens) for each in ended) - written,
             finished=sum(each.finished for each in ended),
             turns=sum(each.turns for each in ended),
-        )
-
-    @staticmethod
-    def of_outcomes(outcomes: Sequence[EpisodeOutcome]) -> Totals:
-        return replace(
-            Totals.of_completions([outcome.completions for outcome in outcomes]),
-            failed=sum(bool(outcome.failure) for outcome in outcomes),
-            tool_calls=sum(outcome.tool_calls for outcome in outcomes),
-            tool_failures=sum(outcome.tool_failures for outcome in outcomes),
+            failed=sum(bool(each.failure) for each in ended),
+            tool_calls=sum(each.tool_calls for each in ended),
+            tool_failures=sum(each.tool_failures for each in ended),
         )
 
     @staticmethod

@@ -18,7 +18,8 @@ from slurmrl.algorithms.schema import routes, supports
 from slurmrl.config.schema import Config
 from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.rollouts.base import EpisodeItem
-from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.episode_runner import EpisodeRunner
 from slurmrl.rollouts.episodes import make_episode
 from slurmrl.rollouts.generation.base import GenerationOptions, RolloutEngine
 from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, TokenSampling, Waiting
@@ -112,7 +113,7 @@ class ConfiguredEpisodes:
         waiting: Waiting,
         *,
         slots: asyncio.Semaphore | None = None,
-    ) -> list[EpisodeOutcome]:
+    ) -> list[Completions]:
         """See `EpisodeRunner.run`."""
         dialogue, sampling = self._dialogue(context), _sampling(context)
         return await self._runner.run(items, engine, dialogue, sampling, waiting, slots=slots)

@@ -55,6 +55,11 @@ class Completions:
         """Whether the last turn ended with a stop token or stop string."""
         self.finished = False
         """Whether the last turn was stopped so, and no limit ended the episode."""
+        self.failure = ""
+        """Why the episode failed; empty if it did not."""
+        self.tool_calls = 0
+        self.tool_failures = 0
+        """Number of calls of tools, and of calls that failed."""
         self._last_written = -1
 
     @staticmethod

@@ -7,7 +7,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Final
 
 from slurmrl import log
@@ -25,18 +24,6 @@ MOST_LOGGED: Final = 5
 """Maximum number of failures of a call that the log shows one by one."""
 MOST_SINGLE_FAILURES: Final = 8
 """Number of calls of one item in a row that may fail."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpisodeOutcome:
-    """The end of an episode: its completions, or why it failed."""
-
-    item: EpisodeItem
-    completions: Completions
-    failure: str = ""
-    tool_calls: int = 0
-    tool_failures: int = 0
-    """Calls of tools, and failed calls."""
 
 
 class EpisodeRunner:
@@ -58,14 +45,14 @@ class EpisodeRunner:
         waiting: Waiting,
         *,
         slots: asyncio.Semaphore | None = None,
-    ) -> list[EpisodeOutcome]:
+    ) -> list[Completions]:
         """The outcomes of the items' episodes, in the items' order.
 
         :param slots: limit of running episodes, shared by concurrent calls. The items of such a
         call are completions of one prompt, which may occasionally all fail. :raises EpisodeError:
         no episode was completed. :raises RunFailedError: the engine failed.
         """
-        outcomes: dict[int, EpisodeOutcome] = {}
+        outcomes: dict[int, Completions] = {}
         left = deque(enumerate(items))
 
         async def work() -> None:
@@ -85,7 +72,7 @@ class EpisodeRunner:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         ordered = [outcomes[number] for number in range(len(items))]
-        self._report(ordered, alone=slots is not None or len(ordered) == 1)
+        self._report(items, ordered, alone=slots is not None or len(ordered) == 1)
         return ordered
 
     async def _one(
@@ -95,7 +82,7 @@ class EpisodeRunner:
         dialogue: Dialogue,
         sampling: TokenSampling,
         waiting: Waiting,
-    ) -> EpisodeOutcome:
+    ) -> Completions:
         policy, tools, failure = None, self._tools.of_episode(), ""
         waiting.begin()
         try:
@@ -113,13 +100,9 @@ class EpisodeRunner:
         finally:
             if policy is not None:
                 policy.close()
-        return EpisodeOutcome(
-            item=item,
-            completions=completions,
-            failure=failure,
-            tool_calls=tools.calls,
-            tool_failures=tools.failures,
-        )
+        completions.failure = failure
+        completions.tool_calls, completions.tool_failures = tools.calls, tools.failures
+        return completions
 
     async def _completed(
         self, policy: Policy, item: EpisodeItem, tools: Tools
@@ -139,18 +122,20 @@ class EpisodeRunner:
         completions.finished = completions.stopped and not policy.limited
         return completions
 
-    def _report(self, outcomes: Sequence[EpisodeOutcome], *, alone: bool) -> None:
+    def _report(
+        self, items: Sequence[EpisodeItem], outcomes: Sequence[Completions], *, alone: bool
+    ) -> None:
         """Log the failures.
 
         Raises EpisodeError if all episodes failed. If an item is ``alone`` in its call, this needs
         several such failures in a row.
         """
-        failed = [outcome for outcome in outcomes if outcome.failure]
-        for outcome in failed[:MOST_LOGGED]:
-            item = outcome.item
+        pairs = zip(items, outcomes, strict=True)
+        failed = [(item, outcome.failure) for item, outcome in pairs if outcome.failure]
+        for item, failure in failed[:MOST_LOGGED]:
             logger.warning(
                 "the episode of sample %s, index %d, failed: %s; it is not trained on",
-                *(item.sample_id, item.index, outcome.failure),
+                *(item.sample_id, item.index, failure),
             )
         if len(failed) > MOST_LOGGED:
             logger.warning("%d of %d episodes failed", len(failed), len(outcomes))
@@ -161,7 +146,7 @@ class EpisodeRunner:
         if not alone or self._failed_alone >= MOST_SINGLE_FAILURES:
             raise EpisodeError(
                 f"all {len(outcomes)} episodes of this call failed, the last one for sample "
-                f"{failed[-1].item.sample_id}: {failed[-1].failure}"
+                f"{failed[-1][0].sample_id}: {failed[-1][1]}"
             )
 
 

@@ -39,7 +39,6 @@ from slurmrl.tensors.weights.format import VERSION, VersionId
 
 if TYPE_CHECKING:
     from slurmrl.rollouts.completions import Completions
-    from slurmrl.rollouts.episode_runner import EpisodeOutcome
 
 
 READ_BYTES = 4 << 20
@@ -264,11 +263,10 @@ class SampleGroup:
     def of(
         item: int,
         lease: str,
-        outcomes: Sequence[EpisodeOutcome],
+        completions: Sequence[Completions],
         held: str,
     ) -> SampleGroup:
         """``held`` is the task's version, which counts if no token was sampled."""
-        completions = [outcome.completions for outcome in outcomes]
         drawn = {name for each in completions for name in each.versions if name}
         versions = tuple(sorted(drawn or {held}, key=VersionId.parse))
         place = {name: number for number, name in enumerate(versions)} | {"": -1}
@@ -282,10 +280,10 @@ class SampleGroup:
             lengths=np.array([len(each.sequence) for each in completions], np.int32),
             prompt_lengths=np.array(before, np.int32),
             finished=np.array([each.finished for each in completions], np.bool_),
-            failed=np.array([bool(each.failure) for each in outcomes], np.bool_),
+            failed=np.array([bool(each.failure) for each in completions], np.bool_),
             turns=np.array([each.turns for each in completions], np.int32),
-            tool_calls=np.array([each.tool_calls for each in outcomes], np.int32),
-            tool_failures=np.array([each.tool_failures for each in outcomes], np.int32),
+            tool_calls=np.array([each.tool_calls for each in completions], np.int32),
+            tool_failures=np.array([each.tool_failures for each in completions], np.int32),
             input_ids=_joined([each.sequence for each in completions], np.int32),
             drawn_by=_joined(
                 [[-1] * n + [place[name] for name in each.versions] for n, each in pairs], np.int32

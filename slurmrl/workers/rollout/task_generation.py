@@ -82,7 +82,7 @@ class Generation:
         outcomes = await self._episodes.run(
             self._engine, episode_items(sample, context), context, Waiting(), slots=self._slots
         )
-        self.counts["tokens"] += sum(sum(one.completions.written) for one in outcomes)
+        self.counts["tokens"] += sum(sum(one.written) for one in outcomes)
         self.counts["items"] += 1
         self.counts["episodes_failed"] += sum(bool(outcome.failure) for outcome in outcomes)
         return SampleGroup.of(row.item, lease, outcomes, held)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from slurmrl.config.schema import Config
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.data.sample import SequenceSample
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.episode_runner import EpisodeOutcome
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.sample_files import SampleGroup
 from tests.unit.algorithms.test_algorithms_episodes import SEVERAL, context_of, generated
@@ -189,11 +188,7 @@ def test_supports_of_tasks_pass_through_their_files(make_world: MakeWorld) -> No
     turns.read([8])
     turns.cut()
     other.wrote(completion((5,), None))
-    outcomes = [
-        EpisodeOutcome(item=cast(Any, None), completions=each, failure="")
-        for each in (turns, other)
-    ]
-    group = SampleGroup.from_bytes(SampleGroup.of(0, "1.0", outcomes, "1.1").to_bytes())
+    group = SampleGroup.from_bytes(SampleGroup.of(0, "1.0", [turns, other], "1.1").to_bytes())
     for ids, problem in (
         ((5, 9, -1, 6, 7), "negative"),
         ((5, 8, 1, 6, 7), "missing in its sampling mask"),
@@ -224,11 +219,8 @@ def test_experts_of_tasks_pass_through_their_files(make_world: MakeWorld) -> Non
     one.wrote(replace(completion((9,), None), experts=rows))
     one.read([8])
     one.cut()
-    outcomes = [
-        EpisodeOutcome(item=cast(Any, None), completions=each, failure=why)
-        for each, why in ((one, ""), (failed, "why"))
-    ]
-    group = SampleGroup.of(0, "1.0", outcomes, "1.1")
+    failed.failure = "why"
+    group = SampleGroup.of(0, "1.0", [one, failed], "1.1")
     with pytest.raises(ValueError, match="numbers of experts"):
         replace(group, experts=group.routes()[0][:-1])
     found = SampleGroup.from_bytes(group.to_bytes())

@@ -18,7 +18,7 @@ from slurmrl.config.schema import Dataset, EpisodeSettings
 from slurmrl.errors import EpisodeError, RunFailedError
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.episode_runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.episode_runner import EpisodeRunner
 from slurmrl.rollouts.episodes import MultiTurn, SingleTurn
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, Policy, TokenSampling, Waiting
@@ -79,7 +79,7 @@ def run(
     tokens: int = 100,
     stop_strings: tuple[str, ...] = (),
     **settings: Any,
-) -> list[EpisodeOutcome]:
+) -> list[Completions]:
     configured = EpisodeSettings(**{"name": "my:own", **settings})
     limits = EpisodeLimits(turns=turns, tokens=tokens)
     runner = EpisodeRunner(episode, tools or Tools({}), configured, limits)
@@ -131,10 +131,10 @@ def test_metrics_are_the_same_of_samples_in_files(tokenizer: Any) -> None:
     outcomes = run(episode, ScriptedEngine(say(4, 5, STOP)), tokenizer, rows, tools=tools)
     counts = [(one.tool_calls, one.tool_failures) for one in outcomes]
     assert counts == [(1, 0), (2, 1), (3, 2)]
-    made = Totals.of_outcomes(outcomes)
+    made = Totals.of_completions(outcomes)
     group = SampleGroup.of(0, "1.1", outcomes, "0.1")
     assert Totals.of_groups([SampleGroup.from_bytes(group.to_bytes())]) == made
-    read = len(outcomes[0].completions.tokens) - 6
+    read = len(outcomes[0].tokens) - 6
     assert made.stats(turns=True, tools=True) == {
         "response_length": (12, 3),
         "prompt_length": (6, 3),
@@ -158,7 +158,7 @@ def test_drawn_tokens_are_kept_where_the_text_would_be_other_tokens(tokenizer: A
     assert tokenizer("ab", add_special_tokens=False).input_ids == [6]
     message = [2, 6, 1, 3]  # <user> ab <end> <bot>; the policy wrote the <end> before it
     assert engine.requests[1].prompt == (2, 4, 1, 3, 4, 5, STOP, *message)
-    completions = outcome.completions
+    completions = outcome
     assert completions.tokens == [4, 5, STOP, *message, 4, 5, STOP]
     assert completions.written == [True] * 3 + [False] * 4 + [True] * 3
     assert completions.logprobs == [-0.5, -1.5, -2.5, 0, 0, 0, 0, -0.5, -1.5, -2.5]
@@ -193,8 +193,8 @@ def test_the_text_of_a_turn_has_the_stop_string_that_ended_it(
     (outcome,) = run(episode, engine, tokenizer, items(1), stop_strings=("b",))
     assert engine.requests[0].options.stop_strings == ("b",)
     assert [(turn.text, turn.stopped) for turn in turns] == [(text, True)]
-    assert outcome.completions.finished
-    assert outcome.completions.tokens == list(drawn)
+    assert outcome.finished
+    assert outcome.tokens == list(drawn)
 
 
 @pytest.mark.parametrize(
@@ -208,10 +208,10 @@ def test_limits_end_an_episode_unfinished(
     engine = ScriptedEngine(say(4, STOP))
     (outcome,) = run(rounds(5), engine, tokenizer, items(1), **limits)
     assert not outcome.failure
-    assert not outcome.completions.finished
-    assert sum(outcome.completions.written) == written
-    assert outcome.completions.written[-1]
-    assert len(outcome.completions.tokens) <= limits.get("tokens", 100)
+    assert not outcome.finished
+    assert sum(outcome.written) == written
+    assert outcome.written[-1]
+    assert len(outcome.tokens) <= limits.get("tokens", 100)
     assert len(engine.requests) == requests
 
 
@@ -226,7 +226,7 @@ def test_a_limit_that_the_episode_catches_still_leaves_it_unfinished(tokenizer: 
         return completions
 
     (outcome,) = run(episode, ScriptedEngine(say(4, STOP)), tokenizer, items(1), turns=2)
-    assert (outcome.completions.turns, outcome.completions.finished) == (2, False)
+    assert (outcome.turns, outcome.finished) == (2, False)
 
 
 def failing(policy: Policy, item: EpisodeItem, how: str) -> Any:
@@ -272,7 +272,7 @@ def test_a_turn_earns_finite_numbers(
 
     with caplog.at_level(logging.WARNING):
         outcomes = run(episode, ScriptedEngine(say(4, STOP)), tokenizer, items(2))
-    assert sum(outcomes[0].completions.rewards) == 1.5
+    assert sum(outcomes[0].rewards) == 1.5
     assert "what a turn earns must be a finite number" in outcomes[1].failure
     assert "what a turn earns must be a finite number" in caplog.text
 
@@ -297,8 +297,8 @@ def test_an_episode_that_fails_costs_itself(
     with caplog.at_level(logging.WARNING):
         outcomes = run(episode, engine, tokenizer, items(3), timeout_s=limit)
     assert [bool(outcome.failure) for outcome in outcomes] == [False, True, False]
-    assert [outcome.completions.tokens for outcome in outcomes] == [[4, STOP], [], [4, STOP]]
-    assert outcomes[1].completions.sequence == (4,)
+    assert [outcome.tokens for outcome in outcomes] == [[4, STOP], [], [4, STOP]]
+    assert outcomes[1].sequence == (4,)
     assert "s1@0" in caplog.text
 
 
@@ -322,7 +322,7 @@ def test_waiting_for_the_engine_is_not_counted(tokenizer: Any) -> None:
     """Three answers take longer than the episode may; only time in tools counts."""
     engine = ScriptedEngine(say(4, STOP), delay_s=0.5)
     (outcome,) = run(rounds(3), engine, tokenizer, items(1), timeout_s=1.0)
-    assert outcome.completions.turns == 3
+    assert outcome.turns == 3
 
 
 def test_as_many_episodes_as_allowed_run_at_once_and_results_keep_their_order(
@@ -333,13 +333,14 @@ def test_as_many_episodes_as_allowed_run_at_once_and_results_keep_their_order(
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         completions = Completions(item.prompt)
         await policy(completions)
+        completions.reward(item.row["number"])
         await asyncio.sleep(0.002 * (7 - item.row["number"] % 7))
         order.append(item.row["number"])
         return completions
 
     engine = ScriptedEngine(say(4, STOP))
     outcomes = run(episode, engine, tokenizer, items(40), concurrency=6)
-    assert [outcome.item.row["number"] for outcome in outcomes] == list(range(40))
+    assert [sum(outcome.rewards) for outcome in outcomes] == list(range(40))
     assert order != sorted(order)
     assert engine.most_at_once == 6
 
@@ -361,7 +362,7 @@ def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
     texts = iter([(4, STOP), (4, 5, STOP), (7, STOP)])
     engine = ScriptedEngine(lambda _: next(texts))
     (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1))
-    completions = outcome.completions
+    completions = outcome
     assert completions.turns == 3
     assert completions.finished
     ends = [place for place, token in enumerate(completions.tokens) if token == STOP]
@@ -375,8 +376,8 @@ def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
 def test_a_turn_that_was_cut_is_not_shown_to_the_environment(tokenizer: Any) -> None:
     engine = ScriptedEngine(say(7, 7, 7, 7))
     (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1), most=4)
-    assert (outcome.completions.turns, outcome.completions.finished) == (1, False)
-    assert sum(outcome.completions.rewards) == 0.0
+    assert (outcome.turns, outcome.finished) == (1, False)
+    assert sum(outcome.rewards) == 0.0
 
 
 def test_another_turn_from_the_same_place_is_another_draw(tokenizer: Any) -> None:

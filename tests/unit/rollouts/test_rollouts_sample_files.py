@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,6 @@ from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
 from slurmrl.rewards.scores import JudgedCompletions
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.episode_runner import EpisodeOutcome
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.sample_files import (
     PER_COMPLETION,
@@ -80,17 +79,10 @@ def assert_same(found: SampleGroup, group: SampleGroup) -> None:
 )
 def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) -> None:
     ended = [made(prompt, turns) for prompt, turns in rows]
-    outcomes = [
-        EpisodeOutcome(
-            item=cast(Any, None),
-            completions=each,
-            failure="" if each.turns else "why",
-            tool_calls=2 * number,
-            tool_failures=number,
-        )
-        for number, each in enumerate(ended)
-    ]
-    group = SampleGroup.of(7, "2.11", outcomes, "1.1")
+    for number, each in enumerate(ended):
+        each.failure = "" if each.turns else "why"
+        each.tool_calls, each.tool_failures = 2 * number, number
+    group = SampleGroup.of(7, "2.11", ended, "1.1")
     if judged:
         given = JudgedCompletions(
             scores=tuple(0.1 * number for number in range(len(ended))),

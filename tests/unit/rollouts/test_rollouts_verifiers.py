@@ -72,7 +72,7 @@ def test_an_environment_of_verifiers_is_an_episode(environment: ModuleType, toke
     assert not outcome.failure
     messages = [2, 6, 1, 2, 5, 1, 3]  # <user> ab <end> <user> b <end> <bot>
     assert engine.requests[1].prompt == (2, 4, 1, 3, 4, 5, STOP, *messages)
-    completions = outcome.completions
+    completions = outcome
     assert completions.tokens == [4, 5, STOP, *messages, 4, STOP, *messages, 7, STOP]
     assert completions.finished
     assert sum(completions.rewards) == completions.rewards[-1] == 3.0
@@ -85,5 +85,5 @@ def test_a_limit_of_ours_ends_it_with_a_reward(environment: ModuleType, tokenize
         episode, engine, tokenizer, items(1, (2, 4, 1, 3)), chat=True, turns=2, **SETTINGS
     )
     assert not outcome.failure
-    assert not outcome.completions.finished
-    assert outcome.completions.rewards[-1] == 2.0
+    assert not outcome.finished
+    assert outcome.rewards[-1] == 2.0
