@@ -281,6 +281,8 @@ def _told(message: str, code: int, invocation: Invocation) -> int:
 
 
 def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     if not isinstance(error, ConfigError):
         return str(error)
     count = len(error.problems)

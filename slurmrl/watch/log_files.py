@@ -16,6 +16,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -110,7 +111,9 @@ def newest(
 
     Raises UnknownNameError for a group or a task without logs if there are others.
     """
-    groups = sorted(folder.name for folder in paths.logs.glob("*") if folder.is_dir())
+    groups: list[str] = []
+    with suppress(FileNotFoundError):
+        groups = sorted(entry.name for entry in os.scandir(paths.logs) if entry.is_dir())
     if group is not None:
         groups = [_known("group", group, groups)] if groups else []
     files = {name: _of_group(paths, name, attempts) for name in groups}

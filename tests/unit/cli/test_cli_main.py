@@ -169,7 +169,7 @@ def test_all_problems_of_a_configuration_at_once(
             "Error: 1 problem in the configuration\n  a.yaml:1: seed: is wrong",
         ),
         (EnvironmentFailure("no sbatch"), 3, "Error: no sbatch"),
-        (PermissionError(13, "Permission denied", "/root"), 3, "Permission denied: '/root'"),
+        (PermissionError(13, "Permission denied", "/root"), 3, "/root: Permission denied"),
         (RunFailedError("NaN"), 1, "Error: NaN"),
         (KeyboardInterrupt(), 130, ""),
     ],
