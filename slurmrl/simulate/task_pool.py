@@ -28,7 +28,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.simulate.queue_waits import Waits
 from slurmrl.simulate.simulated_task import SilentEvents, SimulatedAttempt, SimulatedTask
-from slurmrl.simulate.trial_costs import Disturbances, TaskCosts, seconds_to_event
+from slurmrl.simulate.trial_costs import SIGNAL_EARLY_S, Disturbances, TaskCosts, seconds_to_event
 from slurmrl.tensors.weights.format import VersionId
 from slurmrl.workers.master.task_attempts import AttemptRecord, RolloutAttempt
 from slurmrl.workers.master.task_leases import SampleCounts, TaskLeases
@@ -75,6 +75,7 @@ class TaskPool:
         self._ttl_s, self._look_s = lease_ttl_s, look_s
         self._rng = random.Random(f"{seed} tasks")
         self._lengths = random.Random(f"{seed} lengths")
+        self._signals = random.Random(f"{seed} signals of tasks")
         self._now = 0.0
         self._events: list[tuple[float, int, str, int, int]] = []
         """Heap of (time, order, kind, task, attempt or number)."""
@@ -306,7 +307,7 @@ class TaskPool:
             return
         self._push(self._now + seconds_to_event(each.failures, self._rng), "failed", *place)
         self._push(self._now + seconds_to_event(each.preemptions, self._rng), "preempted", *place)
-        lead_s = self.costs.slurm.signal_lead_s
+        lead_s = self.costs.slurm.signal_lead_s + self._signals.uniform(0, SIGNAL_EARLY_S)
         self._push(self._now + self.limit_s - lead_s, "warned", *place)
         self._push(self._now + max(self.limit_s - LAST_S, 0.0), "retired", *place)
 

@@ -33,6 +33,8 @@ RESTART_S: Final = 15.0
 """The same for an incarnation in a job that runs already."""
 WRITE_RATE: Final = 10e9
 """Bytes per second of the shared directory."""
+SIGNAL_EARLY_S: Final = 30.0
+"""Most seconds by which Slurm signals a job too early: it looks at time limits this often."""
 POINTS: Final = 256
 """Lengths at which the mean of the longest completion is evaluated."""
 

@@ -28,7 +28,13 @@ from slurmrl.run.reports import Cause, Failure, Report, Warned
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import shortage
 from slurmrl.simulate.task_pool import TaskPool
-from slurmrl.simulate.trial_costs import DAY_S, Conditions, TrialCosts, seconds_to_event
+from slurmrl.simulate.trial_costs import (
+    DAY_S,
+    SIGNAL_EARLY_S,
+    Conditions,
+    TrialCosts,
+    seconds_to_event,
+)
 from slurmrl.workers.master.judgement import TIME_LIMIT, judge
 from slurmrl.workers.polling import PollIntervals
 from slurmrl.workers.supervisor.rounds import LOOK_S, LOST_GRACE_S
@@ -123,6 +129,7 @@ class TrialRun:
         self._queue = random.Random(f"{seed} queue")
         self._faults = random.Random(f"{seed} faults")
         self._speeds = random.Random(f"{seed} speeds")
+        self._signals = random.Random(f"{seed} signals")
         self._now = 0.0
         self._parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._uncommitted: deque[tuple[int, dict[str, float]]] = deque()
@@ -238,7 +245,8 @@ class TrialRun:
         costs, rates = self._costs, self._conditions.disturbances
         limit_s = self._conditions.time_limit_s
         self._kill_at = self._now + limit_s
-        self._warn_at = self._kill_at - costs.slurm.signal_lead_s
+        early_s = self._signals.uniform(0, SIGNAL_EARLY_S)
+        self._warn_at = self._kill_at - costs.slurm.signal_lead_s - early_s
         self._preempt_at = self._now + seconds_to_event(rates.preemptions, self._faults)
         self._preempted = False
         spares, round_ = costs.spares, 0

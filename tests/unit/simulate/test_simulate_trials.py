@@ -80,16 +80,29 @@ def mean_seconds(found: dict[str, Any]) -> float:
 def test_time_is_exact_without_disturbances(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
-    """Two jobs: the first stops at its warning, after 322 steps, and commits that step as well."""
+    """Two jobs: the first stops at its warning, after 319 to 322 steps, and commits that step."""
     found = simulated(capsys, config, *MEASURED, "--queue-wait=fixed:1000s", "--runs=1")
-    first = 1000 + 100 + 322 * 10 + 32 * 5 + 5
-    second = 1000 + 100 + 178 * 10 + 18 * 5
+    total = 2 * (1000 + 100) + 500 * 10 + 50 * 5
     (only,) = found["time_limits"]
-    assert only["runs"][0]["seconds"] == pytest.approx(first + second)
+    seconds = only["runs"][0]["seconds"]
+    last_commit = 5 if seconds > total + 1 else 0  # unless it stops at a multiple of 10 steps
+    assert seconds == pytest.approx(total + last_commit)
     assert (only["runs"][0]["jobs"], only["links"], only["runs"][0]["steps"]) == (2, 2, 500)
     assert only["parts"]["training"] == pytest.approx(5000)
     assert only["parts"]["queue"] == pytest.approx(2000)
-    assert only["runs"][0]["gpu_hours"] == pytest.approx((first + second - 2000) * 8 / 3600)
+    assert only["runs"][0]["gpu_hours"] == pytest.approx((seconds - 2000) * 8 / 3600)
+
+
+def test_slurm_signals_a_job_up_to_30_s_too_early(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    """Jobs of 3 minutes: 90 s of steps fit before the latest signal, 60 s before the earliest."""
+    given = ("--step-seconds=1", "--start-seconds=30", "--commit-seconds=0", "--steps=85")
+    limit = ("cluster.slurm.time=00:03:00", "cluster.slurm.signal_lead_s=60")
+    found = simulated(capsys, config, *given, *limit, "--runs=100")
+    jobs = [one["jobs"] for one in found["time_limits"][0]["runs"]]
+    assert set(jobs) == {1, 2}
+    assert jobs.count(1) == pytest.approx(100 * 5 / 30, abs=12)
 
 
 def test_parts_add_up_and_seeds_reproduce(capsys: pytest.CaptureFixture[str], config: Path) -> None:
