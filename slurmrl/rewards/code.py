@@ -54,8 +54,8 @@ class CodeReward(RewardFunction):
         beginning of the function that a model completes.
     :param score: ``all``: 1 if all tests pass; ``share``: the share of tests that pass.
     :param test_timeout_s: seconds for one test.
-    :param timeout_s: seconds for all tests of a completion; tests that remain then fail. :param
-    batch_timeout_s: seconds after which all remaining completions of a call score 0 and
+    :param timeout_s: seconds for all tests of a completion; tests that remain then fail.
+    :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
         count as ``reward_unjudged``.
     :param memory_mib: address space of each process of a program.
     :param files_mib: size of its private folder, and of a file.

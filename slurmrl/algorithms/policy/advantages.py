@@ -189,9 +189,10 @@ def shape_scores(
 
 
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int) -> Tensor:
-    """The soft penalty for long completions, from 0 to -1 (Yu et al. 2025, "DAPO", eq.
+    """Return the soft penalty for long completions, from 0 to -1.
 
-    13): 0 up to ``limit - buffer`` tokens, falling linearly to -1 at ``limit``.
+    It is 0 up to ``limit - buffer`` tokens and falls linearly to -1 at ``limit`` (Yu et al. 2025,
+    "DAPO", eq. 13).
     """
     return ((limit - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0)
 

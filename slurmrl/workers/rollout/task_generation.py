@@ -261,7 +261,8 @@ def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | 
     The task does not score if there is no reward function, if one needs the trainers' reward model,
     or if only evaluations are scored.
 
-    :param call: the generate call of any step. :param submission: number of the trial's submission.
+    :param call: the generate call of any step.
+    :param submission: number of the trial's submission.
     """
     config = call.settings.config
     if config.reward is None or config.reward.uses_model:
