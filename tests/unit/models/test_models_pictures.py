@@ -27,7 +27,7 @@ from tests.support.picture_models import draw, write_processor
 FAMILIES = sorted(PICTURE_FAMILIES)
 ROWS = (
     {"prompt": "How many <image>?", "images": ["a.png"]},
-    {"prompt": "<image> or <image>, which has more dots?", "images": ["b.png", "a.png"]},
+    {"prompt": "<image> or <image>, " + "which has more dots? " * 4, "images": ["b.png", "a.png"]},
     {"prompt": "Which picture?", "images": []},
     {"prompt": "How many <image>?", "images": ["c.png"]},
 )
@@ -81,6 +81,7 @@ def made(folder: Path, family: str) -> Prompts:
 def test_batches_with_images_have_transformers_logprobs_and_gradients(
     family: str, tmp_path: Path
 ) -> None:
+    """Two of the sequences would fit into one row of the longest one."""
     prompts = made(tmp_path, family)
     model, more = prompts.model, torch.tensor([7, 8, 9])
     sequences = [torch.cat([ids, more]) for ids in prompts.ids]
@@ -176,6 +177,32 @@ def test_placeholder_token_without_image_is_another_token(family: str, tmp_path:
         head: Any = model.inner.get_output_embeddings()
         torch.testing.assert_close(head(ends[token])[None], logits, atol=1e-5, rtol=0)
     assert torch.equal(*ends.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_read_the_same_before_and_after_images(family: str, tmp_path: Path) -> None:
+    """Some models of transformers remember the positions of the last images."""
+    prompts = made(tmp_path, family)
+    model = prompts.model
+    ids = torch.arange(30)
+    cu = torch.tensor([0, 20, 25, 30], dtype=torch.int32)
+    found = []
+    for _ in range(2):
+        session = model.session([5, 3], 100)
+        with torch.no_grad():
+            logits = [model(ids, cu, 20), session.prompts(ids[:8])]
+            logits.append(session.next(torch.tensor([4, 5]), torch.ones(2, dtype=torch.bool)))
+        found.append(logits)
+        complete(prompts, 10_000)
+        with torch.no_grad(), model.showing(prompts.pictures[1:2]):
+            own = prompts.ids[1]
+            model(own, torch.tensor([0, len(own)], dtype=torch.int32), len(own))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        alone = model.inner(input_ids=ids[None, 20:25], use_cache=False).logits[0]
+    head: Any = model.inner.get_output_embeddings()
+    torch.testing.assert_close(head(found[0][0][20:25]), alone, atol=1e-5, rtol=0)
 
 
 def test_text_gives_every_trained_parameter_a_gradient(tmp_path: Path) -> None:
