@@ -1,4 +1,4 @@
-"""Engines, which execute models: the contracts of ``base``, one folder per engine.
+"""Engines, which execute models: their contracts in ``base``, and a module or folder for each.
 
 To add an engine, write a class and add a line to ``ENGINES``. This file is torch-free.
 """

@@ -1,6 +1,6 @@
 """The contracts of engines: those that train, and those that generate.
 
-One engine may fulfill both. Algorithms do not depend on which engine they run on.
+One engine may fulfill both. Algorithms do not depend on the engine.
 
 T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is log
 p(x_t | x_<t) and ``entropy[t]`` the entropy of the distribution from which x_t was sampled, both 0
@@ -33,16 +33,16 @@ Outputs = dict[str, Tensor]
 """``{logp, entropy}`` of a language model, ``{values}`` of a value model; each [T] float32."""
 OUTPUTS: dict[Head, tuple[str, ...]] = {"lm": ("logp", "entropy"), "value": ("values",)}
 LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
-"""(outputs of whole sequences, the micro-batch) -> (loss SUM, sums of statistics), all scalars.
+"""Maps (outputs of whole sequences, micro-batch) to (SUM of losses, sums of statistics), scalars.
 Statistics whose name ends in `MAXIMUM` are maxima instead of sums."""
 MAXIMUM = "_max"
 Veto = Callable[[Mapping[str, float]], bool]
-"""(sums of a step's statistics over all ranks) -> whether to skip its update."""
+"""Returns whether to skip a step's update, from the sums of its statistics over all ranks."""
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]
-"""(outputs of whole sequences, the micro-batch) -> per-token results, each [T]."""
+"""Maps (outputs of whole sequences, micro-batch) to per-token results, each [T]."""
 
 Served = RolloutEngine | None
-"""Interface of a rank to an engine that serves requests; None: the rank submits none."""
+"""Engine to which a rank submits requests; None if it submits none."""
 
 TOKENS = "input_ids"
 
@@ -58,10 +58,10 @@ class ServingOptions:
     """How an engine of the trainers' world serves requests. Servers have their own options."""
 
     rows: int = 256
-    """Most sequences that are extended at a time; further ones wait."""
+    """Maximum number of sequences that are extended at a time; further ones wait."""
     cache_bytes: int | None = None
-    """Most memory of a rank for keys and values. Default: most of the free memory on a GPU, else as
-    much as the sequences need."""
+    """Maximum memory of a rank for keys and values. Default: most of the free memory on a GPU, else
+    as much as the sequences need."""
     decode: Decode | None = None
     """Turns token ids into text, for stop strings."""
     turns: bool = True
@@ -71,8 +71,8 @@ class ServingOptions:
     """Whether log-probabilities are under the tokens that top-k and top-p leave, instead of under
     the whole distribution, as training computes them."""
     settled: Callable[[], Awaitable[None]] | None = None
-    """Returns when no request will be submitted before an earlier one is answered. Engines that
-    compute requests in rounds wait for it. Default: at once."""
+    """Function that returns when no request will be submitted before an earlier one is answered.
+    Engines that compute requests in rounds wait for it. Default: return at once."""
 
 
 class Engine(ABC):
@@ -99,11 +99,11 @@ class Engine(ABC):
         """Return this rank's tensors by the storage names of ``layout``. Collective.
 
         The tensors are contiguous and not copied. With adapters, they are merged copies that are
-        made when they are read. They may be other tensors after a call of the engine.
+        made when they are read. After a call of the engine, they may be other tensors.
         """
 
     def trained_layout(self) -> Layout:
-        """Return the layout of the tensors that a weight version holds.
+        """Return the layout of the tensors in a weight version.
 
         They are the trained tensors of a model with adapters, and all weights of any other model.
         """
@@ -133,11 +133,11 @@ class Engine(ABC):
         """Undo ``offload``."""
 
     def wait_until_up(self, report: Callable[[], None]) -> None:  # noqa: B027 - most are at once
-        """Return once the engine can compute; ``report`` is called now and then."""
+        """Wait until the engine can compute; ``report`` is called periodically."""
 
     @property
     def served_types(self) -> Collection[str] | None:
-        """Types in which servers elsewhere compute; None on a rank that speaks to none."""
+        """Types in which existing servers compute; None on a rank without a connection to one."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing else
@@ -169,8 +169,8 @@ class TrainEngine(Engine):
     def vetoed(self, veto: Veto | None, stats: Mapping[str, float]) -> bool:
         """Whether ``veto`` skips the update.
 
-        All ranks get the same answer, even where rounding differs between ranks that work on the
-        same samples. Collective.
+        All ranks get the same answer, even if rounding differs between ranks that work on the same
+        samples. Collective.
         """
         if veto is None:
             return False
@@ -255,9 +255,9 @@ class GenerateEngine(Engine):
 
         Collective: every rank of the model enters and leaves, with requests or without.
 
-        Of the ranks that have the same samples, the leader gets the engine. The others get None:
-        from entering on they compute the leader's requests, until it leaves. Without
-        ``options.turns`` they may get an engine, too; then all of them submit the same requests.
+        Among ranks with the same samples, the leader gets the engine. The others get None, and
+        compute the leader's requests until it leaves. Without ``options.turns``, they may get an
+        engine too; then all of them submit the same requests.
 
         Raises UsageError for options that the model does not support.
         """

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from slurmrl.models.hf_session import HFSession
 
 KEEP_FRACTION: Final = 0.75
-"""Ended rows leave the batch once no more than this part of it is alive."""
+"""Ended rows leave the batch when at most this fraction of it is alive."""
 CHECK_TOKENS: Final = {"cpu": 1, "cuda": 8}
 """Tokens, by type of device, between two checks of which rows have ended. Each makes the host wait
-for a GPU. Rows that end in between sample further tokens, which are cut."""
+for a GPU. Rows that end in between sample further tokens, which are cut off."""
 WIDEST: Final = 2
-"""The cache is read again when rows join and it has more columns than this times its longest row:
-the rest is padding."""
+"""If rows join and the cache has more columns than this times its longest row, it is computed
+again, because the other columns are padding."""
 
 
 class HFBatch:
-    """Rows with one cache. All rows that are alive have a sampled token that was not read."""
+    """Rows with one cache. Each row that is alive has a sampled token that was not processed."""
 
     def __init__(
         self,
@@ -51,16 +51,17 @@ class HFBatch:
     ) -> None:
         """``prefill_tokens``: see `HFModel.session`; ``support``: see `ServingOptions`.
 
-        ``most_rows``: None for no limit. Without ``joins``, rows wait until all others have ended.
+        With ``most_rows`` None, there is no limit. Without ``joins``, rows wait until all others
+        have ended.
         """
         self._model, self._prefill_tokens = model, prefill_tokens
         self._most_rows, self._joins = most_rows, joins
         self._waiting: list[Sequence] = []
         self._arrivals = count()
         self._version = ""
-        """The weights that sample."""
+        """Name of the weight version that samples."""
         self.sampled = 0
-        """Tokens sampled in all."""
+        """Total number of sampled tokens."""
         self.checksum = 0
         """Checksum of these tokens, in their order."""
         self._decode, self._support = decode, support
@@ -75,9 +76,9 @@ class HFBatch:
         self._living = 0
         """Rows that were alive when the tensors below were made."""
         self._streams = self._limits = self._last = torch.zeros(0, dtype=torch.int64)
-        """[S]: random streams, most tokens of the sequence, and the token sampled last."""
+        """[S]: random streams, maximum lengths of sequences, and last sampled tokens."""
         self._stops = torch.zeros((0, 0), dtype=torch.int64)
-        """[S, stop tokens of a row], filled up with `NONE`."""
+        """[S, stop tokens of a row], padded with `NONE`."""
         self._alive = torch.zeros(0, dtype=torch.bool)
 
     @property
@@ -90,7 +91,7 @@ class HFBatch:
         return bool(self._waiting) or self.living > 0
 
     def add(self, request: GenerationRequest) -> list[Sequence]:
-        """Queue a request; its completions, one for each key.
+        """Queue a request; return its completions, one for each key.
 
         Raises UsageError for a request that can never be served.
         """
@@ -106,7 +107,7 @@ class HFBatch:
         return rows
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """End those that have not ended; they keep their tokens."""
+        """End sequences that have not ended; they keep their tokens."""
         for row in sequences:
             row.finish = row.finish or "aborted"
         self._waiting = [row for row in self._waiting if row.finish is None]
@@ -155,8 +156,8 @@ class HFBatch:
     def _advance(self) -> list[Sequence]:
         """Sample a few tokens of each row. Return the rows that have ended.
 
-        The sample of a token depends on (seed, step, the row's key, the token's position in its
-        sequence) and on the logits only.
+        The sample of a token depends only on (seed, step, the row's key, the token's position in
+        its sequence) and on the logits.
         """
         self._remove_ended(fraction=KEEP_FRACTION)
         for _ in range(len(self._unread), CHECK_TOKENS[self._device.type]):
@@ -172,9 +173,9 @@ class HFBatch:
         return self._check()
 
     def _remove_ended(self, *, fraction: float) -> None:
-        """Bring the tensors up to date if rows have ended.
+        """Update the tensors if rows have ended.
 
-        Ended rows leave if at most a ``fraction`` of all is alive: the cache is copied then.
+        Ended rows leave, which copies the cache, if at most a ``fraction`` of all rows is alive.
         """
         left = [place for place, row in enumerate(self._rows) if row.finish is None]
         if len(left) == self._living and fraction < 1.0:
@@ -188,7 +189,7 @@ class HFBatch:
         self._set_tensors()
 
     def _set_tensors(self) -> None:
-        """Make the tensors of the rows from what the host knows."""
+        """Make the tensors of the rows from the host's values."""
         rows = self._rows
         self._living = self.living
         widest = max((len(row.request.options.stop_token_ids) for row in rows), default=0)
@@ -244,7 +245,7 @@ class HFBatch:
         self._last = torch.cat((self._last[:first], drawn.tokens))
 
     def _drawn(self, rows: Items[Sequence], logits: Tensor, uniforms: Tensor) -> Sampled:
-        """A token of each row. Rows with equal options are sampled by one call."""
+        """Sample a token for each row. One call samples all rows with equal options."""
         parts: dict[tuple[object, ...], list[int]] = {}
         for place, row in enumerate(rows):
             parts.setdefault((row.sampling_key, row.banned), []).append(place)
@@ -302,11 +303,11 @@ class HFBatch:
         return ended
 
     def _record_experts(self, ended: Items[Sequence]) -> None:
-        """Give rows that ask for it the experts of their tokens."""
+        """Give rows the experts of their tokens, if their requests ask for them."""
         wanted = {id(row) for row in ended if row.request.options.experts}
         for place, row in enumerate(self._rows):
             if id(row) in wanted:
                 assert self._session is not None, "it has sampled"
                 read = self._session.experts(place, len(row.tokens) - 1)
-                last = read.new_full((1, read.shape[1]), UNKNOWN)  # was not read
+                last = read.new_full((1, read.shape[1]), UNKNOWN)  # this token was not processed
                 row.experts = torch.cat((read, last)).cpu().numpy()

@@ -23,8 +23,8 @@ async def _at_once() -> None:
 class HFRollout(SplitRollout):
     """Serves requests in rounds, or continuously.
 
-    A round computes the requests that wait at its beginning. With ``joins`` requests join those
-    that are being computed as soon as there is room.
+    A round computes the requests that wait at its beginning. With ``joins``, requests join running
+    ones as soon as there is room.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class HFRollout(SplitRollout):
         peers: SplitRanks | None = None,
         turns: bool = True,
     ) -> None:
-        """``rows``: most completions at a time; None for no limit.
+        """``rows`` is the maximum number of completions at a time; None for no limit.
 
         ``version``, ``stale_cache``: see `BatchRollout`. ``decode``, ``support``, ``settled``: see
         `ServingOptions`. Rounds begin after ``settled`` returns. ``peers``, ``turns``: see

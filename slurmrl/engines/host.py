@@ -1,4 +1,4 @@
-"""Host memory for tensors: locked copies, and device memory freed for a while, views intact."""
+"""Host memory for tensors: page-locked copies, and device memory that is freed temporarily."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from slurmrl.errors import UsageError
 
 ALIGNMENT = 64
-"""Bytes: the first byte of each copy is at a multiple of it, as in torch's own allocations."""
+"""Alignment of each copy in bytes, as in torch's allocations."""
 ROUNDS_BEFORE = "2.13"
 PORTABLE = 1
 """cudaHostRegisterPortable: all CUDA contexts treat the memory as page-locked."""
@@ -26,14 +26,14 @@ def lock_sizes_as_they_are() -> None:
     """Keep torch's allocator of page-locked memory from rounding sizes above 1 MiB up.
 
     By default, it rounds them to powers of two. FSDP allocates the weights and gradients of
-    ``cpu_offload`` with it. Before torch 2.13 it always rounds, and ``plan`` counts that.
+    ``cpu_offload`` with it. Before torch 2.13, it always rounds up, and ``plan`` accounts for that.
     """
     if torch.__version__ >= ROUNDS_BEFORE:
         torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
 class HostBuffer:
-    """``size`` bytes of host memory, page-locked if ``locked``, until this object is gone.
+    """``size`` bytes of host memory, page-locked if ``locked``, as long as this object exists.
 
     Tensors that view ``bytes`` stay valid after that.
 
@@ -123,10 +123,10 @@ class Offload:
         self._host = HostCopies()
         self._kept: list[tuple[torch.UntypedStorage, int]] = []
         self._copies: dict[str, Tensor] = {}
-        """By position in ``_kept``."""
+        """Copies by position in ``_kept``."""
 
     def check(self) -> None:
-        """Raises UsageError between ``take`` and ``give``."""
+        """Raise UsageError between ``take`` and ``give``."""
         if self._taken:
             raise UsageError(
                 f"{self._role} is offloaded: its weights are in host memory until onload()"
@@ -145,7 +145,7 @@ class Offload:
         for tensors, copied in ((kept, True), (scratch, False)):
             for tensor in tensors:
                 storage = tensor.untyped_storage()
-                # (host memory that numpy has looked at cannot be freed, and need not be)
+                # host memory that numpy uses cannot be freed, and need not be
                 if storage.data_ptr() in seen or not storage.nbytes() or not storage.resizable():
                     continue
                 seen.add(storage.data_ptr())
@@ -156,7 +156,7 @@ class Offload:
         for storage, _ in self._kept:
             storage.resize_(0)
         if any(storage.device.type == "cuda" for storage, _ in self._kept):
-            torch.cuda.empty_cache()  # for the other processes on the GPU
+            torch.cuda.empty_cache()  # make the memory available to other processes on the GPU
 
     def give(self) -> None:
         """Undo ``take``."""

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """Statistics of `Engine.train_batch` itself, in addition to the loss function's."""
 SHORTEST = 16
-"""Tokens of a prefix that is worth the calls that it costs."""
+"""Minimum length of a shared prefix, in tokens: shorter ones cost more than they save."""
 MOST = 64
-"""Sequences that share a prefix; if more do, it is read again for further ones."""
+"""Maximum number of sequences that share a prefix; for further ones, it is processed again."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ class MicrobatchSchedule:
     """
 
     parts: tuple[tuple[int, ...], ...]
-    """Item indices of this rank's micro-batches; further ones, up to ``count``, are empty."""
+    """Item indices of this rank's micro-batches; further micro-batches, up to ``count``, are empty.
+    """
     count: int
     denominator: float
-    """Sum over the ranks."""
+    """Sum of the denominators over the ranks."""
     some_empty: bool
     """Whether any rank has no micro-batch at all."""
 
@@ -106,7 +107,7 @@ def agree(
 
 
 def item_tokens(sample: SequenceSample) -> list[int]:
-    """Tokens of each item, all its sequences together."""
+    """Return the number of tokens of each item, over all its sequences."""
     return [sum(lengths) for lengths in sample.lengths[TOKENS]]
 
 
@@ -137,7 +138,7 @@ def in_order(
 class Sums:
     """Sums of scalars over micro-batches, then over ranks, in float64.
 
-    Of those whose name ends in `MAXIMUM`, the maxima.
+    For names that end in `MAXIMUM`, these are maxima.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -172,7 +173,7 @@ class Sums:
         return loss
 
     def over_ranks(self, context: ParallelContext, *, some_empty: bool) -> dict[str, float]:
-        """Return the totals. The names come from the ranks that had a micro-batch."""
+        """Return the totals. Ranks that had a micro-batch provide the names."""
         if self._tokens:
             tokens = torch.full((), self._tokens, dtype=torch.float64, device=self._device)
             self._sums["tokens"] = tokens
@@ -205,7 +206,7 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
 
 
 def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
-    """Return the names of the ranks that have some.
+    """Return the names, from the ranks that have some.
 
     (Ranks without names contribute zeros to a maximum.)
 
@@ -295,7 +296,7 @@ class SharedTokens:
     """A sample's tokens as pieces of its sequences."""
 
     taken: Tensor
-    """[N]: which token of the sample each token of the pieces is."""
+    """[N]: index, in the sample, of each token of the pieces."""
     pieces: Pieces
     places: Tensor
     """[T]: the place of each token of the sample among the tokens of the pieces."""
@@ -340,14 +341,14 @@ def shared_tokens(sample: SequenceSample) -> SharedTokens | None:
 def shared_prefixes(sample: SequenceSample) -> list[SharedPrefix]:
     """The prefixes of at least `SHORTEST` tokens, in order.
 
-    They leave out the most tokens that prefixes of up to `MOST` sequences can; each sequence has at
-    most one, and a token after it.
+    They save the maximum number of tokens that prefixes of up to `MOST` sequences can save. Each
+    sequence has at most one prefix, and a token after it.
     """
     common = _common_tokens(sample)
     saved = [0] * (len(common) + 2)
-    """The most tokens of the sequences from each one on that can be left out."""
+    """For each sequence, the maximum number of tokens that it and later sequences can save."""
     choices = [(1, 0)] * (len(common) + 1)
-    """How many sequences from each one on share how long a prefix."""
+    """For each sequence, how many sequences from it on share a prefix, and the prefix length."""
     for first in reversed(range(len(common))):
         saved[first], length = saved[first + 1], common[first]
         for count, tokens in enumerate(common[first : first + MOST - 1], 2):
@@ -389,7 +390,7 @@ def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[in
     A prefix counts once, and the items that share it stay together as far as ``max_tokens`` allows.
     """
     again = [0] * sum(sample.sequence_counts(TOKENS))
-    """The tokens that each sequence shares with the one before it."""
+    """The tokens that each sequence shares with the previous one."""
     for prefix in shared_prefixes(sample):
         again[prefix.first + 1 : prefix.first + prefix.count] = [prefix.length] * (prefix.count - 1)
     groups: list[list[int]] = []
@@ -411,6 +412,6 @@ def shared_microbatches(sample: SequenceSample, max_tokens: int) -> list[list[in
 
 
 def _joined(spans: Sequence[tuple[int, int]]) -> Tensor:
-    """The tokens of spans, each a first token and a number of tokens."""
+    """Return the tokens of spans, each given by a first token and a number of tokens."""
     starts, lengths = torch.tensor(spans).unbind(1)
     return ranges(starts, lengths)

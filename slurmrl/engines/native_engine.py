@@ -1,6 +1,6 @@
 """Generation by a decoder whose shards are gathered on each rank, and the native engine.
 
-The native engine only generates. It holds whole copies of a model, split over tensor ranks.
+The native engine only generates. It has whole copies of a model, split over tensor ranks.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ if TYPE_CHECKING:
 
 
 class GatheredGeneration(GenerateEngine):
-    """The generation of the engines that hold the model in `Shards`."""
+    """Generation by engines whose model is in `Shards`."""
 
     _shards: Shards
     _offload: Offload
     _max_tokens: int
-    """Tokens of prompts that are read at a time."""
+    """Maximum number of prompt tokens that are processed at a time."""
 
     @contextmanager
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
         """See `GenerateEngine`.
 
-        The weights stay gathered during this time, so no rank may call another method. Without
-        turns each rank gets an engine.
+        The weights remain gathered during this time, so no rank may call another method. Without
+        turns, each rank gets an engine.
         """
         self._offload.check()
         with torch.no_grad(), self._shards.gathered() as decoder:
@@ -106,7 +106,7 @@ class GatheredGeneration(GenerateEngine):
         )
 
     def _peers(self) -> SplitRanks | None:
-        """The ranks that have the same samples as this one; None if there are no others."""
+        """Return the ranks with the same samples as this one; None if there are no others."""
         context = self.context
         if "data" not in context.groups:
             return None

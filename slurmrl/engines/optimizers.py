@@ -1,8 +1,8 @@
 """Optimizers on local shards, with which every engine steps.
 
-All optimizers work element by element, so a step does not depend on how parameters are sharded.
-(Optimizers of whole matrices, such as Muon and Adafactor, would.) Moments have the shape of their
-parameter and start at 0. All else follows from the step count, so these suffice to resume.
+All optimizers work element by element, so a step does not depend on how parameters are sharded. (A
+step of Muon or Adafactor, which use whole matrices, would.) Moments have the shape of their
+parameter and start at 0. Together with the step count, they suffice to resume.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ShardOptimizer(ABC):
         moments: list[list[Tensor]],
         decay: float,
     ) -> None:
-        """One step; ``moments`` in the order of ``names``."""
+        """Update a parameter; ``moments`` are in the order of ``names``."""
 
 
 class AdamW(ShardOptimizer):
@@ -113,7 +113,7 @@ class Adam(AdamW):
 
 
 class SGD(ShardOptimizer):
-    """With momentum (Polyak 1964) where ``momentum`` is above 0; decay is decoupled, as AdamW's."""
+    """Gradient descent, with momentum (Polyak 1964) if it is above 0. Decay is decoupled."""
 
     def _update(
         self,

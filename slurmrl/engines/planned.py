@@ -3,7 +3,7 @@
 Torch-free.
 
 Tensor ranks split a dim that depends on the parameter. Data- and context-parallel ranks split each
-of these parts into ceil-chunks of dim 0, as FSDP2 does, or hold copies of it.
+of these parts into ceil-chunks of dim 0, as FSDP2 does, or have copies of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Placing:
     dtype: str
     topology: ProcessTopology
     rank: int
-    """This rank, for its own boxes."""
+    """This rank, whose boxes `own_boxes` returns."""
     tensor: SharedParameters | None
     constants: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Tensors of the model that are not parameters; whole on every rank."""
@@ -58,7 +58,7 @@ class Placing:
 
     @cached_property
     def _chunks(self) -> dict[int, tuple[int, int]]:
-        """The number of chunks that each rank's group makes of a part, and which one it has."""
+        """Return the number of chunks into which a group divides a part, and this rank's chunk."""
         if not self.sharded:
             return dict.fromkeys(range(self.topology.world_size), (1, 0))
         return {
@@ -79,7 +79,7 @@ class Placing:
         )
 
     def _chunk(self, whole: Box, rank: int) -> Box:
-        """The part of a tensor rank's box that a rank stores; may be empty."""
+        """Return the part of a tensor rank's box that a rank stores; it may be empty."""
         part = chunk(whole.size, *self._chunks[rank])
         return Box((whole.start[0] + part.start[0], *whole.start[1:]), part.size)
 
@@ -122,7 +122,7 @@ class Placing:
         )
 
     def _holders(self, *, copies: bool) -> dict[str, Holders]:
-        """The holders of each parameter, shared by those that the tensor ranks split alike."""
+        """Return the holders of each parameter; parameters that are split equally share them."""
         tensor_ranks = range(1 if self.tensor is None else self.tensor.ranks)
         made: dict[tuple[tuple[Box, ...], int], Holders] = {}
         found = {}
@@ -135,7 +135,7 @@ class Placing:
         return found
 
     def _spread(self, wholes: Sequence[Box], every: int) -> Holders:
-        """The chunks of each tensor rank's box; of ``every`` equal boxes, only the first's."""
+        """Return the chunks of each tensor rank's box; of ``every`` equal boxes, only the first."""
         ranks: dict[Box, list[int]] = {}
         for rank, tensor_rank in enumerate(self._tensor_ranks):
             box = self._chunk(wholes[tensor_rank], rank)
@@ -145,7 +145,7 @@ class Placing:
 
 
 class PlannedModel(Folded, Protocol):
-    """Part of a model's plan that its layout depends on."""
+    """The part of a model's plan on which its layout depends."""
 
     @property
     def trained(self) -> bool: ...
@@ -237,4 +237,4 @@ LAYOUTS: dict[str, Callable[[PlannedModel, Model, ModelConfig], Layout]] = {
     "vllm": _native,
     "megatron": _megatron,
 }
-"""By the names of all backends."""
+"""Functions that compute layouts, by the names of all backends."""

@@ -1,4 +1,4 @@
-"""The architecture and weights of a role: initial values, saved ones, and their fingerprint.
+"""The architecture and weights of a role: initial and saved values, and their fingerprint.
 
 Initial values come from a Hugging Face folder, or are random.
 """
@@ -35,7 +35,7 @@ CUDA = "rng/cuda"
 
 class BoxReader(Protocol):
     def __call__(self, name: str, box: Box) -> Tensor:
-        """Values of a box of a tensor."""
+        """Return the values of a box of a tensor."""
         ...
 
 
@@ -70,7 +70,7 @@ def initial_weights(
     weights of the folder that are not finite.
 
     A value head that the source lacks is zero, so that values start at zero. Random tensors are
-    made whole; the last ``keep`` of them are cached for further boxes.
+    made as a whole; the last ``keep`` of them are cached for further boxes.
     """
     if source is not None:
         yield Weights(source, config, head).read_finite
@@ -149,13 +149,13 @@ class Fingerprint:
     """See `slurmrl.models.adapters`."""
 
     def __init__(self, shapes: Mapping[str, Index], device: torch.device) -> None:
-        """``shapes``: of whole parameters. Computes on ``device``, block by block."""
+        """``shapes`` are of whole parameters. It computes on ``device``, block by block."""
         self._shapes = shapes
         self._total = torch.zeros((), dtype=torch.int64, device=device)
 
     @torch.no_grad()
     def add(self, name: str, box: Box, values: Tensor) -> None:
-        """Count a box of a parameter, once; ``values`` has the box's size."""
+        """Include a box of a parameter, once; ``values`` has the box's size."""
         device = self._total.device
         count = partial(torch.arange, device=device)
         for block in blocks(Box.whole(box.size), BLOCK):

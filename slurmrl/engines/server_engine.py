@@ -1,4 +1,4 @@
-"""Generation by servers: those that ranks of the trainers' job keep, or some that run already."""
+"""Generation by servers, which ranks of the trainers' job start, or which already run."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ from slurmrl.tensors.parallel.groups import ParallelContext
 
 T = TypeVar("T")
 REPORT_S = 5.0
-"""Between two reports of a server that starts."""
+"""Seconds between two reports while a server starts."""
 
 
 class DistantEngine(RolloutEngine):
-    """An engine whose loop runs in another thread.
+    """An engine whose asyncio loop runs in another thread.
 
     Its requests get a prefix, which distinguishes them from requests of other incarnations and runs
     on the same server.
@@ -104,7 +104,7 @@ class DistantEngine(RolloutEngine):
 class ServerEngine(GenerateEngine):
     """Servers of one kind that generate for the data-parallel ranks of ``context``.
 
-    Each rank has its own server, or all ranks use some that run already.
+    Each rank has its own server, or all ranks use existing servers.
 
     Moves fill tensors of this process. Before the next generation, the leader of each copy writes
     them, with the tensors of its tensor ranks, into a folder. The servers read them from there, and
@@ -142,7 +142,8 @@ class ServerEngine(GenerateEngine):
         self._moved = self._away = False
         self._updates = 0
         self._token = secrets.token_hex(4)
-        """Distinguishes requests and weight versions of different incarnations and runs."""
+        """Token that distinguishes requests and weight versions of different incarnations and runs.
+        """
         self._installed: Path | None = None
         self._servers: Servers | None = None
         self._loop = asyncio.new_event_loop()
@@ -237,7 +238,7 @@ class ServerEngine(GenerateEngine):
         return self._tensors
 
     def offload(self) -> None:
-        """Have the server sleep until the weights move again.
+        """Let the server sleep until the weights move again.
 
         (This process frees its tensors as soon as the server has them.) Collective over the ranks
         of the copy.
@@ -247,13 +248,13 @@ class ServerEngine(GenerateEngine):
             self.context.activity.phase(f"waiting for the {self.kind.name} server to sleep")
             self._run(self._servers.engine.sleep())
             self._remove_installed()
-        self._meet()  # the GPUs of all of them are free now
+        self._meet()  # the GPUs of all ranks are free now
 
     def onload(self) -> None:
         """No-op: the server wakes once the weights have moved."""
 
     def _meet(self) -> None:
-        """Return once all ranks of the copy have come here."""
+        """Wait until all ranks of the copy have called this."""
         if self.tensor_ranks > 1:
             here = torch.zeros(1, device=self.context.device)
             dist.all_reduce(here, group=self.context.group("tp"))
@@ -269,7 +270,7 @@ class ServerEngine(GenerateEngine):
     def serving(self, version: str, options: ServingOptions) -> Iterator[Served]:
         """See `GenerateEngine`; the servers decode text by themselves.
 
-        Only the leader of a copy gets an engine, and no rank waits for another one.
+        Only the leader of a copy gets an engine, and no rank waits for another rank.
         """
         if self._moved:
             self._install(version)
@@ -280,7 +281,7 @@ class ServerEngine(GenerateEngine):
             yield DistantEngine(self._servers.engine, self._loop, self._token)
 
     def _install(self, version: str) -> None:
-        """Hand the tensors to the servers. Collective over the ranks of the copy."""
+        """Pass the tensors to the servers. Collective over the ranks of the copy."""
         self.context.activity.phase(f"handing the weights to the {self.kind.name} server")
         tensors, self._tensors, self._moved = self._tensors, {}, False
         self._away = False
@@ -298,7 +299,7 @@ class ServerEngine(GenerateEngine):
         self._installed = folder
 
     async def _serve(self, servers: Servers, version: WeightVersion) -> None:
-        """Serve ``version`` from the return on. Raises UsageError if it is refused."""
+        """Serve ``version`` after the return. Raises UsageError if servers reject it."""
         try:
             await servers.engine.update_weights(version)
         except UsageError as error:

@@ -1,8 +1,8 @@
 """The whole tensors of a weight version, spread over the ranks of a model.
 
-Every tensor of the model's files has one owner among the ranks that hold a part of it, so that all
-of them write at the same time. A move fills the owners' tensors in host memory, in the type and
-form of the files.
+Every tensor of the model's files has one owner among the ranks that have a part of it, so that all
+ranks write at the same time. A move fills the owners' tensors in host memory, in the type and form
+of the files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class OwnedTensors:
         ``source`` is the layout of the model's parameters, which ``storage`` maps to tensors of
         files. Floating-point tensors become ``dtype``. ``hosts`` gives the host of each global
         rank. ``staging_bytes`` bounds the bytes that a rank sends and receives at a time.
-        ``copies`` results of `take` stay valid at a time.
+        ``copies`` results of `take` are valid at the same time.
         """
         self._group, self._device = group, device
         files = file_tensors(source.layout.tensors.items(), storage)
@@ -93,18 +93,18 @@ class OwnedTensors:
 
 
 def converted(stored: str, wanted: str) -> str:
-    """The type in a version of a tensor of type ``stored``."""
+    """Return the type that a tensor of type ``stored`` has in a version."""
     return wanted if stored in FLOATS else stored
 
 
 def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]:
     """Return the rank that owns each tensor.
 
-    The owner is the rank with the fewest bytes so far among the ranks that hold a part of the
-    tensor. Tensors that few ranks hold come first, and large ones before small ones.
+    The owner is the rank with the fewest bytes so far among the ranks that have a part of the
+    tensor. Tensors on few ranks are assigned first, and large ones before small ones.
     """
 
-    @lru_cache(maxsize=1024)  # layers are held alike
+    @lru_cache(maxsize=1024)  # layers have equal holders
     def holding(holders: Holders, box: Box) -> frozenset[int]:
         parts = (part for part in holders.parts if part.box.intersect(box))
         return frozenset(rank for part in parts for rank in part.ranks)
@@ -126,7 +126,7 @@ def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]
 def _whole(
     files: Mapping[str, FileTensor], owners: Mapping[str, int], source: Layout, dtype: str
 ) -> Layout:
-    """The layout in which each parameter lies in the files' tensors, whole on their owners."""
+    """Return the layout in which owners have the files' tensors as a whole."""
     parts: dict[str, list[HeldBox]] = {name: [] for name in source.tensors}
     for tensor, file in files.items():
         for name, spec, cut in file.shards:
@@ -140,6 +140,6 @@ def _whole(
 
 
 def _part(owner: int, tensor: str, file: FileTensor, spec: TensorSpec, cut: TensorSlice) -> HeldBox:
-    """Return where a box of a parameter lies in a tensor of the files."""
+    """Return the place of a parameter's box in a tensor of the files."""
     offset, strides = cut.offset_and_strides(file.spec.shape, len(spec.shape))
     return HeldBox((owner,), cut.of(spec.shape), f"/{tensor}", offset, strides)

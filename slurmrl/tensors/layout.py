@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from slurmrl.errors import LayoutError
 
-if TYPE_CHECKING:  # at run time numpy is imported where arrays are made: `submit` makes none
+if TYPE_CHECKING:  # numpy is imported only where arrays are made: `submit` makes none
     import numpy.typing as npt
 
 Index = tuple[int, ...]
@@ -73,7 +73,7 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """The slices of this box in an array that holds ``outer``."""
+        """Return the slices of this box in an array that contains the box ``outer``."""
         ahead = zip(self.start, outer.start, self.size, strict=True)
         return tuple(slice(a - b, a - b + length) for a, b, length in ahead)
 
@@ -107,7 +107,7 @@ class Box:
 def cover(box: Box, parts: Iterable[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
     """Take each element of ``box`` from the first part that has it.
 
-    Returns the number of each part used with the elements taken from it, and the elements that no
+    Return the number of each used part with the elements taken from it, and the elements that no
     part has, all as disjoint boxes.
     """
     taken: list[tuple[int, Box]] = []
@@ -153,8 +153,7 @@ def chunk(shape: Index, parts: int, index: int) -> Box:
 def flat_range(shape: Index, first: int, last: int) -> Iterator[Box]:
     """Row-major elements ``first <= i < last`` of a tensor as boxes, in order.
 
-    A flat range of a distributed optimizer becomes shards in this way; at most
-    ``2 * dims - 1`` boxes.
+    This turns a flat range of a distributed optimizer into shards: at most ``2 * dims - 1`` boxes.
     """
     if first >= last:
         return
@@ -355,7 +354,7 @@ class Layout:
         """
         rows: dict[int, list[int]] = {}
         for rank, row in enumerate(shards):
-            rows.setdefault(id(row), []).append(rank)  # replicas may share one row
+            rows.setdefault(id(row), []).append(rank)  # replicas may share one row of shards
         ranks: dict[str, dict[HeldBox, list[int]]] = {name: {} for name in tensors}
         for alike in rows.values():
             for shard in shards[alike[0]]:
@@ -394,7 +393,7 @@ class Layout:
                 yield rank, shard
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, in which tensors that are held alike share an entry too."""
+        """Return plain values, in which tensors with equal holders share an entry."""
         numbers = {holders: n for n, holders in enumerate(dict.fromkeys(self.holders.values()))}
         return {
             "ranks": self.ranks,

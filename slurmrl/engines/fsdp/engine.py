@@ -83,8 +83,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     ``model.architecture``. ``total_steps`` counts optimizer steps. Models of up to ``small_bytes``
     use one collective for all parameters instead of one for each layer.
 
-    With ``model.lora`` a trained model's weights are stored like a frozen one's, and its adapters
-    are trained. ``layout`` and ``storages`` describe the weights with the adapters merged.
+    With ``model.lora``, a trained model's weights are stored like weights of a frozen model, and
+    its adapters are trained. ``layout`` and ``storages`` describe the weights with the adapters
+    merged.
     """
 
     def __init__(
@@ -220,10 +221,10 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         )
 
     def _shares(self, sample: SequenceSample) -> bool:
-        """Whether the model reads a prefix once that several sequences share."""
+        """Whether the model processes a prefix only once that several sequences share."""
         if not self._may_share or not isinstance(self.config, ModelConfig):
             return False
-        if EXPERTS in sample.keys:  # tokens that are the same may have had different ones
+        if EXPERTS in sample.keys:  # equal tokens may have had different experts
             return False
         seen = min((window for window in self.config.windows if window is not None), default=inf)
         return all(length <= seen for row in sample.lengths[TOKENS] for length in row)
@@ -273,7 +274,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return sums
 
     def _dropping(self, sample: SequenceSample) -> AbstractContextManager[None]:
-        """Dropout of the adapters in a micro-batch's forward and backward passes."""
+        """Apply the adapters' dropout in a micro-batch's forward and backward passes."""
         if self._adapters is None or not self._adapters.dropout:
             return nullcontext()
         keys = dropout_keys(sample, self.role, self._seed, self.steps)
@@ -351,7 +352,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             with showing(self._shards.decoder, sample):
                 return self._run(*self._tokens(sample), temperature, support)
         ids = sample.tensor(TOKENS)[shared.taken]
-        if support is not None:  # tokens that are the same may have had different supports
+        if support is not None:  # equal tokens may have had different sampling masks
             hidden = self._features(ids, shared.pieces, longest(sample))[shared.places]
             whole = (sample.tensor(TOKENS), sample.cu_seqlens(TOKENS))
             return self._ends(hidden, *whole, temperature, support)
@@ -359,9 +360,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return {name: values[shared.places] for name, values in outputs.items()}
 
     def _tokens(self, sample: SequenceSample | None) -> tuple[Tensor, Tensor, int]:
-        """The decoder's inputs for a micro-batch: tokens, ``cu_seqlens`` and the longest length.
+        """Return the decoder's inputs for a micro-batch: tokens, ``cu_seqlens``, maximum length.
 
-        A rank with no micro-batch left joins the others' collectives with two tokens.
+        A rank without a further micro-batch joins the others' collectives with two tokens.
         """
         if sample is not None:
             return sample.tensor(TOKENS), sample.cu_seqlens(TOKENS), longest(sample)
@@ -389,7 +390,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         temperature: float,
         support: Support | None,
     ) -> Outputs:
-        """The outputs of the model's head."""
+        """Return the outputs of the model's head."""
         decoder = self._shards.decoder
         if self.head == "value":
             return {"values": decoder.values(hidden, cu_seqlens)}
@@ -402,7 +403,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return features
 
     def _empty_micro_batch(self, temperature: float) -> Tensor:
-        """The zero loss of a rank that has no micro-batch left."""
+        """Return the zero loss of a rank without a further micro-batch."""
         outputs = self._run(*self._tokens(None), temperature)
         return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
 
@@ -481,7 +482,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return super().updated(most)
 
     def offload(self) -> None:
-        if not self._shards.plan.offload:  # with cpu_offload they are in host memory already
+        if not self._shards.plan.offload:  # with cpu_offload, they are already in host memory
             parameters = {} if self._optimizer is None else self._state()
             self._offload.take([*self._shards.local().values(), *parameters.values()])
 

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
 
 DEVICE_BLOCK = 2**24
-"""Elements of a weight that a GPU merges at a time: few launches, and 128 MiB in float32 in
-addition to the elements in the weight's type."""
+"""Number of elements of a weight that a GPU merges at a time: this takes few launches, and 128 MiB
+in float32 in addition to the elements in the weight's type."""
 
 
 def new_model(
@@ -77,7 +77,8 @@ def new_model(
 ) -> PackedModel:
     """Return a model without weights on the meta device, or with weights on the CPU.
 
-    The former is this rank's part of a built-in decoder, the latter a model of transformers.
+    The model on the meta device is this rank's part of a built-in decoder; the model on the CPU is
+    from transformers.
     """
     if isinstance(config, ModelConfig):
         with torch.device("meta"):
@@ -91,7 +92,7 @@ def new_model(
 
 
 def whole_shapes(model: PackedModel) -> dict[str, Index]:
-    """The whole shape, by name, of every parameter of which this rank has a part."""
+    """Return the whole shape, by name, of every parameter of which this rank has a part."""
     if isinstance(model.config, ModelConfig):
         return parameter_shapes(model.config, model.head)
     split = cast("HFModel", model).tensor
@@ -134,7 +135,7 @@ def snapshot(
     """Return this rank's part of a checkpoint.
 
     ``tensors`` are its chunks, by their names in ``layout``. ``frozen`` is the fingerprint of the
-    weights that adapters belong to. The tensors are read when the snapshot is written; the random
+    weights to which adapters belong. The tensors are read when the snapshot is written; the random
     state is read now.
     """
     entries = (
@@ -162,7 +163,7 @@ def load(
 
     If another number of ranks wrote the checkpoint, the random state is seeded from the step and
     the rank. Raises CheckpointError for a checkpoint of another model, UsageError for adapters of
-    other weights than those that are ``frozen``.
+    weights other than the ``frozen`` ones.
     """
     checkpoint = RoleCheckpoint(directory, role)
     checkpoint.check(layout.tensors)
@@ -216,9 +217,9 @@ def _axis(context: ParallelContext, name: str) -> Axis:
 def attached(
     role: str, model: PackedModel, lora: Lora, source: Path | None, context: ParallelContext
 ) -> Adapters:
-    """Give a model with weights of ``source`` adapters.
+    """Add adapters to a model with weights of ``source``.
 
-    Raises UsageError for one that cannot have them.
+    Raises UsageError if the model cannot have them.
     """
     try:
         if isinstance(model, Decoder):
@@ -249,7 +250,7 @@ def frozen_tower(model: PackedModel, settings: Model) -> frozenset[str]:
 
 
 def trained_specs(model: PackedModel, lora: Lora) -> dict[str, Index]:
-    """The whole shape, by name, of every tensor that a model with adapters trains."""
+    """Return the whole shape, by name, of every tensor that a model with adapters trains."""
     if isinstance(model.config, ModelConfig):
         return trained_shapes(model.config, model.head, lora)
     own = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
@@ -316,8 +317,8 @@ class MergedWeights(Mapping[str, Tensor]):
     """This rank's chunks of a decoder's weights, each merged with its adapter: W + scale * B A.
 
     They are rounded to the type of W (see `models.adapters`). They are computed when they are read,
-    always from the frozen W; only the last one is kept. All ranks of the model have to make the
-    object together.
+    always from the frozen W; only the last one is kept. All ranks of the model must make the object
+    together.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class MergedWeights(Mapping[str, Tensor]):
         if name not in self._rows:
             return weight
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next one is allocated
+            self._last = None  # free it before the next one is allocated
             merged = merged_weight(weight, self._rows[name], self._inner[name], self._scale)
             self._last = name, merged
         return self._last[1]
@@ -389,7 +390,7 @@ def merged_weight(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 def _gathered_rows(
     chunks: Mapping[str, Tensor], rows: int, context: ParallelContext
 ) -> dict[str, Tensor]:
-    """All ``rows`` of each matrix, of which data- and context-parallel ranks have ceil-chunks.
+    """Gather all ``rows`` of each matrix from data- and context-parallel ranks' ceil-chunks.
 
     One collective.
     """

@@ -31,23 +31,25 @@ from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 CLIP_EPS = 1e-6
-"""Value of torch.nn.utils.clip_grad_norm_."""
+"""Number added to the norm when gradients are clipped, as in torch.nn.utils.clip_grad_norm_."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """How a decoder is sharded."""
+    """Choices for sharding a decoder."""
 
     wrapped: bool
-    """Whether FSDP2 is used; one float32 rank needs none."""
+    """Whether FSDP2 is used; a single float32 rank does not need it."""
     small: bool
-    """One unit for the whole model that stays gathered from the first micro-batch's forward to
-    the last one's backward; else one unit for each layer, the embedding and the vocabulary
-    projection, gathered when needed."""
+    """Whether the whole model is one unit, gathered from the first micro-batch's forward to the
+    last one's backward. Otherwise each layer, the embedding and the vocabulary projection are
+    units, gathered when needed."""
     mixed: bool
-    """Float32 shards, gathered and computed in bfloat16, gradients reduced in float32."""
+    """Whether float32 shards are gathered and computed in bfloat16, with gradients reduced in
+    float32."""
     offload: bool = False
-    """Shards and their gradients are in host memory; a unit is copied to the GPU for its use."""
+    """Whether shards and gradients are in host memory, and a unit is copied to the GPU for its use.
+    """
 
 
 def shard_plan(
@@ -79,7 +81,7 @@ class Shards:
             decoder.to_empty(device=self._home)
         else:
             decoder.to(self._home)
-        for module in decoder.modules():  # a unit's parameters are brought to the device, these not
+        for module in decoder.modules():  # FSDP moves only parameters of units to the device
             for name, values in module.named_buffers(recurse=False):
                 setattr(module, name, values.to(context.device))
 
@@ -146,7 +148,7 @@ class Shards:
 
     @contextmanager
     def gathered(self) -> Iterator[PackedModel]:
-        """The decoder with all parameters gathered, for any number of calls without collectives."""
+        """Yield the decoder with all parameters gathered, for calls without collectives."""
         with self.resharded():
             for unit in self._units():
                 unit.unshard()
@@ -159,13 +161,13 @@ class Shards:
                     unit.set_reshard_after_forward(again, recurse=False)
 
     def _clear(self) -> None:
-        self.decoder.zero_grad()  # of the parameters that are gathered
+        self.decoder.zero_grad()  # memory of the gathered parameters
         root = cast(FSDPModule, self.decoder)
-        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # set by the first forward
+        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # the first forward sets this
             self._stuck = not hasattr(root, "reset_iter_state")  # torch before 2.13
             if not self._stuck:
                 root.reset_iter_state()
-            self.decoder.zero_grad()  # of the shards
+            self.decoder.zero_grad()  # memory of the shards
         for unit in self._units():  # torch 2.13 keeps these despite its documentation
             group = unit._get_fsdp_state()._fsdp_param_group
             for parameter in group.fsdp_params if group else ():

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def make(*args: Any, **kwargs: Any) -> TrainEngine:
-    """A ``MegatronEngine``. Raises UsageError if megatron-core is not installed or has no GPU."""
+    """Return a ``MegatronEngine``. Raises UsageError without megatron-core or a GPU."""
     require()
     from slurmrl.engines.megatron.engine import MegatronEngine
 
@@ -42,7 +42,7 @@ def require() -> None:
     # is set here. It does not depend on the layout.
     state = importlib.import_module("megatron.core.parallel_state")
     try:
-        vars(state)["torch"].cuda.current_device()  # as megatron sees it
+        vars(state)["torch"].cuda.current_device()  # megatron reads it so
     except (AssertionError, RuntimeError) as error:
         raise UsageError(
             f"the megatron engine needs a GPU ({error}); on CPUs use the fsdp backend"

@@ -1,4 +1,4 @@
-"""The megatron engine: megatron-core under any product of its axes.
+"""The megatron engine: megatron-core with any combination of its axes.
 
 It uses megatron-core's layers, schedules, gradient buffers and distributed optimizer.
 """
@@ -74,7 +74,7 @@ from slurmrl.tensors.parallel.groups import ParallelContext
 from slurmrl.tensors.parallel.topology import exchanges_heads
 
 FUSED = 4
-"""How many tensors to cache: at least those that megatron interleaves in one parameter."""
+"""Number of tensors to cache: at least as many as megatron interleaves in one parameter."""
 
 
 class MegatronEngine(TrainEngine):
@@ -137,7 +137,7 @@ class MegatronEngine(TrainEngine):
         self._rotary = RotaryTable(config.rope, config.head_dim)
         self._parts = self._parts_of(self._place)
         self._host, self._offload = HostCopies(), Offload(role)
-        with self._random.used():  # TransformerEngine looks for them while it makes modules
+        with self._random.used():  # TransformerEngine reads them while it makes modules
             self._chunks: list[Any] = [*self._new_chunks()]
         """Model chunks; of a trained model, inside megatron's gradient buffers."""
         self._optimizer: ShardedOptimizer | None = None
@@ -272,7 +272,7 @@ class MegatronEngine(TrainEngine):
         return dict(zip(names, self._pipeline.broadcast_from_last(rows).unbind(), strict=True))
 
     def _budget(self, sample: SequenceSample) -> int:
-        """Tokens of a micro-batch: few enough that every pipeline stage has a micro-batch."""
+        """Return the tokens of a micro-batch: few enough that every pipeline stage has one."""
         tokens = sum(map(sum, sample.lengths[TOKENS]))
         return max(1, min(self._max_tokens, -(-tokens // self._place.pp)))
 
@@ -355,5 +355,5 @@ class MegatronEngine(TrainEngine):
 
 
 def _nothing(outputs: Outputs) -> Tensor:
-    """A zero loss that depends on all outputs."""
+    """Return a zero loss that depends on all outputs."""
     return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0

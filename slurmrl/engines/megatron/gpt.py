@@ -134,7 +134,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return hidden, *more, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return hidden states [T/c, 1, h] as the last layer of the chunk left them.
+        """Return hidden states [T/c, 1, h] after the last layer of the chunk.
 
         Sequence parallelism splits them further.
         """
@@ -156,7 +156,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return self._logprobs(hidden, micro, temperature)
 
     def _logprobs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
-        """The rank that has the hidden state before a token computes the token's outputs."""
+        """Compute each token's outputs on the rank that has the hidden state before the token."""
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         first = hidden.shape[0] * cp.rank()
         found = predictions(micro.cu_seqlens, micro.places, first, first + hidden.shape[0])
@@ -237,7 +237,7 @@ class PipelineSchedule:
             data_iterator=[iter(range(count)) for _ in self._chunks],
             model=self._chunks,
             num_microbatches=count,
-            seq_length=0,  # sizes vary and are sent ahead
+            seq_length=0,  # sizes vary and are sent first
             micro_batch_size=1,
             forward_only=not backward,
             p2p_communicator=self._peers,
@@ -271,7 +271,7 @@ class PipelineSchedule:
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank makes outputs."""
+        """Whether this rank computes outputs."""
         return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
 
     def broadcast_from_last(self, tensor: Tensor) -> Tensor:

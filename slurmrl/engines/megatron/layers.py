@@ -1,4 +1,4 @@
-"""Modules in megatron's layers, made by us or by TransformerEngine.
+"""Modules in megatron's layers, from slurmrl or from TransformerEngine.
 
 Ours are norms, packed attention and products. TransformerEngine has linear layers, norms and
 grouped experts. Attention is always ours: sequences are packed, and along the context axis heads
@@ -11,8 +11,8 @@ packed tokens, padded with a separate last sequence; attention sees whole sequen
 Routers take recorded experts and add the load-balancing loss: L blocks with experts in a chunk, E
 experts, K of them for each token. megatron passes each layer a mask of its tokens, and keeps it for
 the layers that it computes again. The mask gives routers the facts about a micro-batch.
-They hold nothing of it: several micro-batches may be on their way through a pipeline, and a process
-may hold several models. (megatron's own `RouterReplay` keeps records in lists of the class.)
+Routers store nothing of it: several micro-batches may be in a pipeline, and a process may have
+several models. (megatron's own `RouterReplay` keeps records in lists of the class.)
 """
 
 from __future__ import annotations
@@ -79,15 +79,16 @@ class Norm(RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps, offset=offset)
         self.weight = nn.Parameter(self.weight.detach().to(device, config.params_dtype))
-        # Each rank sees its own tokens only, so gradients must be summed.
+        # Each rank has only its own tokens, so gradients must be summed.
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
 class PackedAttention(nn.Module):
     """Rotation and attention within each sequence.
 
-    Along the context axis tokens are exchanged for heads before, and back afterwards (Jacobs et al.
-    2023, DeepSpeed Ulysses). Ranks that cannot have equally many heads pass keys and values on.
+    Along the context axis, tokens are exchanged for heads before attention, and back after it
+    (Jacobs et al. 2023, DeepSpeed Ulysses). Ranks that cannot have equally many heads pass keys and
+    values on.
     """
 
     def __init__(
@@ -257,7 +258,7 @@ class Router(TopKRouter):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Among:
-    """Takes the place of megatron's `RouterReplay` in a call of a router."""
+    """Replacement of megatron's `RouterReplay` in a call of a router."""
 
     allowed: Tensor
     """[T, E]"""
@@ -270,7 +271,7 @@ class _Among:
         group_topk: int | None,
         compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """The scores [T, E] and numbers of the best of the allowed experts."""
+        """Return the scores [T, E] and numbers of the best allowed experts."""
         among = scores.masked_fill(~self.allowed, -torch.inf)
         return compute_topk(among, topk, num_groups, group_topk)
 
@@ -306,7 +307,7 @@ def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute)
     return Modules(
         layer=SelectiveLayer if recompute == "selective" else TransformerLayer,
         norm=ModuleSpec(Norm, {"offset": config.family.norm_offset, "device": device}),
-        # (q and k norms have no offset in any family)
+        # q and k norms have no offset in any family
         head_norm=ModuleSpec(Norm, {"offset": False, "device": device}),
         column=ColumnParallelLinear,
         row=RowProduct,
@@ -372,7 +373,7 @@ class Micro:
     ids: Tensor
     """[T + padding]"""
     cu_seqlens: Tensor
-    """In host memory; the padding is a separate sequence."""
+    """Offsets in host memory; the padding is a separate sequence."""
     places: Tensor
     """[T + padding] the place of each token among these sequences; in host memory."""
     back: Tensor
@@ -381,7 +382,7 @@ class Micro:
     real: Tensor | None = None
     """[T + padding] whether a token belongs to the batch; None where routers need no mask."""
     support: Support | None = None
-    """Sampling masks of T + padding tokens; None: all were sampled from the whole vocabulary."""
+    """Sampling masks of T + padding tokens; None if all were sampled from the whole vocabulary."""
     experts: Tensor | None = None
     """[T + padding, L, K] recorded experts in the blocks that have some; None: no record."""
 

@@ -55,8 +55,8 @@ def transformer_config(
         kv_channels=config.head_dim,
         ffn_hidden_size=config.intermediate_size,
         gated_linear_unit=True,
-        # Without TransformerEngine the module of layers.py is used, and the function, which must
-        # be one that megatron knows, is not.
+        # Without TransformerEngine, the module of layers.py is used, not this function, which must
+        # nevertheless be one that megatron knows.
         activation_func=ACTIVATIONS[config.activation].value if transformer_engine else F.silu,
         bias_activation_fusion=False,
         use_te_activation_func=not transformer_engine,
@@ -90,7 +90,7 @@ def _pipeline(context: ParallelContext, dtype: str) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "pipeline_dtype": getattr(torch, dtype),
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # the other one requires equal lengths
+        "moe_token_dispatcher_type": "alltoall",  # the other dispatcher requires equal lengths
         # Interleaved schedules are silently wrong without overlapped sends.
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": virtual == 1,
@@ -132,7 +132,7 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, A
 
 
 def group_of(context: ParallelContext, name: str) -> dist.ProcessGroup:
-    """Group of this rank; it contains only the rank if the layout does not split that way."""
+    """Return the group of this rank; it contains only the rank if the layout lacks the axis."""
     return context.groups.get(name, context.groups["alone"])
 
 

@@ -3,9 +3,9 @@
 The module knows the architectures that the megatron engine runs, a rank's place in a layout, and
 the shards of parameters.
 
-Every shard is contiguous in its storage. ``linear_qkv`` holds one head group after another, each
-with its queries, keys and values. ``linear_fc1`` holds the gates before the other half. Rows beyond
-the size of the vocabulary are padding. A storage is named by its chunk and its parameter:
+Every shard is contiguous in its storage. ``linear_qkv`` has one head group after another, each with
+its queries, keys and values. ``linear_fc1`` has the gates before the other half. Rows beyond the
+size of the vocabulary are padding. A storage is named by its chunk and its parameter:
 ``0.output_layer.weight``.
 """
 
@@ -24,7 +24,7 @@ from slurmrl.tensors.parallel.topology import ProcessTopology
 Parts = dict[str, list[Shard]]
 """Shards by storage."""
 Rows = tuple[str, int, int]
-"""A parameter, and which of its rows: first and number."""
+"""A parameter, and its rows: first row and number of rows."""
 SHAPES = ("weight", "bias")
 EXPERTS = {
     False: "experts.local_experts.{index}.linear_{matrix}.weight",
@@ -286,7 +286,7 @@ def misfits(
     *,
     trains_whole: bool = False,
 ) -> Iterator[str]:
-    """Return why a model cannot be split that way.
+    """Return why a model cannot be split in this way.
 
     ``vocabulary`` is the padded number of rows; ``trains_whole`` means training without sequence
     parallelism. (The plan checks the same. megatron itself would silently drop layers or heads.)
@@ -331,7 +331,7 @@ class MegatronModel:
 
 
 def check(config: ModelConfig) -> None:
-    """Raises UsageError where megatron-core has no modules for an architecture."""
+    """Raise UsageError if megatron-core has no modules for an architecture."""
     problems = []
     family, moe = config.family, config.moe
     if family.norm_bias or not family.gated or config.rope is None:

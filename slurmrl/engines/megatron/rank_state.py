@@ -1,6 +1,6 @@
 """Parameters and optimizer state of a rank by shard, for checkpoints, moves and offloading.
 
-Our optimizers are wrapped in megatron-core's distributed optimizer.
+megatron-core's distributed optimizer wraps slurmrl's optimizers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Held = dict[str, tuple[Tensor, list[Shard]]]
 
 
 class ModelState:
-    """The tensors of this rank. They are views of the model's own, so they change with it.
+    """The tensors of this rank: views of the model's tensors, which change with them.
 
     :param chunks: the model chunks; of a trained model, inside megatron's gradient buffers.
     :param optimizer: None if the model is frozen.
@@ -85,7 +85,7 @@ class ModelState:
     def tensors(self) -> list[Tensor]:
         """All of them.
 
-        (A float32 shard has the name of the bfloat16 weight that it is copied to.)
+        (A float32 shard has the name of the bfloat16 weight to which it is copied.)
         """
         return [tensor for tensor, _ in (*self.weights().values(), *self.shards().values())]
 
@@ -164,7 +164,7 @@ def _of_moment(moment: str, shard: Shard) -> Shard:
 
 
 def _targets(held: Iterable[tuple[Tensor, list[Shard]]]) -> Iterator[tuple[Tensor, Shard]]:
-    """Each shard with its place, flat, after the padding of its tensor is zero."""
+    """Yield each shard with its place, flat; first set the padding of its tensor to zero."""
     for tensor, shards in held:
         if sum(shard.box.count for shard in shards) < tensor.numel():
             tensor.zero_()
@@ -180,8 +180,8 @@ def saved_layout(
 ) -> Layout | None:
     """The layout of a checkpoint, on the model's first rank; None on the others. Collective.
 
-    ``held`` are the weights that this rank updates; moments are held like them. Only megatron knows
-    how its buffers cut the weights, on each rank for that rank.
+    ``held`` are the weights that this rank updates; moments are held like them. Only megatron on
+    each rank knows how its buffers divide the weights of this rank.
     """
     own = [shard.to_json() for _, shards in held.values() for shard in shards]
     texts = _gathered(json.dumps([context.rank, own]).encode(), context)
@@ -200,7 +200,7 @@ def saved_layout(
 
 
 def _gathered(content: bytes, context: ParallelContext) -> list[bytes] | None:
-    """The contents of all ranks of the model, on its first rank."""
+    """Return the contents of all ranks of the model, on its first rank."""
     group, device = context.group("all"), context.device
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in context.ranks]
     dist.all_gather(sizes, torch.tensor([len(content)], device=device), group=group)

@@ -72,10 +72,10 @@ Shard = list[TensorEntry]
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 BLOCK: Final = 2**22
-"""Elements converted at a time, which bounds the size of intermediate results."""
+"""Number of elements converted at a time, which limits the size of intermediate results."""
 BF16_NAN: Final = 0x7FC0
 ENOUGH: Final = 0.9
-"""Smaller shares are warned of."""
+"""Share of the update below which slurmrl warns."""
 
 
 class ExportedWeights(Protocol):
@@ -86,16 +86,16 @@ class ExportedWeights(Protocol):
         ...
 
     def read(self, name: str, box: Box) -> Array:
-        """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        """Return a box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
         ...
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The type of each floating-point tensor in an export; other tensors keep theirs."""
+    """The type of each floating-point tensor in an export; other tensors keep their types."""
 
     default: str | None = None
-    """For tensors that are not in ``tensors``; None keeps the checkpoint's type."""
+    """Type of tensors that are not in ``tensors``; None keeps the checkpoint's type."""
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, entry: TensorEntry) -> TensorEntry:
@@ -104,7 +104,7 @@ class Precision:
         Its ``data`` raises CheckpointError for a finite value that overflows in that type.
         """
         stored = entry.spec.dtype
-        bare = entry.name.partition(".")[2]  # its name in files saved without a head
+        bare = entry.name.partition(".")[2]  # its name in files of a model without a head
         wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or self.default
         if wanted is None or wanted == stored or stored not in FLOATS:
             return entry
@@ -172,7 +172,7 @@ def export(
 
     (`open_verified` opens a checkpoint after verifying its files.)
 
-    ``config`` is the object for config.json, ``generation`` that for generation_config.json.
+    ``config`` and ``generation`` are the objects for config.json and generation_config.json.
     ``storage`` maps parameters to tensors of the files, and ``precision`` gives their types. The
     folder is complete or absent; an existing one is replaced. One tensor is in memory at a time.
     """
@@ -236,7 +236,7 @@ def write_index(folder: Path, places: Mapping[str, str], size: int, calls: Syste
 def in_written_order(
     entries: Iterable[TensorEntry], shard_bytes: int = SHARD_BYTES
 ) -> Iterator[TensorEntry]:
-    """The order in which `write_weights` reads tensors."""
+    """Return the tensors in the order in which `write_weights` reads them."""
     for shard in _shards(entries, shard_bytes):
         yield from in_file_order(shard)
 
@@ -264,7 +264,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _main_dtype(entries: Iterable[TensorEntry]) -> str:
-    """The floating-point type of most bytes, which config.json states as the model's."""
+    """Return the floating-point type of most bytes, which config.json has as the model's type."""
     sizes: Counter[str] = Counter()
     for entry in entries:
         if entry.spec.dtype in FLOATS:
@@ -326,7 +326,7 @@ def narrowed(wide: Array, dtype: str) -> Array:
 
 @dataclass(frozen=True)
 class Survival:
-    """Sums over weights. Those of several tensors or ranks add up."""
+    """Sums over weights. Sums of several tensors or ranks can be added."""
 
     kept: float = 0.0
     """<r(t) - r(s), t - s>"""

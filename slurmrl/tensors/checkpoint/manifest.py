@@ -2,10 +2,10 @@
 
 A checkpoint exists once the history names it, which happens after its manifest is on disk.
 
-A pinned checkpoint is one that another trial reads: a model folder whose weights are hard links to
-the ranks' files of one role. The folder takes no space while the checkpoint is kept, and keeps the
-files once their own trial has deleted it. Besides the files of a model folder, it has a manifest
-like a checkpoint's and ``origin.json``.
+Other trials read pinned checkpoints: model folders whose weights are hard links to the ranks' files
+of one role. A folder takes no space while the checkpoint exists, and keeps the files after their
+trial has deleted the checkpoint. Besides the files of a model folder, it has a manifest like a
+checkpoint's and ``origin.json``.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _FIELDS: Fields = {"version": INTEGER, "step": INTEGER, "files": list_of(table(_
 class _Problem(NamedTuple):
     text: str
     may_pass: bool = False
-    """A stale cache or a server that answers with I/O errors can look the same."""
+    """Whether a stale cache or a server with I/O errors could look the same."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def write_manifest(
 
 
 def write_listing(directory: Path, manifest: Manifest, *, calls: SystemCalls = REAL) -> None:
-    """Write ``manifest.json`` alone, durably."""
+    """Write only ``manifest.json``, durably."""
     text = _json({"version": VERSION, **asdict(manifest)})
     atomic.replace(directory / MANIFEST, text, calls=calls)
 
@@ -122,9 +122,9 @@ def read_manifest(directory: Path) -> Manifest:
 def read_state(
     directory: Path, fields: Fields | None = None, required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the state that ``write_manifest`` was given.
+    """Return the state that ``write_manifest`` wrote.
 
-    Raises DamagedCheckpointError, for fields with other types than ``fields`` too, and
+    Raises DamagedCheckpointError, also if fields do not have the types in ``fields``, and
     EnvironmentFailure.
     """
     return _read(directory / STATE, fields or {}, required)
@@ -135,9 +135,9 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
     The checksum of the state is always checked.
 
-    Raises DamagedCheckpointError with everything that is wrong. Raises EnvironmentFailure for files
-    that cannot be read: only a file that is readable and wrong, or missing from a directory that
-    can be listed, is damaged.
+    Raises DamagedCheckpointError with all problems. Raises EnvironmentFailure for files that cannot
+    be read: only a file that is readable and wrong, or missing from a directory that can be listed,
+    is damaged.
     """
     manifest = read_manifest(directory)
     _check(directory, manifest.files, checksums)
@@ -155,8 +155,8 @@ def verify_share(directory: Path, rank: int, ranks: int) -> None:
 def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
     """Run a check of a checkpoint.
 
-    Repeat it for about a minute while it finds damage that may pass: a good checkpoint must not be
-    given up.
+    Repeat it for about a minute while it finds damage that may be temporary, because an intact
+    checkpoint must not be abandoned.
 
     Raises as ``check``.
     """
@@ -198,7 +198,7 @@ def _check(directory: Path, files: Iterable[SavedFile], checksums: bool) -> None
 
 
 def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | None:
-    """The file is opened before the check, because NFS updates its size then."""
+    """Return the problem of a file. Open it before the check, because NFS then updates its size."""
     path = directory / file.name
     try:
         with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as opened:
@@ -224,7 +224,7 @@ def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | No
 def _damage_of(path: Path, number: int) -> _Problem | None:
     """Return the damage of a file that could not be read; None if it may be intact.
 
-    It may be intact if the reason is a mount that is missing or does not answer.
+    It may be intact if the mount is missing or does not answer.
     """
     if number in NO_FILE:
         return _Problem(f"{path.name} cannot be read: it is {NO_FILE[number]}")
@@ -271,11 +271,11 @@ class PinnedOrigin:
     implementation: Annotated[str, one_of("builtin", "hf")]
     head: Annotated[str, one_of("lm", "value")]
     base: str | None = None
-    """The model folder that the adapters belong to."""
+    """The model folder to which the adapters belong."""
     lora: Mapping[str, Any] | None = None
     """Settings of a role that trains adapters."""
     dtype: str | None = None
-    """Data type of the weights that the adapters were trained on; None in older folders."""
+    """Data type of the weights with which the adapters were trained; None in older folders."""
 
 
 def is_pinned(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The tensors of one role in a checkpoint, whatever world size wrote them. Torch-free.
+"""The tensors of one role in a checkpoint of any world size. Torch-free.
 
 Rank r of n writes its arrays to ``<role>.<r>.safetensors``. Rank 0 also writes the layout of all
 ranks' arrays, ``<role>.layout.json``, so that a reader opens only the files that it needs. Weights
@@ -64,9 +64,9 @@ BLOCK_BYTES = 16 * 2**20
 KEY = "slurmrl"
 VERSION = 2
 MOST_OPEN = 256
-"""Files that are open at once; a process may often have 1,024 in all."""
+"""Maximum number of files that are open at once; the limit of a process is often 1,024."""
 LIMIT_BYTES = 1 << 30
-"""A layout of thousands of ranks has a few MB."""
+"""Maximum size of a layout file; a layout of thousands of ranks has a few MB."""
 _BOX = items(list_of(COUNT), list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))
 _LAYOUT: Fields = {
     "ranks": COUNT,
@@ -121,7 +121,7 @@ class RoleSnapshot:
     layout: Layout | None
     """The layout of all ranks' arrays, which rank 0 writes; other ranks need none."""
     frozen: str | None = None
-    """Fingerprint of the frozen weights that adapters belong to; rank 0 writes it."""
+    """Fingerprint of the frozen weights to which adapters belong; rank 0 writes it."""
 
     def paths(self, directory: Path) -> list[Path]:
         """The files that `write` makes."""
@@ -159,7 +159,7 @@ class RoleCheckpoint:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that wrote it."""
+        """Number of ranks that wrote the checkpoint."""
         return self.layout.ranks
 
     def check(self, tensors: Mapping[str, TensorSpec]) -> None:
@@ -176,7 +176,7 @@ class RoleCheckpoint:
         return self._files.has(rank, storage)
 
     def array(self, rank: int, storage: str) -> Array:
-        """An array of one rank's file, flat; to be copied before another one is read."""
+        """Return an array of one rank's file, flat. Copy it before you read another array."""
         return self._files.array(rank, storage)
 
     def read(self, name: str, box: Box | None = None) -> Array:
@@ -189,7 +189,7 @@ class RoleCheckpoint:
         box = box or Box.whole(spec.shape)
         target = np.empty(box.size, dtype=NUMPY_DTYPES[spec.dtype])
         for block, fill in self._blocks(name, box):
-            index: tuple[Any, ...] = (*block.inside(box), ...)  # (a view of a scalar, too)
+            index: tuple[Any, ...] = (*block.inside(box), ...)  # even if it is a scalar
             fill(target[index])
         return target
 
@@ -205,7 +205,7 @@ class RoleCheckpoint:
             yield block, values
 
     def _blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Callable[[Array], None]]]:
-        """The parts of a box, each with the function that writes its values into an array."""
+        """Yield the parts of a box, each with a function that writes its values into an array."""
         spec = self._spec(name)
         with self._naming(name):
             parts = sources(self.layout.holders[name], box) if box.count else ()
@@ -263,7 +263,7 @@ def layout_text(role: str, step: int, layout: Layout, frozen: str | None) -> byt
 
 
 def read_layout(directory: Path, role: str, files: RankFiles) -> tuple[int, Layout, str | None]:
-    """The optimizer steps so far, the layout, and `RoleSnapshot.frozen`.
+    """Return the optimizer steps so far, the layout, and `RoleSnapshot.frozen`.
 
     Checkpoints of version 1 have the layout in the headers of all ranks' files, which are opened
     then.
@@ -318,12 +318,12 @@ class RankFiles:
         self._directory = directory
         self._role = role
         self.origin: tuple[int, int] | None = None
-        """The number of ranks and the step that all files must be of; None until it is known."""
+        """The number of ranks and the step that all files must have; None until they are known."""
         self._files: dict[int, TensorFile] = {}
         self._kinds: list[TensorFile] = []
-        """The first of those that have the same arrays."""
+        """One file of each set of files with the same arrays."""
         self._open: OrderedDict[int, None] = OrderedDict()
-        """The ranks whose files are open; the one that was used last is at the end."""
+        """The ranks whose files are open; the most recently used is at the end."""
 
     def header(self, rank: int, fields: Fields = _HEADER) -> dict[str, Any]:
         """The metadata of a rank's file, with these fields."""
@@ -333,7 +333,7 @@ class RankFiles:
         return array in self._file(rank).specs
 
     def array(self, rank: int, name: str) -> Array:
-        """An array of a rank's file, flat; to be copied before an array of another file is read."""
+        """Return an array of a rank's file, flat. Copy it before you read another file."""
         file = self._file(rank)
         try:
             found = file.flat(name)

@@ -1,8 +1,8 @@
 """Safetensors files as raw bytes, tensor by tensor, with checksums. Torch-free.
 
 The safetensors package needs all tensors of a file in memory, and its numpy interface does not
-support bfloat16. Here a file is written and its checksum computed while each tensor is produced,
-and elements are just bytes. Files are byte-identical to the package's files.
+support bfloat16. This module writes a file and computes its checksum while each tensor is produced,
+and treats elements as bytes. Files are byte-identical to the package's files.
 Format: https://huggingface.co/docs/safetensors
 
 Checksums find damage, not forgery: the manifest is next to the files. XXH3 takes a tenth of the
@@ -54,18 +54,18 @@ NUMPY_DTYPES: dict[str, str] = {
     "int32": "<i4",
     "uint8": "u1",
 }
-"""The numpy type of the elements; for bfloat16, of its bits."""
+"""The numpy type of elements by dtype; for bfloat16, the type of its bits."""
 DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
-"""The package's order: larger elements first, for alignment, and equal sizes in this order."""
+"""The safetensors package's order of types: larger elements first, for alignment."""
 CHUNK_BYTES = 2**20
-"""Written at a time: few enough to be in a core's cache when they are digested and written."""
+"""Bytes written at a time: few enough to be in a core's cache when they are hashed and written."""
 MAX_HEADER_BYTES = 100 * 10**6
 
 
 KIND: Final = "xxh3_128"
 """The kind of new checksums."""
 BUFFER_BYTES = 2**18
-"""Read at a time: few enough to be in a core's cache when they are digested."""
+"""Bytes read at a time: few enough to be in a core's cache when they are hashed."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,8 @@ class TensorFile:
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self._data = 8 + length
         self.specs: dict[str, TensorSpec] = {}
-        """Types that this program does not read keep safetensors' spelling, such as ``I8``."""
+        """Specs by name. Types that slurmrl does not read keep safetensors' spelling, such as
+        ``I8``."""
         self.begins: dict[str, int] = {}
         """The first byte of each tensor, from the end of the header."""
         last = 0
@@ -175,7 +176,7 @@ class TensorFile:
             raise ValueError(f"{self._data + last} of its {self._size} bytes are described")
 
     def flat(self, name: str) -> Array:
-        """A tensor's elements as a flat read-only array; KeyError for an unknown name.
+        """Return a tensor's elements as a flat read-only array; KeyError for an unknown name.
 
         Raises CorruptFileError for a type that this program does not read.
         """
@@ -192,7 +193,7 @@ class TensorFile:
         return np.frombuffer(self._map, dtype, prod(spec.shape), self._data + self.begins[name])
 
     def release(self) -> None:
-        """Give back the memory of the elements that were accessed."""
+        """Release the memory of the elements that were accessed."""
         if not self._map.closed:
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -234,7 +235,7 @@ def _write_all(descriptor: int, part: memoryview, calls: SystemCalls) -> None:
 
 
 def _xxh3_128() -> Any:
-    import xxhash  # commands that verify nothing start without it
+    import xxhash  # commands that verify nothing do not need it
 
     return xxhash.xxh3_128()
 
@@ -279,10 +280,10 @@ class TensorSlice:
     part: Box | None = None
     """The box of the parameter; None for the whole parameter."""
     dims: Index | None = None
-    """The dim of the parameter that each dim of the tensor is; None for all dims in their order.
-    The box has length 1 in dims that the tensor lacks."""
+    """For each dim of the tensor, the dim of the parameter; None for all dims in their order. The
+    box has length 1 in dims that the tensor lacks."""
     start: Index | None = None
-    """Where it begins in the tensor; None for the tensor's begin."""
+    """Start of the slice in the tensor; None for the tensor's start."""
 
     def box(self, parameter: Box) -> Box:
         """The box of the tensor that stores a box of the parameter."""
@@ -350,7 +351,7 @@ class TensorSlice:
 
 
 Storage = Callable[[str, Index], tuple[TensorSlice, ...]]
-"""Name and shape of a parameter -> the slices that store it."""
+"""Function that returns, for a parameter's name and shape, the slices that store it."""
 
 
 def by_name(name: str, shape: Index) -> tuple[TensorSlice, ...]:
@@ -369,7 +370,7 @@ class FileTensor:
 def file_tensors(
     parameters: Iterable[tuple[str, TensorSpec]], storage: Storage
 ) -> dict[str, FileTensor]:
-    """The tensors that these parameters are stored in, by name, in the parameters' order."""
+    """Return the tensors that store these parameters, by name, in the parameters' order."""
     slices: dict[str, list[tuple[str, TensorSpec, TensorSlice]]] = {}
     for name, spec in parameters:
         for stored in storage(name, spec.shape):
@@ -400,7 +401,7 @@ def file_entries(
 
 
 def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
-    """The elements of a file's tensor; ``read`` provides the elements in its parameters."""
+    """Return the elements of a file's tensor; ``read`` provides elements of its parameters."""
     import numpy as np
 
     whole = None
@@ -408,7 +409,7 @@ def assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
         box = stored.of(spec.shape)
         values = stored.arranged(read(name, box).reshape(box.size))
         if len(tensor.shards) == 1:
-            return np.asarray(values, order="C")  # (ascontiguousarray would add a dim to a scalar)
+            return np.asarray(values, order="C")  # ascontiguousarray would add a dim to a scalar
         if whole is None:
             whole = np.empty(tensor.spec.shape, values.dtype)
         whole[stored.box(box).slices] = values

@@ -1,8 +1,7 @@
 """Arguments of the operators: their checks, and indices that are made in host memory.
 
 Errors state the argument, its value and the allowed values. No check waits for a GPU. The values of
-offsets are checked on CPUs only; on GPUs the kernels stay within their tensors whatever the offsets
-are.
+offsets are checked only on CPUs; on GPUs, kernels stay within their tensors for any offsets.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def check_first(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> N
 
 
 def check_offsets(name: str, offsets: Tensor, total: int, device: torch.device) -> None:
-    """Require offsets [S+1] of int32 or int64 that rise from 0 to ``total``."""
+    """Require offsets [S+1] of int32 or int64 that increase from 0 to ``total``."""
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise UsageError(f"{name} must have shape [sequences + 1], not {list(offsets.shape)}")
     check_vector(name, offsets, offsets.shape[0], OFFSETS, device)

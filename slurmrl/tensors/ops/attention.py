@@ -99,7 +99,7 @@ def packed_attention(
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
     if not sizes:
-        return q + k.sum() + v.sum()  # zero, but every projection gets its (zero) gradient
+        return q + k.sum() + v.sum()  # a zero result, but every projection gets its (zero) gradient
     # One split, not slices: the gradient of each slice would be a tensor of all T tokens.
     qs, ks, vs = (x.split_with_sizes(sizes) for x in (q, k, v))
     parts = zip(qs, ks, vs, packing.runs, strict=True)
@@ -275,7 +275,7 @@ def _has_enable_gqa(function: Callable[..., Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A packed piece that others continue."""
+    """A packed piece that other pieces continue."""
 
     start: int
     """The place of its first token."""
@@ -292,8 +292,7 @@ class PrefixPacking:
     prefixes: Sequence[Prefix]
     """Prefixes that have readers."""
     readers: Tensor
-    """The places [N] of the tokens that continue the prefixes: all of the first one's, and so
-    on."""
+    """The places [N] of the tokens that continue the prefixes, prefix by prefix."""
 
 
 @cache
@@ -369,7 +368,7 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """For the result [T, H, D] and the normalizers [T, H] of queries [T, H, D]."""
+    """Return empty tensors for the result [T, H, D] and normalizers [T, H] of queries [T, H, D]."""
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Norms, gated products and rotary embeddings: one pass over tensors where torch makes several.
+"""Norms, gated products and rotary embeddings in one pass over tensors; torch makes several.
 
 On GPUs the kernels of `fused` compute them, on CPUs in float32 the compiled operators (``cpu_...``;
 callers use their torch form where ``cpu_fits`` is false; none has gradients), elsewhere torch.
@@ -44,13 +44,13 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": _GELU_TANH,
     "relu": Activation(F.relu, partial(aten.threshold_backward, threshold=0)),
 }
-"""By the names of configs."""
+"""Activations by their names in configs."""
 COMPILED = "silu"
-"""The activation of which CPUs have a compiled form."""
+"""The activation that has a compiled form on CPUs."""
 
 
 def cpu_fits(*tensors: Tensor) -> bool:
-    """Whether the operators are there for tensors of these dtypes and devices."""
+    """Whether the operators support tensors of these dtypes and devices."""
     return all(for_floats(tensor) is not None for tensor in tensors)
 
 
@@ -108,7 +108,7 @@ def cpu_rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with contiguous rows that are equally far apart; halves of one tensor are not copied."""
+    """Return both with contiguous rows at equal distances; do not copy halves of one tensor."""
     if gate.stride() != up.stride() or gate.stride(1) != 1:
         return gate.contiguous(), up.contiguous()
     return gate, up
@@ -118,8 +118,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """Return x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim.
 
     The formula is from Zhang and Sennrich (2019). x [..., n], weight [n]. It is computed in
-    float32, or in float64 if x is float64. torch's kernel rounds only the result. The other form
-    rounds before it multiplies by the weight, unless there is an offset, compared to which the
+    float32, or in float64 if x is float64. torch's kernel rounds only the result. The torch form
+    rounds before it multiplies by the weight, unless there is an offset, compared with which the
     weight is small.
     """
     if x.is_cuda and not offset:

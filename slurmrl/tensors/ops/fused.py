@@ -1,6 +1,6 @@
 """Fused elementwise operators: each is one pass over its tensors, by a Triton kernel.
 
-They are for tensors such as [tokens, vocabulary], over which torch makes several passes, which
+They are for tensors such as [tokens, vocabulary]. torch makes several passes over these, which
 together cost as much as a matrix product. Callers use their torch form where ``fits`` is false.
 
 t rows, V columns, T tokens, i inner units, H heads, D head size.
@@ -29,7 +29,7 @@ ACTIVATIONS = {
 """The kernels' names of the activations of configs."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_BLOCK = 4096
-"""Columns that a program handles at a time."""
+"""Number of columns that a program handles at a time."""
 BLOCK = 1024
 """Elements that a program handles."""
 
@@ -97,7 +97,7 @@ def logit_gradient(
     """The gradient with respect to logits [t, V] of log-probabilities and entropies, in ``dtype``.
 
     per_row: targets, normalizers, entropies, and the gradients of log p(target) and of the entropy,
-    each [t]. A row whose target is out of range has none.
+    each [t]. A row whose target is out of range has no gradient.
     """
     gradient: Tensor = _logit_gradient(logits, list(per_row), scale, dtype)
     return gradient

@@ -24,7 +24,8 @@ from slurmrl.tensors.ops.sampling import Support
 CHUNK_ELEMENTS = 2**22
 """Logits per chunk of a small vocabulary (16 MiB in float32)."""
 CHUNK_TOKENS = 1024
-"""Least tokens per chunk: each chunk reads and writes the gradient of the whole weight."""
+"""Minimum tokens per chunk, because each chunk reads and writes the gradient of the whole weight.
+"""
 
 
 def chunk_tokens(vocabulary: int) -> int:
@@ -183,10 +184,10 @@ def gradients(
     wanted: tuple[bool, bool] = (True, True),
     support: Support | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of hidden and weight, as far as they are ``wanted``.
+    """Return the gradients of hidden and weight, if they are ``wanted``.
 
     per_token: targets, normalizers and entropies of the whole vocabulary, and the gradients of
-    log p(target) and of the entropy, each [T]. A target out of range is another rank's.
+    log p(target) and of the entropy, each [T]. A target out of range belongs to another rank.
     """
     grad_hidden = torch.empty_like(hidden) if wanted[0] else None
     grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wanted[1] else None
@@ -200,7 +201,7 @@ def gradients(
             torch.mm(dz, weight, out=grad_hidden[span])
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), h)
-        del dz  # before the next logits are computed
+        del dz  # free them before the next logits are computed
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
@@ -262,8 +263,8 @@ class Rows:
     def whole(self, own: Tensor, total: int) -> Tensor:
         """All ranks' columns [S, V], concatenated to [S, total].
 
-        Each row lies in one piece: torch adds up rows of other strides in an order that depends
-        on S, so that a token's log-probability would depend on the neighboring tokens.
+        Each row is contiguous: torch sums rows with other strides in an order that depends on S, so
+        a token's log-probability would depend on other tokens.
         """
         padded = own.new_zeros((self.each, own.shape[0]))
         padded[: own.shape[1]] = own.t()

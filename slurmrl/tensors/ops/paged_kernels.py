@@ -1,8 +1,8 @@
 """Attention of single tokens over pages of a key-value cache, and writes to its cells.
 
-Triton kernels compute them on GPUs: their launches, torch form and comparison are here. The first
-use of each kind on a device is compared with the torch form, since nobody would notice a
-wrong completion.
+Triton kernels compute them on GPUs; this module has their launches, torch form and comparison. The
+first use of each kind on a device is compared with the torch form, because a wrong completion would
+not be noticed.
 
 T tokens, R rows, N pages of a row, C cells of the cache, Hq query heads, Hkv key and value heads, D
 head size, M cells that a token may see.
@@ -27,23 +27,23 @@ from slurmrl.tensors.ops.fused import DTYPES
 from slurmrl.tensors.ops.native.loading import Choice, for_floats
 
 TILE_BYTES = 128
-"""Bytes of the elements at one place of all queries, of adjacent tokens of a row and heads that
-share a key head, that a program computes."""
+"""Bytes of the queries' elements at one place that a program handles. The queries belong to
+adjacent tokens of a row and to heads that share a key head."""
 LEAST_ROWS = 16
-"""Least side of a matrix that tensor cores multiply."""
+"""Minimum side of a matrix that tensor cores multiply."""
 MOST_CELLS = 128
-"""Most cells that a program reads at a time."""
+"""Maximum number of cells that a program reads at a time."""
 BLOCK_BYTES = 16 * 2**10
 """Keys that a program reads at a time, so that several programs fit on a multiprocessor."""
 PROGRAMS = 4
-"""Programs for each multiprocessor, from which on rows are not split further."""
+"""Number of programs per multiprocessor from which on rows are not split further."""
 MOST_SPLITS = 64
 WRITTEN = 1024
 """Elements of a token that a program writes."""
 LOG2_E = 1.0 / math.log(2.0)
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
-"""Largest difference of results that are about 1."""
+"""Maximum difference of results that are about 1."""
 SHORT, LONG = MOST_CELLS - 3, 2 * MOST_CELLS + 40
 """Lengths of rows that are not split, and of rows that are."""
 BOUND = MOST_SPLITS * MOST_CELLS
@@ -53,7 +53,8 @@ WINDOW = 50
 GATHERED_CELLS = 2**16
 """Cells that are copied at a time."""
 MULTIPLE = 8
-"""A multiple of this many cells is read: torch's kernels copy biases of other lengths."""
+"""The number of cells to read is a multiple of this: torch's kernels copy biases of other lengths.
+"""
 
 
 def paged_attention(
@@ -76,8 +77,8 @@ def paged_attention(
 
     q [T, Hq, D]; keys, values [C, Hkv, D], where page p has the cells from p * page on;
     tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
-    ``longest``. At most about ``chunk`` tokens of a row lie side by side, each of which sees one
-    cell more than the previous token; this changes only the speed.
+    ``longest``. About ``chunk`` tokens of a row at most are adjacent, and each attends to one cell
+    more than the previous token; this affects only the speed.
     """
     if attends(keys, q.shape[1], page):
         sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
@@ -166,8 +167,8 @@ def attend(
 ) -> Tensor:
     """See ``paged_attention.paged_attention``.
 
-    Nothing waits for the device, and the launches depend on shapes and numbers only, not on the
-    tensors' content.
+    The host does not wait for the device. The launches depend only on shapes and numbers, not on
+    the tensors' content.
     """
     if q.stride(1) != q.shape[2] or q.stride(2) != 1:
         q = q.contiguous()
@@ -263,7 +264,7 @@ def _block(bytes_per_cell: int) -> int:
 def _splits(programs: int, longest: int, device: torch.device) -> int:
     """Return the number of parts, a power of 2, into which each token's cells are divided.
 
-    There are enough parts for all multiprocessors, but no part has less than a block.
+    There are enough parts for all multiprocessors, but each part has at least a block.
     """
     wanted = -(-PROGRAMS * _multiprocessors(device) // programs)
     most = min(MOST_SPLITS, max(1, longest // MOST_CELLS))
@@ -312,7 +313,7 @@ def attends(cache: Tensor, heads: int, page: int) -> bool:
 
 
 def writes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return the same for writes of keys and values."""
+    """Return whether kernels write keys and values; see `attends`."""
     return _chosen(lambda: _write_failure(device, dtype), device)
 
 

@@ -25,7 +25,7 @@ from slurmrl.tensors.ops.native.loading import for_floats
 from slurmrl.tensors.ops.splitmix import mix, shift
 
 PANEL: Final = 32
-"""Outputs that lie together in a packed matrix."""
+"""Number of outputs that are adjacent in a packed matrix."""
 
 
 ALIGNMENT_BYTES = 16
@@ -108,7 +108,7 @@ class PackedMatrix:
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None = None) -> PackedMatrix:
-        """They must be `packable`."""
+        """Pack a matrix and a bias, which must be `packable`."""
         outer, inner = weight.shape
         packed = weight.new_empty((-(-outer // PANEL), inner, PANEL))
         for_floats(weight).pack.default(weight.detach().contiguous(), packed)
@@ -236,12 +236,12 @@ class Dropout:
     salt: int
     rate: float
     first: int = 0
-    """The column of the whole matrix that the first input belongs to."""
+    """The column of the whole matrix to which the first input belongs."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x`` [T, i] with some elements zero.
 
-        The other elements are divided by the probability to stay.
+        The other elements are divided by the probability of being kept.
         """
         dropped = round(self.rate * LEVELS)
         out = torch.empty_like(x)

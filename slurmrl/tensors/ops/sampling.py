@@ -22,12 +22,12 @@ from slurmrl.tensors.ops.splitmix import mix, shift, start
 RESOLUTION = 2**40
 """Probabilities are rounded to multiples of one over this."""
 NONE = -1
-"""Fills up rows of token ids."""
+"""Padding of rows of token ids."""
 
 
 OUTSIDE = -1e30
-"""Logit, divided by the temperature, of a token outside a support. Its probability is 0, and as it
-is finite, so are products with it."""
+"""Logit, divided by the temperature, of a token outside a support. Its probability is 0; it is
+finite, so that products with it are finite."""
 
 
 class Sampled(NamedTuple):
@@ -38,11 +38,11 @@ class Sampled(NamedTuple):
     logprobs: Tensor
     """[S]"""
     support: Tensor | None = None
-    """[S, K] int32: the tokens that ``top_k`` and ``top_p`` left, ascending, behind as many
-    `NONE` as are missing; None: it is not recorded."""
+    """[S, K] int32: the tokens that ``top_k`` and ``top_p`` kept, ascending, preceded by `NONE` as
+    padding; None if they are not recorded."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
-        """With every tensor changed."""
+        """Return a copy with every tensor changed."""
         support = None if self.support is None else change(self.support)
         return Sampled(change(self.tokens), change(self.logprobs), support)
 
@@ -77,10 +77,10 @@ def sample(
     """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
 
     logits [S, V]. ``top_k`` and ``top_p`` restrict sampling, tokens in ``banned`` are never
-    sampled. Of equally likely tokens, those with lower ids come first. Log-probabilities are those
-    under the full distribution softmax(logits / temperature), whatever the restrictions; with
-    ``support``, under the part of it that ``top_k`` and ``top_p`` leave (float64 for float64
-    logits, else float32). With ``record``, ``top_k`` is not None, and the result has that part.
+    sampled. Of equally likely tokens, those with lower ids come first. Log-probabilities are under
+    the full distribution softmax(logits / temperature), whatever the restrictions; with
+    ``support``, under the part that ``top_k`` and ``top_p`` keep (float64 for float64 logits, else
+    float32). With ``record``, ``top_k`` is not None, and the result has this part.
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed, whole = _ban(scaled, banned), scaled
@@ -155,7 +155,7 @@ def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = _weights(scaled).cumsum(-1)
     target = (uniforms[:, None] * cumulative[:, -1:]).floor().long()
     tokens: Tensor = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
-    return tokens.clamp_(max=scaled.shape[-1] - 1)  # NaN logits give an index out of range
+    return tokens.clamp_(max=scaled.shape[-1] - 1)  # NaN logits would give an index out of range
 
 
 def _weights(scaled: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Support:
     """The sampling masks of T tokens."""
 
     restricted: Tensor
-    """[T] bool: False stands for the whole vocabulary."""
+    """[T] bool: False means the whole vocabulary."""
     sizes: Tensor
     """[T] int64: token ids of each support, among those that this rank has."""
     ids: Tensor
@@ -190,14 +190,14 @@ class Support:
         return Support(self.restricted[places], sizes, self.ids[index])
 
     def padded(self, tokens: int) -> Support:
-        """With more tokens, of the whole vocabulary, behind them."""
+        """Return supports with further tokens, of the whole vocabulary, at the end."""
         more = self.sizes.new_zeros(tokens)
         return Support(
             torch.cat((self.restricted, more > 0)), torch.cat((self.sizes, more)), self.ids
         )
 
     def within(self, first: int, rows: int) -> Support:
-        """The same with the ids first..first+rows-1 of the vocabulary only, as 0..rows-1."""
+        """Return the supports with only the ids first..first+rows-1, renumbered as 0..rows-1."""
         tokens = torch.arange(self.sizes.shape[0], device=self.sizes.device)
         inside = (self.ids >= first) & (self.ids < first + rows)
         holders = torch.repeat_interleave(tokens, self.sizes)[inside]

@@ -1,4 +1,4 @@
-"""Discounted sums over packed sequences, and the advantages (GAE) that are made of them.
+"""Discounted sums over packed sequences, and advantages (GAE) computed from them.
 
 T packed tokens, S sequences.
 """
@@ -22,9 +22,9 @@ from slurmrl.tensors.ops.native.loading import operators
 
 
 class SequenceIndex:
-    """The sequence of each packed token [T], and the number of its tokens that are left [T].
+    """The sequence of each packed token [T], and the number of remaining tokens [T].
 
-    The tokens left are from the token, itself included, to the end of the sequence.
+    The remaining tokens are from the token itself to the end of the sequence.
     """
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
@@ -36,7 +36,7 @@ class SequenceIndex:
         self.left = ends[self.sequence] - self.step
 
     def longest_bound(self) -> int:
-        """An upper bound of the longest sequence. On a GPU all tokens, to avoid a wait."""
+        """Return an upper bound of the longest sequence; on a GPU all tokens, to avoid a wait."""
         if self.left.device.type != "cpu":
             return len(self.left)
         return int(self.left.max()) if len(self.left) else 0
@@ -57,9 +57,8 @@ def discounted_sums(
     :param cu_seqlens: int32 or int64 [S+1], cumulative lengths; sequences may be empty.
     :param factor: between 0 and 1.
     :param decay: [T] of x's dtype; None means ones. An entry of 0 cuts off everything after it,
-        also infinities and NaN.
-    :param tail: [S] of x's dtype; None means zeros.
-    :return: [T], float64 for float64 inputs, else float32.
+    even infinities and NaN. :param tail: [S] of x's dtype; None means zeros. :return: [T], float64
+    for float64 inputs, else float32.
     """
     sums: Tensor = _scan(x, cu_seqlens, decay, tail, factor)
     return sums
@@ -150,7 +149,7 @@ def forward_sums(
 ) -> Tensor:
     """y_t = x_t + factor decay_{t-1} y_{t-1} inside each sequence: the transposed recurrence."""
     turned = len(x) - cu_seqlens.flip(0)
-    # Reversed, decay_{t-1} must be at the index of t.
+    # In reversed order, decay_{t-1} must be at the index of t.
     turned_decay = None if decay is None else decay.roll(1).flip(0)
     return discounted_sums(x.flip(0), turned, factor, turned_decay).flip(0)
 

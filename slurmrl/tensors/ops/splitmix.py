@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Bits = TypeVar("Bits", Array, "Tensor")
-"""Array or tensor of int64. (Arrays of one number at least: NumPy warns where a scalar wraps.)"""
+"""Array or tensor of int64. (Not a scalar: NumPy warns if a scalar wraps.)"""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15

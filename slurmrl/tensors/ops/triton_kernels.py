@@ -223,7 +223,7 @@ def _attended(
 
 @triton.jit
 def _together(rows, lengths, token, row, length, known):
-    """Return where a ``known`` token is one of this row that sees so many cells."""
+    """Return which ``known`` tokens belong to this row and attend to this many cells."""
     same = tl.load(rows + token, mask=known, other=-1) == row
     return known & same & (tl.load(lengths + token, mask=known, other=-1) == length)
 
@@ -232,7 +232,7 @@ def _together(rows, lengths, token, row, length, known):
 def _store(target, norms, entry, inside, column, size, peak, total, mixed, split: tl.constexpr):
     """Store weighted sums as rows ``entry`` of target [·, size]; zeros if nothing was seen.
 
-    With ``split`` also store norms, and only the sums of rows that saw anything.
+    With ``split``, also store norms, and store only the sums of rows that had cells.
     """
     divisor = tl.where(total > 0.0, total, 1.0)
     if split:
@@ -273,11 +273,11 @@ def attend(
 ):
     """One program per token, key head and part of the cells that the token sees.
 
-    With a ``tile`` above 1, adjacent tokens of a row that see one cell more each are computed
-    together, by the program of the first; a tile ends at a multiple of ``tile`` cells. ``group``
-    query heads share a key head. ``heads``, ``columns`` and ``block`` are the powers of 2 for
-    ``group``, ``size`` and the cells that are read at a time. Scores are powers of 2: ``scale`` has
-    the factor log2(e).
+    With a ``tile`` above 1, the program of the first of adjacent tokens, which each attend to one
+    cell more, computes all of them; a tile ends at a multiple of ``tile`` cells. ``group`` query
+    heads share a key head. ``heads``, ``columns`` and ``block`` are the powers of 2 for ``group``,
+    ``size`` and the cells that are read at a time. Scores are powers of 2: ``scale`` has the factor
+    log2(e).
 
     Without ``split``: out [T, Hq, D]. Else each program has a part of the cells, and writes its
     result to parts [T, Hq, S, D] and the logarithm of its weights' sum to norms [T, Hq, S].
@@ -330,7 +330,7 @@ def attend(
 def merge(parts, norms, out, size, splits: tl.constexpr, columns: tl.constexpr):
     """One program per token and query head: its parts, weighted by the sums of their weights.
 
-    A part that saw no cell has a norm of minus infinity and is not read.
+    A part without cells has a norm of minus infinity and is not read.
     """
     entry = tl.program_id(0).to(tl.int64)
     part = entry * splits + tl.arange(0, splits)

@@ -23,20 +23,22 @@ from slurmrl.tensors.parallel import gpu
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3)."""
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-"""Without it cuBLAS may add in another order in each run, and torch refuses matrix products."""
+"""Setting without which cuBLAS may sum in another order in each run, and torch rejects matrix
+products."""
 COMPILER_DETERMINISTIC = "TORCHINDUCTOR_DETERMINISTIC", "1"
-"""For a `torch.compile` of the user's code, where torch's compiler is not imported yet."""
+"""Setting for `torch.compile` in the user's code, if torch's compiler is not imported yet."""
 
 
 logger = log.get(__name__)
 WAIT_S: Final = 120.0
-"""Longest wait for memory that another process holds."""
+"""Maximum wait for memory that another process uses."""
 LOOK_S: Final = 0.5
 GIB: Final = 2**30
 OWN_BYTES: Final = 2 * GIB
-"""More than the CUDA context of this process takes, before it has allocated anything."""
+"""Bytes that exceed the CUDA context of a process that has not allocated anything."""
 BUSY: Final = (2, 46)
-"""cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable: not even a context could be made."""
+"""Errors if not even a context can be made: cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,18 @@ class Accelerator:
 
 CPU = Accelerator(torch.device("cpu"), "gloo")
 GPU = Accelerator(torch.device("cuda", 0), "nccl")
-"""A worker sees the devices of its attempt only, so its own GPU is always the first."""
+"""A worker sees only the devices of its attempt, so its GPU is always the first."""
 
 
 def choose(gpus: int) -> Accelerator:
     """Return the device of a worker with ``gpus`` GPUs in the plan.
 
-    Without any it is the CPU, even on a machine with GPUs; with one it is never the CPU.
+    Without GPUs in the plan it is the CPU, even on a machine with GPUs; otherwise it is never the
+    CPU.
 
     Raises UsageError for a CPU build of torch: all hosts run the environment that submitted, so no
-    other start would do better. Whatever else is missing (driver, device) may be missing on this
-    host only: UnusableGpuError, with torch's own reason.
+    other start would do better. Raises UnusableGpuError, with torch's reason, if something else is
+    missing (driver, device), perhaps only on this host.
     """
     if gpus == 0:
         return CPU
@@ -81,8 +84,8 @@ def choose(gpus: int) -> Accelerator:
 def _unusable(error: BaseException) -> UnusableGpuError:
     """Return the error.
 
-    Its text names no host and no device, so that the same lack on two hosts reads the same (see
-    `workers.master.judgement`).
+    Its message names no host and no device, so that the same problem on two hosts gives the same
+    message (see `workers.master.judgement`).
     """
     reason = " ".join(str(error).split())
     build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
@@ -90,7 +93,7 @@ def _unusable(error: BaseException) -> UnusableGpuError:
 
 
 def pending_error() -> RuntimeError | None:
-    """Return the error that this process's GPU has run into, if any.
+    """Return the error of this process's GPU, if any.
 
     CUDA reports it from every call, but libraries translate it
     (``CUBLAS_STATUS_EXECUTION_FAILED``). This waits for no kernel.
@@ -107,13 +110,14 @@ def pending_error() -> RuntimeError | None:
 def describe_gpu() -> str:
     """Return the name and UUID of this process's GPU: ``GPU 3 (NVIDIA H100, GPU-1f…)``.
 
-    In another container, the same index means another GPU. This works even on a GPU that failed.
+    The UUID is needed because an index may mean another GPU in another container. This works even
+    for a failed GPU.
     """
     number = f"GPU {env.VISIBLE_DEVICES.get()}".rstrip()
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return number
     try:
-        known = torch.cuda.get_device_properties(GPU.device)  # kept since `choose`
+        known = torch.cuda.get_device_properties(GPU.device)  # cached by `choose`
     except RuntimeError:
         return number
     return f"{number} ({known.name}, GPU-{known.uuid})"
@@ -128,7 +132,7 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
     """
     torch.set_num_threads(threads)
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    if "torch._inductor.config" in sys.modules:  # else that imports it, which takes a second
+    if "torch._inductor.config" in sys.modules:  # otherwise this imports it, which takes a second
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
@@ -143,8 +147,8 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
 def _keep_freed_memory() -> None:
     """Let malloc keep up to 1 GiB of freed memory.
 
-    Each step needs the same tensors again, and faulting their pages in takes a twentieth of a small
-    model's step time on a CPU.
+    Each step needs the same tensors again, and page faults would take 5 % of a small model's step
+    time on a CPU.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc; elsewhere memory is managed as it is
@@ -159,13 +163,13 @@ def wait_until_free(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return once other processes hold no memory of the GPU, to within `OWN_BYTES` or 5 %.
+    """Wait until other processes use no memory of the GPU, up to `OWN_BYTES` or 5 %.
 
-    After `WAIT_S`: raises UnusableGpuError, which names the processes, if the scheduler gave the
-    GPU only to this job (``exclusive``); otherwise logs that and returns.
+    After `WAIT_S`, raise UnusableGpuError, which names the processes, if the scheduler gave the GPU
+    only to this job (``exclusive``); otherwise log the fact and return.
     """
     if torch.cuda.get_device_properties(device).is_integrated:
-        return  # its memory is the host's
+        return  # its memory is host memory
     deadline = clock() + WAIT_S
     warned = False
     while (held := _held(device)) is not None:
@@ -182,7 +186,7 @@ def wait_until_free(
 
 
 def _held(device: torch.device) -> str | None:
-    """Return how much memory others hold, in words; None if it is little."""
+    """Describe the memory that other processes use; None if it is little."""
     try:
         free, total = torch.cuda.mem_get_info(device)
     except RuntimeError as error:

@@ -52,8 +52,8 @@ _FORMS: Final = {
 class Device:
     """One entry of CUDA_VISIBLE_DEVICES.
 
-    ``text`` is as it was written: UUIDs stay UUIDs, because an index means another GPU in another
-    container.
+    ``text`` is the original string: UUIDs are kept, because an index may mean another GPU in
+    another container.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Device:
 def parse_visible(visible: str) -> list[Device]:
     """The devices in a value of CUDA_VISIBLE_DEVICES: indices, ``GPU-…`` or ``MIG-…``.
 
-    Empty, ``-1`` and ``NoDevFiles`` (what Slurm sets when it gave none) are no devices; CUDA
+    Empty, ``-1`` and ``NoDevFiles`` (which Slurm sets for a job without GPUs) mean no devices; CUDA
     ignores everything from ``-1`` on. Raises EnvironmentFailure for another form or a device listed
     twice.
     """
@@ -165,7 +165,7 @@ def compute_capability() -> float | None:
 def processes_on(gpu: str) -> list[str]:
     """Return nvidia-smi's list of the processes on a GPU (UUID or index): pid, name, memory.
 
-    In a container it sees none.
+    In a container, it is empty.
     """
     text = nvidia_smi(
         f"--id={gpu}", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"
@@ -178,7 +178,8 @@ def processes_on(gpu: str) -> list[str]:
 class GpuFault:
     words: str
     certain: bool = True
-    """Whether only hardware or driver cause it. If not, a bug in a kernel may, on every host."""
+    """Whether only hardware or driver can cause the fault. Otherwise, a bug in a kernel may cause
+    it on every host."""
 
 
 _ECC: Final = GpuFault("uncorrectable ECC error")
@@ -191,7 +192,7 @@ _LAUNCH: Final = GpuFault("unspecified launch failure", certain=False)
 _UNKNOWN: Final = GpuFault("unknown error", certain=False)
 
 CODES: Final = {
-    100: _GONE,  # cudaErrorNoDevice, of a process that has used one
+    100: _GONE,  # cudaErrorNoDevice in a process that has used a device
     214: _ECC,  # cudaErrorECCUncorrectable
     220: _NVLINK,  # cudaErrorNvlinkUncorrectable
     226: _CONTAINED,  # cudaErrorContained
@@ -239,13 +240,13 @@ def bind_cpus_near(gpu: object, least: int, sysfs: Path = SYSFS) -> frozenset[in
     if len(near) < least or near == allowed:
         return None
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), near)
     return near
 
 
 def _local_cpus(gpu: object, sysfs: Path) -> set[int]:
-    """Return the CPUs next to a GPU; empty where the kernel does not tell."""
+    """Return the CPUs next to a GPU; empty if the kernel does not provide them."""
     try:
         domain, bus, device = (getattr(gpu, f"pci_{part}_id") for part in ADDRESS)
         address = f"{domain:04x}:{bus:02x}:{device:02x}.0"

@@ -27,7 +27,7 @@ from slurmrl.tensors.parallel.topology import (
 )
 
 OF_ONE: Final = ("dp", "shard")
-"""Groups that are made even for a single rank."""
+"""Axes whose groups are made even for a single rank."""
 COMBINED: Final = {
     "tp+cp": ("tp", "cp"),
     "tp+pp": ("tp", "pp"),
@@ -53,9 +53,9 @@ IDLE = ""
 class Awaited(NamedTuple):
     what: str
     rank: int
-    """The rank that sends it."""
+    """The rank that sends the report."""
     since: float
-    """By the clock of `Activity`."""
+    """Start of the activity, by the clock of `Activity`."""
 
 
 class Doing(NamedTuple):
@@ -66,13 +66,13 @@ class Doing(NamedTuple):
     """Start of the call, by the clock of `Activity`."""
     phase: str = ""
     part: int = 0
-    """Micro-batch, from 1; 0 outside of them."""
+    """Number of the micro-batch, from 1; 0 outside of micro-batches."""
     parts: int = 0
     awaited: Awaited | None = None
 
 
 class Activity:
-    """The activity of one rank. Updates replace it as a whole, so readers never see half of one."""
+    """The activity of one rank. Updates replace it as a whole, so readers see no partial one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -90,7 +90,7 @@ class Activity:
 
     @contextmanager
     def aside(self, name: str) -> Iterator[None]:
-        """Set another phase of the current call, and restore the one before at the end."""
+        """Set another phase of the current call within the context; restore the old one then."""
         before = self._doing
         self.phase(name)
         try:
@@ -151,7 +151,7 @@ class ParallelContext:
         return self.topology.coordinate(self.rank, axis) if axis in self.topology.axes else 0
 
     def axis_size(self, axis: str) -> int:
-        """1 for an axis that the layout does not have."""
+        """Size of an axis; 1 for an axis that the layout does not have."""
         return self.topology.size(axis) if axis in self.topology.axes else 1
 
     @property
@@ -168,7 +168,7 @@ class ParallelContext:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The one-dim mesh that parameters are sharded over: data- and context-parallel ranks."""
+        """The one-dim mesh over which parameters are sharded: data- and context-parallel ranks."""
         return DeviceMesh.from_group(
             self.group("shard"), self.device.type, mesh_dim_names=("shard",)
         )
@@ -184,10 +184,9 @@ def build(
 ) -> dict[str, ParallelContext]:
     """The contexts, by role, of the models of which rank ``rank`` of the world holds a part.
 
-    Collective over the world: every rank calls it with the same models in plan order, whether
-    it holds them or not. Models on the same ranks share process groups.
-    ``timeout`` bounds one collective (None: the backend's default, which may differ from the
-    world's).
+    Collective over the world: every rank calls it with the same models in plan order, even if it
+    has no part of them. Models on the same ranks share process groups. ``timeout`` bounds one
+    collective (None: the backend's default, which may differ from the world's).
     """
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     contexts: dict[str, ParallelContext] = {}

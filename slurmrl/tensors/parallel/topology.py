@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
-"""Groups along several axes: ``shard`` holds the ranks that share each parameter's rows,
-``data`` those that work on the same samples."""
+"""Groups along several axes: ``shard`` has the ranks that share each parameter's rows, ``data`` the
+ranks that work on the same samples."""
 
 
 class ProcessTopology:
@@ -144,7 +144,7 @@ def expert_topology(model: ModelRanks) -> ProcessTopology | None:
 def topology_of(model: ModelRanks) -> ProcessTopology:
     """The grid of a model: its axes of more than one rank in the plan's order, and ``dp`` always.
 
-    ValueError for sizes that do not make up the number of ranks.
+    Raises ValueError if the product of the sizes is not the number of ranks.
     """
     sizes = {"dp": 1, **model.sizes} if "dp" not in model.sizes else model.sizes
     axes = [axis for axis, size in sizes.items() if size > 1 or axis == "dp"]

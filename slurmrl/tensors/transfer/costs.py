@@ -1,4 +1,4 @@
-"""The costs of a planned move: bytes by link and by rank, the least possible, memory, messages.
+"""The costs of a planned move: bytes by link and rank, their minimum, memory, messages.
 
 Torch-free.
 """
@@ -17,18 +17,18 @@ from slurmrl.tensors.transfer.plan import MovePlan, PlacedLayout, regions, wire_
 
 @dataclass(frozen=True)
 class RankCosts:
-    """The part of one rank."""
+    """The costs of one rank."""
 
     rank: int
     host: int
     sent_bytes: int
     received_bytes: int
     lacking_bytes: int
-    """Bytes that it needs and does not hold: the minimum that it can receive."""
+    """Bytes that the rank needs and lacks: the minimum that it can receive."""
     copied_bytes: int
     """Bytes that it copies from its own source to its own target."""
     staging_bytes: int
-    """The maximum that it holds in addition to both models."""
+    """Maximum memory that it uses in addition to both models."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Execution of a move: the bytes go from source storages to target storages, over NCCL or gloo.
 
-On GPUs an interval kernel of `tensors.ops.intervals` makes a copy that is strided, or one that is a
-moving average: one launch, accesses of 16 bytes and no temporary tensor. torch makes all others.
-Afterwards every copy of an element must have the same bits on both sides (`verify_move`).
+On GPUs, an interval kernel of `tensors.ops.intervals` makes strided copies and moving averages: one
+launch, accesses of 16 bytes and no temporary tensor. torch makes all other copies. Afterwards every
+copy of an element must have the same bits on both sides (`verify_move`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Storages = Mapping[str, Tensor]
 
 
 BLOCK = 1 << 20
-"""Elements that are converted and widened at a time."""
+"""Number of elements that are converted at a time."""
 SHORTEST_RUN = 256
-"""Bytes of adjacent elements from which on the kernels are used: an interval takes 16 bytes."""
+"""Minimum bytes of adjacent elements for the kernels: each interval takes 16 bytes."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's bytes."""
 
 
 class Holdings:
-    """One rank's part of a layout, and the tensors that hold it."""
+    """One rank's part of a layout, and the tensors that store it."""
 
     def __init__(self, placed: PlacedLayout, rank: int, storages: Storages) -> None:
         self._shards: dict[str, list[Shard]] = defaultdict(list)
@@ -88,8 +88,8 @@ class _Message:
     cargo: tuple[Cargo, ...]
     bytes: Tensor
     copies: list[Tensor] | None = None
-    """Where else a box belongs whose bytes are received into one of its places. None: the bytes
-    are in a buffer."""
+    """Other places of a box whose bytes are received directly into one of its places. None: the
+    bytes are in a buffer."""
 
 
 Arrived = dict[int, list[_Message]]
@@ -98,7 +98,7 @@ Arrived = dict[int, list[_Message]]
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """The operations of a slot, each with the messages that it receives."""
+    """Running operations of a slot, each with the messages that it receives."""
 
     works: list[tuple[dist.Work, list[_Message]]]
     arriving: Arrived
@@ -162,7 +162,7 @@ class Mover:
             self._finish(under_way)
             following = {leg.number for leg in self._sends.get(slot + 1, ())}
             arrived = {n: found for n, found in under_way.arriving.items() if n in following}
-            del under_way  # buffers that are not passed on go before the next slot's are made
+            del under_way  # free buffers that are not passed on before the next slot's are made
         if not slots:
             self._copy_local()
 
@@ -192,7 +192,7 @@ class Mover:
         posted = [operation for operation, _ in operations]
         works = dist.batch_isend_irecv(posted)
         received = [messages for _, messages in operations]
-        if len(works) < len(operations):  # NCCL has one for all
+        if len(works) < len(operations):  # NCCL has one operation for all
             received = [*([] for _ in works[1:]), list(itertools.chain.from_iterable(received))]
         return _UnderWay(list(zip(works, received, strict=True)), arriving, posted)
 
@@ -206,7 +206,7 @@ class Mover:
         return dist.P2POp(kind, message.bytes, leg.peer, self._group, tag=leg.number)
 
     def _packed(self, cargo: tuple[Cargo, ...]) -> _Message:
-        """A message of the source's elements: these themselves, or a copy."""
+        """Return a message with the source's elements themselves, or with a copy."""
         if len(cargo) == 1:
             view = self._source.views(cargo[0].name, cargo[0].box)[0]
             if self._travels(view, cargo[0]):
@@ -220,7 +220,7 @@ class Mover:
         return message
 
     def _landing(self, cargo: tuple[Cargo, ...]) -> _Message:
-        """A message to receive: into the target itself, or into a buffer."""
+        """Return a message to receive, into the target itself or into a buffer."""
         if len(cargo) == 1 and self._eta == 1.0:
             views = self._target.views(cargo[0].name, cargo[0].box)
             for number, view in enumerate(views):
@@ -229,7 +229,7 @@ class Mover:
         return self._empty(cargo)
 
     def _travels(self, view: Tensor, cargo: Cargo) -> bool:
-        """Whether the elements lie in memory as they travel."""
+        """Whether the elements have the same order and type in memory as in messages."""
         same = view.dtype == getattr(torch, cargo.dtype) and view.device == self._device
         return same and view.is_contiguous()
 
@@ -266,9 +266,9 @@ class BoxCopies:
     """
 
     def __init__(self, device: torch.device, *, kernels: bool | None = None) -> None:
-        """``kernels``: whether to use the interval operators.
+        """``kernels`` is whether to use the interval operators.
 
-        Default: where compiled ones run on the GPU.
+        Default: if compiled ones run on the GPU.
         """
         self._device = device
         self._kernels = kernels
@@ -375,7 +375,7 @@ def verify_move(
     """
     target.layout.check()
     found = list(regions(source, target))
-    # all others must have the first holder's checksum of each region
+    # all holders must have the first one's checksum of each region
     expected = torch.zeros(len(found), dtype=torch.int64)
     own: list[tuple[int, str, Tensor]] = []
     for number, region in enumerate(found):
@@ -420,7 +420,7 @@ def _checksums(
 def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of (2i + 1) times the bits of the i-th element in ``dtype``, modulo 2^64: int64 [].
 
-    It changes if elements change, or change places.
+    It changes if elements change or move.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     first = 0

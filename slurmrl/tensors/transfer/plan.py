@@ -1,9 +1,9 @@
 """The plan of a move: who sends which boxes to whom, through whom, and when. Torch-free.
 
-A rank that needs elements which several ranks hold gets them from one on its own host, else from
-the one that sends least so far. Elements that several ranks need travel along a chain of them, one
-host after the other: each link carries every byte once, and every rank except the last of a chain
-passes the data on. Nothing is sent to a rank that holds it already.
+If several ranks hold elements that a rank needs, it gets them from a holder on its own host, else
+from the holder that sends least so far. If several ranks need elements, these travel along a chain
+of the ranks, host by host: each link carries every byte once, and every rank except the last passes
+the data on. Nothing is sent to a rank that already has it.
 
 The transfers of one chain are cut into segments. Time is cut into slots: in each, a segment moves
 one link further along its chain. The data of a rank in one slot fits into its staging budget. All
@@ -26,26 +26,26 @@ from slurmrl.errors import LayoutError
 from slurmrl.tensors.layout import ITEM_BYTES, Box, Holders, Index, Layout, TensorSpec
 
 SEGMENTS_PER_BUDGET = 4
-"""How many segments of the largest size fit into the staging budget: so many chains can be under
-way through a rank at once."""
+"""Number of segments of maximum size that fit into the staging budget, and so of chains that can
+pass through a rank at once."""
 LONGEST_CHAIN = 32
-"""Ranks on other hosts that one holder serves, where other holders can serve the rest: the last
-rank of a chain waits as many slots."""
+"""Maximum number of ranks on other hosts that one holder serves, if other holders can serve the
+others: the last rank of a chain waits this many slots."""
 LOOK_AHEAD = 16
-"""Slots that are looked at together in the search for room."""
+"""Number of slots that are examined together in the search for room."""
 ALONE = 256 << 10
 """Minimum bytes of a box that gets a separate message, so that it can be sent and received in
 place; smaller boxes share a message."""
 MESSAGE = 16 << 20
-"""The most bytes of a message. Memory of that size is recycled; larger blocks are new pages each
-time, whose first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
+"""Maximum bytes of a message. Memory of this size is reused; larger blocks get new pages each time,
+whose first use takes longer than the transfer (see `tensors/parallel/device.py`)."""
 Ranks = tuple[int, ...]
 
 
 Boxes = tuple[Box, ...]
 Numbers = tuple[int, ...]
 Cell = tuple[Numbers, Numbers]
-"""Which of the source's boxes and which of the target's boxes contain the elements."""
+"""Numbers of the source's boxes and of the target's boxes that contain the elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class MovePlan:
         return dict(found)
 
     def staging(self) -> dict[int, int]:
-        """The most bytes that each rank stages in one slot."""
+        """The maximum bytes that each rank stages in one slot."""
         used: dict[tuple[int, int], int] = defaultdict(int)
         for segment in self.segments:
             for number, link in enumerate(pairwise(segment.chain)):
@@ -291,7 +291,7 @@ def _scheduled(
     made: list[Segment] = []
     last = [0] * len(cut)
     for turn in range(max((len(segments) for _, segments in cut), default=0)):
-        # chains take turns, so that all are under way early
+        # chains take turns, so that all start early
         for number, (chain, segments) in enumerate(cut):
             if turn < len(segments):
                 cargo = segments[turn]
@@ -302,7 +302,7 @@ def _scheduled(
 
 
 class _Room:
-    """The staging bytes that are left to each rank in each slot."""
+    """The remaining staging bytes of each rank in each slot."""
 
     def __init__(self, ranks: int, budget: int) -> None:
         self._budget = budget
@@ -379,8 +379,8 @@ def _ranks(boxes: dict[Box, list[int]], numbers: Numbers) -> Numbers:
 def _cells(shape: Index, held: Boxes, taken: Boxes) -> tuple[tuple[Box, Numbers, Numbers], ...]:
     """Return boxes that cover all taken elements once.
 
-    Each has the numbers of the held and of the taken boxes that contain it. The edges of all boxes
-    cut the tensor into a grid; neighbors with the same numbers are joined.
+    Each box has the numbers of the held and of the taken boxes that contain it. The edges of all
+    boxes cut the tensor into a grid; neighbors with the same numbers are joined.
     """
     cuts = [
         sorted({edge for box in (*held, *taken) for edge in (box.start[dim], box.stop[dim])})
@@ -418,7 +418,7 @@ def _cover(cuts: Sequence[Sequence[int]], boxes: Boxes) -> dict[Index, Numbers]:
 
 
 def _joined(cells: dict[tuple[Index, Index], Cell], dim: int) -> dict[tuple[Index, Index], Cell]:
-    """The cells, in which those that follow each other along ``dim`` and agree are one."""
+    """Return the cells, with equal neighbors along ``dim`` joined."""
     rows: dict[tuple[Index, Index, Cell], list[tuple[int, int]]] = {}
     for (first, last), cell in sorted(cells.items()):
         key = (_without(first, dim), _without(last, dim), cell)

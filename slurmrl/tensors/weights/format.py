@@ -1,10 +1,10 @@
 """A weight version: its name, its manifest, the index of each part, and their files.
 
 Records are JSON objects with a checksum, replaced atomically. The checksum covers the content, so
-that a damaged name or shape is found as surely as damaged weights.
+that it also detects a damaged name or shape.
 
 A difference of two versions of a tensor is the XOR of the bits, split into planes and compressed.
-The tensor is treated in blocks of `BLOCK_BYTES`, which stay in a core's cache. In each block the
+The tensor is processed in blocks of `BLOCK_BYTES`, which fit into a core's cache. In each block the
 first bytes of all elements come first, then the second ones, and so on: a small step of the
 optimizer changes the low bytes of few elements, and their high bytes almost never. The blocks of a
 tensor make one zstd frame. Bits are flat arrays of uint8.
@@ -39,7 +39,7 @@ SAME = "same"
 
 
 BLOCK_BYTES = 1 << 20
-"""Part of the format; a multiple of every item size."""
+"""Block size, which is part of the format; a multiple of every item size."""
 LEVEL = 1
 """Compression level of zstd. Higher levels save nothing on these bits (docs/benchmarks.md)."""
 
@@ -49,8 +49,8 @@ LEVEL = 1
 class VersionId:
     """Names the weights after a training step of an incarnation.
 
-    A later incarnation comes later, whatever its step: it may have begun at an older commit, so
-    that its predecessor's later versions were rolled back.
+    Versions of a later incarnation are later, whatever their steps: it may have begun at an older
+    commit, so that later versions of its predecessor were rolled back.
     """
 
     step: Annotated[int, INTEGER]
@@ -97,7 +97,7 @@ class StoredTensor:
     file: str = ""
     offset: Annotated[int, SIZE] = 0
     bytes: Annotated[int, SIZE] = 0
-    """Stored in the file."""
+    """Number of bytes stored in the file."""
     stored_checksum: str = ""
     """Checksum of the stored bytes."""
 
@@ -139,12 +139,12 @@ class VersionManifest:
     base: Annotated[str, VERSION] | None = None
     """Name of the version that its deltas are against."""
     frozen: str | None = None
-    """Fingerprint of a model's frozen weights, which a version of adapters does not hold (see
-    `engines.role_weights`). None if it holds all weights."""
+    """Fingerprint of a model's frozen weights, which a version of adapters does not contain (see
+    `engines.role_weights`). None if it contains all weights."""
 
     @property
     def bytes(self) -> int:
-        """On disk, without the records."""
+        """Bytes on disk, without the records."""
         return sum(file.size for file in self.files)
 
     @cached_property
@@ -154,7 +154,8 @@ class VersionManifest:
 
 FORMAT = 2
 READABLE = (1, 2)
-"""Records of format 1 have all weights of a model. Its readers would take adapters for these."""
+"""Formats that this version reads. Records of format 1 have all weights of a model; its readers
+would mistake adapters for them."""
 MANIFEST = "manifest.json"
 _CONTENT = FieldType("an object", lambda value: isinstance(value, dict))
 _FIELDS: Fields = {"format": INTEGER, "checksum": TEXT, "content": _CONTENT}
@@ -216,7 +217,7 @@ def version_ids(folder: Path, *, calls: SystemCalls = REAL) -> list[VersionId]:
     found = []
     try:
         names = atomic.list_names(folder, calls=calls)
-    except FileNotFoundError:  # nothing was published yet
+    except FileNotFoundError:  # no version was published yet
         return []
     for name in names:
         try:
@@ -259,7 +260,7 @@ def compress_delta(bits: Array, base: Array, item_bytes: int) -> bytes:
 def apply_delta(stored: bytes | memoryview, bits: Array, item_bytes: int) -> None:
     """Change ``bits`` in place by a difference of `compress_delta`.
 
-    Raises WeightVersionError if it is not of an array of this size; the bits are then unusable.
+    Raises WeightVersionError if it belongs to an array of another size; the bits are then unusable.
     """
     buffer = np.empty(min(BLOCK_BYTES, bits.size), np.uint8)
     try:
@@ -285,7 +286,7 @@ def _split(block: Array, item_bytes: int) -> Array:
 
 
 def _joined(planes: Array, item_bytes: int) -> Array:
-    """The elements whose planes these are, as unsigned integers."""
+    """Return the elements with these planes, as unsigned integers."""
     *low, highest = planes.reshape(item_bytes, -1)
     words = highest.astype(_word(item_bytes))
     for plane in reversed(low):

@@ -45,12 +45,12 @@ class StoredVersion:
     """Seconds since the epoch when it was published, by the publisher's clock. This and the
     following are None if its manifest cannot be read."""
     base: str | None = None
-    """The version that it is a difference from; None for a whole one."""
+    """The version from which it is a difference; None for a full version."""
     tensors: int | None = None
     chain: int | None = None
-    """How many versions a host without a copy reads: 1 for a whole one."""
+    """Number of versions that a host without a copy must read: 1 for a full version."""
     frozen: str | None = None
-    """Fingerprint of the frozen weights that a version of adapters belongs to."""
+    """Fingerprint of the frozen weights to which a version of adapters belongs."""
     problem: str | None = None
 
 
@@ -165,8 +165,8 @@ def superseded(
 ) -> list[VersionId]:
     """The versions, among those ``known``, that may be removed, from old to new.
 
-    Kept are the ``keep_whole`` newest whole versions, everything later than the oldest of these,
-    published or not, and the bases of the differences among them.
+    The following are kept: the ``keep_whole`` newest full versions, everything later than the
+    oldest of these, even if it is not published, and the bases of differences among them.
     """
     whole = sorted(one.id for one in published if one.base is None)
     if not whole:
@@ -189,7 +189,7 @@ def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list
     known = version_ids(versions, calls=calls)
     published = []
     for version in known:
-        with suppress(WeightVersionError):  # unfinished or damaged
+        with suppress(WeightVersionError):  # the version is unfinished or damaged
             published.append(read_manifest(versions / version.name, calls=calls))
     old = superseded(known, published, keep_whole)
     for version in reversed(old):  # a killed process leaves no version without its base
@@ -201,7 +201,7 @@ def prune(versions: Path, keep_whole: int, *, calls: SystemCalls = REAL) -> list
 def remove(versions: Path, version: VersionId, *, calls: SystemCalls = REAL) -> None:
     """Remove a version, published or not; does nothing if there is none.
 
-    Its directory is renamed first: whoever reads it finds a missing version and not half of one.
+    Its directory is renamed first, so that readers find a missing version instead of half of one.
     Raises EnvironmentFailure.
     """
     folder, aside = versions / version.name, versions / f"{REMOVED}{version}"
@@ -217,7 +217,7 @@ def remove(versions: Path, version: VersionId, *, calls: SystemCalls = REAL) -> 
 
 
 def _sweep(versions: Path, calls: SystemCalls) -> None:
-    """Remove directories that a killed process has only renamed."""
+    """Remove directories that a killed process has renamed but not removed."""
     with suppress(FileNotFoundError, EnvironmentFailure):
         for name in atomic.list_names(versions, calls=calls):
             if name.startswith(REMOVED):

@@ -1,9 +1,9 @@
 """The copy of one weight version on a rollout host, which all its processes share.
 
-It is a model folder's safetensors file on tmpfs or a local disk: engines map it, servers load it.
-Weights of a version of adapters are merged with the frozen weights first
-(`rollout.task_weights`). `VersionFiles` reads the chain of versions that leads to one: stored
-bytes are verified before they are used, and bits after every difference.
+It is a model folder's safetensors file on tmpfs or a local disk, which engines map and servers
+load. Weights of a version of adapters are merged with the frozen weights first
+(`rollout.task_weights`). `VersionFiles` reads the chain of versions that leads to one: stored bytes
+are verified before they are used, and bits after every difference.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ FILE = "model.safetensors"
 STATE = "state.json"
 LOCK = "lock"
 LOCK_TIMEOUT_S = 1800.0
-"""Longer than any update of a copy takes."""
+"""Time limit for waiting for the lock: longer than any update of a copy takes."""
 MOST_OPEN = 256
 """Files that are open at once; a process may often have 1,024 in all."""
 READ_BYTES = 4 << 20
-"""Read at a time."""
+"""Number of bytes that are read at a time."""
 _OTHERS_MAY_BE_FINE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EIO, *NO_FILE})
 """Errors that concern one file: another version's files may be readable."""
 logger = log.get(__name__)
@@ -79,22 +79,22 @@ class CopyState:
 
     id: VersionId
     versions: str
-    """Where it came from: versions of another trial have the same names."""
+    """The folder of its versions, because versions of another trial have the same names."""
     folder: Annotated[str, FILE_NAME]
     file: SavedFile
     frozen: str | None = None
-    """That of the version's manifest."""
+    """Fingerprint of frozen weights in the version's manifest."""
 
 
 @dataclass(frozen=True)
 class CopiedVersion:
-    """A version that a host holds."""
+    """A version that a host has."""
 
     id: VersionId
     folder: Path
-    """A model folder with the weights only, or with the adapters only."""
+    """A model folder with only the weights, or only the adapters."""
     frozen: str | None = None
-    """That of the version's manifest."""
+    """Fingerprint of frozen weights in the version's manifest."""
 
     @property
     def file(self) -> Path:
@@ -103,8 +103,8 @@ class CopiedVersion:
     def open(self) -> TensorFile:
         """Map the weights.
 
-        They stay readable when the copy moves on. Raises WeightVersionError if it has moved on
-        already: `LocalCopy.advance` returns the newer one.
+        They remain readable when the copy gets a newer version. Raises WeightVersionError if it
+        already has one: `LocalCopy.advance` returns it.
         """
         try:
             return TensorFile(self.file)
@@ -117,8 +117,8 @@ class CopiedVersion:
 class LocalCopy:
     """The copy in ``folder`` of the versions in ``versions``. One process at a time changes it.
 
-    A new version gets a new file, so that nobody reads a mixture; for that time the host stores the
-    weights twice. A killed process leaves the old version in place.
+    A new version gets a new file, so that no process reads a mixture; during an update, the host
+    stores the weights twice. A killed process leaves the old version in place.
     """
 
     def __init__(
@@ -133,20 +133,20 @@ class LocalCopy:
         self._lock_timeout_s = lock_timeout_s
         self._calls = calls
         self._verified = ""
-        """The folder of the version whose checksum this process has seen to be right."""
+        """The folder of the version whose checksum this process has verified."""
 
     def held(self) -> CopiedVersion | None:
-        """The version that the host holds; None if there is none. Raises EnvironmentFailure."""
+        """Return the version that the host has, or None. Raises EnvironmentFailure."""
         state = self._state()
         return None if state is None else self._copied(state)
 
     def advance(self, to: VersionId | None = None) -> CopiedVersion:
-        """Bring the copy to ``to``, or to the newest version. It never goes back.
+        """Update the copy to ``to``, or to the newest version. It never goes back.
 
-        A later version is returned if the copy has it already, or if ``to`` cannot be read:
-        then the newest later one that is whole. Raises WeightVersionError if there is none, which
-        leaves the copy as it is, EnvironmentFailure, and WaitTimeoutError if another process has
-        been changing the copy for too long.
+        Return a later version if the copy already has it. If ``to`` cannot be read, return the
+        newest later full version. Raises WeightVersionError if there is none (the copy is then
+        unchanged), EnvironmentFailure, and WaitTimeoutError if another process has been changing
+        the copy for too long.
         """
         atomic.make_private_directory(self._folder, calls=self._calls)
         with self._locked():
@@ -214,7 +214,7 @@ class LocalCopy:
     def _build(
         self, version: VersionId, held: CopyState | None, *, whole: bool, patient: bool
     ) -> CopiedVersion:
-        """Write the file of a version, from the one that is held or from a whole one."""
+        """Write the file of a version, from the current version or from a full one."""
         with VersionFiles(self._versions, patient=patient, calls=self._calls) as files:
             chain = files.chain(version, None if held is None else held.id)
             if whole and chain[-1].base is not None:
@@ -269,7 +269,7 @@ class LocalCopy:
         return state if state.versions == str(self._versions) else None
 
     def _sound_state(self) -> CopyState | None:
-        """The state, if its file is as it says; the checksum is compared once in a process."""
+        """Return the state if its file matches it; a process compares the checksum only once."""
         state = self._state()
         if state is None or state.folder == self._verified:
             return state
@@ -289,7 +289,7 @@ class LocalCopy:
         return state
 
     def _sweep(self, state: CopyState | None) -> None:
-        """Remove files of other versions, which killed processes left as well."""
+        """Remove files of other versions, including files that killed processes left."""
         keep = {STATE, LOCK, "" if state is None else state.folder}
         for name in atomic.list_names(self._folder, calls=self._calls):
             if name not in keep:
@@ -310,8 +310,8 @@ T = TypeVar("T")
 class VersionFiles:
     """The files of the versions in a directory. Used as a context: it keeps files open.
 
-    A ``patient`` one repeats reads that fail, for about a minute, if this host may
-    see an old state of the directory.
+    A ``patient`` object repeats failing reads for about a minute, if this host may see an old state
+    of the directory.
     """
 
     def __init__(self, folder: Path, *, patient: bool = False, calls: SystemCalls = REAL) -> None:
@@ -319,7 +319,7 @@ class VersionFiles:
         self._calls = calls
         self._pauses_s = HIDDEN_PAUSES_S if patient and calls.caches(folder) else ()
         self._open: OrderedDict[Path, int] = OrderedDict()
-        """Descriptors; the one that was used last is at the end."""
+        """Descriptors; the most recently used is at the end."""
 
     def __enter__(self) -> VersionFiles:
         return self
@@ -339,7 +339,7 @@ class VersionFiles:
         return self._patiently(lambda: read_manifest(folder, calls=self._calls))
 
     def chain(self, to: VersionId, held: VersionId | None = None) -> list[VersionManifest]:
-        """Return the versions that lead to ``to``, in the order in which they are applied.
+        """Return the versions from which ``to`` is made, in the order in which they are applied.
 
         The first one is whole, or a difference from ``held``. Raises WeightVersionError,
         EnvironmentFailure.
@@ -381,7 +381,7 @@ class VersionFiles:
                 raise WeightVersionError(f"{path} cannot be read: {reason}") from error
             raise explain(error, "read", path) from error
         if digest(data.data) != tensor.stored_checksum:
-            self._close(path)  # a new handle may see newer data than this one
+            self._close(path)  # a new handle may see newer data
             raise WeightVersionError(f"{path}: '{tensor.name}' has another checksum")
         return data
 
@@ -423,7 +423,7 @@ def resolved(
     """The bits of a tensor in the last version of a chain, as a flat array of uint8.
 
     ``held`` returns the tensors of the version before the chain. Raises WeightVersionError if
-    anything is not as its manifest says, EnvironmentFailure.
+    anything differs from its manifest, EnvironmentFailure.
     """
     layers = [(manifest.id, _tensor(manifest, name)) for manifest in chain]
     whole = [place for place, (_, tensor) in enumerate(layers) if tensor.encoding == RAW]

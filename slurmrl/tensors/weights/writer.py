@@ -1,4 +1,4 @@
-"""Trainers' side of weight versions: parts by the ranks, then the manifest."""
+"""The trainers' side of weight versions: ranks write parts, then the manifest follows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PartWriter:
 
     The name of the directory is the version's. Each tensor belongs to one part.
 
-    A part that is not finished, or whose writing failed, is no part of a version. As a context
+    A part that is not finished, or whose writing failed, does not belong to a version. As a context
     manager, the writer then removes its file.
     """
 
@@ -96,7 +96,7 @@ class PartWriter:
     def add(self, name: str, dtype: str, shape: Sequence[int], bits: Array) -> StoredTensor:
         """Write a tensor; ``bits`` is its flat array of uint8, contiguous.
 
-        Raises EnvironmentFailure; the part is given up then.
+        Raises EnvironmentFailure; the part is then abandoned.
         """
         spec = TensorSpec(tuple(shape), dtype)
         assert dtype in CODES, f"{name} has the type {dtype}"
@@ -118,7 +118,7 @@ class PartWriter:
     def finish(self) -> PartIndex:
         """Wait until the part is on disk, and write its index.
 
-        Raises EnvironmentFailure; the part is given up then.
+        Raises EnvironmentFailure; the part is then abandoned.
         """
         try:
             self._sync()
@@ -182,7 +182,7 @@ def publish(
 ) -> VersionManifest:
     """Make the parts in ``folder`` a version, durably.
 
-    ``base``: the published version that their differences are against; None if all tensors are
+    ``base`` is the published version from which they are differences; None if all tensors are
     whole.
 
     Raises WeightVersionError if the parts do not fit together or to the base, EnvironmentFailure.
@@ -214,7 +214,7 @@ def publish(
 
 
 def digest(data: memoryview) -> str:
-    """The checksum of bytes (see `tensors.checkpoint.tensors`)."""
+    """Return the checksum of bytes (see `tensors.checkpoint.tensors`)."""
     found = Checksum()
     found.update(data)
     return str(found)

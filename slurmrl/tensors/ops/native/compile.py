@@ -1,8 +1,8 @@
 """A program that compiles one half with ``torch.utils.cpp_extension`` and loads it once.
 
-It is a separate process, so that a library that does not load cannot harm its user, and a script
-that needs only torch. It reads a recipe as JSON from standard input and writes ``<name>.so`` into
-the folder given as its argument.
+It runs in a separate process, so that a library that fails to load cannot harm the caller. It is a
+script that needs only torch. It reads a recipe as JSON from standard input and writes ``<name>.so``
+into the folder given as its argument.
 
 nvcc compiles the ``.cu`` files directly: they do not use torch, and torch's own build would require
 a CUDA torch of nvcc's version.
@@ -40,7 +40,7 @@ def link_flags(recipe: dict[str, Any], objects: list[str]) -> list[str]:
 def main(folder: Path) -> None:
     recipe = json.load(sys.stdin)
     objects = compile_cuda(recipe, folder)
-    from torch.utils import cpp_extension  # slow, and not needed above
+    from torch.utils import cpp_extension  # slow to import, and not needed above
 
     cpp_extension.load(
         name=recipe["name"],

@@ -1,8 +1,9 @@
-"""Libraries of the operators: recipe (sources, compilers, flags), build, publication in a cache.
+"""Libraries of the operators: recipe (sources, compilers, flags), build, and cache.
 
 The cache may be shared by hosts. On each host, a file lock on local disk lets one process build
 while the others wait; the kernel releases it when its holder dies. Hosts do not wait for each
-other: the first to finish publishes, by exclusive creation of a whole file, and the others use it.
+other: the first to finish publishes its library, by exclusive creation of a whole file, and the
+others use it.
 """
 
 from __future__ import annotations
@@ -34,21 +35,22 @@ from slurmrl.fsio import atomic
 logger = log.get(__name__)
 
 COMMAND = "python -m slurmrl.tensors.ops.native"
-"""Compiles the operators ahead of time."""
+"""Command that compiles the operators ahead of time."""
 BUILD_TIMEOUT_S = 3600.0
-"""Compiling takes a minute and a half on an idle machine, and many times that on a busy one."""
+"""Time limit of a build, which takes 90 s on an idle machine and much longer on a busy one."""
 LOCK_TIMEOUT_S = 2 * BUILD_TIMEOUT_S
-"""The longest that two builds in a row may take."""
+"""Time limit for waiting for the lock: as long as two builds."""
 PROGRAM = "tensors/ops/native/compile.py"
 LOG_LINES = 30
 SOURCES = "cuda"
-"""A link to the repository's ``cuda/``; a folder of the wheel."""
+"""Folder of the sources: a link to the repository's ``cuda/``, or a folder of the wheel."""
 
 ABI_TARGET = "0x020b000000000000"
 """The oldest torch (2.11) whose stable ABI has the functions that the bindings call."""
 
 CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra")
-"""No fused multiply-adds: they round differently from torch."""
+"""Flags of the C++ compiler. Fused multiply-adds are off, because they round differently from
+torch."""
 NVCC_FLAGS = (
     "-O3",
     "--threads=0",
@@ -240,11 +242,11 @@ def _ask(program: str, *arguments: str, stderr: bool = False) -> str:
 
 
 Compile = Callable[[Recipe, Path], Path]
-"""(recipe, empty folder) -> the library in it."""
+"""Function that compiles a recipe in an empty folder and returns the library."""
 Building = Callable[[], AbstractContextManager[object]]
 building: ContextVar[Building] = ContextVar("building", default=nullcontext)
-"""Makes the context in which a process builds, or waits for another one that builds. A rank sets it
-to show that to people."""
+"""Function that makes the context in which a process builds or waits for a build. A rank sets it to
+show this in the status."""
 
 
 def cache_folder() -> Path:
@@ -336,7 +338,7 @@ def _spec(recipe: Recipe, sources: Path) -> dict[str, object]:
 
 def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
     """Build and publish, under the lock: no other process of this host builds this library."""
-    for leftover in host.glob(f"{recipe.key}.build.*"):  # from a killed builder
+    for leftover in host.glob(f"{recipe.key}.build.*"):  # left by a killed builder
         shutil.rmtree(leftover, ignore_errors=True)
     atomic.sweep_temporaries(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{recipe.key}.build.", dir=host))
@@ -365,12 +367,12 @@ def _failure(recipe: Recipe, host: Path) -> Path:
 
 
 def _raise_if_failed(failure: Path, began: float) -> None:
-    """Raise the error of a build that failed while we waited: another attempt would fail too."""
+    """Raise the error of a build that failed while this process waited: another would fail too."""
     if failure.exists() and failure.stat().st_mtime >= began:
         raise EnvironmentFailure(failure.read_text())
 
 
 def _make_ours(folder: Path) -> None:
-    """Libraries run with the user's rights, so only the user may write to the folder."""
+    """Check that only the user can write to the folder: libraries run with the user's rights."""
     atomic.make_private_directory(folder)
     atomic.check_ownership(folder)

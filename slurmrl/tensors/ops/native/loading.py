@@ -16,11 +16,11 @@ from slurmrl.tensors.ops.native import libraries
 from slurmrl.tensors.ops.native.libraries import Half
 
 SMALL_ELEMENTS = 2**18
-"""Below this size torch takes under 10 ms on a CPU, with the same bits: not worth a build."""
+"""Number of elements below which torch takes under 10 ms on a CPU, with the same bits: no build."""
 
 BUILT = SMALL_ELEMENTS
-"""For operators whose compiled form is used for tensors of any size: a token's result must not
-depend on the number of tokens."""
+"""Size for operators whose compiled form is used for all tensors: a token's result must not depend
+on the number of tokens."""
 
 HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
 """The half for each device type."""
@@ -30,7 +30,7 @@ class Choice(StrEnum):
     """Values of SLURMRL_OPS."""
 
     AUTO = "auto"
-    """Compiled where it is faster and available, else torch."""
+    """Compiled if it is faster and available, else torch."""
     TORCH = "torch"
     """Never compiled."""
     NATIVE = "native"
