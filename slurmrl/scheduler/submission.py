@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurmrl import log
 from slurmrl.errors import SchedulerError
@@ -27,8 +27,10 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.run import hosts
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
-from slurmrl.scheduler.client import SlurmClient, may_have_worked
 from slurmrl.scheduler.parse import element_list
+
+if TYPE_CHECKING:
+    from slurmrl.scheduler.client import SlurmClient
 
 SETTLE_S = 150.0
 """Seconds after which a submission without job ids, made on another host, counts as abandoned:
@@ -277,6 +279,8 @@ def exclude_from_queued(
 
     Return False if Slurm rejects the change. Raises SchedulerError if it does not answer.
     """
+    from slurmrl.scheduler.client import may_have_worked  # `status` needs no subprocess
+
     wanted = excluded_hosts(run, number, group)
     for elements in queued_elements(tasks, group):
         try:
