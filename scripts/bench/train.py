@@ -3,7 +3,7 @@
 and TRL.
 
 scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread 0.4] [--shares]
-    [--gpu] [--grpo [--rounds 5] [--words 64] [--limit 128]]
+    [--gpu] [--grpo [--rounds 5] [--words 64] [--limit 128] [--model FOLDER]]
 (TRL is not a dependency: python -m venv /tmp/trl; /tmp/trl/bin/pip install trl, then
 --trl-python /tmp/trl/bin/python; without the option its line is left out)
 
@@ -20,6 +20,8 @@ CPU seconds (user and system) of all processes of a run per 1,000 completion tok
 after the first two, as median (least to most) over the rounds, and the second side's over slurmrl's
 of the same round. A token ends a completion with a probability of about 1 / ``--words``: lengths
 vary with 64 words, while with 4096 almost all completions have ``--limit`` tokens.
+With ``--model``, the sides train a pretrained chat model with a reference model, and a plain loop
+around transformers takes part.
 
 With --gpu, slurmrl and transformers train a larger model on a GPU in bfloat16 instead; wall time is
 what counts then.
@@ -414,6 +416,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="with --grpo: runs of each side")
     parser.add_argument("--words", type=int, default=64, help="with --grpo: size of the vocabulary")
     parser.add_argument("--limit", type=int, default=128, help="with --grpo: longest completion")
+    parser.add_argument("--model", help="with --grpo: folder of a pretrained chat model")
     parser.add_argument("--contest", choices=(*STEPS, "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -423,7 +426,7 @@ def main() -> None:
         if options.gpu or options.shares:
             parser.error("--grpo takes neither --gpu nor --shares")
         steps, words, limit = options.steps, options.words, options.limit
-        grpo.compare(options.trl_python, options.rounds, steps, words, limit)
+        grpo.compare(options.trl_python, options.rounds, steps, words, limit, options.model)
         return
     if options.contest:
         contest(options.contest, options.folder, options.batch, options.gpu)
