@@ -118,6 +118,11 @@ def test_listed_families_compute_the_same_on_two_tensor_ranks(
     assert [family for family, *_ in found[0]] == families
 
 
+def test_docs_say_how_many_families_tensor_ranks_can_share() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    assert f"- **Families:** {len(TENSOR_FAMILIES)} families, " in text
+
+
 def test_layout_of_tensor_ranks_has_the_whole_weights(ranks: RankPool) -> None:
     """Moves to rollouts and exports read this layout."""
     parts = ranks(4, f"{LAYOUT_CASES}:held", setup("gemma3_text", {"dp": 2, "tp": 2}))
