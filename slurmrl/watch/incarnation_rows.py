@@ -1,7 +1,7 @@
 """The newest incarnations of a trial and their ends. Pure functions.
 
 An incarnation may be killed at any moment, so its end is inferred from the existing evidence, if
-any: its reports (see `endings`), the history, the master's last event, and the scheduler's state of
+any: its reports (see `Ending`), the history, the master's last event, and the scheduler's state of
 the job.
 """
 
