@@ -25,7 +25,7 @@ REWARD_ROWS = 8
 SHOWN_CHARACTERS = 40
 VOCABULARY = 2048
 LEAST = 258
-"""One token for each byte, and the two special ones."""
+"""Minimum vocabulary: one token for each byte, and two special tokens."""
 
 
 @click.group()

@@ -42,7 +42,7 @@ POLL_S = {"local": 0.5}
 SHARED_POLL_S = 10.0
 """The same where scheduler and directory are shared with other users."""
 LEAVE_S = 15.0
-"""How long to wait for the processes of an ended local trial to exit."""
+"""Seconds to wait for the processes of an ended local trial to exit."""
 EXIT_CODES = {"COMPLETED": 0, "FAILED": 1}
 INTERRUPTED = 130
 

@@ -119,7 +119,7 @@ class Invocation:
         self.arguments = arguments
         self.debug = False
         self.profile: str | None = None
-        """What ``--profile`` names."""
+        """Profile that ``--profile`` names."""
 
 
 class LazyGroup(click.Group):
@@ -272,7 +272,7 @@ def _report(error: Exception, code: int, invocation: Invocation) -> int:
 
 
 def _told(message: str, code: int, invocation: Invocation) -> int:
-    """Return the exit code, after a program has been told the error on standard output."""
+    """Print an error to standard output for a program; return the exit code."""
     if "--json" in invocation.arguments:
         import json
 

@@ -21,9 +21,9 @@ class Shown(NamedTuple):
     """Parts that the command prints."""
 
     values: dict[str, Any]
-    """As JSON."""
+    """The plan as JSON values."""
     document: Document
-    """As text or SVG."""
+    """The plan as a document, for text or SVG."""
     warnings: Sequence[str] = ()
     """Printed below it."""
 

@@ -219,7 +219,7 @@ def _calibration(name: str, root: str | None) -> tuple[float, float, str]:
 
 
 class _SearchOptions(NamedTuple):
-    """The options that say what to search for."""
+    """The options that define the search."""
 
     gpus: tuple[int, int] | None
     nodes: tuple[int, int] | None

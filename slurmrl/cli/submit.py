@@ -202,7 +202,7 @@ def _interrupts(watch: bool) -> AbstractContextManager[Interrupts | None]:
     """Count Ctrl-C for a trial that is watched."""
     if not watch:
         return nullcontext()
-    from slurmrl.cli.following import Interrupts  # loads the modules that read a trial
+    from slurmrl.cli.following import Interrupts  # this loads the modules that read a trial
 
     return Interrupts()
 

@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint as a separate trial: what `slurmrl eval` submits."""
+"""The evaluation of a checkpoint as a separate trial, which `slurmrl eval` submits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class EvaluatedModel:
     """A model to evaluate."""
 
     path: str
-    """What `actor.path` is to be."""
+    """Value of `actor.path`."""
     name: str
     """The name of the trial that evaluates it, so that the same command finds it again."""
 
@@ -110,7 +110,7 @@ def _newest(paths: RunPaths) -> int | Literal["last"]:
 
 
 def _name_of(trial: str, step: int | str) -> str:
-    """The name of the trial that evaluates a step of another one."""
+    """Return the name of the trial that evaluates a step of another trial."""
     return _as_name(f"{trial.replace('/', '-')}-step-{step}")
 
 
@@ -265,7 +265,7 @@ def _actor_generates(derived: _Derived) -> bool:
 
 
 def _for_tasks(derived: _Derived) -> None:
-    """What `evaluation.tasks` changes in it."""
+    """Apply `evaluation.tasks` to a configuration."""
     if derived.written("evaluation", "tasks", "backend"):
         derived.take(("actor",), ("actor",), (*OF_TRAINING, *OF_LAYOUT))
         derived.take(("cluster",), ("cluster",), OF_HOSTS)

@@ -1,4 +1,4 @@
-"""Trials from Python: what `slurmrl.submit` and `slurmrl.trial` return."""
+"""Trials from Python, which `slurmrl.submit` and `slurmrl.trial` return."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slurmrl.scheduler import make
 from slurmrl.watch.overview import collect
 
 LIVES: Final = ("PENDING", "RUNNING")
-"""States of a trial that goes on by itself."""
+"""States of a trial that continues by itself."""
 POLL_S: Final = 10.0
 
 

@@ -51,7 +51,7 @@ class Profiling:
     output: Path | None
     timeout_s: float
     sizes: MeasureSizes | None = None
-    """Sizes of the measurements; None: those for CPUs or for GPUs."""
+    """Sizes of the measurements; None means the default for CPUs or GPUs."""
 
 
 @dataclass

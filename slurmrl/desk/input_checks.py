@@ -353,7 +353,7 @@ class InputChecks:
             if key not in self.rows:
                 continue
             remarks = Remarks(dataset, self.rows[key].records.rows, load)
-            with suppress(ConfigError):  # `_lengths` has told it
+            with suppress(ConfigError):  # `_lengths` has already reported it
                 for remark in remarks.all(episode.tools, without_schema):
                     weight = Weight.WARNING if remark.warning else Weight.NOTE
                     yield Finding("data", weight, remark.message, f"{key}.{remark.key}")

@@ -36,7 +36,7 @@ class Scaled:
     tasks: int
     before: int
     note: str
-    """When it takes effect, if that is not now."""
+    """Time at which it takes effect, if not immediately."""
 
 
 def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:

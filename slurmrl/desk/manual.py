@@ -16,7 +16,7 @@ PAGES: Final = package.FOLDER / "docs"
 CHANGELOG: Final = package.FOLDER / "CHANGELOG.md"
 HOME: Final = "index"
 SITE: Final = ("build", "site")
-"""Where a checkout has its built site."""
+"""Folder in which a checkout has its built site."""
 FENCE: Final = re.compile(r"\s*(```+|~~~+)")
 COMMENT: Final = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 PAGE_LINK: Final = re.compile(r"(?<!!)\]\((?!\w+:|#)([^)\s#]+)\.md(#[^)\s]*)?\)")

@@ -1,4 +1,4 @@
-"""What Slurm says about the jobs of a trial before they are submitted."""
+"""Slurm's verdict on the jobs of a trial before they are submitted."""
 
 from __future__ import annotations
 

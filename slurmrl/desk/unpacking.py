@@ -76,7 +76,7 @@ def is_bundle(path: Path) -> bool:
         with opened(path, os.O_RDONLY, REAL) as descriptor:
             head = REAL.read(descriptor, HEADER_BYTES)
     except OSError:
-        return False  # whoever reads it reports it
+        return False  # the reader of the file reports this
     offset, magic = MAGIC
     return head[offset : offset + len(magic)] == magic or path.suffix == ".tar"
 
@@ -114,7 +114,7 @@ def unpack(path: Path, root: Path) -> Path:
 
 
 def is_safe(name: str) -> bool:
-    """Whether a name lies below the folder that a bundle is unpacked into, and is printable."""
+    """Whether a name is below the folder into which a bundle is unpacked, and is printable."""
     parts = PurePosixPath(name).parts
     return (
         0 < len(name) <= LONGEST_NAME

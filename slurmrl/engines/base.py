@@ -1,4 +1,4 @@
-"""The contracts of engines: those that train, and those that generate.
+"""The contracts of engines for training and for generation.
 
 One engine may fulfill both. Algorithms do not depend on the engine.
 

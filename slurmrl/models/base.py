@@ -32,7 +32,7 @@ class PackedModel(nn.Module, ABC):
     """The load-balancing loss, if the config requests one."""
 
     rows: RowKind | None = None
-    """How a micro-batch becomes rows of equal width; None for a model without such rows."""
+    """Layout of a micro-batch as rows of equal width; None for a model without such rows."""
 
     @property
     @abstractmethod

@@ -266,7 +266,7 @@ class Decoder(PackedModel):
         return self._body.norm
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
-        """The angles of positions [T]; None where positions are learned embeddings."""
+        """Return the angles of positions [T]; None if positions are learned embeddings."""
         return self._rotary.rotation(positions, dtype) if self._rotary else None
 
     def head_weight(self) -> Tensor:
@@ -297,7 +297,7 @@ class Decoder(PackedModel):
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        weight = self.score.weight  # in float32 if the rest of the model is frozen in bfloat16
+        weight = self.score.weight  # in float32 even if other parameters are frozen in bfloat16
         values = wide_linear(features.to(weight.dtype), weight).squeeze(-1)
         if self.split.whole:
             return values

@@ -68,7 +68,7 @@ class SparseMLP(nn.Module):
         self.balance: Balance | None = None
         """The model's load-balancing loss, if it has one."""
         self.number = 0
-        """This block's index among those with experts."""
+        """Index of this block among the blocks with experts."""
         self.tokens: int | None = None
         """The number of tokens of the next call that are not padding; None for all."""
         self.routes: Routes | None = None

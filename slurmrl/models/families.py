@@ -47,7 +47,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How to read one ``model_type``."""
+    """Rules for reading the config of one ``model_type``."""
 
     model_type: str
     class_prefix: str
@@ -78,7 +78,7 @@ class Family:
     fields: Mapping[str, str] = field(default_factory=dict)
     """Config fields that the family names differently: our name to its name."""
     without: frozenset[str] = frozenset()
-    """Fields that most families have and this one does not."""
+    """Fields that this family lacks, although most families have them."""
     meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
     """Values that stand for another one: (our field, written value) to the value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

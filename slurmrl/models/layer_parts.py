@@ -364,7 +364,7 @@ class Arrangement(NamedTuple):
     order: Tensor
     """[N]: the place of each token that the layers read."""
     back: Tensor
-    """[T]: which of those each token is."""
+    """[T]: the index among those tokens of each token."""
     positions: Tensor
     """[N]: in the whole sequences."""
     core: PrefixCore

@@ -30,7 +30,7 @@ from slurmrl.tensors.ops.products import PackedLayer
 
 @dataclass(frozen=True, kw_only=True)
 class PagedCall:
-    """Where the tokens of one call belong.
+    """The cells and rows of the tokens of one call.
 
     First come whole beginnings of sequences, the ``fresh`` tokens, which see each other only; then
     tokens that also see cells of earlier calls.

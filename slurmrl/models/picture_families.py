@@ -1,4 +1,4 @@
-"""Families of transformers that read images, and what their configs say about it. Torch-free."""
+"""Families of transformers that read images, and the parts of their configs for it. Torch-free."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Algorithm(Protocol):
         ...
 
     def completed(self, config: Config) -> Self:
-        """The same, with defaults that follow from the rest of the configuration."""
+        """Return the settings with defaults that depend on other parts of the configuration."""
         ...
 
     def roles(self) -> tuple[RoleUse, ...]:

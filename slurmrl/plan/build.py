@@ -266,7 +266,7 @@ def requested_memory(
 
 
 def _best(hosts: Sequence[HostRow], needed: int) -> list[HostRow]:
-    """Return the ``needed`` hosts with the most cores and memory.
+    """Return the ``needed`` hosts that have the most cores and memory.
 
     All ``hosts`` have enough GPUs.
     """

@@ -37,7 +37,7 @@ class Method(StrEnum):
     INFERENCE = "inference"
     TRAIN_STEP = "train_step"
     FILTER = "filter"
-    """Chooses items. Only those that it accepts go through the calls after it."""
+    """Call that filters items: only accepted items go through the calls after it."""
     RECORD = "record"
     """Writes a line about each item to the results of the trial."""
 
@@ -65,7 +65,7 @@ Record: TypeAlias = Mapping[str, Any]
 
 
 class Measure(StrEnum):
-    """How the scores of all items become one number."""
+    """The computation of one number from the scores of all items."""
 
     MEAN = "mean"
     PART_MEAN = "part_mean"
@@ -112,7 +112,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Refill:
-    """How a step fills its batch where a filter drops items.
+    """The way in which a step fills its batch if a filter drops items.
 
     Rounds of candidates go through the calls up to the filter until the batch is full.
     """
@@ -120,14 +120,14 @@ class Refill:
     rounds: int = 1
     """Maximum number of rounds in a step."""
     candidates: int | None = None
-    """Items of a round; None: as many as a batch has."""
+    """Number of items of a round; None means the size of a batch."""
     complete: bool = False
     """Whether a batch that is still short after these rounds is an error."""
 
 
 @dataclass(frozen=True)
 class RoleUse:
-    """How an algorithm uses a model role.
+    """The use of a model role by an algorithm.
 
     ``head`` is the layer on top of the decoder: a language model's or a scalar value's.
     """

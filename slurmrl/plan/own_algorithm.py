@@ -132,7 +132,7 @@ def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _use_module_of(top: str, folders: Sequence[Path]) -> None:
-    """Load ``top`` from ``folders`` again, if it exists: another one may be loaded."""
+    """Load ``top`` from ``folders`` again, if it exists: another ``top`` may be loaded."""
     spec = own_module(top, folders)
     if spec is None or spec.loader is None:
         return
@@ -221,7 +221,7 @@ def name_modules(source: Source) -> tuple[list[Path], list[Problem]]:
 
 
 def _names(value: Any, where: KeyPath) -> Iterator[tuple[dict[str, Any], str, KeyPath]]:
-    """Mappings in the values, their key that names a file, and where it stands."""
+    """Yield mappings in the values, their key that names a file, and its place."""
     if not isinstance(value, dict) or "options" in where:
         return
     for key, inner in value.items():

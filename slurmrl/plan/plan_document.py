@@ -246,7 +246,7 @@ def _links(move: Mapping[str, Any]) -> Table:
 
 
 def _ranks(move: Mapping[str, Any]) -> Table:
-    """All ranks, or those that send and receive most."""
+    """Return all ranks, or the ranks that send and receive most."""
     ranks = move["ranks"]
     busiest = sorted(ranks, key=lambda rank: -max(rank["sent_bytes"], rank["received_bytes"]))
     shown = ranks if len(ranks) <= SHOWN else busiest[:SHOWN]
@@ -267,7 +267,7 @@ AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
 
 
 def allocation_document(explained: Mapping[str, Any]) -> Document:
-    """The document of `explain`: the sizes of each allocation, and where each rank lies."""
+    """Return the document of `explain`: sizes of each allocation, and places of its ranks."""
     parts = explained.get("components", [explained])
     names = [_name(part, number, parts) for number, part in enumerate(parts)]
     blocks: list[Block] = [_sizes(part) for part in parts]

@@ -26,7 +26,7 @@ NAMES: Final = {"float": "float32", "half": "float16"}
 """Other names of types in arguments of servers."""
 NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
-"""What ``--dtype auto`` makes of float32 weights."""
+"""The type that ``--dtype auto`` chooses for float32 weights."""
 ROUNDING: Final = (
     ("--quantization", "-q"),
     ("--torchao-config",),

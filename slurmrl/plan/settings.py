@@ -255,7 +255,7 @@ def _checked(
 
 
 def _without_lost_hardware(config: Config, source: Source) -> tuple[Config, list[str]]:
-    """Drop a hardware profile that cannot be used any more, and return a note about it.
+    """Drop a hardware profile that is no longer usable, and return a note about it.
 
     It serves predictions, so a trial continues without it. One that the command names stays.
     """

@@ -76,7 +76,7 @@ def measure_host(folder: Path, task: int, request: dict[str, Any]) -> dict[str, 
 def _failures(runs: Mapping[Future[child.ChildEnd], int]) -> list[tuple[int, child.ChildEnd]]:
     """Wait for the ranks; return the failed ones as soon as one of them explains the failure.
 
-    The others may wait minutes for the failed one.
+    Other ranks may wait minutes for the failed rank.
     """
     left, failed = set(runs), list[tuple[int, child.ChildEnd]]()
     while left and all(end.code in CONSEQUENCES for _, end in failed):

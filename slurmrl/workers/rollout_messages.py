@@ -43,7 +43,7 @@ class GenerateItems:
 class Confirm:
     """The first message of a log: the knowledge of this incarnation's master about the attempt.
 
-    Other leases are over: their unfinished items are not wanted any more.
+    Other leases have ended: their unfinished items are no longer wanted.
     """
 
     leases: tuple[GenerateItems, ...] = ()

@@ -26,7 +26,7 @@ class Check:
     state: State
     measured: str
     advice: str = ""
-    """What to do; empty if nothing."""
+    """Advice; empty if there is none."""
     where: str = ""
     """The host on which it was measured."""
     values: Mapping[str, float] = field(default_factory=dict)

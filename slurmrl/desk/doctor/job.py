@@ -36,9 +36,9 @@ MINUTES = "5"
 LEAD_S = 1
 """The least: it commits nothing, and a warning, which Slurm sends up to a minute early, ends it."""
 RUNS_S = 180.0
-"""How long a job that has started may take, Slurm's own delays included."""
+"""Seconds that a started job may take, including Slurm's delays."""
 LATE_S = 15.0
-"""How long results may take to become visible after the job has ended."""
+"""Seconds that results may take to become visible after the job has ended."""
 SAY_EVERY_S = 10.0
 CONTENT_BYTES = 2**20
 ENDINGS = (signal.SIGTERM, signal.SIGHUP)
@@ -165,7 +165,7 @@ class ShortJob:
         return found
 
     def _wait(self, jobs: Jobs) -> str:
-        """Wait until the job has ended; returns how it stands then, in words."""
+        """Wait until the job has ended; return a description of its final state."""
         began = time.monotonic()
         started: float | None = None
         said = began

@@ -29,7 +29,7 @@ from slurmrl.fsio.calls import REAL, write_new
 from slurmrl.run.channel.bell import fabric_address, interface_of
 
 MEET_S = 15.0
-"""How long hosts wait for each other's addresses."""
+"""Seconds that hosts wait for each other's addresses."""
 BYE_S = 5.0
 SLOW_DELAY_S = 2.0
 AT_ONCE = 16

@@ -26,7 +26,7 @@ from slurmrl.display.terminal import plain
 from slurmrl.fsio import atomic
 
 HARMLESS = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
-"""How JSON writes the characters that mean something to HTML or JavaScript."""
+"""JSON escapes of characters that have a meaning in HTML or JavaScript."""
 COLORS = ("blue", "orange", "green", "magenta", "cyan", "red", "yellow", "gray")
 MARKERS = ("braille", "x", "o", "*", "+", "#", "@", "%")
 """Markers of the trials in charts without colors."""

@@ -69,7 +69,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class CallTime:
-    """How long a call of a step takes."""
+    """The duration of a call of a step."""
 
     name: str
     ranks: Sequence[int]
@@ -96,7 +96,7 @@ class TaskSpan:
     ended: float | None
     """None: there is no word of its end."""
     how: str
-    """How it ended."""
+    """Description of its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +109,9 @@ class CommitRow:
     bytes: int | None
     """None: its manifest cannot be read, or the commit was deleted."""
     seconds: float | None
-    """How long it took to write."""
+    """Seconds that it took to write."""
     stall_s: float | None
-    """How long training waited for it."""
+    """Seconds that training waited for it."""
     deleted: bool
     exported: bool
 
@@ -144,7 +144,7 @@ class TrialReport:
     """The newest steps: ``step`` and ``calls``, each with its ``name`` and ``ranks``, which are
     (rank, begin in seconds since the epoch, seconds)."""
     peaks: Sequence[Sequence[int]]
-    """(rank, most bytes that it has had)"""
+    """(rank, maximum bytes that it has used)"""
     planned: Mapping[str, Any]
     """The plan's figures (`plan.plan_values.figures`); empty if there are none."""
     tasks: Sequence[TaskSpan]

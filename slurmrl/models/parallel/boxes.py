@@ -39,7 +39,7 @@ OF_PARTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate.weig
 
 
 class SharedParameters(Protocol):
-    """How tensor ranks share a model's parameters."""
+    """The division of a model's parameters among tensor ranks."""
 
     @property
     def ranks(self) -> int: ...
@@ -53,7 +53,7 @@ class SharedParameters(Protocol):
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """How ``ranks`` tensor ranks share a model's parameters."""
+    """The division of a model's parameters among ``ranks`` tensor ranks."""
 
     config: ModelConfig
     ranks: int

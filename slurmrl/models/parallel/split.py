@@ -66,7 +66,7 @@ class Split:
     # -- tokens ----------------------------------------------------------------------------------
 
     def part_tokens(self, tokens: int) -> int:
-        """The number of tokens of one context rank, padding of the last ranks included."""
+        """Return the number of tokens of one context rank, including padding of the last ranks."""
         pieces = self.context.size * (self.tensor.size if self.by_sequence else 1)
         return -(-tokens // pieces) * pieces // self.context.size
 

@@ -97,7 +97,7 @@ def _divisions(fit: Fit) -> Found:
     ]
     if shape.expert_layers < shape.layers:
         split.append(("tp", f"t{tp}", tp, "intermediate_size", shape.inner))
-    shares = fit.model.implementation == HF  # ranks have some experts, and these whole
+    shares = fit.model.implementation == HF  # each rank has some experts, which are whole
     if shape.expert_layers and allocation.experts is None and not shares:
         split.append(("tp", f"t{tp}", tp, "the inner size of experts", shape.expert_inner))
     if not can(allocation.backend, "head_copies"):
@@ -348,7 +348,7 @@ def _needs(fullest: Fullest, spare: str = "") -> str:
 
 
 def advice(checked: Checked, limit: int) -> str:
-    """What to change so that the models fit, the cheapest first."""
+    """Return changes with which the models fit, the cheapest first."""
     remedies = [
         *_beside_servers(checked),
         *_checkpointing(checked, limit),

@@ -43,7 +43,7 @@ OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
 OF_ALL: Final = ("server_start_s", "server_silence_s")
 TASKS: Final = ("evaluation", "tasks")
 LONGEST_SUITE: Final = 40
-"""How many of a name's 64 characters ``-step-123456789-`` leaves (`desk.evaluating`)."""
+"""Maximum length of a suite's name: ``-step-123456789-`` takes the others of 64 characters."""
 LONGEST_EXPERIMENT: Final = 64 - len(EVALUATED)
 MEASURED: Final = ("prompt", "prompt_answer", "messages")
 """Types of dataset on which `evaluate` measures any model."""
@@ -168,7 +168,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
     """
     own = draft.allocations().get("actor")
     if not text and own is None:
-        return  # the actor's layout is reported at the actor
+        return  # a problem of the actor's layout is reported at the actor
     where = (*TASKS, "backend")
     try:
         allocation = parse(text) if text else own
@@ -312,7 +312,7 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
 
 
 def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
-    """Arguments with which a server cannot be reached, or is another one than the plan's."""
+    """Yield server arguments that make a server unreachable or different from the plan's."""
     rollout, rules = draft.config.rollout, SERVER_KINDS[backend]
     flags = dict(rules.conflicts)
     if rollout.replay_experts:

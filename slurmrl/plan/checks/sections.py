@@ -159,7 +159,7 @@ def unused_tools(draft: Draft) -> Iterator[Problem]:
 def unused_roles(draft: Draft) -> Iterator[Problem]:
     """Sections of models that no call uses: nothing would execute their settings."""
     used = {role for role, _ in draft.models()}
-    for own in draft.config.evaluations.values():  # Separate trials are included.
+    for own in draft.config.evaluations.values():  # This includes evaluations in separate trials.
         used |= {call.role for call in draft.algorithm.evaluation_calls(own) if call.role}
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:

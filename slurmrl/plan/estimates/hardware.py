@@ -147,7 +147,7 @@ def checked(source: Source) -> HardwareFile:
 
 
 def _twice(found: HardwareFile, source: Source) -> list[Problem]:
-    """Problems of numbers that stand in two sections."""
+    """Return problems of numbers that are in two sections."""
     first: dict[str, str] = {}
     problems = []
     for section in SOURCES:

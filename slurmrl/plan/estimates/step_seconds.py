@@ -1,4 +1,4 @@
-"""Seconds of a whole step: its calls, moves of weights, and the rest."""
+"""Seconds of a whole step: its calls, moves of weights, and other work."""
 
 from __future__ import annotations
 

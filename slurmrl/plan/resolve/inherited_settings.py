@@ -98,7 +98,7 @@ def _with_pass_score(config: Config) -> Config:
     if evaluation is None or evaluation.pass_score is not None:
         return config
     update: dict[str, Any] = {"pass_score": config.default_pass_score}
-    if evaluation.suites:  # each has its own, as its reward may be another one
+    if evaluation.suites:  # each suite has its own, because its reward may differ
         evaluations = config.evaluations
         update = {
             "suites": {
@@ -208,7 +208,7 @@ def _for_each(backend: str, tasks: int | None, gpus: int) -> str:
 FIRST_GPU: Final = Path("/dev/nvidia0")
 ON_GPUS: Final = "bfloat16"
 ON_CPUS: Final = "float32"
-"""bfloat16 is slower than float32 on most CPUs."""
+"""Default type on CPUs: bfloat16 is slower than float32 on most CPUs."""
 
 
 def gpus_per_worker(cluster: Cluster, scheduler: str) -> int:
@@ -430,7 +430,7 @@ def merge(
     try:
         allocation = parse(backend)
     except AllocationError:
-        return backend, []  # reported where strings are checked
+        return backend, []  # the check of strings reports this
     return backend, list(_differences(allocation, sizes))
 
 

@@ -82,7 +82,8 @@ class TrialResolver:
         self._source = source
         self._root = Path(config.root)
         self._configs = source.path.parent
-        """Where the configuration of a trial is searched for that is to be submitted first."""
+        """Folder in which to search for the configuration of a trial that must be submitted first.
+        """
         self._frozen = frozen
         self._planning = planning
         run = RunPaths.of(self._root, user_name(), config.experiment, config.trial)
@@ -125,7 +126,7 @@ class TrialResolver:
     def _folder(self, key: KeyPath, text: str, *, frozen: bool) -> Path | None:
         """The folder that a reference names; None for a checkpoint when planning.
 
-        Raises UsageError with what to do first.
+        Raises UsageError with the necessary first step.
         """
         reference = parse(text)
         paths = RunPaths.of(self._root, user_name(), reference.experiment, reference.trial)
@@ -175,7 +176,7 @@ class TrialResolver:
         return folder if folder.parent == paths.exports and folder.is_dir() else None
 
     def _no_export(self, text: str, reference: TrialReference, exports: Exports) -> str:
-        """Return why a reference to the newest export names no model, and what to do."""
+        """Return why a reference to the newest export names no model, and advice."""
         if exports.newest is None:
             message = f"'{text}' has no export yet in {exports.folder}; first let that trial "
             message += f"finish: {self._submit(reference)}"

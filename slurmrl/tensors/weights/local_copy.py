@@ -2,8 +2,8 @@
 
 It is a model folder's safetensors file on tmpfs or a local disk, which engines map and servers
 load. Weights of a version of adapters are merged with the frozen weights first
-(`rollout.task_weights`). `VersionFiles` reads the chain of versions that leads to one: stored bytes
-are verified before they are used, and bits after every difference.
+(`rollout.task_weights`). `VersionFiles` reads the chain of versions from which a version is made.
+It verifies stored bytes before it uses them, and bits after every difference.
 """
 
 from __future__ import annotations

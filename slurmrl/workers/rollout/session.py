@@ -222,9 +222,9 @@ class Session:
 
     @property
     def over(self) -> bool:
-        """Whether the task retires and owes nothing.
+        """Whether the task retires and owes no more answers.
 
-        After the deadline that is true even if nobody says which leases hold.
+        After the deadline, this is true even if it is unknown which leases are valid.
         """
         at_work = self._waiting or self._begun or self._sampled or self._recording
         if self.retirement is None or at_work:
@@ -312,7 +312,7 @@ class TaskBell:
     def __init__(self, bell: Bell | None, spread_s: float) -> None:
         """Heed a ring after half of ``spread_s`` to ``spread_s`` seconds; ignore rings until then.
 
-        The delay spreads the load, as the master may have rung at a thousand tasks.
+        The delay spreads the load, because the master may have sent wake-ups to 1,000 tasks.
         """
         self._bell, self._spread_s = bell, spread_s
         self._random = random.Random()

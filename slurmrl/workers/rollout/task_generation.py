@@ -99,7 +99,7 @@ class Generation:
 class TaskRows:
     """Reads rows for any number of threads.
 
-    Opened at the first row: trainers that ask for one have prepared all of them.
+    It opens the data at the first row: when trainers request one, all rows are prepared.
     """
 
     def __init__(self, folder: Path, config: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -163,9 +163,9 @@ class FollowingRank:
         return Ready(rank=self._rank, size=0, fingerprint="")
 
     def serve(self, agent: Connection) -> None:
-        """Compute until the first rank lets this one go.
+        """Compute until the first rank ends this rank.
 
-        Raises RuntimeError if that one is gone.
+        Raises RuntimeError if the first rank has ended.
         """
         with torch.no_grad():
             self._make_engine().follow()

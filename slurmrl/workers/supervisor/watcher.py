@@ -78,9 +78,10 @@ class Watcher:
             sleep(self._ttl_s / GAPS_PER_TTL / 2)
 
     def _is_busy(self) -> bool:
-        """Return whether the first agent of the newest round lives.
+        """Return whether the first agent of the newest round is alive.
 
-        As long as it does, the trial goes on, even without a batch process, and Slurm is not asked.
+        As long as it is, the trial continues, even without a batch process, and Slurm is not
+        queried.
         """
         known = self._first.claim
         if known is not None and self._first.observe().alive:
