@@ -292,7 +292,7 @@ class PreparedWriter:
         ids = np.array([id for sequence in tokens for id in sequence.tokens], self._dtype)
         runs = [number for each in tokens for number in (len(each.runs), *each.runs)]
         packed = np.array(runs, _RUN).tobytes()
-        encoded = name.encode(errors="surrogatepass")  # a short write: the disk is full
+        encoded = name.encode(errors="surrogatepass")  # rejected at the end of the file
         key = tokens[0].pictures.ljust(KEY_BYTES, b"\0") if self._pictures else b""
         content = b"".join((ids.tobytes(), packed, encoded, key, row))
         entry = (len(ids), len(packed), len(encoded), line, zlib.crc32(content), difficulty)

@@ -161,13 +161,13 @@ class Shards:
                     unit.set_reshard_after_forward(again, recurse=False)
 
     def _clear(self) -> None:
-        self.decoder.zero_grad()  # memory of the gathered parameters
+        self.decoder.zero_grad()  # gradients of gathered parameters
         root = cast(FSDPModule, self.decoder)
         if self.plan.wrapped and root._get_fsdp_state()._is_root:  # the first forward sets this
             self._stuck = not hasattr(root, "reset_iter_state")  # torch before 2.13
             if not self._stuck:
                 root.reset_iter_state()
-            self.decoder.zero_grad()  # memory of the shards
+            self.decoder.zero_grad()  # gradients of the shards
         for unit in self._units():  # torch 2.13 keeps these despite its documentation
             group = unit._get_fsdp_state()._fsdp_param_group
             for parameter in group.fsdp_params if group else ():

@@ -110,7 +110,7 @@ class RolloutTask:
             self._keep_deadline()
             self.turn(TURN_S)
         logger.info("its workers have retired")
-        if self.host.inside and not self._told:  # nothing else replaces it; not surplus
+        if self.host.inside and not self._told:  # no other task replaces it; not surplus
             raise _lost("the master told it to exit")
 
     def _is_orphaned(self) -> bool:

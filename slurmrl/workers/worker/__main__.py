@@ -51,7 +51,7 @@ def main() -> int:
     drop_failed_output()
     log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)
-    gc.disable()  # this takes a tenth of the time of the imports
+    gc.disable()  # it would take a tenth of the imports' time
     try:
         import numpy.random
 
