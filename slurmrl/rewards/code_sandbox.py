@@ -427,7 +427,7 @@ def _below(place: str, paths: Iterable[str]) -> list[str]:
 
 
 def _enter_own_users(others: int) -> None:
-    """Enter the namespaces ``others`` and a user namespace; after OSError, files may be lost."""
+    """Enter namespaces ``others`` and one of only this user, who may lose access if this fails."""
     user, group = os.getuid(), os.getgid()
     if LIBC.unshare(NEW_USER | others) != 0:
         raise OSError(ctypes.get_errno(), "no new namespaces")

@@ -184,7 +184,7 @@ class ServerClient(RolloutEngine):
     def _forget(self, request_id: str) -> None:
         """End the remaining completions of a request that was answered, failed or cancelled.
 
-        A server may not notice a closed connection at once.
+        A server stops sampling a completion when its connection is closed.
         """
         job = self._jobs.pop(request_id)
         for task in (*job.samplings.values(), *([job.aborting] if job.aborting else [])):
