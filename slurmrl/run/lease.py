@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,10 +51,17 @@ class Lease:
                 pwrite_all(file, data, 0, self._calls)
         except OSError as error:
             if error.errno in (*NO_FILE, errno.EACCES):
-                aside = self._path.with_name(f"{self._path.name}.replaced-{self._counter}")
                 with suppress(OSError):
-                    self._calls.rename(self._path, aside)
+                    self._move_aside()
             raise explain(error, "beat the lease", self._path) from error
+
+    def _move_aside(self) -> None:
+        """Rename what is in the place of the file, unless it is this user's own file."""
+        found = self._calls.lstat(self._path)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+            return
+        aside = self._path.with_name(f"{self._path.name}.replaced-{self._counter}")
+        self._calls.rename(self._path, aside)
 
 
 def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
