@@ -68,10 +68,15 @@ def check_image(base: Path, image: ImageValue) -> None:
 
 
 def load_image(base: Path, image: ImageValue) -> Image:
-    """Return an image with its pixels, in RGB. Raises ImageError."""
+    """Return an image with its pixels, upright and in RGB. Raises ImageError.
+
+    Pillow does not turn an image as its EXIF tag says.
+    """
+    from PIL import ImageOps
+
     with _opened(base, image) as opened:
         try:
-            return opened.convert("RGB")
+            return ImageOps.exif_transpose(opened).convert("RGB")
         except Exception as error:  # Pillow's decoders raise errors without a common base
             raise ImageError(f"('{_shown(image)}') is damaged: {_line(error)}") from error
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from pyarrow import parquet
 from transformers import AutoProcessor
 
@@ -184,3 +184,12 @@ def test_columns_of_images_are_read_and_their_pixels_dropped(folder: Path) -> No
     parquet.write_table(pyarrow.Table.from_pylist([{**rows[0], "image": [broken]}]), path)
     with pytest.raises(ConfigError, match=r"image 1 \('a.png'\) is not an image"):
         DatasetRows(config)
+
+
+def test_photo_is_turned_as_its_exif_tag_says(tmp_path: Path) -> None:
+    """Cameras store rotated pixels, and viewers turn them."""
+    photo = Image.new("RGB", (20, 10), "white")
+    tags = photo.getexif()
+    tags[ExifTags.Base.Orientation] = 6
+    photo.save(tmp_path / "photo.jpg", exif=tags)
+    assert image_files.load_image(tmp_path, "photo.jpg").size == (10, 20)
