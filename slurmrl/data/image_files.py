@@ -28,6 +28,8 @@ URL: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 LARGEST_FILE: Final = 64 * 2**20
 LARGEST_PIXELS: Final = 64 * 2**20
 """Limits of an image: bytes of its file, and pixels."""
+WIDE: Final = ("I", "F")
+"""Pillow's modes of integers and floats with 32 bits, whose range is unknown."""
 
 
 class ImageError(ValueError):
@@ -76,9 +78,23 @@ def load_image(base: Path, image: ImageValue) -> Image:
 
     with _opened(base, image) as opened:
         try:
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            return _rgb(ImageOps.exif_transpose(opened))
+        except ImageError as error:
+            raise ImageError(f"('{_shown(image)}') {error}") from error
         except Exception as error:  # Pillow's decoders raise errors without a common base
             raise ImageError(f"('{_shown(image)}') is damaged: {_line(error)}") from error
+
+
+def _rgb(image: Image) -> Image:
+    """Return an image in RGB. Pillow would cut values above 255 instead of scaling them."""
+    if image.mode in WIDE:
+        raise ImageError("has 32 bits per value in Pillow: save it with 8 bits")
+    if image.mode.startswith("I;16"):
+        import numpy as np
+        from PIL.Image import fromarray
+
+        image = fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def _opened(base: Path, image: ImageValue) -> Image:

@@ -193,3 +193,14 @@ def test_photo_is_turned_as_its_exif_tag_says(tmp_path: Path) -> None:
     tags[ExifTags.Base.Orientation] = 6
     photo.save(tmp_path / "photo.jpg", exif=tags)
     assert image_files.load_image(tmp_path, "photo.jpg").size == (10, 20)
+
+
+def test_values_of_16_bits_are_scaled_and_of_32_bits_rejected(tmp_path: Path) -> None:
+    """Pillow would show all values above 255 as white."""
+    values = np.arange(4, dtype=np.uint16).reshape(2, 2) * 0x4000
+    Image.fromarray(values).save(tmp_path / "scan.png")
+    shown = np.asarray(image_files.load_image(tmp_path, "scan.png"))
+    assert shown[..., 0].tolist() == [[0, 64], [128, 192]]
+    Image.fromarray(values.astype(np.float32)).save(tmp_path / "floats.tif")
+    with pytest.raises(image_files.ImageError, match=r"\('floats.tif'\) has 32 bits per value"):
+        image_files.load_image(tmp_path, "floats.tif")
