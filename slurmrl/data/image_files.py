@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.errors import MissingDependencyError, UnreadableInputError
+from slurmrl.errors import MissingDependencyError
 from slurmrl.fsio import inputs
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ URL: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 LARGEST_FILE: Final = 64 * 2**20
 LARGEST_PIXELS: Final = 64 * 2**20
 """Limits of an image: bytes of its file, and pixels."""
+BOMB: Final = "DecompressionBombError"
+"""Name of Pillow's own error for a huge image, which it raises before its size is known."""
 WIDE: Final = ("I", "F")
 """Pillow's modes of integers and floats with 32 bits, whose range is unknown."""
 
@@ -107,14 +109,16 @@ def _opened(base: Path, image: ImageValue) -> Image:
     if (size := len(content) if path is None else path.stat().st_size) > LARGEST_FILE:
         most = f"the largest file may have {LARGEST_FILE >> 20} MiB"
         raise ImageError(f"('{name}') has {size / 2**20:.0f} MiB; {most}")
+    most = f"the most are {LARGEST_PIXELS}"
     try:
         opened: Image = from_file(BytesIO(content) if path is None else path)
     except Exception as error:  # the same as above
+        if type(error).__name__ == BOMB:
+            raise ImageError(f"('{name}') has too many pixels; {most}") from error
         raise ImageError(f"('{name}') is not an image that Pillow can read") from error
     width, height = opened.size
     if width * height > LARGEST_PIXELS:
         opened.close()
-        most = f"the most are {LARGEST_PIXELS}"
         raise ImageError(f"('{name}') has {width} x {height} pixels; {most}")
     return opened
 
@@ -125,14 +129,15 @@ def _path(base: Path, image: str) -> Path:
     path = base / image
     try:
         inputs.check_file(path)
-    except UnreadableInputError as error:
-        raise ImageError(f"('{image}') cannot be read: {error}") from error
+    except ValueError as error:  # UsageError, or a path that no file can have
+        raise ImageError(f"('{_shown(image)}') cannot be read: {error}") from error
     return path
 
 
 def _shown(image: ImageValue) -> str:
     """The name of an image for messages."""
-    return str(image if isinstance(image, str) else image[NAME] or "without a name")[:80]
+    name = str(image if isinstance(image, str) else image[NAME] or "without a name")[:80]
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _pillow() -> Any:

@@ -107,6 +107,10 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
         ({"images": ["a.png", "text.txt"]}, "images", "image 2 .*is not an image"),
         ({"images": ["wide.png"]}, "images", "has 40 x 30 pixels; the most are 1000"),
         ({"images": ["heavy.png"]}, "images", "MiB; the largest file may have"),
+        ({"images": ["vast.png"]}, "images", "has too many pixels; the most are 1000"),
+        ({"images": ["a\0.png"]}, "images", "cannot be read: embedded null byte"),
+        ({"images": ["\ud800.png"]}, "images", r"\\ud800.png'\) cannot be read: .*surrogates"),
+        ({"images": ["lfs.png"]}, "images", "is a pointer of Git LFS"),
         ({"images": [3]}, "images", "has an image 1 that must be the path of a file"),
         ({"images": ["cut.png"]}, "", "an image .*'cut.png'.* is damaged"),
         ({"images": ["a.png"], "prompt": "<image> <image>"}, "", "has more image parts"),
@@ -124,7 +128,9 @@ def test_unusable_image_is_a_problem_of_its_row(
     monkeypatch.setattr(image_files, "LARGEST_PIXELS", 1000)
     monkeypatch.setattr(image_files, "LARGEST_FILE", 100_000)
     (folder / "text.txt").write_text("no image")
+    (folder / "lfs.png").write_text("version https://git-lfs.github.com/spec/v1")
     Image.new("RGB", (40, 30)).save(folder / "wide.png")
+    Image.new("1", (14_000, 14_000)).save(folder / "vast.png")
     noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), np.uint8)
     Image.fromarray(noise).save(folder / "heavy.png")
     whole = (folder / "b.png").read_bytes()
