@@ -80,10 +80,10 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
     listed = _listed(value_at(row, config.images_key))
     if isinstance(listed, str):
         return config.images_key, listed
-    for part in parts:
-        if "image" in part and _wrong_image(part["image"]):
-            return _key(config), f"has an image that {_wrong_image(part['image'])}"
-    own = [part["image"] for part in parts if "image" in part]
+    own = [part["image"] for part in parts if part.get("image") is not None]
+    for image in own:
+        if reason := _wrong_image(image):
+            return _key(config), f"has an image that {reason}"
     for number, image in enumerate([*listed, *own], start=1):
         try:
             check_image(base_of(config), image)

@@ -52,6 +52,11 @@ def parts(made: SequenceSample, key: str) -> list[list[Any]]:
     return [each.tolist() for each in made.tensor(key).split(lengths)]
 
 
+def as_table(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a message as Arrow tables have it: all parts have all keys."""
+    return [{"role": "user", "content": [{"image": None, "text": None, **p} for p in content]}]
+
+
 def test_prompts_of_all_forms_have_the_processors_tokens_and_pixels(folder: Path) -> None:
     said = [{"role": "user", "content": PARTS}]
     bare = [{"type": each["type"]} if each["type"] == "image" else each for each in PARTS]
@@ -63,6 +68,7 @@ def test_prompts_of_all_forms_have_the_processors_tokens_and_pixels(folder: Path
         {"prompt": [{"role": "user", "content": bare}], "images": ["b.png", "a.png"]},
         {"prompt": "Is  like ", "images": ["b.png", "a.png"]},
         {"prompt": "No image"},
+        {"prompt": as_table(bare), "images": ["b.png", "a.png"]},
     )
     processor: Any = AutoProcessor.from_pretrained(folder, backend="pil")
     shown = [Image.open(folder / name).convert("RGB") for name in ("b.png", "a.png")]
@@ -70,8 +76,8 @@ def test_prompts_of_all_forms_have_the_processors_tokens_and_pixels(folder: Path
     text = processor.apply_chat_template(chat, add_generation_prompt=True)
     wanted = processor(images=shown, text=[text], add_special_tokens=False)
     found, paths = parts(made, "prompt_ids"), pictures_of(made)
-    assert found[0] == found[1] == found[2] == list(wanted["input_ids"][0])
-    assert paths[0] == paths[1] == paths[2] == paths[3]
+    assert found[0] == found[1] == found[2] == found[5] == list(wanted["input_ids"][0])
+    assert paths[0] == paths[1] == paths[2] == paths[3] == paths[5]
     assert found[3] != found[0], "images without a place come first"
     assert paths[4] == ""
     pictures = read(Path(paths[0]))
