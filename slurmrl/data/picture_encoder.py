@@ -86,13 +86,17 @@ class PictureEncoder:
         (tokens,), (offsets,) = made["input_ids"], made["offset_mapping"]
         types = made["mm_token_type_ids" if "mm_token_type_ids" in made else "token_type_ids"]
         arguments = {name: _array(made[name]) for name in made if name not in TEXT_FIELDS}
-        pictures = PictureInputs(int(np.count_nonzero(np.asarray(types[0]) == 1)), arguments)
+        places = [each for each, kind in zip(offsets, types[0], strict=True) if kind == 1]
+        replaced = made["text_replacement_offsets"][0]
+        if (found := _outside(places, replaced)) is not None:
+            shown = _expanded(marked, replaced).text[slice(*found)]
+            return f"has the text {shown!r}, which stands for an image: remove it"
+        pictures = PictureInputs(len(places), arguments)
         if self._directory is None:
             key = key_of(pictures.arrays)
         else:
             key = write(self._directory, pictures)
-        text = _expanded(marked, made["text_replacement_offsets"][0])
-        return EncodedPictures(list(tokens), offsets, text, key)
+        return EncodedPictures(list(tokens), offsets, _expanded(marked, replaced), key)
 
 
 def load_processor(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -142,6 +146,20 @@ def _processor_class(folder: Path) -> str:
 def _array(value: Any) -> np.ndarray[Any, Any]:
     array = np.asarray(value)
     return array.astype(np.float32) if array.dtype == np.float64 else array
+
+
+def _outside(
+    places: Sequence[tuple[int, int]], replaced: Sequence[Mapping[str, Any]]
+) -> tuple[int, int] | None:
+    """Return the first of the placeholders' places that no image's replacement has."""
+    spans, more = [], 0
+    for each in replaced:
+        first, last = each["span"]
+        length = len(each["replacement"])
+        spans.append((first + more, first + more + length))
+        more += length - (last - first)
+    inside = (any(first <= at[0] and at[1] <= last for first, last in spans) for at in places)
+    return next((at for at, known in zip(places, inside, strict=True) if not known), None)
 
 
 def _expanded(marked: MarkedText, replaced: Sequence[Mapping[str, Any]]) -> MarkedText:

@@ -117,6 +117,7 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
         ({"images": ["a\0.png"]}, "images", "cannot be read: embedded null byte"),
         ({"images": ["\ud800.png"]}, "images", r"\\ud800.png'\) cannot be read: .*surrogates"),
         ({"images": ["lfs.png"]}, "images", "is a pointer of Git LFS"),
+        ({"images": ["a.png"], "prompt": "<image_soft_token>"}, "", "stands for an image: remove"),
         ({"images": [3]}, "images", "has an image 1 that must be the path of a file"),
         ({"images": ["cut.png"]}, "", "an image .*'cut.png'.* is damaged"),
         ({"images": ["a.png"], "prompt": "<image> <image>"}, "", "has more image parts"),
