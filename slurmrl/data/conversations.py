@@ -98,7 +98,7 @@ def text_of(message: Message) -> str:
     """Return the text of a message's content."""
     content = message.get("content")
     if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content)
+        return "".join(part.get("text") or "" for part in content)
     return content or ""
 
 
