@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.conversations import Message, is_messages, kind_of
+from slurmrl.data.conversations import Message, is_messages, kind_of, text_of
 from slurmrl.data.image_files import ImageError, ImageValue, base_of, check_image, is_content
 from slurmrl.data.types import ABSENT, Row, value_at
 
@@ -51,6 +51,9 @@ def with_images(config: DatasetConfig, row: Row, messages: Sequence[Message]) ->
                 return _mismatch(config.images_key, len(listed), "has more image parts than that")
             images.append(left.pop(0) if own is None else own)
         made.append({**message, "content": [PART if _is_image(p) else p for p in parts]})
+    marked = any(MARK in text_of(message) for message in messages)
+    if value_at(row, config.images_key) == [] and marked:
+        return _mismatch(config.images_key, 0, f"has {MARK}")
     if left and len(left) < len(listed):
         return _mismatch(config.images_key, len(listed), f"has no place for {len(left)} of them")
     if left:
@@ -91,6 +94,13 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
             key = config.images_key if number <= len(listed) else _key(config)
             return key, f"image {number} {error}"
     return None
+
+
+def has_images(config: DatasetConfig, row: Row) -> bool:
+    """Whether a row of a dataset with images has some: under the key, or in parts of messages."""
+    assert config.images_key is not None, "checked by the caller"
+    parts = (part for message in _messages(config, row) for part in _of(message))
+    return value_at(row, config.images_key) not in (ABSENT, None, []) or any(map(_is_image, parts))
 
 
 NO_KEY: Final = "has an image: set images_key, for example to images"

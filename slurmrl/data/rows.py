@@ -6,16 +6,19 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Continuations, Encoder, RowTokens
+from slurmrl.data.images import has_images
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
 from slurmrl.data.tokenizer import text_ids
 from slurmrl.data.types import ABSENT, Row, RowType, own_convert, type_of_rows, value_at
 from slurmrl.data.types.prompt import Prompts, conversation, tools
 from slurmrl.errors import ChatTemplateError, ConfigError, Problem
+from slurmrl.registry import near
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -214,6 +217,14 @@ class Remarks:
         ``called`` are the names of the episodes' tools; ``without_schema`` is the reason why a tool
         has no JSON schema. Raises ConfigError, UsageError.
         """
+        key = self._config.images_key
+        if key is not None and not any(has_images(self._config, row) for row in self._rows):
+            present = list(dict.fromkeys(chain.from_iterable(self._rows)))
+            yield Remark(
+                "images_key",
+                f"none of the first {len(self._rows)} rows has an image under '{key}' or in a "
+                f"message, so the model reads only text; {near(key, present)}",
+            )
         if called and self._config.kind == "prompt":
             yield from self._tools(called, without_schema)
         if self._config.is_chat:

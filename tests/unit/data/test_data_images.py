@@ -15,7 +15,7 @@ from transformers import AutoProcessor
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data import image_files
-from slurmrl.data.rows import DatasetRows
+from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.errors import ConfigError, CorruptFileError
@@ -118,6 +118,7 @@ def test_answers_after_images_are_the_targets(folder: Path) -> None:
         ({"images": ["\ud800.png"]}, "images", r"\\ud800.png'\) cannot be read: .*surrogates"),
         ({"images": ["lfs.png"]}, "images", "is a pointer of Git LFS"),
         ({"images": ["a.png"], "prompt": "<image_soft_token>"}, "", "stands for an image: remove"),
+        ({"images": [], "prompt": "<image>"}, "", "has 0 images, but the conversation has <image>"),
         ({"images": [3]}, "images", "has an image 1 that must be the path of a file"),
         ({"images": ["cut.png"]}, "", "an image .*'cut.png'.* is damaged"),
         ({"images": ["a.png"], "prompt": "<image> <image>"}, "", "has more image parts"),
@@ -217,3 +218,16 @@ def test_values_of_16_bits_are_scaled_and_of_32_bits_rejected(tmp_path: Path) ->
     Image.fromarray(values.astype(np.float32)).save(tmp_path / "floats.tif")
     with pytest.raises(image_files.ImageError, match=r"\('floats.tif'\) has 32 bits per value"):
         image_files.load_image(tmp_path, "floats.tif")
+
+
+def test_key_of_no_images_is_a_remark(folder: Path) -> None:
+    """A misspelled key would train without the images."""
+    row = {"prompt": "How many?", "images": ["a.png"]}
+    path = write_rows(folder, row)
+    for key, wanted in (("image", ["images_key"]), ("images", [])):
+        config = Dataset(type="prompt", path=path, images_key=key, chat_template=True)
+        remarks = Remarks(config, DatasetRows(config).records.rows, lambda: load_tokenizer(folder))
+        found = [each for each in remarks.all((), str) if each.key == "images_key"]
+        assert [each.key for each in found] == wanted
+        assert all("'image' or in a message" in each.message for each in found)
+        assert all("did you mean 'images'?" in each.message for each in found)
