@@ -62,6 +62,8 @@ class PictureEncoder:
         """
         self._processor: Any = load_processor(tokenizer)
         self._base, self._directory = base_of(config), directory
+        limits = (config.max_tokens, config.max_prompt_tokens if config.kind == "prompt" else None)
+        self._most = min((limit for limit in limits if limit is not None), default=None)
 
     def encode(self, marked: MarkedText, images: Sequence[ImageValue]) -> EncodedPictures | str:
         """Return the tokens of a conversation with images, or why there are none.
@@ -92,7 +94,8 @@ class PictureEncoder:
             shown = _expanded(marked, replaced).text[slice(*found)]
             return f"has the text {shown!r}, which stands for an image: remove it"
         pictures = PictureInputs(len(places), arguments)
-        if self._directory is None:
+        left_out = self._most is not None and len(tokens) > self._most
+        if self._directory is None or left_out:
             key = key_of(pictures.arrays)
         else:
             key = write(self._directory, pictures)

@@ -74,7 +74,8 @@ def prepare(
     except EnvironmentFailure as error:
         _remove(directory, calls)
         if cause(error) in FULL:
-            message = f"{error}; the tokens of {config.path} and a copy of its prompts must fit"
+            parts = "a copy of its prompts" + (" and its pixels" if config.images_key else "")
+            message = f"{error}; the tokens of {config.path} and {parts} must fit"
             raise UsageError(f"{message} there: free space, then slurmrl resume") from error
         raise
     except BaseException:

@@ -231,3 +231,15 @@ def test_key_of_no_images_is_a_remark(folder: Path) -> None:
         assert [each.key for each in found] == wanted
         assert all("'image' or in a message" in each.message for each in found)
         assert all("did you mean 'images'?" in each.message for each in found)
+
+
+def test_row_that_is_left_out_has_no_pictures_on_disk(folder: Path) -> None:
+    """Pictures of long rows are the largest ones."""
+    row = {"prompt": "How many?", "images": ["a.png"]}
+    path = write_rows(folder, {"prompt": "Many? " * 50, "images": ["b.png"]}, row)
+    config = Dataset(
+        type="prompt", path=path, images_key="images", chat_template=True, max_prompt_tokens=100
+    )
+    made = prepared(config, load_tokenizer(folder), folder / "data").sample([(0, 0)])
+    files = sorted((folder / "data").glob("*/pictures/*/*"))
+    assert [str(file) for file in files] == pictures_of(made)
