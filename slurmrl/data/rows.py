@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Continuations, Encoder, RowTokens
+from slurmrl.data.image_files import without_pixels
 from slurmrl.data.images import has_images
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
 from slurmrl.data.tokenizer import text_ids
@@ -122,6 +123,14 @@ class DatasetRows:
     def answers(self, rows: Sequence[int]) -> list[str]:
         """The reference answers; "" for none."""
         return [reference(self._config, self.records.rows[row]) for row in rows]
+
+    def scored(self, rows: Sequence[int]) -> list[Row]:
+        """Return rows as rewards get them: with their answers, and without pixels of images."""
+        chosen = [self.records.rows[row] for row in rows]
+        if self._config.images_key is not None:
+            chosen = [without_pixels(row) for row in chosen]
+        pairs = zip(chosen, self.answers(rows), strict=True)
+        return [{**row, "answer": answer} for row, answer in pairs]
 
     @property
     def have_references(self) -> bool:

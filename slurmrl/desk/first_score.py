@@ -39,7 +39,7 @@ def score_first_row(
     wanted = function.wanted()
     if not wanted <= known.keys():
         return
-    row, place = {**rows.records.rows[0], "answer": answer}, rows.records.where(0)
+    (row,), place = rows.scored([0]), rows.records.where(0)
     extras = {name: known[name] for name in wanted}
     tried = f"reward '{reward.title}', tried on the first row with its answer as the completion"
     try:

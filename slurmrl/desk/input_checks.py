@@ -262,13 +262,8 @@ class InputChecks:
                 )
                 yield Finding("reward", Weight.FAILED, message, f"{key}.answer_key")
                 continue
-            everyone = range(len(rows))
-            answers = rows.answers(everyone)
-            lines = [
-                {**row, "answer": answer}
-                for row, answer in zip(rows.records.rows, answers, strict=True)
-            ]
-            messages = zip(rows.records.numbers, function.check_rows(lines), strict=True)
+            checked = function.check_rows(rows.scored(range(len(rows))))
+            messages = zip(rows.records.numbers, checked, strict=True)
             refused = ((number, message) for number, message in messages if message)
             problems = [
                 Problem(rows.records.where(number), dataset.answer_key, message)

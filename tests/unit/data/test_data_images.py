@@ -192,6 +192,7 @@ def test_columns_of_images_are_read_and_their_pixels_dropped(folder: Path) -> No
     assert parts(found, "prompt_ids") == parts(wanted, "prompt_ids")
     assert Path(pictures_of(found)[0]).name == Path(pictures_of(wanted)[0]).name
     assert found.metadata["row"][0]["image"] == {"path": "a.png"}
+    assert DatasetRows(config).scored([0]) == found.metadata["row"], "as a submission tries it"
     with pytest.raises(ConfigError, match="holds images: set images_key to image, or drop"):
         DatasetRows(Dataset(type="prompt", path=path, chat_template=True))
     broken = {**content, "bytes": content["bytes"][:20]}
