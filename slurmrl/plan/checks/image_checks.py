@@ -63,6 +63,11 @@ def _towers(draft: Draft) -> Iterator[Problem]:
         elif model.lora is not None:
             reason = " with lora, whose adapters are in the language model only"
             yield draft.refuse(key, reason, value=True)
+        else:
+            with suppress(UsageError):  # as in `_models`
+                if (values := config_values(model)) and resolve(REFUSAL)(values):
+                    reason = f": {values.get('model_type')} models have no image encoder here"
+                    yield draft.refuse(key, reason, value=True)
 
 
 def _section(draft: Draft, where: KeyPath, dataset: Dataset) -> Iterator[Problem]:
