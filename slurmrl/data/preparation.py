@@ -69,6 +69,7 @@ def prepare(
         if _is_current(directory, config, progress, calls):
             return directory
     directory = folder / f"{wanted}.{incarnation}"
+    _remove_unfinished(folder, incarnation, calls)
     try:
         _make(directory, wanted, config, tokenizer, progress, calls)
     except EnvironmentFailure as error:
@@ -114,6 +115,16 @@ def sweep(
         match = _NAME.fullmatch(name)
         if match and int(match[2]) <= incarnation and folder / name not in used:
             _remove(folder / name, calls)
+
+
+def _remove_unfinished(folder: Path, incarnation: int, calls: SystemCalls) -> None:
+    """Remove data that older incarnations did not finish, whose pictures may fill the disk."""
+    for name in atomic.list_names(folder, calls=calls):
+        match = _NAME.fullmatch(name)
+        if match and int(match[2]) < incarnation:
+            with suppress(FileNotFoundError):
+                if MANIFEST not in atomic.list_names(folder / name, calls=calls):
+                    _remove(folder / name, calls)
 
 
 def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -144,6 +144,17 @@ def test_a_newer_incarnation_s_files_stay(site: Site) -> None:
     assert read(new, 0)[0][0] == "r0"
 
 
+def test_data_that_older_incarnations_did_not_finish_is_removed_first(site: Site) -> None:
+    """Jobs that end while they prepare images must not fill the disk."""
+    finished = site.prepare(1)
+    newer = site.data / f"{'0' * 32}.4"
+    for directory in (newer, site.data / f"{'0' * 32}.2"):
+        (directory / "pictures").mkdir(parents=True)
+    with pytest.raises(ConfigError):
+        site.prepare(3, prompt_template="{unknown}")
+    assert site.names() == sorted([finished.name, newer.name])
+
+
 @pytest.mark.parametrize("limit", [0, 1, 200])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_one_error_that_leaves_nothing(
