@@ -21,6 +21,8 @@ TIME = re.compile(
     r"|(?<![\d:.])(?P<hour2>[01]?\d|2[0-3]):(?P<minute2>[0-5]\d)(?![\d:])",
     re.IGNORECASE,
 )
+PRODUCT = re.compile(r"\$?\d+[ap]m\$?")
+"""Pattern of a time that may also be a product of variables: ``2am`` equals ``2ma``."""
 WEEKDAY = re.compile(r"\A\s*(?:(?:mon|tues|wednes|thurs|fri|satur|sun)day\b,?)?\s*", re.IGNORECASE)
 _LATEX = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{|\\[,;:! ]|\^|[{}~$]")
 Moment = tuple[int | None, int, int]

@@ -14,7 +14,7 @@ OTHER_NUMBER = re.compile(
     r"|(?<!not )(?<!n't )(?<!cannot )(?:exceed|surpass)(?:s|es|ed|ing)?"
     r"|(?<!\d )(?<!left )(?:over|under|above|below|beyond)(?=[^\S\n]+[^\s:])"
     rf"|(?:half|double|triple)(?:\s+of)?|twice|thrice){GAP}{AMOUNT}"
-    rf"|(?<!\w)(?P<none>no(?:thing|ne)?(?:\s+\w+)?\s+)?\b(?:except(?:\s+for)?|excluding|other\s+than|(?:different|distinct)\s+from){GAP}{AMOUNT}"
+    rf"|(?<!\w)(?P<none>(?:no(?:thing|ne)?(?:\s+\w+){{0,4}}|fail(?:s|ed)?)\s+)?\b(?:except(?:\s+for)?|excluding|other\s+than|(?:different|distinct)\s+from){GAP}{AMOUNT}"
     rf"|(?<![\w.,/]){AMOUNT}(?:/\d+)?(?:\\\)|\$)?(?:\s+(?:fails(?=\s*(?:[.,;!)]|\Z|to\b|the\b|because\b))"
     r"|(?:is|was)\s+(?:also\s+)?(?:wrong|incorrect|false|invalid|impossible|too\s+\w+|not\s+(?:an?\s+|the\s+)?(?:valid|correct|right|possible|allowed|solution|root|answer)\b)"
     r"|(?:do(?:es)?\s*n[o']t|can\s?not|can't)\s+(?:work|fit|hold|satisfy|be\s+(?:right|correct|the\s+answer))\b)"
@@ -25,9 +25,13 @@ OTHER_NUMBER = re.compile(
 RELATED = re.compile(
     r"(?<![\w.,])(?<![-+*/^] )-?\$?\d[-+*/^\d,.]*\s*[<>≤≥≠]=?\s*(?=[A-Za-z](?![\w>]))"
     r"|(?:(?<![\w</.])([\w)}$]+) ?[<>]=?|[<>]=|[≤≥≠<])(?<![=-]>)\s*-?\$?\d[\d,]*(?:\.\d+)?"
-    r"|(?<![\w.,:])\d+(?::\d+)+(?![\w:])|(?<![\w.,])\d[\d.,]* ?i(?!\w)"
+    r"|(?<![\w.,:])\d+(?::\d+)+(?![\w:])"
 )
-"""Pattern of bounds, ratios and imaginary numbers: ``x > 7``, ``7 < x``, ``7:1`` and ``7i``."""
+"""Pattern of bounds and ratios: ``x > 7``, ``7 < x`` and ``7:1``."""
+IMAGINARY_NUMBER = re.compile(
+    r"(?<![\w.,])\d(?:[\d.,]*\d)?(?:i(?!\w|\.\s?e\b)|(?: |\\[,;:! ])i(?=[^\w(]*\Z))"
+)
+"""Pattern of ``7i``, but not of ``7 i.e.`` or ``7, i think``."""
 UNEQUAL = re.compile(r"\\not\s*=|<>|≠|(?<![\d\s])\s*!=|(?<!\S)!=|(?<!\d)\s+!=")
 FACTORIAL = re.compile(r"(?<![\w.])(\d+)\s*!=\s*(\d[\d,]*)(?![\w.])")
 LARGEST_FACTORIAL = 200

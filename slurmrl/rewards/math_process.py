@@ -40,9 +40,14 @@ from slurmrl.rewards.math_answer import (
     too_long,
     without_units,
 )
-from slurmrl.rewards.math_calendar import moments, same
+from slurmrl.rewards.math_calendar import PRODUCT, moments, same
 from slurmrl.rewards.math_choice import LETTER, chosen
-from slurmrl.rewards.math_excluded import OTHER_NUMBER, RELATED, without_other_numbers
+from slurmrl.rewards.math_excluded import (
+    IMAGINARY_NUMBER,
+    OTHER_NUMBER,
+    RELATED,
+    without_other_numbers,
+)
 from slurmrl.rewards.process_pool import end_with_parent, send, take_pipes
 
 AMOUNT = r"(?<![\w.,/])(\d[\d,]*(?:\.\d+)?)"
@@ -120,7 +125,9 @@ def correct(request: dict[str, Any], reference: Reading) -> bool:
     if letter and (choice := chosen(inside or completion, inside=bool(inside))):
         return choice == letter[1]
     if moment := moments(content, whole=True):
-        return any(same(each, moment[0]) for each in moments(inside or completion)[-1:])
+        given = moments(inside or completion)[-1:]
+        if given or not PRODUCT.fullmatch(content):
+            return any(same(each, moment[0]) for each in given)
     plain = bool(number(only_formula(rewritten(content)) or "", plain=False))
     if plain:
         inside, completion = (IN_SHORT.sub(in_full, each) for each in (inside, completion))
@@ -197,7 +204,8 @@ def read_stated(text: str) -> Reading:
     from math_verify import ExprExtractionConfig, parse
 
     numbers = [ExprExtractionConfig()]
-    text = RELATED.sub(lambda match: match[1] or "", rewritten(text))
+    text = rewritten(IMAGINARY_NUMBER.sub("", text))
+    text = RELATED.sub(lambda match: match[1] or "", text)
     reading: Reading = parse(stated(text), numbers, parsing_timeout=None)
     return reading
 
