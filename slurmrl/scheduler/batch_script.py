@@ -246,15 +246,24 @@ def _extra_line(line: str) -> str:
     text = line.strip().removeprefix("#SBATCH").strip()
     if "\n" in text or not text.startswith("-"):
         raise UsageError(f"extra_lines: {line!r} is not a directive such as '--exclusive'")
-    word = re.split(r"[=\s]", text, maxsplit=1)[0]
-    if word.startswith("--"):  # sbatch accepts the beginning of an option's name
-        named = [option for option in OURS if option.startswith(word)]
-    else:
-        letters = {f"-{letter}" for letter in LETTERS.findall(word)[0]}
-        named = [option for option, short in OURS.items() if short in letters]
-    if named:
-        raise UsageError(f"extra_lines: slurmrl itself sets {named[0]} ({line!r})")
+    try:
+        words = shlex.split(text, comments=True)  # sbatch reads several options of one line
+    except ValueError as error:
+        raise UsageError(f"extra_lines: {line!r}: {error}") from error
+    for word in words:
+        if named := _of_ours(word):
+            raise UsageError(f"extra_lines: slurmrl itself sets {named[0]} ({line!r})")
     return f"#SBATCH {text}"
+
+
+def _of_ours(word: str) -> list[str]:
+    """Return the options of slurmrl that a word sets."""
+    if not word.startswith("-"):
+        return []  # the value of an option
+    if word.startswith("--"):  # sbatch accepts the beginning of an option's name
+        return [option for option in OURS if option.startswith(word.partition("=")[0])]
+    letters = {f"-{letter}" for letter in LETTERS.findall(word)[0]}
+    return [option for option, short in OURS.items() if short in letters]
 
 
 @dataclass(frozen=True)

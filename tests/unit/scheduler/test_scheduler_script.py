@@ -230,6 +230,8 @@ def test_values_that_no_directive_can_hold_are_refused(key: str, value: str) -> 
         "--no-requeue",
         "-N 4",
         "#SBATCH --signal=B:TERM@5",
+        "--exclusive --array=0-3",
+        "-t 5 -J x",
     ],
 )
 def test_extra_lines_cannot_change_the_protocol(line: str) -> None:
@@ -238,7 +240,18 @@ def test_extra_lines_cannot_change_the_protocol(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["-H", "-vv", "-t 5", "-pArray", "--nodelist=n[0-1]", "--ntasks-per-core=1", "--hold"]
+    "line",
+    [
+        "-H",
+        "-vv",
+        "-t 5",
+        "-pArray",
+        "--nodelist=n[0-1]",
+        "--ntasks-per-core=1",
+        "--hold",
+        "--comment='a --array'",
+        "-A a -t 5 # --array",
+    ],
 )
 def test_extra_lines_may_choose_everything_else(line: str) -> None:
     text = batch_script.script(request(extra_lines=[line]), GROUP, "srun")
