@@ -174,9 +174,16 @@ def is_copied(run: RunPaths, number: int) -> bool:
 
 
 def is_another(run: RunPaths, made: object) -> bool:
-    """Return whether ``made`` names another run directory, which this host sees."""
+    """Return whether ``made`` names another run directory, which this host sees.
+
+    Inode numbers are compared, because a file system may be mounted at two places. A folder without
+    a configuration is what processes made there after the run directory was moved.
+    """
     try:
-        return isinstance(made, str) and made != "" and not os.path.samefile(made, run.run)
+        if not isinstance(made, str) or made == "":
+            return False
+        there = Path(made)
+        return there.stat().st_ino != run.run.stat().st_ino and RunPaths(there).config.is_file()
     except OSError:  # nothing is there any more
         return False
 

@@ -17,6 +17,7 @@ def run(tmp_path: Path) -> FakeRun:
     """A trial whose first submission has a job."""
     fake = FakeRun(tmp_path / "runs")
     fake.submission(run=str(fake.paths.run))
+    fake.paths.config.touch()
     submission.write_jobs(fake.paths, 1, {"trainer": ("41",)})
     return fake
 
@@ -33,6 +34,8 @@ def test_copy_has_no_jobs_and_moved_directory_keeps_them(
     shutil.copytree(run.paths.run, copy.run)
     assert scheduler.recover(copy, 1) == {}
     shutil.rmtree(run.paths.run)
+    assert scheduler.recover(copy, 1) == {"trainer": ("41",)}
+    (run.paths.run / "logs").mkdir(parents=True)  # a process that still runs writes there
     assert scheduler.recover(copy, 1) == {"trainer": ("41",)}
 
 

@@ -228,6 +228,7 @@ def test_copy_of_a_trial_does_not_wait_for_the_job_of_the_original(
     """It would be requeued again and again as long as the original runs."""
     cluster = Cluster({"41_0": RUNS, "43_0": row("RUNNING", 0, ("n0",))})
     assert lock(paths, names, link(paths), "41.0", cluster).take() is None
+    paths.config.touch()
     copy = RunPaths(tmp_path / "copy")
     shutil.copytree(paths.run, copy.run)
     there = NameStore(copy.names)
