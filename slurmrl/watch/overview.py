@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slurmrl import log
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError, SlurmrlError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.documents import INTEGER, NUMBER, SECONDS, SIZE, TEXT, Fields, one_of, table
 from slurmrl.run.history.slots import History
@@ -202,7 +202,13 @@ def _query(
     jobs: dict[str, tuple[str, ...]] = {}
     owners: dict[str, tuple[TrialSnapshot, int, str]] = {}
     for snapshot, number in asked:
-        for group, ids in scheduler.recover(snapshot.paths, number).items():
+        try:
+            recovered = scheduler.recover(snapshot.paths, number)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            if isinstance(error, SchedulerError) or _may_run(snapshot, number):
+                raise
+            continue  # the status only lacks the cause of an earlier end
+        for group, ids in recovered.items():
             key = f"{snapshot.trial}:{number}:{group}"  # groups of several trials in one query
             jobs[key], owners[key] = ids, (snapshot, number, group)
     answers = []

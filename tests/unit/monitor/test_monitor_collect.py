@@ -9,6 +9,7 @@ from slurmrl.errors import CorruptFileError
 from slurmrl.run import keys
 from slurmrl.run.history.slots import Kind
 from slurmrl.run.lease import Lease
+from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobState, Scheduler
 from slurmrl.watch.overview import collect
 from tests.fake_runs import FakeRun, FakeScheduler, task
@@ -189,6 +190,22 @@ def test_signal_of_an_earlier_submission_is_explained(
     run, scheduler = resumed
     run.name(keys.warned(1), cause="preemption", signal="SIGTERM")
     assert seen(run, scheduler)["incarnations"][0]["how"] == f"job 41_0: {SIGNAL}"
+
+
+def test_status_works_if_the_jobs_of_an_earlier_submission_are_damaged(
+    resumed: tuple[FakeRun, FakeScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, scheduler = resumed
+    recover = scheduler.recover
+
+    def damaged(paths: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
+        if number == 1:
+            raise CorruptFileError("jobs.json is not JSON")
+        return recover(paths, number)
+
+    monkeypatch.setattr(scheduler, "recover", damaged)
+    status = seen(run, scheduler)
+    assert status["groups"][0]["tasks"][0]["job_id"] == "42_0"
 
 
 def test_ended_trial_is_shown_where_the_scheduler_does_not_answer(
