@@ -153,9 +153,13 @@ def _check_options(name: str, kind: Any, options: Mapping[str, Any]) -> None:
         parameters = list(inspect.signature(kind).parameters.values())
     except (TypeError, ValueError):  # no function, or a built-in one without a signature
         return
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = 0 if inspect.isclass(kind) else len(ARGUMENTS)
-    allowed = [each.name for each in parameters[first:] if each.kind in named]
+    allowed = [
+        each.name
+        for place, each in enumerate(parameters)
+        if each.kind is inspect.Parameter.KEYWORD_ONLY
+        or (place >= first and each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    ]
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         return
     for option in options:

@@ -48,6 +48,10 @@ def returning(
     return forms[what]
 
 
+def of_any(*arguments: Any, by: float = 0.0) -> list[float]:
+    return [by] * len(arguments[1])
+
+
 async def asynchronous(
     prompts: Sequence[str], completions: Sequence[str], rows: Rows, *, by: float = 0.0
 ) -> list[float]:

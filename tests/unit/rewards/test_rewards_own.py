@@ -41,6 +41,7 @@ def test_bools_are_scores() -> None:
 
 def test_functions_may_be_async_and_take_options() -> None:
     assert score("asynchronous", by=0.5) == [1.5, 2.5, 3.5]
+    assert score("of_any", by=0.5) == [0.5, 0.5, 0.5]
 
 
 def test_objects_need_only_look_like_rewards() -> None:
