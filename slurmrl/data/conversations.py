@@ -40,7 +40,7 @@ def wrong_prompt(value: Any) -> str:
 
 def wrong_conversation(value: Any) -> str:
     """Return the reason why a model cannot learn from a conversation; "" if it can."""
-    if reason := wrong_messages(value):
+    if reason := wrong_messages(value) or _wrong_switch(value):
         return reason
     if not any(is_target(message) for message in value):
         return "has no message of the assistant to learn from"
@@ -49,7 +49,7 @@ def wrong_conversation(value: Any) -> str:
 
 def wrong_answer(value: Any) -> str:
     """Return why a list of messages is neither an answer nor a conversation that ends with one."""
-    if reason := wrong_messages(value):
+    if reason := wrong_messages(value) or _wrong_switch(value):
         return reason
     if value[-1]["role"] != ASSISTANT:
         return f"must end with a message of the assistant, but ends with '{value[-1]['role']}'"
@@ -113,6 +113,16 @@ SWITCHES: Final = ("train", "training", "trainable")
 """Keys that exclude messages in other trainers."""
 
 
+def _wrong_switch(messages: Sequence[Message]) -> str:
+    """Return which target another trainer would exclude; "" if none."""
+    for place, message in enumerate(messages, start=1):
+        switch = next((key for key in SWITCHES if message.get(key) in (False, 0)), None)
+        if switch is not None and is_target(message):
+            value = json.dumps(message[switch])
+            return f"message {place} has '{switch}' {value}: write \"weight\": 0 to exclude it"
+    return ""
+
+
 def _wrong_message(message: Any) -> str:
     if not isinstance(message, dict):
         return f"must be an object with 'role' and 'content', but is {kind_of(message)}"
@@ -121,8 +131,6 @@ def _wrong_message(message: Any) -> str:
         return f"must have a 'role' (system, user, assistant, tool), but it is {kind_of(role)}"
     if message.get("weight") not in (None, 0, 1):
         return f"has 'weight' {kind_of(message['weight'])}: allowed are 0 and 1"
-    if switch := next((key for key in SWITCHES if message.get(key) in (False, 0)), None):
-        return f"has '{switch}' {json.dumps(message[switch])}: write \"weight\": 0 to exclude it"
     content = message.get("content")
     if content is None:
         return "" if message.get("tool_calls") else "has neither 'content' nor 'tool_calls'"

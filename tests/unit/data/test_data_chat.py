@@ -237,6 +237,12 @@ def test_wrong_conversations_are_named_with_their_line(
     assert problem.message.startswith(message)
 
 
+def test_switches_are_accepted_on_messages_that_are_no_targets(site: Site) -> None:
+    rows = [{"messages": [{**TURNS[0], "train": False}, {**TURNS[1], "train": True}]}]
+    rows += [{"messages": [*TURNS[:2], {**TURNS[3], "train": False, "weight": 0}]}]
+    assert len(site.sample(*rows).ids) == 2
+
+
 @pytest.mark.parametrize("key", ["tool_calls", "function_call"])
 def test_row_with_a_call_that_the_template_drops_is_refused(site: Site, key: str) -> None:
     """The turn would train its end alone."""
