@@ -162,6 +162,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> None:
+    """Return null for NaN, which pandas writes for a missing number. Raises ValueError."""
+    if name == "NaN":
+        return
     raise ValueError(f"{name} is not a JSON value; write null, or leave its key out")
 
 

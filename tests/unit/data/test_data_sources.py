@@ -171,8 +171,9 @@ def test_columns_become_json(tmp_path: Path) -> None:
     """Dates become ISO texts, and NaN null; bytes and infinity have no JSON form."""
     path = write(tmp_path, "parquet", [{"day": date(2026, 1, 2), "x": 1.5}])
     assert read_records(path, "id").rows == ({"day": "2026-01-02", "x": 1.5},)
-    path = write(tmp_path, "parquet", [{"x": [float("nan"), 1.0]}])
-    assert read_records(path, "id").rows == ({"x": [None, 1.0]},)
+    for kind in ("parquet", "jsonl"):
+        path = write(tmp_path, kind, [{"x": [float("nan"), 1.0]}])
+        assert read_records(path, "id").rows == ({"x": [None, 1.0]},)
     path = write(tmp_path, "parquet", [{"x": float("inf")}])
     with pytest.raises(ConfigError, match=r"parquet, row 1: Infinity is not a JSON value"):
         read_records(path, "id")
