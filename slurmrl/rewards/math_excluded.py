@@ -32,8 +32,8 @@ IMAGINARY_NUMBER = re.compile(
     r"(?<![\w.,])\d(?:[\d.,]*\d)?(?:i(?!\w|\.\s?e\b)|(?: |\\[,;:! ])i(?=[^\w(]*\Z))"
 )
 """Pattern of ``7i``, but not of ``7 i.e.`` or ``7, i think``."""
-UNEQUAL = re.compile(r"\\not\s*=|<>|≠|(?<![\d\s])\s*!=|(?<!\S)!=|(?<!\d)\s+!=")
-FACTORIAL = re.compile(r"(?<![\w.])(\d+)\s*!=\s*(\d[\d,]*)(?![\w.])")
+UNEQUAL = re.compile(r"\\not\s*=|<>|≠|(?<![\d\s])\s*!=|(?<!\S)!=")
+FACTORIAL = re.compile(r"(?<![\w.])(\d+)\s*!=\s*(\d[\d,]*)(?!\w|\.\d)")
 LARGEST_FACTORIAL = 200
 
 
@@ -55,6 +55,7 @@ def with_unequal_signs(text: str) -> str:
 
 
 def _factorial(match: re.Match[str]) -> str:
-    base, value = int(match[1]), match[2].replace(",", "")
-    true = base <= LARGEST_FACTORIAL and str(factorial(base)) == value
-    return f"{base}! = {value}" if true else rf"{match[1]} \neq {match[2]}"
+    base, value = match[1], match[2].replace(",", "")
+    small = len(base) <= len(str(LARGEST_FACTORIAL)) and int(base) <= LARGEST_FACTORIAL
+    true = small and str(factorial(int(base))) == value
+    return f"{base}! = {value}" if true else rf"{base} \neq {match[2]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -15,6 +16,7 @@ from slurmrl.rewards import make
 from slurmrl.rewards import process_pool as process_pool
 from slurmrl.rewards.math import MathReward, tail
 from slurmrl.rewards.math_answer import marked_answer
+from slurmrl.rewards.math_excluded import with_unequal_signs
 from slurmrl.rewards.process_pool import PoolProgram, Unanswered
 from slurmrl.rewards.rules import ExactMatch
 
@@ -107,6 +109,14 @@ def test_math_agrees_with_verdicts_by_hand(judged: MathReward) -> None:
     with closing(MathReward(timeout_s=60.0, literal=True)) as strict:
         wrong += wrong_verdicts(strict, literal, finished=True)
     assert wrong == []
+
+
+def test_unequal_sign_after_a_long_number_is_read() -> None:
+    digits = "1" * 5000  # Python converts at most 4300 digits to an integer
+    assert with_unequal_signs(f"{digits}!=1") == rf"{digits} \neq 1"
+    began = time.process_time()
+    with_unequal_signs(f"7{' ' * 100_000}8")
+    assert time.process_time() - began < 2.0, "linear in the spaces"
 
 
 BRACKETED = (
