@@ -37,7 +37,9 @@ def moments(text: str, *, whole: bool = False) -> list[Moment]:
         of each time, with hours from 0 to 23.
     """
     text = _LATEX.sub(" ", text)
-    text = re.sub(r"(?<=\d)\s+(?=(?:st|nd|rd|th)\b)|\s*:\s*(?=\d)", lambda m: m[0].strip(), text)
+    text = re.sub(
+        r"(?<=\d)\s+(?=(?:st|nd|rd|th)\b)|(?<!\s)\s*:\s*(?=\d)", lambda m: m[0].strip(), text
+    )
     if whole:
         text = WEEKDAY.sub("", text.strip().rstrip("."))
         found = DATE.fullmatch(text) or TIME.fullmatch(text)
