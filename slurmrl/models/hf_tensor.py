@@ -128,12 +128,12 @@ def refusal(values: Mapping[str, Any], head: Head, ranks: int) -> str:
 @lru_cache(maxsize=16)
 def _refusal(values: str, head: Head, ranks: int) -> str:
     config = HFConfig.from_hf(json.loads(values))
-    if reason := tensor_refusal(config.values):
-        return reason
     try:
         with torch.device("meta"):
             model = make_model(config, head, None, 0, torch.float32)
     except Exception as error:  # transformers' classes may raise anything
+        if reason := tensor_refusal(config.values):
+            return reason
         raise UsageError(f"transformers cannot build a {config.model_type} model") from error
     try:
         _cuts(model, ranks)

@@ -159,6 +159,15 @@ def test_models_that_tensor_ranks_cannot_share_are_refused(
         made.split(Axis(0, 2))
 
 
+def test_language_models_of_larger_configs_are_accepted_before_a_job() -> None:
+    """Transformers runs only the language model of these configs."""
+    for whole, part in (("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")):
+        values = {"model_type": whole, "text_config": tiny(part)}
+        assert hf_tensor.refusal(values, "lm", 2) == ""
+    values = {"model_type": "gemma3", "text_config": tiny("gemma3_text")}
+    assert "'t' is not possible for gemma3 models" in hf_tensor.refusal(values, "lm", 2)
+
+
 @pytest.mark.parametrize("family", ["exaone4", "gemma3_text", "qwen3"])
 def test_gradients_of_head_norms_summed_if_plan_leaves_them_out(
     monkeypatch: pytest.MonkeyPatch, family: str
