@@ -249,8 +249,8 @@ def _check_sizes(inner: PreTrainedModel, ranks: int, sizes: Mapping[str, int]) -
             wanted["num_attention_heads"] = heads
             if own == "k_proj":
                 wanted["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
-                width = getattr(inner.get_submodule(above), "head_dim", None) or size
-                wanted[f"the heads of {above}.{own}:"] = size // width if size > width else None
+                width = getattr(inner.get_submodule(above), "head_dim", None)
+                wanted[f"the heads of {above}.{own}:"] = size // width if width else None
         else:
             known = (
                 n for n, v in fields.items() if v == size and (INNER in n or n in EXPERT_FIELDS)

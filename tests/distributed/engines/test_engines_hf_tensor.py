@@ -145,11 +145,16 @@ def test_layout_of_tensor_ranks_has_the_whole_weights(ranks: RankPool) -> None:
         ("qwen3_next", {"num_attention_heads": 3}, "t2 does not divide num_attention_heads 3"),
         ("cohere", {"use_qk_norm": True}, "with model.layers.0.self_attn.k_norm.weight, which has"),
         ("llama", {"num_key_value_heads": 1}, "t2 does not divide num_key_value_heads 1"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {"1": {"head_dim": 16, "num_key_value_heads": 1}}},
+            "t2 does not divide the heads of model.layers.1.self_attn.k_proj: 1",
+        ),
         ("llama", {"intermediate_size": 33}, "t2 does not divide intermediate_size 33"),
     ],
 )
 def test_models_that_tensor_ranks_cannot_share_are_refused(
-    family: str, changes: dict[str, int], message: str
+    family: str, changes: dict[str, Any], message: str
 ) -> None:
     values = {**tiny(family), **changes}
     assert re.search(message, hf_tensor.refusal(values, "lm", 2)), "before a job"
