@@ -46,6 +46,15 @@ TENSOR_FAMILIES: Final = frozenset((
 ))
 # fmt: on
 """Families that tensor ranks can share by the plans of transformers."""
+# fmt: off
+WHOLE_ATTENTION: Final = frozenset((
+    "afmoe", "axk1", "bailing_hybrid", "deepseek_v3", "flex_olmo", "flint", "gpt_oss", "granitemoe",
+    "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "jamba", "kimi_linear", "lfm2_moe",
+    "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe",
+    "phimoe", "youtu", "zaya",
+))
+# fmt: on
+"""Families among these whose plans split no attention: each tensor rank has all heads."""
 DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "deepseek_v4": {"compress_rates": True},
     "llama4_text": {BY_COLUMN: True, SCALED_FROM: 8192},

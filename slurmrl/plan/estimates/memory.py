@@ -255,7 +255,8 @@ def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
     shape, sizes = job.shape, job.allocation.sizes
     tp = sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
-    attention = 2 * shape.queries / tp + 2 * shape.kv_heads_of_rank(tp) * shape.head_dim
+    queries = shape.queries / shape.attention_ranks(tp)
+    attention = 2 * queries + 2 * shape.kv_heads_of_rank(tp) * shape.head_dim
     if selective:
         return 2 * shape.hidden / split + attention
     return 4 * shape.hidden / split + attention + _inner_tensors(job) * _inner(job)
@@ -266,7 +267,9 @@ def _inner(job: MemoryDemand) -> float:
     shape = job.shape
     inner = shape.inner / job.allocation.sizes["tp"]
     if shape.expert_layers:
-        routed = shape.experts_per_token * shape.expert_inner / expert_tp(job.allocation)
+        # transformers allocates a row for each of a token's experts, on this rank or on another.
+        shared = 1 if job.model.implementation == "hf" else expert_tp(job.allocation)
+        routed = shape.experts_per_token * shape.expert_inner / shared
         inner = routed + shape.shared_inner / job.allocation.sizes["tp"]
     return inner
 

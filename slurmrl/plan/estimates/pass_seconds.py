@@ -196,8 +196,9 @@ def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float
     """
     shape, sizes, rates = job.shape, job.allocation.sizes, machine.efficiency
     tp, etp = sizes["tp"], expert_tp(job.allocation)
-    attention = 2 * own * 2 * shape.hidden * (shape.queries + shape.keys) / tp
-    seconds = attention / machine.flops(rates.of_product(own, shape.queries / tp), job.width)
+    ranks = shape.attention_ranks(tp)
+    attention = 2 * own * 2 * shape.hidden * (shape.queries + shape.keys) / ranks
+    seconds = attention / machine.flops(rates.of_product(own, shape.queries / ranks), job.width)
     inner = (shape.shared_inner if moe else shape.inner) / tp
     if inner:
         flops = 2 * own * shape.mlp_matrices * shape.hidden * inner
@@ -216,7 +217,7 @@ def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float
 def _attention(job: PassJob, machine: Machine, own: float) -> float:
     """Seconds of scores and weighted sums: a token attends to half of its sequence on average."""
     shape, tp = job.shape, job.allocation.sizes["tp"]
-    flops = 4 * own * shape.queries / tp * job.length / 2
+    flops = 4 * own * shape.queries / shape.attention_ranks(tp) * job.length / 2
     return flops / machine.flops(machine.efficiency.attention, job.width)
 
 

@@ -116,6 +116,7 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
 """The built-in decoder's table of families, for the defaults of absent fields."""
+WHOLE_ATTENTION: Final = "slurmrl.models.hf_config:WHOLE_ATTENTION"
 TOWER: Final = "slurmrl.models.hf_pictures:text_and_tower"
 ADAPTED_SHAPES: Final = "slurmrl.models.hf_adapters:adapted_shapes"
 """Its layer is above the plan's, so it is resolved by name."""
@@ -150,6 +151,8 @@ class ModelShape:
     """Number of layers without experts in a model with experts."""
     whole_vocabulary: bool = False
     """Whether each tensor rank has the whole embedding and projection (models of transformers)."""
+    whole_attention: bool = False
+    """Whether each tensor rank has all heads (some families of transformers)."""
     tower: int = 0
     """Elements of an image encoder."""
 
@@ -169,9 +172,13 @@ class ModelShape:
         """Rows of the embedding on one tensor rank."""
         return self.vocabulary / (1 if self.whole_vocabulary else tp)
 
+    def attention_ranks(self, tp: int) -> int:
+        """Number of the tensor ranks that share the heads of attention."""
+        return 1 if self.whole_attention else tp
+
     def kv_heads_of_rank(self, tp: int) -> int:
         """Key-value heads of one tensor rank; with fewer heads than ranks, heads are replicated."""
-        return max(1, -(-self.kv_heads // tp))
+        return max(1, -(-self.kv_heads // self.attention_ranks(tp)))
 
 
 def shape_of(model: Model) -> ModelShape | None:
@@ -183,7 +190,10 @@ def shape_of(model: Model) -> ModelShape | None:
     shape = read(values) if values else None
     if shape is None and model.implementation == HF and "vision_config" in values:
         shape = _with_tower(json.dumps(values, sort_keys=True))
-    return shape and replace(shape, whole_vocabulary=model.implementation == HF)
+    if shape is None or model.implementation != HF:
+        return shape
+    whole = values.get("model_type") in resolve(WHOLE_ATTENTION)
+    return replace(shape, whole_vocabulary=True, whole_attention=whole)
 
 
 @lru_cache(maxsize=8)
@@ -289,7 +299,7 @@ class Parameters:
 def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) -> Parameters:
     """The parameters of one layer on one tensor rank, without biases."""
     tp = allocation.sizes["tp"]
-    queries = shape.queries / tp
+    queries = shape.queries / shape.attention_ranks(tp)
     keys = shape.kv_heads_of_rank(tp) * shape.head_dim
     attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.hidden
     if not moe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import inf
 
@@ -14,6 +15,7 @@ from slurmrl.models.hf_model import HFModel
 from slurmrl.models.parallel.split import Axis
 from tests.support.families import tiny
 
+ATTENTION = re.compile(r"attn|attention")
 LENGTHS = (5, 9, 2)
 
 
@@ -34,8 +36,11 @@ def computed(model: HFModel) -> tuple[Tensor, dict[str, Tensor]]:
     return logp.detach(), gradients
 
 
-def differences(families: Sequence[str]) -> list[tuple[str, float, float]]:
-    """The largest difference to the whole model of log-probabilities and, relatively, gradients."""
+def differences(families: Sequence[str]) -> list[tuple[str, float, float, bool]]:
+    """The largest difference to the whole model of log-probabilities and, relatively, gradients.
+
+    The last value is whether the ranks share attention.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     axis = Axis(rank, size, dist.new_group(list(range(size))))
     found = []
@@ -56,5 +61,6 @@ def differences(families: Sequence[str]) -> list[tuple[str, float, float]]:
             worst = max(worst, torch.nan_to_num((gradient - part).abs(), inf).max().item() / scale)
         both = torch.tensor([float((logp - wanted).abs().max()), worst])
         dist.all_reduce(both, dist.ReduceOp.MAX)
-        found.append((family, float(both[0]), float(both[1])))
+        shared = any(ATTENTION.search(name) for name in split.dims)
+        found.append((family, float(both[0]), float(both[1]), shared))
     return found

@@ -13,7 +13,7 @@ import torch
 
 from slurmrl.errors import UsageError
 from slurmrl.models import hf_tensor
-from slurmrl.models.hf_config import TENSOR_FAMILIES, HFConfig
+from slurmrl.models.hf_config import TENSOR_FAMILIES, WHOLE_ATTENTION, HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_tensor import OF_PARTS
 from slurmrl.models.parallel.split import Axis
@@ -112,9 +112,10 @@ def test_listed_families_compute_the_same_on_two_tensor_ranks(
 ) -> None:
     """Log-probabilities, and gradients of whole and of split parameters."""
     found = ranks(2, f"{CASES_OF_TENSOR}:differences", families, deadline_s=1500)
-    for family, logits, gradients in found[0]:
+    for family, logits, gradients, shares_attention in found[0]:
         assert logits < BOUND, family
         assert gradients < BOUND, family
+        assert shares_attention != (family in WHOLE_ATTENTION), family
     assert [family for family, *_ in found[0]] == families
 
 

@@ -20,6 +20,7 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates import call_costs, memory, worker_memory
+from slurmrl.plan.estimates import shape as shapes
 from slurmrl.plan.estimates.call_costs import call_flops
 from slurmrl.plan.estimates.memory import (
     MemoryDemand,
@@ -306,6 +307,24 @@ def test_copies_for_generation_count_where_they_are_made() -> None:
         assert memory.packed_bytes(replace(demand, **change)) == 0
     halves = replace(demand, shape=replace(demand.shape, layers=2), allocation=parse("native:t2"))
     assert memory.packed_bytes(halves) > 0
+
+
+def test_tensor_ranks_of_transformers_have_some_parts_whole() -> None:
+    """Its plans split no attention of olmo2. Each rank has rows for all experts of a token."""
+    split = parse("fsdp:t8")
+
+    def made(kind: str, layout: str = "fsdp:t8", **more: int) -> MemoryDemand:
+        hf = Model(implementation="hf", architecture={**LLAMA_8B, "model_type": kind, **more})
+        return job(LLAMA_8B, layout, model=hf, shape=shapes.shape_of(hf))
+
+    heads, whole = made("llama").shape, made("olmo2").shape
+    assert memory.kv_bytes_per_token(heads, split, "bfloat16") == 2 * 128 * 32 * 2
+    assert memory.kv_bytes_per_token(whole, split, "bfloat16") == 2 * 8 * 128 * 32 * 2
+    attention = 32 * 4096 * (2 * 4096 + 2 * 1024)
+    more = parameters(whole, split, "lm").total - parameters(heads, split, "lm").total
+    assert more == attention * 7 / 8
+    one, eight = (made("mixtral", layout, num_local_experts=8) for layout in ("fsdp:t1", "fsdp:t8"))
+    assert memory.layer_activations(eight) > 0.8 * memory.layer_activations(one)
 
 
 @pytest.mark.parametrize(
