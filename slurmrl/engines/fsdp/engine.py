@@ -41,6 +41,7 @@ from slurmrl.engines.fsdp.sharding import (
     global_norm,
     shard_plan,
     sum_copies,
+    take_first_copies,
 )
 from slurmrl.engines.host import HostCopies, Offload, lock_sizes_as_they_are
 from slurmrl.engines.microbatch import (
@@ -307,6 +308,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         if self._placing.tensor is not None:
             split, tensor = self._placing.tensor, self._split.tensor
             sum_copies(gradients, split, tensor, self.context.device)
+            whole_layers = not isinstance(self.config, ModelConfig)
+            if whole_layers and not torch.are_deterministic_algorithms_enabled():
+                take_first_copies(gradients, split, tensor, self.context.device)
         axes = [axis for axis in ("shard", "tp") if axis in self.context.groups]
         groups = [self.context.group(axis) for axis in axes]
         norm = global_norm(gradients, groups, self._placing.copies, self.context.device)

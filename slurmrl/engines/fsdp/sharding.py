@@ -226,6 +226,24 @@ def sum_copies(
     _sum(on_some, tensor, device, count=heads, row=split.head_of(tensor.rank))
 
 
+@torch.no_grad()
+def take_first_copies(
+    gradients: Mapping[str, Tensor], split: SharedParameters, tensor: Axis, device: torch.device
+) -> None:
+    """Replace whole gradients, in place, by the gradients of the first tensor rank.
+
+    Each rank computes them from the same inputs. Some GPU kernels, as the backward pass of flash
+    attention, sum in varying orders, so the copies of a parameter would slowly drift apart.
+
+    Collective over these ranks, on ``device``; all of them have gradients of the same names.
+    """
+    for name, gradient in gradients.items():
+        if split.copies(name) == split.ranks and not split.sums(name) and gradient.numel():
+            first = gradient.to(device).contiguous()
+            dist.broadcast(first, group=tensor.group, group_src=0)
+            gradient.copy_(first)
+
+
 def _sum(
     gradients: Sequence[Tensor], tensor: Axis, device: torch.device, *, count: int, row: int
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.parallel.split import Axis
+from tests.distributed.engines.cases import Setup, batch, denominator, loss, make
 from tests.support.families import tiny
 
 ATTENTION = re.compile(r"attn|attention")
@@ -64,3 +66,22 @@ def differences(families: Sequence[str]) -> list[tuple[str, float, float, bool]]
         shared = any(ATTENTION.search(name) for name in split.dims)
         found.append((family, float(both[0]), float(both[1]), shared))
     return found
+
+
+def copies_after_training(setup: Setup, *, deterministic: bool) -> dict[str, Tensor]:
+    """The whole weights of this rank after a step in which each rank's gradients differ a bit."""
+    engine: Any = make(setup)
+    shards, split = engine._shards, engine._placing.tensor
+    exact = shards.take_gradients
+
+    def rounded() -> dict[str, Tensor]:
+        return {name: each * (1 + 1e-3 * dist.get_rank()) for name, each in exact().items()}
+
+    shards.take_gradients = rounded
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        engine.train_batch(batch(), loss, denominator(batch()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    weights = shards.local().items()
+    return {name: values for name, values in weights if split.copies(name) == split.ranks}

@@ -119,6 +119,16 @@ def test_listed_families_compute_the_same_on_two_tensor_ranks(
     assert [family for family, *_ in found[0]] == families
 
 
+def test_whole_weights_stay_equal_if_kernels_round_differently(ranks: RankPool) -> None:
+    """GPUs do so unless they are to be deterministic. olmo2's attention is whole on each rank."""
+    case, split = f"{CASES_OF_TENSOR}:copies_after_training", setup("olmo2", {"tp": 2})
+    first, second = ranks(2, case, split, deterministic=False)
+    assert any(".q_proj." in name for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    first, second = ranks(2, case, split, deterministic=True)
+    assert not all(torch.equal(first[name], second[name]) for name in first), "it costs nothing"
+
+
 def test_docs_say_how_many_families_tensor_ranks_can_share() -> None:
     text = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     assert f"- **Families:** {len(TENSOR_FAMILIES)} families, " in text
