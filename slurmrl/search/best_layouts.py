@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from slurmrl.config.allocation import parse
 from slurmrl.config.schema import Config, Model, Rollout, role_key
 from slurmrl.config.source import dotted
 from slurmrl.errors import AllocationError, UsageError
@@ -187,7 +188,8 @@ def _splits(gpus: int) -> Iterator[int]:
 
 
 def _engine(backend: str) -> str:
-    return backend.partition(":")[0].partition("[")[0].strip()
+    """Return the engine that a layout runs on; empty without a layout."""
+    return parse(backend).backend if backend.strip() else ""
 
 
 def _best(

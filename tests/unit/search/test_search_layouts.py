@@ -160,6 +160,13 @@ def test_models_of_transformers_get_tensor_ranks_that_fit(
     assert {parse(one.backends["actor"]).sizes["tp"] for one in found} == tensor_ranks
 
 
+@pytest.mark.parametrize("layout", ["fsdp:d4", "archon:d4", " archon[actor]:d4"])
+def test_given_engine_searched_by_any_of_its_names(config: Path, layout: str) -> None:
+    """Only the given engine is allowed, and ``archon`` is another name for it."""
+    found = answers(config, f"actor.backend='{layout}'", engines=frozenset(), results=1)
+    assert parse(found[0].backends["actor"]).backend == "fsdp"
+
+
 def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
     overrides = ("algorithm.name=grpo", "rollout.tasks={}", "rollout.backend=vllm:d4")
     for one in answers(config, *overrides, gpus=(16,)):
