@@ -308,7 +308,7 @@ class TaskPool:
         self._push(self._now + seconds_to_event(each.failures, self._rng), "failed", *place)
         self._push(self._now + seconds_to_event(each.preemptions, self._rng), "preempted", *place)
         lead_s = self.costs.slurm.signal_lead_s + self._signals.uniform(0, SIGNAL_EARLY_S)
-        self._push(self._now + self.limit_s - lead_s, "warned", *place)
+        self._push(self._now + max(self.limit_s - lead_s, 0.0), "warned", *place)
         self._push(self._now + max(self.limit_s - LAST_S, 0.0), "retired", *place)
 
     def _join(self, task: SimulatedTask) -> None:

@@ -17,6 +17,7 @@ from slurmrl.plan.estimates.pass_seconds import LengthDistribution
 from slurmrl.plan.settings import load_settings
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
 from slurmrl.simulate.several_runs import commit_advice
+from slurmrl.simulate.task_pool import TaskPool
 from slurmrl.simulate.trial_costs import (
     Conditions,
     Disturbances,
@@ -257,6 +258,26 @@ def test_tasks_with_jobs_shorter_than_a_group_are_refused(config: Path) -> None:
     given = replace(given, tasks=replace(given.tasks, slurm=slurm))
     with pytest.raises(UsageError, match="never make enough groups"):
         TrialRun(given, conditions(), "1").run()
+
+
+def test_clock_of_tasks_never_goes_back_with_short_jobs(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of jobs of 125 s, Slurm signals most when they start, because it may be 30 s early."""
+    times: list[float] = []
+    happen = TaskPool._happen
+
+    def recording(pool: TaskPool, *event: Any) -> None:
+        times.append(pool._now)
+        happen(pool, *event)
+
+    monkeypatch.setattr(TaskPool, "_happen", recording)
+    given = costs(config)
+    assert given.tasks is not None
+    slurm = given.tasks.slurm.model_copy(update={"time": "00:02:05"})
+    given = replace(given, steps=20, tasks=replace(given.tasks, slurm=slurm))
+    assert TrialRun(given, conditions(), "1").run().finished
+    assert times == sorted(times)
 
 
 def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config: Path) -> None:
