@@ -35,6 +35,7 @@ from slurmrl.plan.estimates.pass_seconds import (
     LengthDistribution,
     PassJob,
     Seconds,
+    forward_flops_per_token,
     generation,
     inference,
     training,
@@ -42,7 +43,6 @@ from slurmrl.plan.estimates.pass_seconds import (
 from slurmrl.plan.estimates.shape import (
     Lengths,
     ModelShape,
-    forward_flops_per_token,
     lengths_of,
     shape_of,
     uses_sequence_parallel,

@@ -252,8 +252,7 @@ def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
     These are all activations, or with ``selective`` checkpointing the inputs of its halves,
     queries, keys, values and the result of attention.
     """
-    shape, sizes = job.shape, job.allocation.sizes
-    tp = sizes["tp"]
+    shape, tp = job.shape, job.allocation.sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
     queries = shape.queries / shape.attention_ranks(tp)
     attention = 2 * queries + 2 * shape.kv_heads_of_rank(tp) * shape.head_dim

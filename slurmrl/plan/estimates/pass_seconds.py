@@ -25,7 +25,6 @@ from slurmrl.plan.estimates.shape import (
     ModelShape,
     Parameters,
     expert_tp,
-    forward_flops_per_token,
     layer_parameters,
     parameters,
     passes_keys,
@@ -187,6 +186,21 @@ def _gathers(job: PassJob, *, trained: bool) -> float:
 def _copies(job: PassJob) -> int:
     """Ranks over which weights are sharded."""
     return job.allocation.sizes["dp"] * job.allocation.sizes["cp"]
+
+
+def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
+    """Operations of the matrix products with the parameters that are active for a token.
+
+    The embedding lookup is free.
+    """
+    attention = 2 * shape.hidden * (shape.queries + shape.keys)
+    dense = shape.mlp_matrices * shape.hidden * shape.inner
+    routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
+    sparse = shape.mlp_matrices * shape.hidden * routed + shape.hidden * shape.experts
+    plain = shape.layers - shape.expert_layers
+    outputs = shape.vocabulary if head == "lm" else 1
+    layers = shape.layers * attention + plain * dense + shape.expert_layers * sparse
+    return 2 * (layers + shape.hidden * outputs)
 
 
 def _products(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:

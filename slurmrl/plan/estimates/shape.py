@@ -269,21 +269,6 @@ def _dense_layers(values: Mapping[str, Any], layers: int) -> int:
     return sum(n < (first or 0) or n in dense or (n + 1) % (step or 1) > 0 for n in range(layers))
 
 
-def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
-    """Operations of the matrix products with the parameters that are active for a token.
-
-    The embedding lookup is free.
-    """
-    attention = 2 * shape.hidden * (shape.queries + shape.keys)
-    dense = shape.mlp_matrices * shape.hidden * shape.inner
-    routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
-    sparse = shape.mlp_matrices * shape.hidden * routed + shape.hidden * shape.experts
-    plain = shape.layers - shape.expert_layers
-    outputs = shape.vocabulary if head == "lm" else 1
-    layers = shape.layers * attention + plain * dense + shape.expert_layers * sparse
-    return 2 * (layers + shape.hidden * outputs)
-
-
 @dataclass(frozen=True)
 class Parameters:
     """Elements on one rank before sharding; experts have their own layout."""

@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.plan.estimates.call_costs import attention_flops
-from slurmrl.plan.estimates.shape import ModelShape, forward_flops_per_token, read
+from slurmrl.plan.estimates.pass_seconds import forward_flops_per_token
+from slurmrl.plan.estimates.shape import ModelShape, read
 from tests.unit.models.conftest import small_decoder
 
 
