@@ -22,7 +22,8 @@ from slurmrl.errors import UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import read_values
 from slurmrl.rollouts.generation.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.rollouts.generation.dialect import Dialect, HttpClient
+from slurmrl.rollouts.generation.dialect import Dialect
+from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_client import ServerClient

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from slurmrl.rollouts.generation.base import Completion
-from slurmrl.rollouts.generation.dialect import HttpClient
+from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_client import ServerClient
 from slurmrl.rollouts.generation.sglang import SglangServer
 from tests.engines.conftest import (

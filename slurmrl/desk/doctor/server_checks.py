@@ -199,7 +199,7 @@ class _Found(NamedTuple):
 
 async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found:
     """Raises UsageError if the server cannot be used, RunFailedError if it does not answer."""
-    from slurmrl.rollouts.generation.dialect import HttpClient  # only here: aiohttp may be missing
+    from slurmrl.rollouts.generation.http import HttpClient  # only here: aiohttp may be missing
 
     backend = str(settings["backend"])
     model = dict(settings["model"])

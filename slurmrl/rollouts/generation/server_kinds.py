@@ -48,7 +48,7 @@ from slurmrl.tensors.layout import Array, Box, HeldBox, Layout, sources
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 if TYPE_CHECKING:
-    from slurmrl.rollouts.generation.dialect import HttpClient
+    from slurmrl.rollouts.generation.http import HttpClient
 
 ROOT_UID = 0
 DROPPED = (
@@ -143,9 +143,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _client(address: Address, **options: Any) -> HttpClient:
-    from slurmrl.rollouts.generation.dialect import (
-        HttpClient,  # aiohttp is needed only with servers
-    )
+    from slurmrl.rollouts.generation.http import HttpClient  # aiohttp is needed only with servers
 
     return HttpClient(address, **options)
 

@@ -51,7 +51,7 @@ from slurmrl.tensors.checkpoint.tensors import TensorEntry, write_tensors
 from slurmrl.tensors.layout import Box
 
 if TYPE_CHECKING:
-    from slurmrl.rollouts.generation.dialect import HttpClient
+    from slurmrl.rollouts.generation.http import HttpClient
 
 FIRST = SamplingRequest(
     name="first",

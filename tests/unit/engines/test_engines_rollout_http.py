@@ -14,7 +14,7 @@ import pytest
 
 from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.rollouts.generation.dialect import HttpClient
+from slurmrl.rollouts.generation.http import HttpClient
 
 Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 

@@ -20,8 +20,9 @@ from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
-from slurmrl.rollouts.generation.dialect import HttpClient, SamplingRequest
+from slurmrl.rollouts.generation.dialect import SamplingRequest
 from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_kinds import weights_config
 from slurmrl.rollouts.generation.sglang import (
     SglangDialect,

@@ -16,8 +16,8 @@ from slurmrl.config.schema.rollout import Address
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.rollouts.generation.base import Completion, WeightVersion
-from slurmrl.rollouts.generation.dialect import HttpClient
 from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.server_kinds import weights_config
 from slurmrl.rollouts.generation.vllm import (
     FIRST,
