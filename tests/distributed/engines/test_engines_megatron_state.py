@@ -231,7 +231,6 @@ def test_a_frozen_model_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
             {**EVEN, "num_hidden_layers": 6},
             "p2 times 2 chunks does not divide num_hidden_layers 6",
         ),
-        (placed(cp=2), {**EVEN, "num_attention_heads": 3, "num_key_value_heads": 3}, "c2 does"),
         (
             placed(dp=2, experts=grid(1, 1, 2, 1)),
             {**MOE, "num_experts": 3},

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl.data.prepared import VERSION
 from slurmrl.data.source_files import fingerprint_of, state_of
 from slurmrl.desk import changed_data as changed
 from slurmrl.desk.changed_data import changed_data
@@ -55,9 +56,10 @@ class Site:
         for number, (name, path) in enumerate(self.files.items()):
             directory = self.run.paths.data / f"recipe.{number}"
             directory.mkdir(parents=True)
-            values = {"version": 4, "recipe": "r", "source": self.sources()[name]}
+            values = {"version": VERSION, "recipe": "r", "source": self.sources()[name]}
             values |= {"source_state": state_of([path]), "rows": 1, "left_out": 0, "token_bytes": 2}
-            (directory / "manifest.json").write_text(json.dumps({**values, "row_bytes": 1}))
+            values |= {"row_bytes": 1, "pictures": False}
+            (directory / "manifest.json").write_text(json.dumps(values))
 
     def findings(self) -> list[Finding]:
         return list(changed_data(self.config))

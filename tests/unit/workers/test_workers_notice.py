@@ -76,7 +76,7 @@ def test_each_end_is_announced_once(
     arguments = ["--run", str(run.run), "--submission", "1", "--group", "trainer"]
     options = supervisor.parse(arguments)
     monkeypatch.setattr(supervisor, "parse", lambda: options)
-    monkeypatch.setattr(supervisor.umask, "make_private", lambda: None)
+    monkeypatch.setattr(supervisor.calls, "set_private_umask", lambda: None)
     monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
     end_of_trial.announce(run)
     assert hook.received == []

@@ -13,7 +13,7 @@ from slurmrl.config.schema import Rollout
 from slurmrl.config.schema.rollout import Address
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.plan.settings import Settings
-from slurmrl.rollouts.generation.dialect import HttpClient
+from slurmrl.rollouts.generation.http import HttpClient
 from slurmrl.rollouts.generation.sglang import SglangDialect, SglangServer
 from slurmrl.rollouts.generation.vllm import VllmDialect, VllmServer
 from slurmrl.workers.rollout.task_setup import native
@@ -25,7 +25,11 @@ def settings_of(prompt: int | None = None, **rollout: Any) -> Settings:
     config = SimpleNamespace(
         rollout=Rollout(python="/server/bin/python", **rollout),
         actor=SimpleNamespace(
-            tokenizer="/model", architecture=None, path=None, max_tokens_per_microbatch=64
+            tokenizer="/model",
+            architecture=None,
+            path=None,
+            max_tokens_per_microbatch=64,
+            implementation="builtin",
         ),
         dataset=SimpleNamespace(kind="prompt", max_prompt_tokens=prompt),
         evaluations={},

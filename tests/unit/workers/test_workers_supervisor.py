@@ -466,7 +466,7 @@ def tokens(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     submission(run, 2)
     monkeypatch.setattr(supervisor, "PREPARE_S", 0.0)
     monkeypatch.setattr(supervisor, "parse", lambda: options(run, "srun"))
-    monkeypatch.setattr(supervisor.umask, "make_private", lambda: None)
+    monkeypatch.setattr(supervisor.calls, "set_private_umask", lambda: None)
     monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
     monkeypatch.setattr(supervisor, "takes_over", lambda *_: True)
     monkeypatch.setattr(supervisor, "end_chain", lambda link: None)
