@@ -1,4 +1,4 @@
-"""The parts of ring attention on a real card: torch's flash attention against matrix products."""
+"""The parts of ring attention on a GPU: torch's flash attention against matrix products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurmrl.tensors.ops.partial_attention import (
     flash,
     flash_gradients,
 )
-from slurmrl.tensors.ops.ring_attention import _lengths, _seen_of_part
+from slurmrl.tensors.ops.ring_attention import seen_part
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
@@ -32,10 +32,10 @@ def test_part_equals_matrix_products(heads: int, window: int | None) -> None:
     queries = 130 if window is None else min(130, window - 1)
     q, grad, k, v = q[:queries], grad[:queries], k[-keys:], v[-keys:]
     band, exact = Band(keys, window), [x.double().transpose(0, 1)[None] for x in (q, k, v)]
-    both = (*_lengths(q, k), 0.2, _seen_of_part(q, k, band))
-    out, norms = flash(q, k, v, *both)
+    part = seen_part(q, k, band)
+    out, norms = flash(q, k, v, part, 0.2)
     wanted = band_attention(*exact, 0.2, band)
-    ours = [out, norms[..., None], *flash_gradients((grad, q, out, norms), k, v, *both)]
+    ours = [out, norms[..., None], *flash_gradients((grad, q, out, norms), k, v, part, 0.2)]
     above = grad.double().transpose(0, 1)[None]
     right = band_gradients(above, *exact, *wanted, 0.2, band)
     for found, expected in zip(ours, (wanted[0], wanted[1][..., None], *right), strict=True):

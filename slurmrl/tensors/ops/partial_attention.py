@@ -134,43 +134,50 @@ def _blocks(
         yield slice(first, stop), slice(start, last), scores.masked_fill_(hidden, -torch.inf)
 
 
-def flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float,
-    seen: tuple[int, int],
-) -> tuple[Tensor, Tensor]:
+class Ragged(NamedTuple):
+    """Sequences of flash attention: their queries and keys are one after another."""
+
+    cu_queries: Tensor
+    """Boundaries of the queries of sequences [S+1], int32."""
+    cu_keys: Tensor
+    most_queries: int
+    """Queries of the longest sequence."""
+    most_keys: int
+    before: int
+    """Keys before its place that a query sees; -1 for all. The last query and the last key of a
+    sequence have one place."""
+    after: int
+    """Keys after its place that a query sees; -1 for all."""
+
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Return the boundaries and the longest lengths, as kernels take them."""
+        return self[:4]
+
+    @property
+    def causal(self) -> bool:
+        """Whether a query sees all keys up to its place."""
+        return (self.before, self.after) == (-1, 0)
+
+    def windows(self) -> dict[str, int]:
+        """Return the named arguments of kernels for the keys that a query sees."""
+        return {"window_size_left": self.before, "window_size_right": self.after}
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged, scale: float) -> tuple[Tensor, Tensor]:
     """Return the result [T, Hq, D] and the normalizers [T, Hq] of torch's flash attention on GPUs.
 
-    q [T, Hq, D]; k, v [K, Hkv, D], in sequences at ``cu_q`` and ``cu_k`` [S+1] int32. A query sees
-    ``seen`` keys before and after its place, -1 for all. The last query and the last key of a
-    sequence have one place.
+    q [T, Hq, D]; k, v [K, Hkv, D].
     """
     out, normalizers, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, k.contiguous(), v.contiguous(), cu_q, cu_k, longest_q, longest_k, 0.0),
-        *(seen == (-1, 0), False),
+        *(q, k.contiguous(), v.contiguous(), *ragged.lengths(), 0.0, ragged.causal, False),
         scale=scale,
-        window_size_left=seen[0],
-        window_size_right=seen[1],
+        **ragged.windows(),
     )
     return out, normalizers.transpose(0, 1).contiguous()
 
 
 def flash_gradients(
-    known: tuple[Tensor, ...],
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float,
-    seen: tuple[int, int],
+    known: tuple[Tensor, ...], k: Tensor, v: Tensor, ragged: Ragged, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v for `flash`.
 
@@ -180,10 +187,8 @@ def flash_gradients(
     random = torch.empty(2, dtype=torch.uint64, device=q.device)  # there is no dropout
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         *(grad, q, k.contiguous(), v.contiguous(), out, normalizers.transpose(0, 1).contiguous()),
-        *(cu_q, cu_k, longest_q, longest_k, 0.0, seen == (-1, 0)),
-        *(random, torch.empty(0, device=q.device)),
+        *(*ragged.lengths(), 0.0, ragged.causal, random, torch.empty(0, device=q.device)),
         scale=scale,
-        window_size_left=seen[0],
-        window_size_right=seen[1],
+        **ragged.windows(),
     )
     return found

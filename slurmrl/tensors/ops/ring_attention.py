@@ -23,6 +23,7 @@ from slurmrl.tensors.ops.arguments import wide
 from slurmrl.tensors.ops.attention import Packing, flash_fits
 from slurmrl.tensors.ops.partial_attention import (
     Band,
+    Ragged,
     attend,
     band_attention,
     band_gradients,
@@ -146,9 +147,7 @@ def _own_results(
 ) -> Results:
     """The results over the keys of a token's own chunk."""
     if flash_fits(q):
-        cu = packing.cu_seqlens_on(q.device)
-        both = (cu, cu, packing.max_len, packing.max_len)
-        return flash(q, k, v, *both, scale, (-1 if window is None else window - 1, 0))
+        return flash(q, k, v, _own_chunk(q, packing, window), scale)
     out, normalizers = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
     k, v = _for_each_query_head(q, k, v)
     for own, norm, *run in packing.batches(out, normalizers, q, k, v):
@@ -161,7 +160,7 @@ def _own_results(
 def _part_results(q: Tensor, pairs: Tensor, scale: float, band: Band) -> Results:
     k, v = pairs.chunk(2, 1)
     if flash_fits(q):
-        return flash(q, k, v, *_lengths(q, k), scale, _seen_of_part(q, k, band))
+        return flash(q, k, v, seen_part(q, k, band), scale)
     k, v = _for_each_query_head(q, k, v)
     out, normalizers = _results([x.transpose(0, 1)[None] for x in (q, k, v)], scale, band)
     return out[0].transpose(0, 1), normalizers[0].transpose(0, 1)
@@ -244,10 +243,8 @@ def _own_gradients(
     """The gradients of queries [N, Hq, D], and of keys and values [N, 2 Hkv, D]."""
     q = known[1]
     if flash_fits(q):
-        cu = packing.cu_seqlens_on(q.device)
-        both = (cu, cu, packing.max_len, packing.max_len)
-        seen = (-1 if window is None else window - 1, 0)
-        found = [x.to(wide(x.dtype)) for x in flash_gradients(known, k, v, *both, scale, seen)]
+        chunk = _own_chunk(q, packing, window)
+        found = [x.to(wide(x.dtype)) for x in flash_gradients(known, k, v, chunk, scale)]
         return found[0], torch.cat(found[1:], 1)
     keys, values = _for_each_query_head(q, k, v)
     found = [torch.empty_like(x, dtype=wide(x.dtype)) for x in (q, keys, values)]
@@ -265,8 +262,7 @@ def _part_gradients(
     k, v = pairs.chunk(2, 1)
     q = known[1]
     if flash_fits(q):
-        lengths, seen = _lengths(q, k), _seen_of_part(q, k, band)
-        return flash_gradients(known, k, v, *lengths, scale, seen)
+        return flash_gradients(known, k, v, seen_part(q, k, band), scale)
     run = [x.transpose(0, 1)[None] for x in (*known, *_for_each_query_head(q, k, v))]
     of_q, *of_pair = (x[0].transpose(0, 1) for x in _gradients(run, scale, band))
     of_k, of_v = (_summed(x.to(wide(x.dtype)), k.shape[1]) for x in of_pair)
@@ -296,23 +292,26 @@ def _summed(x: Tensor, heads: int) -> Tensor:
     return x.view(x.shape[0], heads, x.shape[1] // heads, x.shape[2]).sum(2)
 
 
-def _lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """The boundaries and lengths of one sequence of queries and one of keys."""
-    queries, keys = (
-        torch.arange(2, dtype=torch.int32, device=q.device) * x.shape[0] for x in (q, k)
-    )
-    return queries, keys, q.shape[0], k.shape[0]
+def _own_chunk(q: Tensor, packing: Packing, window: int | None) -> Ragged:
+    """The queries and keys of a token's own chunk."""
+    cu, most = packing.cu_seqlens_on(q.device), packing.max_len
+    return Ragged(cu, cu, most, most, -1 if window is None else window - 1, 0)
 
 
-def _seen_of_part(q: Tensor, k: Tensor, band: Band) -> tuple[int, int]:
-    """The number of keys before and after a query's place that it sees; -1 for all.
+def seen_part(q: Tensor, k: Tensor, band: Band) -> Ragged:
+    """One sequence of queries and keys, of which a query sees those in the band.
 
     The kernel aligns the last query with the last key. Each query of a part sees a key, so the
-    number is not negative.
+    number of keys before its place is not negative.
     """
-    if band.window is None or not band.cuts(q.shape[0]):
-        return (-1, -1)
-    return (band.window - 1 - band.offset + k.shape[0] - q.shape[0], -1)
+    queries, keys = q.shape[0], k.shape[0]
+    cu_queries, cu_keys = (
+        torch.arange(2, dtype=torch.int32, device=q.device) * count for count in (queries, keys)
+    )
+    before = -1
+    if band.window is not None and band.cuts(queries):
+        before = band.window - 1 - band.offset + keys - queries
+    return Ragged(cu_queries, cu_keys, queries, keys, before, -1)
 
 
 _library = torch.library.Library("slurmrl", "DEF")  # type: ignore[no-untyped-call]
