@@ -131,6 +131,25 @@ def requests(
     ]
 
 
+def request(
+    name: str, length: int, *keys: int, first: int = 4, **options: Any
+) -> GenerationRequest:
+    """A request with a prompt of this length, whose tokens start at ``first``."""
+    return GenerationRequest(
+        request_id=name,
+        prompt=tuple(first + (7 * n) % 13 for n in range(length)),
+        keys=keys,
+        seed=1,
+        step=2,
+        options=GenerationOptions(**{"max_new_tokens": 20, "temperature": 0.8, **options}),
+    )
+
+
+def letters(tokens: Any) -> str:
+    """Text of tokens, one to three letters for each."""
+    return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
+
+
 async def _answers(
     engine: RolloutEngine, asked: Sequence[GenerationRequest]
 ) -> list[tuple[Completion, ...]]:

@@ -25,7 +25,7 @@ class LongStep:
     stats: list[dict[str, float]]
     seconds: list[float]
     cpu_seconds: float
-    """Of all steps."""
+    """CPU seconds of all steps."""
     started_bytes: int
     """Resident memory of the process with its model."""
     peak_bytes: int

@@ -17,6 +17,7 @@ from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.layout import Box
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, model
+from tests.distributed.engines.test_engines_hf_tensor import assert_trains_alike, saved_tensors
 from tests.distributed.engines.test_engines_layouts import setup_of
 from tests.pool import RankError, RankPool
 from tests.support import families
@@ -25,7 +26,7 @@ CASES = "tests.distributed.engines.cases"
 LORA_CASES = "tests.distributed.engines.lora_cases"
 BOUND = 1e-5
 STEP_BOUND = 1e-4
-"""Of weights: a step divides small gradients by their size, so it magnifies their rounding."""
+"""Bound for weights: a step divides gradients by their size, so it magnifies their rounding."""
 FAMILIES = ("gpt2", "gpt_oss", "nemotron_h")
 """Transposed weights; experts and constants; names in files that differ from the model's."""
 
@@ -78,33 +79,15 @@ def test_tensor_ranks_train_adapters_as_one_rank(
     tiny_model(family, base)
     alone = setup(base, 1, head, dropout=dropout)
     split = setup(base, data_ranks, head, tensor_ranks=2, dropout=dropout)
-    count, folders = split.ranks, (tmp_path / "alone", tmp_path / "split")
-    for folder in folders:
-        folder.mkdir()
-    (wanted, _), *_ = ranks(1, f"{CASES}:train", alone, range(2), save=folders[0])
-    (found, _), *_ = ranks(count, f"{CASES}:train", split, range(2), save=folders[1])
-    for one, other in zip(wanted, found, strict=True):
-        assert other == pytest.approx(one, rel=BOUND)
-    assert wanted[0]["loss"] != wanted[1]["loss"]
-    one_rank, parts = map(saved_tensors, folders)
-    assert one_rank.keys() == parts.keys()
-    for name, values in one_rank.items():
-        assert np.abs(parts[name] - values).max() <= STEP_BOUND * np.abs(values).max(), name
-    (rest, _), *_ = ranks(count, f"{CASES}:train", split, range(2, 3), load=folders[0])
-    (again, _), *_ = ranks(1, f"{CASES}:train", alone, range(2, 3), load=folders[1])
-    assert rest[0] == pytest.approx(again[0], rel=BOUND)
+    folder = assert_trains_alike(ranks, tmp_path, alone, split, STEP_BOUND)
     if head == "lm":
-        compared = assert_merged_as_exported(ranks, split, folders[1])
-        assert {name for name in one_rank if name.endswith("lora_A") and "/" not in name} == (
-            compared & one_rank.keys()
+        compared, names = (
+            assert_merged_as_exported(ranks, split, folder),
+            saved_tensors(folder).keys(),
         )
-
-
-def saved_tensors(folder: Path) -> dict[str, Any]:
-    """Trained tensors and moments of a checkpoint; the first moments are the last gradients."""
-    saved = RoleCheckpoint(folder, "actor")
-    shapes = {name: spec.shape for name, spec in saved.layout.tensors.items()}
-    return {name: saved.read(name, Box.whole(shape)) for name, shape in shapes.items()}
+        assert {name for name in names if name.endswith("lora_A") and "/" not in name} == (
+            compared & names
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

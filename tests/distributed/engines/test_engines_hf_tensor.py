@@ -42,11 +42,37 @@ def setup(
     return replace(one, model=model(architecture=architecture, **settings))
 
 
-def tensors(folder: Path) -> dict[str, Any]:
+def saved_tensors(folder: Path) -> dict[str, Any]:
     """All tensors of a checkpoint; the first moments are the last gradients."""
     saved = RoleCheckpoint(folder, "actor")
     shapes = {name: spec.shape for name, spec in saved.layout.tensors.items()}
     return {name: saved.read(name, Box.whole(shape)) for name, shape in shapes.items()}
+
+
+def assert_trains_alike(
+    ranks: RankPool, folder: Path, one: Setup, split: Setup, bound: float
+) -> Path:
+    """Compare two steps of one rank and of a split model, and a third one from the other's files.
+
+    ``bound`` is that of saved tensors. Return the checkpoint of the split model.
+    """
+    folders = folder / "one", folder / "split"
+    for each in folders:
+        each.mkdir()
+    (wanted, _), *_ = ranks(1, f"{CASES}:train", one, range(2), save=folders[0])
+    (found, _), *_ = ranks(split.ranks, f"{CASES}:train", split, range(2), save=folders[1])
+    for line, other in zip(wanted, found, strict=True):
+        assert other == pytest.approx(line, rel=BOUND)
+    assert wanted[0]["loss"] != wanted[1]["loss"]
+    whole, parts = map(saved_tensors, folders)
+    assert whole.keys() == parts.keys()
+    for name, values in whole.items():
+        assert values.shape == parts[name].shape
+        assert np.abs(parts[name] - values).max() <= bound * np.abs(values).max(), name
+    (rest, _), *_ = ranks(1, f"{CASES}:train", one, range(2, 3), load=folders[1])
+    (other_rest, _), *_ = ranks(split.ranks, f"{CASES}:train", split, range(2, 3), load=folders[0])
+    assert other_rest[0] == pytest.approx(rest[0], rel=BOUND)
+    return folders[1]
 
 
 @pytest.mark.parametrize(
@@ -67,26 +93,8 @@ def test_tensor_ranks_train_as_one_rank(
     ranks: RankPool, tmp_path: Path, family: str, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:
     """Gradients, weights and statistics are equal, and checkpoints move between the layouts."""
-    count = 2 * sizes.get("dp", 1)
     alone = setup(family, ALONE, head=options.get("head", "lm"))
-    split = setup(family, sizes, **options)
-    folders = tmp_path / "alone", tmp_path / "split"
-    for folder in folders:
-        folder.mkdir()
-    (wanted, _), *_ = ranks(1, f"{CASES}:train", alone, range(2), save=folders[0])
-    (found, _), *_ = ranks(count, f"{CASES}:train", split, range(2), save=folders[1])
-    for one, other in zip(wanted, found, strict=True):
-        assert other == pytest.approx(one, rel=BOUND)
-    assert wanted[0]["loss"] != wanted[1]["loss"]
-    whole, parts = map(tensors, folders)
-    assert whole.keys() == parts.keys()
-    for name, values in whole.items():
-        assert values.shape == parts[name].shape
-        scale = np.abs(values).max()
-        assert np.abs(parts[name] - values).max() <= BOUND * scale, name
-    (rest, _), *_ = ranks(1, f"{CASES}:train", alone, range(2, 3), load=folders[1])
-    (other, _), *_ = ranks(count, f"{CASES}:train", split, range(2, 3), load=folders[0])
-    assert other[0] == pytest.approx(rest[0], rel=BOUND)
+    assert_trains_alike(ranks, tmp_path, alone, setup(family, sizes, **options), BOUND)
 
 
 @pytest.mark.parametrize(

@@ -16,21 +16,16 @@ from slurmrl.engines.base import ServingOptions
 from slurmrl.rollouts.generation.base import (
     Completion,
     GenerationOptions,
-    GenerationRequest,
     RolloutEngine,
 )
 from tests.distributed.engines.cases import Setup, batch, make, prompts
 from tests.distributed.engines.test_engines_hf_tensor import ALONE, setup
 from tests.pool import RankError, RankPool
-from tests.support.generated import generated
+from tests.support.generated import generated, letters, request
 
 HERE = "tests.distributed.engines.test_engines_hf_tensor_generation"
 SAMPLED = GenerationOptions(max_new_tokens=8, stop_token_ids=(3, 4), temperature=0.8)
 GREEDY = replace(SAMPLED, greedy=True)
-
-
-def letters(tokens: Any) -> str:
-    return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
 
 
 def whole_batch(setup: Setup, options: GenerationOptions) -> tuple[list[int], list[float]]:
@@ -67,17 +62,6 @@ def test_tensor_ranks_generate_what_one_rank_generates(
     assert all(each == found[0] for each in found)
     assert found[0][0] == tokens
     assert found[0][1] == pytest.approx(logprobs, abs=1e-5)
-
-
-def request(name: str, length: int, *keys: int, first: int = 4, **options: Any) -> Any:
-    return GenerationRequest(
-        request_id=name,
-        prompt=tuple(first + (7 * n) % 13 for n in range(length)),
-        keys=keys,
-        seed=1,
-        step=2,
-        options=GenerationOptions(**{"max_new_tokens": 20, "temperature": 0.8, **options}),
-    )
 
 
 async def everything(engine: RolloutEngine) -> dict[str, tuple[Completion, ...]]:

@@ -23,7 +23,6 @@ from slurmrl.models.paged import PagedDecoder
 from slurmrl.rollouts.generation.base import (
     Completion,
     GenerationOptions,
-    GenerationRequest,
     WeightVersion,
 )
 from slurmrl.rollouts.generation.native import batch as batch_module
@@ -45,7 +44,7 @@ from tests.distributed.engines.cases import (
 )
 from tests.pool import RankError, RankPool
 from tests.support.decoder_folders import to_hf
-from tests.support.generated import generated
+from tests.support.generated import generated, letters, request
 from tests.unit.models.conftest import random_decoder
 
 HERE = "tests.distributed.engines.test_engines_native_ranks"
@@ -59,21 +58,6 @@ LAYOUTS = {
     "c2": Setup(model=model(), sizes={"dp": 1, "cp": 2}),
 }
 Work = Callable[[NativeRollout], Awaitable[Any]]
-
-
-def letters(tokens: Any) -> str:
-    return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
-
-
-def request(name: str, length: int, *keys: int, first: int = 4, **options: Any) -> Any:
-    return GenerationRequest(
-        request_id=name,
-        prompt=tuple(first + (7 * n) % 13 for n in range(length)),
-        keys=keys,
-        seed=1,
-        step=2,
-        options=GenerationOptions(**{"max_new_tokens": 20, "temperature": 0.8, **options}),
-    )
 
 
 @dataclass

@@ -32,6 +32,7 @@ from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
 from slurmrl.rollouts.generation.native.sequence import ends_with_stop
 from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy
 from tests.support.decoder_folders import from_hf, to_hf
+from tests.support.generated import letters
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
 STOP = 3
@@ -664,11 +665,6 @@ def test_a_closed_engine_fails_its_requests() -> None:
             await future
 
     asyncio.run(run())
-
-
-def letters(tokens: Any) -> str:
-    """A tokenizer of one, two or three letters a token."""
-    return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
