@@ -19,6 +19,9 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from predictions import ROWS
+from ruamel.yaml import YAML
+
 from slurmrl.config.allocation import parse
 from slurmrl.errors import ConfigError
 from slurmrl.plan.dataflow import Method
@@ -28,6 +31,7 @@ from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.search.best_layouts import SearchRequest, search
 
+MODELS: Final = YAML(typ="safe").load(ROWS)["models"]
 HEURISTIC: Final = "megatron:d4t8p4"
 MEAN: Final = MeanTokens(1024, 7168)
 PUBLISHED: Final = 1.81
@@ -41,16 +45,7 @@ CONFIG: Final = {
         "backend": HEURISTIC,
         "gradient_checkpointing": "full",
         "dtype": "bfloat16",
-        "architecture": {
-            "model_type": "llama",
-            "vocab_size": 128256,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-        },
+        "architecture": {**MODELS["llama-70b"], "max_position_embeddings": 131072},
     },
     "critic": {},
     "ref": {},
