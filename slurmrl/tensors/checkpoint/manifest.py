@@ -124,8 +124,8 @@ def read_state(
 ) -> dict[str, Any]:
     """Return the state that ``write_manifest`` wrote.
 
-    Raises DamagedCheckpointError, also if fields do not have the types in ``fields``, and
-    EnvironmentFailure.
+    Raises DamagedCheckpointError if it is damaged or if fields do not have the types in
+    ``fields``, and EnvironmentFailure.
     """
     return _read(directory / STATE, fields or {}, required)
 

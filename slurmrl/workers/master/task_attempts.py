@@ -124,7 +124,7 @@ class RolloutAttempt:
     is_read: bool = False
     """Whether its log was read to the end by this master."""
     confirmed: bool = False
-    """Whether it was told which leases are valid."""
+    """Whether the master has sent it the valid leases."""
     leaving: bool = False
     """Whether it gets no more leases."""
 

@@ -35,7 +35,7 @@ def communication(length: int, layout: str = "fsdp:c3", machine: Machine = EXPOS
 
 @pytest.mark.parametrize("length", [9216, 4608, 1100, 97])
 def test_predicted_transfers_bound_those_of_the_schedule(length: int) -> None:
-    """They are those of one sequence exactly; boundaries of chunks cut others anywhere."""
+    """The prediction is exact for one sequence; boundaries of chunks may cut others anywhere."""
     moved = sent_tokens(length) * PAIR * 2 * LLAMA_8B["num_hidden_layers"]
     sent = moved / EXPOSED.exchange(RANKS, 1)
     predicted = communication(length)

@@ -263,7 +263,7 @@ def test_tasks_with_jobs_shorter_than_a_group_are_refused(config: Path) -> None:
 def test_clock_of_tasks_never_goes_back_with_short_jobs(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of jobs of 125 s, Slurm signals most when they start, because it may be 30 s early."""
+    """Slurm signals most jobs of 125 s when they start, because it may be 30 s early."""
     times: list[float] = []
     happen = TaskPool._happen
 
