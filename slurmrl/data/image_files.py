@@ -6,6 +6,7 @@ saves them. In a row, the content is base64 text (`as_text`).
 
 from __future__ import annotations
 
+import errno
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -28,8 +29,10 @@ URL: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://|data:")
 LARGEST_FILE: Final = 64 * 2**20
 LARGEST_PIXELS: Final = 64 * 2**20
 """Limits of an image: bytes of its file, and pixels."""
-BOMB: Final = "DecompressionBombError"
-"""Name of Pillow's own error for a huge image, which it raises before its size is known."""
+MAY_PASS: Final = frozenset(
+    (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+)
+"""Errors that a later attempt or another host may not see. Pillow's own errors have no number."""
 WIDE: Final = ("I", "F")
 """Pillow's modes of integers and floats with 32 bits, whose range is unknown."""
 
@@ -66,13 +69,16 @@ def without_pixels(value: Any) -> Any:
 
 
 def check_image(base: Path, image: ImageValue) -> None:
-    """Raise ImageError if an image is a URL, missing, broken or too large."""
+    """Raise ImageError if an image is a URL, missing, broken or too large.
+
+    Raises UnreadableInputError for errors that may pass.
+    """
     with _opened(base, image):
         pass
 
 
 def load_image(base: Path, image: ImageValue) -> Image:
-    """Return an image with its pixels, upright and in RGB. Raises ImageError.
+    """Return an image with its pixels, upright and in RGB. Raises as `check_image` does.
 
     Pillow does not turn an image as its EXIF tag says.
     """
@@ -83,8 +89,17 @@ def load_image(base: Path, image: ImageValue) -> Image:
             return _rgb(ImageOps.exif_transpose(opened))
         except ImageError as error:
             raise ImageError(f"('{_shown(image)}') {error}") from error
+        except MemoryError:
+            raise
         except Exception as error:  # Pillow's decoders raise errors without a common base
+            _require_lasting(error, base, image)
             raise ImageError(f"('{_shown(image)}') is damaged: {_line(error)}") from error
+
+
+def _require_lasting(error: BaseException | None, base: Path, image: ImageValue) -> None:
+    """Raise UnreadableInputError for an error of the system that may pass."""
+    if isinstance(image, str) and isinstance(error, OSError) and error.errno in MAY_PASS:
+        raise inputs.unreadable(error, base / image) from error
 
 
 def _rgb(image: Image) -> Image:
@@ -100,21 +115,24 @@ def _rgb(image: Image) -> Image:
 
 
 def _opened(base: Path, image: ImageValue) -> Image:
-    from_file, name = _pillow(), _shown(image)
+    pillow, name = _pillow(), _shown(image)
     path = _path(base, image) if isinstance(image, str) else None
     try:
         content = b"" if isinstance(image, str) else b64decode(image[CONTENT], validate=True)
     except ValueError as error:
         raise ImageError(f"('{name}') has '{CONTENT}' that are not base64 text") from error
-    if (size := len(content) if path is None else path.stat().st_size) > LARGEST_FILE:
-        most = f"the largest file may have {LARGEST_FILE >> 20} MiB"
-        raise ImageError(f"('{name}') has {size / 2**20:.0f} MiB; {most}")
     most = f"the most are {LARGEST_PIXELS}"
     try:
-        opened: Image = from_file(BytesIO(content) if path is None else path)
+        if (size := len(content) if path is None else path.stat().st_size) > LARGEST_FILE:
+            limit = f"the largest file may have {LARGEST_FILE >> 20} MiB"
+            raise ImageError(f"('{name}') has {size / 2**20:.0f} MiB; {limit}")
+        opened: Image = pillow.open(BytesIO(content) if path is None else path)
+    except (ImageError, MemoryError):
+        raise
+    except pillow.DecompressionBombError as error:  # before the size is known
+        raise ImageError(f"('{name}') has too many pixels; {most}") from error
     except Exception as error:  # the same as above
-        if type(error).__name__ == BOMB:
-            raise ImageError(f"('{name}') has too many pixels; {most}") from error
+        _require_lasting(error, base, image)
         raise ImageError(f"('{name}') is not an image that Pillow can read") from error
     width, height = opened.size
     if width * height > LARGEST_PIXELS:
@@ -130,6 +148,7 @@ def _path(base: Path, image: str) -> Path:
     try:
         inputs.check_file(path)
     except ValueError as error:  # UsageError, or a path that no file can have
+        _require_lasting(error.__cause__, base, image)
         raise ImageError(f"('{_shown(image)}') cannot be read: {error}") from error
     return path
 
@@ -146,7 +165,7 @@ def _pillow() -> Any:
     except ImportError as error:
         message = "images need the package pillow: pip install pillow"
         raise MissingDependencyError(message) from error
-    return Image.open
+    return Image
 
 
 def _line(error: Exception) -> str:

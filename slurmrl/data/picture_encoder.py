@@ -68,10 +68,14 @@ class PictureEncoder:
     def encode(self, marked: MarkedText, images: Sequence[ImageValue]) -> EncodedPictures | str:
         """Return the tokens of a conversation with images, or why there are none.
 
-        Raises EnvironmentFailure if pictures cannot be written.
+        Raises EnvironmentFailure if pictures cannot be written, and UnreadableInputError if images
+        cannot be read for now.
         """
         try:
             loaded = [load_image(self._base, image) for image in images]
+        except ImageError as error:
+            return f"an image {error}"
+        try:
             made = self._processor(
                 images=loaded,
                 text=[marked.text],
@@ -80,8 +84,6 @@ class PictureEncoder:
                 return_text_replacement_offsets=True,
                 return_mm_token_type_ids=True,
             )
-        except ImageError as error:
-            return f"an image {error}"
         except (ValueError, TypeError, IndexError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             return f"the processor rejects its images: {reason}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import errno
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pytest
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 from pyarrow import parquet
 from transformers import AutoProcessor
 
@@ -18,7 +19,7 @@ from slurmrl.data import image_files
 from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.data.tokenizer import load_tokenizer
-from slurmrl.errors import ConfigError, CorruptFileError
+from slurmrl.errors import ConfigError, CorruptFileError, UnreadableInputError
 from slurmrl.tensors.pictures import read
 from tests.support.datasets import prepared, write_rows
 from tests.support.picture_models import draw, write_processor
@@ -153,6 +154,23 @@ def test_unusable_image_is_a_problem_of_its_row(
     if key:
         with pytest.raises(ConfigError, match=message):
             DatasetRows(config)
+
+
+@pytest.mark.parametrize("place", ["open", "decode"])
+def test_image_that_cannot_be_read_for_now_is_no_problem_of_its_row(
+    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job reads it again, perhaps on another host; a problem of a row would end the trial."""
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    module, name = (Image, "open") if place == "open" else (ImageOps, "exif_transpose")
+    monkeypatch.setattr(module, name, fail)
+    path = write_rows(folder, {"prompt": "How many?", "images": ["a.png"]})
+    config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
+    with pytest.raises(UnreadableInputError, match=r"a\.png cannot be read: Input/output error"):
+        prepared(config, load_tokenizer(folder), folder / "data")
 
 
 def test_images_without_images_key_are_a_problem(folder: Path) -> None:
