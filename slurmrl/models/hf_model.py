@@ -161,9 +161,9 @@ class HFModel(PackedModel):
         found = (output.logits if whole else output.last_hidden_state)[rows, columns]
         if self.pictures is None or not torch.is_grad_enabled():
             return found
-        for parameter in self.pictures.trained():  # FSDP needs a gradient of each on all ranks
-            found = found + 0.0 * parameter.sum()
-        return found
+        # FSDP needs a gradient of each parameter on all ranks, also without images.
+        sums = [parameter.sum() for parameter in self.pictures.trained()]
+        return found + 0.0 * torch.stack(sums).sum() if sums else found
 
     def logprobs(
         self,
@@ -227,8 +227,8 @@ class HFModel(PackedModel):
         """A session for prompts of ``lengths``, padded to at least ``width`` columns.
 
         Whole prompts of together ``prefill_tokens`` are read at a time; a longer one by itself.
-        ``experts``: whether they are recorded. ``pictures``: the paths of the
-        prompts' pictures, as for `showing`.
+        ``experts``: whether they are recorded. ``pictures``: the paths of the prompts' pictures, as
+        for `showing`.
 
         Raises UsageError if the family's cache does not give the outputs of the training pass.
         """
@@ -237,10 +237,15 @@ class HFModel(PackedModel):
                 raise UsageError(reason)
             check_generation(self, self.inner)
             self._generates = True
-        routers = self.routers if experts else None
-        reader = self.pictures
         return HFSession(
-            *(self, self.inner, lengths, prefill_tokens, width, routers, reader, pictures)
+            self,
+            self.inner,
+            lengths,
+            prefill_tokens,
+            width,
+            routers=self.routers if experts else None,
+            reader=self.pictures,
+            pictures=pictures,
         )
 
 

@@ -1,4 +1,4 @@
-"""Families of transformers that read images, and the parts of their configs for it. Torch-free."""
+"""Families of transformers that read images. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ PICTURE_FAMILIES: Final = frozenset(
     ("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 )
 """Families that join the images of several prompts along dim 0 of each argument."""
-IMAGE_TOKEN: Final = ("image_token_id", "image_token_index")
-"""Names in configs of the token in whose place an image's hidden states come."""
 
 
 def picture_refusal(values: Mapping[str, Any]) -> str:
