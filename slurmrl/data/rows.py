@@ -147,21 +147,24 @@ class DatasetRows:
         """Tokenize all rows, or only those that may have more than ``most`` tokens.
 
         ``limited`` tokenizes all rows. Images take long, so only the first `IMAGE_ROWS` rows are
-        tried in a dataset with images, and not counted. Raises ConfigError, see `RowTokenizer`.
+        tried in a dataset with images, and rows that are left out are not counted. Raises
+        ConfigError, see `RowTokenizer`.
         """
         made = RowTokenizer(type_of_rows(self._config), tokenizer, self.records.where)
         numbered = self._numbered()
-        if self._config.images_key is not None:
-            made.tokens(numbered[:IMAGE_ROWS])
-            made.require_tokens()
-            return LongRows(0, 0, whole=False)
-        if not limited and most is not None:
+        has_images = self._config.images_key is not None
+        if has_images:
+            numbered = numbered[:IMAGE_ROWS]
+        elif not limited and most is not None:
             numbered = [(number, row) for number, row in numbered if _may_be_longer(row, most)]
         beyond = 0
         for start in range(0, len(numbered), CHUNK_ROWS):
             kept = made.tokens(numbered[start : start + CHUNK_ROWS])
             if most is not None:
                 beyond += sum(_longest(row) > most for row in kept if row is not None)
+        if has_images:
+            made.require_tokens()
+            return LongRows(0, beyond, whole=False)
         made.finish()
         return LongRows(made.left_out, beyond)
 
