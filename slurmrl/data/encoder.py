@@ -150,6 +150,13 @@ class Encoder:
         conversation with the assistant's turns as targets.
         """
         assert self.chat is not None
+        if not images and not prompt:
+            return self.conversations([(messages, tools)])[0]
+        if not images:
+            (ids,) = self.chat_prompts([(messages, tools)])
+            if isinstance(ids, str):
+                return ids
+            return [TokenSequence.of(ids, [])] if ids else self.no_token("prompt")
         try:
             if prompt:
                 marked = MarkedText(self.chat.prompt(messages, tools), [])
@@ -157,11 +164,6 @@ class Encoder:
                 marked = self.chat.conversation(messages, tools)
         except ChatTemplateError as error:
             return str(error)
-        if not images and prompt:
-            (ids,) = self.texts([marked.text], begin=False)
-            return [TokenSequence.of(ids, [])] if ids else self.no_token("prompt")
-        if not images:
-            return self._tokens([marked])[0]
         made = self._pictures.encode(marked, images)
         if isinstance(made, str):
             return made

@@ -74,7 +74,7 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
 
     Raises MissingDependencyError without Pillow.
     """
-    parts = [part for message in _messages(config, row) for part in _of(message) if _is_image(part)]
+    parts = _image_parts(config, row)
     if config.images_key is None:
         column = next((key for key, value in row.items() if _holds_content(value)), None)
         if column is not None:
@@ -99,8 +99,13 @@ def wrong_images(config: DatasetConfig, row: Row) -> tuple[str, str] | None:
 def has_images(config: DatasetConfig, row: Row) -> bool:
     """Whether a row of a dataset with images has some: under the key, or in parts of messages."""
     assert config.images_key is not None, "checked by the caller"
-    parts = (part for message in _messages(config, row) for part in _of(message))
-    return value_at(row, config.images_key) not in (ABSENT, None, []) or any(map(_is_image, parts))
+    under_key = value_at(row, config.images_key) not in (ABSENT, None, [])
+    return under_key or bool(_image_parts(config, row))
+
+
+def _image_parts(config: DatasetConfig, row: Row) -> list[Any]:
+    """Return the image parts of a row's messages."""
+    return [part for message in _messages(config, row) for part in _of(message) if _is_image(part)]
 
 
 NO_KEY: Final = "has an image: set images_key, for example to images"

@@ -60,8 +60,8 @@ def prepare(
     same, in separate directories.
 
     :raises ConfigError: rows or settings that cannot be used; each problem names its line.
-    :raises UsageError: the disk is full, which another start could not change. :raises
-    EnvironmentFailure: a file cannot be read or written.
+    :raises UsageError: the disk is full, which another start could not change.
+    :raises EnvironmentFailure: a file cannot be read or written.
     """
     wanted = recipe(config, tokenizer)
     atomic.make_private_directory(folder, calls=calls)

@@ -1,6 +1,6 @@
 """Prepared data: the tokenized rows of a dataset, in files of the run directory. Torch-free.
 
-A directory has three files. All numbers are little-endian.
+Contents of a directory, with little-endian numbers:
 
 - ``rows.bin``: row after row, the token ids of all sequences (uint16 or uint32), for each sequence
   the number of its runs and their lengths (uint32, see `TokenSequence`), the id (UTF-8), in a

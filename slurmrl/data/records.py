@@ -417,8 +417,8 @@ def longest_row(dataset: DatasetConfig) -> int | None:
     """Return an upper bound on the tokens of the longest row; None if it is unknown.
 
     A string has at most as many tokens as bytes, and at most as many bytes as its JSON. The bound
-    is unknown if files are larger than `MOST_BYTES` or unreadable, or if a user's own type makes
-    the rows.
+    is unknown if files are larger than `MOST_BYTES` or unreadable, if a user's own type makes the
+    rows, or if rows have images.
     """
     sizes = [_longest_of(part) for part in dataset.parts.values()]
     known = [size for size in sizes if size is not None]
@@ -458,10 +458,10 @@ MOST_ROWS: Final = 100
 
 
 def has_messages(config: DatasetConfig) -> bool | None:
-    """Return whether the first row of a source has messages under the keys of its type.
+    """Return whether rows need a chat template by default: they have images or messages.
 
-    A chat template turns all rows with images into messages. Return None if no row can be read,
-    which other checks report.
+    The first row shows whether they have messages under the keys of the type. Return None if no row
+    can be read, which other checks report.
     """
     if config.images_key is not None:
         return True

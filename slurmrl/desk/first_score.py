@@ -64,13 +64,13 @@ def unknown_metric(config: Config, algorithm: Algorithm) -> str:
 
 
 def unrecorded_metric(
-    config: Config, algorithm: Algorithm, with_stats: Sequence[bool]
+    metric: str, config: Config, algorithm: Algorithm, with_stats: Sequence[bool]
 ) -> Iterator[Finding]:
     """Check that a reward may record the metric of ``stop_when``.
 
+    :param metric: see `unknown_metric`.
     :param with_stats: whether each reward that could be made has a method ``stats()``.
     """
-    metric = unknown_metric(config, algorithm)
     if metric and len(with_stats) == len(config.rewards()) and not any(with_stats):
         hint = near(metric, known_metrics(config, algorithm))
         message = f"no step records '{metric}', and no reward has a method stats(); {hint}"

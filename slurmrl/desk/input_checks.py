@@ -196,7 +196,7 @@ class InputChecks:
     def _reward(self) -> Iterator[Finding]:
         for where, reward in self.config.rewards().items():
             yield from self._one_reward(dotted(where), reward)
-        yield from unrecorded_metric(self.config, self.algorithm, self._with_stats)
+        yield from unrecorded_metric(self._metric, self.config, self.algorithm, self._with_stats)
 
     def _one_reward(self, key: str, reward: Reward) -> Iterator[Finding]:
         try:
