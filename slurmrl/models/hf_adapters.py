@@ -26,7 +26,7 @@ from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weight, matrix_name
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf import as_tensor
 from slurmrl.models.hf_config import MODULE, HFConfig
-from slurmrl.models.hf_loading import make_model
+from slurmrl.models.hf_loading import sketch
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_pictures import PictureReader
 from slurmrl.models.hf_targets import TRANSPOSED, adapted_tensors, matches, targets_of
@@ -166,8 +166,7 @@ def adapter_shapes(values: Mapping[str, Any], head: Head, lora: Lora) -> Shapes:
 @lru_cache(maxsize=16)
 def _planned(values: str, head: Head, lora: str) -> tuple[Shapes, str | None]:
     config = HFConfig.from_hf(json.loads(values))
-    with torch.device("meta"):
-        model = make_model(config, head, None, 0, torch.float32)
+    model = sketch(config, head)
     chosen, reason = _chosen(model, config, head, Lora.model_validate_json(lora))
     shapes: Shapes = {
         f"{MODULE}{name}.weight": tuple(layer.get_parameter("weight").shape)

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import MODULE, FileForm, HFConfig
-from slurmrl.models.hf_loading import make_model
+from slurmrl.models.hf_loading import sketch
 from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Box, Index, row_major
 
@@ -58,16 +58,7 @@ def complete(config: HFConfig) -> HFConfig:
 @lru_cache(maxsize=8)
 def _file_form(text: str, head: Head) -> FileForm:
     config = HFConfig.from_hf(json.loads(text))
-    try:
-        with torch.device("meta"):
-            model = make_model(config, head, None, 0, torch.float32)
-    except UsageError:
-        raise
-    except Exception as error:  # transformers' classes may raise anything
-        raise UsageError(
-            f"transformers cannot build a {config.model_type} model: {type(error).__name__}: "
-            f"{error}"
-        ) from error
+    model = sketch(config, head)
     kind, made = type(model).__name__, model.config.to_dict()
     whole = made["model_type"] == config.model_type
     kept = {k: v for k, v in made.items() if not k.endswith(NOT_OF_THE_MODEL)}

@@ -48,8 +48,7 @@ def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[s
 
     The names match `HFModel`. Raises UsageError if transformers cannot build the model.
     """
-    with torch.device("meta"):
-        model = make_model(config, head, None, 0, torch.float32)
+    model = sketch(config, head)
     stored = model.state_dict().keys()
     shapes = {MODULE + name: tuple(each.shape) for name, each in model.named_parameters()}
     constants = {
@@ -77,6 +76,19 @@ def task_of(model_type: str, head: Head) -> Any:
     text = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     both = not text and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if both else AutoModelForCausalLM
+
+
+def sketch(config: HFConfig, head: Head) -> PreTrainedModel:
+    """Return a model without weights. Raises UsageError if transformers cannot build it."""
+    try:
+        with torch.device("meta"):
+            return make_model(config, head, None, 0, torch.float32)
+    except UsageError:
+        raise
+    except Exception as error:  # transformers' classes may raise anything
+        reason = f"{type(error).__name__}: {error}"
+        message = f"transformers cannot build a {config.model_type} model: {reason}"
+        raise UsageError(message) from error
 
 
 def make_model(

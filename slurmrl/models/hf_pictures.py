@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.hf_loading import make_model
+from slurmrl.models.hf_loading import sketch
 from slurmrl.models.picture_families import PICTURE_FAMILIES, picture_refusal
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.pictures import NONE, PictureInputs, read
@@ -141,8 +141,7 @@ def text_and_tower(values: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     if picture_refusal(values):
         return {}, 0
     try:
-        with torch.device("meta"):
-            model: Any = make_model(HFConfig.from_hf(values), "lm", None, 0, torch.float32)
+        model: Any = sketch(HFConfig.from_hf(values), "lm")
     except UsageError:
         return {}, 0  # reported by the check of weights
     tied = {"tie_word_embeddings": model.config.tie_word_embeddings}

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from slurmrl.errors import UsageError
 from slurmrl.models.experts import Routes
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.hf_loading import make_model
+from slurmrl.models.hf_loading import sketch
 
 TOPK: Final = (torch.topk, torch.Tensor.topk)
 NAMES: Final = ("gate", "router")
@@ -64,14 +64,12 @@ class HFRouters:
 def refusal(config: HFConfig) -> str:
     """Return why the experts of a model cannot be replayed, as far as its routers show; or ""."""
     try:
-        with torch.device("meta"):
-            model = make_model(config, "lm", None, 0, torch.float32)
-        routers = HFRouters(model)
+        routers = HFRouters(sketch(config, "lm"))
         routers.try_out()
     except UsageError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - transformers' classes may raise anything
-        return f"transformers cannot build a {config.model_type} model: {error}"
+        return f"the routers of a {config.model_type} model fail: {error}"
     return "" if routers.blocks else f"a {config.model_type} model has no experts to replay"
 
 

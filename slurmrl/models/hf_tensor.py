@@ -23,7 +23,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.adapters import LORA_B, adapted_weight
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import MODULE, HFConfig, tensor_refusal
-from slurmrl.models.hf_loading import make_model
+from slurmrl.models.hf_loading import sketch
 from slurmrl.models.hf_targets import EXPERT_FIELDS
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.layout import Box, Index
@@ -120,7 +120,7 @@ class _Cut(NamedTuple):
 def refusal(values: Mapping[str, Any], head: Head, ranks: int) -> str:
     """Return why tensor ranks cannot share the model of a ``config.json`` object; or "".
 
-    It raises UsageError if transformers cannot build the model.
+    Raises UsageError if the object is not the config of a model.
     """
     return _refusal(json.dumps(values, sort_keys=True), head, ranks)
 
@@ -129,12 +129,9 @@ def refusal(values: Mapping[str, Any], head: Head, ranks: int) -> str:
 def _refusal(values: str, head: Head, ranks: int) -> str:
     config = HFConfig.from_hf(json.loads(values))
     try:
-        with torch.device("meta"):
-            model = make_model(config, head, None, 0, torch.float32)
-    except Exception as error:  # transformers' classes may raise anything
-        if reason := tensor_refusal(config.values):
-            return reason
-        raise UsageError(f"transformers cannot build a {config.model_type} model") from error
+        model = sketch(config, head)
+    except UsageError as error:
+        return tensor_refusal(config.values) or str(error)
     try:
         _cuts(model, ranks)
     except UsageError as error:

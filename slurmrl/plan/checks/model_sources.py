@@ -126,7 +126,7 @@ def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> 
             f"'{allocation}' uses {', '.join(others)}; models of transformers can only use {names}"
         )
     elif (ranks := allocation.sizes["tp"]) > 1:
-        with suppress(UsageError):  # reported by the check of weights
+        with suppress(UsageError):  # a config that cannot be read: reported by the check of weights
             if reason := resolve(TENSOR_REFUSAL)(shape.config_values(model), "lm", ranks):
                 found.append(reason)
         if model.model is not None and model.model.sequence_parallel:

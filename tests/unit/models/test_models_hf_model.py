@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from slurmrl.config.schema.roles import Lora
 from slurmrl.errors import UsageError
+from slurmrl.models import hf_tensor
 from slurmrl.models.architecture import Head
+from slurmrl.models.hf_adapters import adapted_shapes
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.hf_files import complete
-from slurmrl.models.hf_loading import only_multiplies, reject_dropout
+from slurmrl.models.hf_files import complete, file_form
+from slurmrl.models.hf_loading import only_multiplies, reject_dropout, tensor_specs
 from slurmrl.models.hf_model import HFModel
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.ops import logprobs
@@ -218,6 +222,22 @@ def test_recomputation_that_a_family_lacks_is_refused() -> None:
 def test_what_cannot_be_made_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         made(values)
+
+
+@pytest.mark.parametrize("wrong", [{"num_attention_heads": 0}, {"hidden_size": "x"}])
+def test_models_that_plans_need_are_refused_if_transformers_fails(wrong: dict[str, Any]) -> None:
+    """Transformers' classes raise errors of any kind for such configs."""
+    values = {"model_type": "llama", "vocab_size": 64, **wrong}
+    config = HFConfig.from_hf(values)
+    message = "transformers cannot build a llama model: "
+    for read in (
+        partial(tensor_specs, config, "lm"),
+        partial(adapted_shapes, values, "lm", Lora(rank=2)),
+        partial(file_form, config, "lm"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            read()
+    assert message in hf_tensor.refusal(values, "lm", 2)
 
 
 def test_the_builtin_decoder_agrees(pair: Callable[..., Any], tmp_path: Path) -> None:
