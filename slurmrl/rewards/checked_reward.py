@@ -125,8 +125,9 @@ class CheckedReward:
             self._loop = None
 
     def _defines(self, name: str) -> bool:
-        method = getattr(type(self._object), name, None)
-        return callable(method) and method is not getattr(RewardFunction, name)
+        method = getattr(self._object, name, None)
+        inherited = getattr(RewardFunction, name)
+        return callable(method) and getattr(method, "__func__", method) is not inherited
 
     def _optional(self, method: str, *arguments: Any) -> Any:
         function = getattr(self._object, method, None)

@@ -132,3 +132,33 @@ class WrongStats(Looks):
 class HugeStats(Looks):
     def stats(self) -> Any:
         return {"scaled": (10**5000, 1)}
+
+
+def counted(*arguments: Any) -> list[float]:
+    return [1.0] * len(arguments[1])
+
+
+counted.stats = lambda: {"seen": (1, 1)}  # type: ignore[attr-defined]
+
+
+class Counting:
+    """Its method is set when it is made."""
+
+    def __init__(self) -> None:
+        self.stats = lambda: {"seen": (1, 1)}
+
+    def __call__(self, *arguments: Any) -> list[float]:
+        return counted(*arguments)
+
+
+class Wrapping:
+    """Has the attributes of another object."""
+
+    def __init__(self) -> None:
+        self._inner = Counting()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *arguments: Any) -> list[float]:
+        return self._inner(*arguments)

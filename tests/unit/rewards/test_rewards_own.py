@@ -44,6 +44,16 @@ def test_functions_may_be_async_and_take_options() -> None:
     assert score("of_any", by=0.5) == [0.5, 0.5, 0.5]
 
 
+@pytest.mark.parametrize("name", ["counted", "Counting", "Wrapping"])
+def test_stats_count_wherever_they_are_set(name: str) -> None:
+    """A submission rejects a metric of ``stop_when`` that no ``stats`` may record."""
+    assert not make(f"{MODULE}:returning", {}).has_stats
+    reward = make(f"{MODULE}:{name}", {})
+    assert reward.has_stats
+    assert not reward.checks_rows
+    assert reward.stats() == {"seen": (1.0, 1.0)}
+
+
 def test_objects_need_only_look_like_rewards() -> None:
     reward = make(f"{MODULE}:Looks", {"scale": 2})
     assert reward.score(["p"], ["a"], [{}], PLACES[:1]) == [2.0]
