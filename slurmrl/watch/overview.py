@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +73,9 @@ class SchedulerAnswer:
         self.past: list[TaskState] = []
         """Jobs that show only how earlier incarnations ended."""
         self.problem: str | None = None
+        """Why the scheduler does not answer."""
+        self.damage: CorruptFileError | None = None
+        """Damage of the file that names the trial's jobs."""
 
     @property
     def maybe_running(self) -> bool:
@@ -96,6 +99,12 @@ def collect(
     """
     snapshots = _read_all(trials, DETAILED if detailed else GLANCE, unreadable)
     found = ask(snapshots, schedulers)
+    for snapshot in tuple(snapshots):
+        if (damage := found[snapshot.trial].damage) is not None:
+            if unreadable is None:
+                raise damage
+            unreadable(snapshot.paths, damage)
+            snapshots.remove(snapshot)
     watched = [
         snapshot
         for snapshot in snapshots
@@ -163,7 +172,7 @@ def ask(
             by_kind.setdefault(kind, []).append((snapshot, number))
     for kind, asked in by_kind.items():
         try:
-            for snapshot, number, task in _query(schedulers(kind), asked):
+            for snapshot, number, task in _query(schedulers(kind), asked, found):
                 answer = found[snapshot.trial]
                 (answer.tasks if _may_run(snapshot, number) else answer.past).append(task)
         except EnvironmentFailure as error:
@@ -197,17 +206,26 @@ def _may_run(snapshot: TrialSnapshot, number: int) -> bool:
 
 
 def _query(
-    scheduler: QueryableScheduler, asked: Sequence[tuple[TrialSnapshot, int]]
+    scheduler: QueryableScheduler,
+    asked: Sequence[tuple[TrialSnapshot, int]],
+    found: Mapping[str, SchedulerAnswer],
 ) -> list[tuple[TrialSnapshot, int, TaskState]]:
+    """Query a scheduler; note the trials whose own files do not name their jobs."""
     jobs: dict[str, tuple[str, ...]] = {}
     owners: dict[str, tuple[TrialSnapshot, int, str]] = {}
     for snapshot, number in asked:
         try:
             recovered = scheduler.recover(snapshot.paths, number)
         except (CorruptFileError, EnvironmentFailure) as error:
-            if isinstance(error, SchedulerError) or _may_run(snapshot, number):
+            if isinstance(error, SchedulerError):
                 raise
-            continue  # the status only lacks the cause of an earlier end
+            if not _may_run(snapshot, number):
+                continue  # the status only lacks the cause of an earlier end
+            if isinstance(error, CorruptFileError):
+                found[snapshot.trial].damage = error
+            else:
+                found[snapshot.trial].problem = str(error)
+            continue
         for group, ids in recovered.items():
             key = f"{snapshot.trial}:{number}:{group}"  # groups of several trials in one query
             jobs[key], owners[key] = ids, (snapshot, number, group)

@@ -130,6 +130,30 @@ def test_a_broken_run_directory_does_not_hide_the_others(tmp_path: Path) -> None
         collect([broken.paths], lambda kind: FakeScheduler())
 
 
+def test_damaged_names_of_jobs_do_not_hide_the_other_trials(tmp_path: Path) -> None:
+    class Damaged(FakeScheduler):
+        def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
+            if run.run == broken.paths.run:
+                raise CorruptFileError("jobs.json is not JSON")
+            return super().recover(run, number)
+
+    scheduler, told = Damaged(), list[str]()
+    broken, _ = running(tmp_path, "1", scheduler, "41")
+    fine, lease = running(tmp_path, "2", scheduler, "42")
+    time = Time(lease)
+    statuses = collect(
+        [broken.paths, fine.paths],
+        lambda kind: scheduler,
+        unreadable=lambda paths, error: told.append(f"{paths.full_name}: {error}"),
+        sleep=time.sleep,
+        clock=time.clock,
+    )
+    assert [(one["trial"], one["state"]) for one in statuses] == [("add/2", "RUNNING")]
+    assert told == ["add/1: jobs.json is not JSON"]
+    with pytest.raises(CorruptFileError):
+        collect([broken.paths], lambda kind: scheduler)
+
+
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
 def test_status_works_if_something_else_is_in_the_place_of_a_lease(
     tmp_path: Path, kind: str
