@@ -245,16 +245,17 @@ class _Measured:
 
     def _gathers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """The seconds of a layer's gathered weights that neither layers nor links take."""
-        for point in _of(self.points, "sharded"):
-            machine = self._machine({**numbers, "gathers": LEAST_S})
+        point = next(_of(self.points, "sharded"), None)
+        if point is None:
+            return {}
+        machine = self._machine({**numbers, "gathers": LEAST_S})
+        if point["place"] == "host":
             machine = replace(machine, gpus_per_host=point["ranks"])
-            (one,) = _of(self.points, "forward", tokens=1)
-            known = pass_seconds.inference(self._pass(one, f"fsdp:d{point['ranks']}"), machine)[
-                "weights"
-            ]
-            left = (point["seconds"] - one["seconds"] - known) / (self.shape.layers + 1)
-            return {"gathers": max(left, LEAST_S)}
-        return {}
+        (one,) = _of(self.points, "forward", tokens=1)
+        job = self._pass(one, f"fsdp:d{point['ranks']}")
+        known = pass_seconds.inference(job, machine)["weights"]
+        left = (point["seconds"] - one["seconds"] - known) / (self.shape.layers + 1)
+        return {"gathers": max(left, LEAST_S)}
 
     def _pass(self, point: Mapping[str, Any], layout: str = "fsdp:d1") -> pass_seconds.PassJob:
         """The job of the layers: a value head has nearly no cost."""

@@ -54,14 +54,18 @@ def shape() -> ModelShape:
     return found
 
 
-def machine(numbers: Mapping[str, float]) -> Machine:
+def machine(numbers: Mapping[str, float], gpus_per_host: int = 2) -> Machine:
     file = HardwareFile.model_validate({"hardware": "cpu", "measured": dict(numbers)})
     hardware = made(file, "test")
-    return Machine(hardware.gpu, 2, hardware.efficiency)
+    return Machine(hardware.gpu, gpus_per_host, hardware.efficiency)
 
 
 def forward(
-    numbers: Mapping[str, float], tokens: int, length: int, layout: str = "fsdp:d1"
+    numbers: Mapping[str, float],
+    tokens: int,
+    length: int,
+    layout: str = "fsdp:d1",
+    gpus_per_host: int = 2,
 ) -> float:
     job = PassJob(
         shape=shape(),
@@ -74,7 +78,7 @@ def forward(
         sharded=layout != "fsdp:d1",
         small=True,
     )
-    return sum(inference(job, machine(numbers)).values())
+    return sum(inference(job, machine(numbers, gpus_per_host)).values())
 
 
 def generate(numbers: Mapping[str, float], rows: int, tokens: int) -> float:
@@ -138,6 +142,20 @@ def measured(*ranks: list[dict[str, Any]], name: str = "cpu") -> dict[str, float
 def test_numbers_of_exact_hardware_are_found_again() -> None:
     found = measured(points(TRUE), points(TRUE))
     assert found == pytest.approx(TRUE, rel=0.02)
+
+
+def test_time_between_hosts_is_no_time_of_gathers() -> None:
+    """With one rank per host, the sharded layers are measured over the network."""
+    exact = {**TRUE, "network": 5e8, "network_latency": 1e-3}
+    reads = {**exact, "half_side": 1e-3}
+    among = points({**exact, "link": exact["network"], "latency": exact["network_latency"]})
+    own = [one for one in points(exact) if "place" not in one]
+    wire = [{**one, "place": "hosts"} for one in among if "place" in one]
+    (sharded,) = (one for one in wire if one["what"] == "sharded")
+    sharded["seconds"] = forward(reads, 1, 1, "fsdp:d2", gpus_per_host=1)
+    found = measured(own + wire)
+    assert found["network"] == pytest.approx(exact["network"], rel=0.02)
+    assert found["gathers"] == pytest.approx(exact["gathers"], rel=0.05)
 
 
 @settings(max_examples=30, deadline=None)
