@@ -85,8 +85,10 @@ class ProfileJob(ShortJob):
         Raises EnvironmentFailure for a job that does not measure, SchedulerError.
         """
         jobs, ended = self.ended()
-        answers = self.answers()
-        clear_away(jobs)
+        try:
+            answers = self.answers()
+        finally:
+            clear_away(jobs)
         failures = [found for _, found in sorted(answers.items()) if "error" in found]
         if failures:
             first = min(failures, key=lambda found: bool(found.get("echo")))

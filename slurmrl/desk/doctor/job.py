@@ -81,9 +81,8 @@ def _ended_in_order() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    before = {one: old for one in ENDINGS if (old := signal.getsignal(one)) != signal.SIG_IGN}
-    if threading.current_thread() is not threading.main_thread():
-        before = {}
+    ours = ENDINGS if threading.current_thread() is threading.main_thread() else ()
+    before = {one: old for one in ours if (old := signal.getsignal(one)) != signal.SIG_IGN}
     try:
         for one in before:
             signal.signal(one, end)
@@ -123,15 +122,17 @@ class ShortJob:
         """
         scheduler = make(self.kind)
         self.write()
+        jobs = None
         try:
             jobs = Jobs(1, scheduler, scheduler.submit(self.request()))
-        except (KeyboardInterrupt, SystemExit):  # the job may be queued already
-            clear_away(Jobs(1, scheduler, scheduler.recover(self.paths, 1)))
-            raise
-        try:
             return jobs, self._wait(jobs)
-        except BaseException:
-            clear_away(jobs)
+        except BaseException as error:
+            if jobs is None and isinstance(error, (KeyboardInterrupt, SystemExit)):
+                jobs = Jobs(
+                    1, scheduler, scheduler.recover(self.paths, 1)
+                )  # perhaps queued already
+            if jobs is not None:
+                clear_away(jobs)
             raise
 
     def write(self) -> None:
@@ -222,9 +223,12 @@ class ProbeJob(ShortJob):
         hosts = self.group.hosts
         self.say(f"a job of {hosts} host{'s' * (hosts > 1)} on {self.kind} runs the checks")
         jobs, ended = self.ended()
-        results = self._results()
-        checks = [check for task in sorted(results) for check in results[task]]
-        checks += guarded("job", "end it with scancel", lambda: _clear(jobs))
+        cleared: list[Check] = []
+        try:
+            results = self._results()
+        finally:
+            cleared += guarded("job", "end it with scancel", lambda: _clear(jobs))
+        checks = [check for task in sorted(results) for check in results[task]] + cleared
         missing = sorted(set(range(self.group.hosts)) - set(results))
         if missing:
             checks.append(self._lost(missing, ended))
