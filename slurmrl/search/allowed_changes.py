@@ -102,6 +102,7 @@ def search(
             refused.append(f"{name}: {change}")
         else:
             possible[name] = change
+    tried: list[tuple[tuple[str, ...], LearnedChange, _CountingLoad]] = []
     for names in _sets(possible):
         made = LearnedChange.together([possible[name] for name in names])
         loader = _CountingLoad(submit, made.settings)
@@ -110,6 +111,8 @@ def search(
             found = search_layouts(changed, request, loader, progress, known)
             follows = tuple(_consequences(checked, changed))
             answers = [_marked(one, known, made, follows) for one in found]
+        tried.append((names, made, loader))
+    for names, made, loader in tried:
         if any(one.learned == made.names for one in answers):
             continue
         if loader.accepted or (answers and not loader.reasons):

@@ -7,11 +7,10 @@ Nothing is random.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from slurmrl.config.allocation import parse
@@ -70,7 +69,7 @@ class Answer:
     actor: Model
     step: StepSeconds
     fullest: Fullest
-    learned: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    learned: Mapping[str, str] = field(default_factory=dict)
     """The settings of ``overrides`` that change the result of training, with the allowed change."""
     follows: tuple[str, ...] = ()
     """Settings of the algorithm whose defaults follow from these, in words."""
@@ -371,7 +370,7 @@ def _answer(
     actor = models["actor"]
     for use in uses_of(config, checked.algorithm):
         if uses_base(config, use.role):  # the role is the actor without adapters: keep them alike
-            same = {field: getattr(actor, field) for field in OWN}
+            same = {name: getattr(actor, name) for name in OWN}
             models[use.role] = config.model(use.role).model_copy(update=same)
     config = config.with_models(models)
     for one in chosen:
@@ -408,15 +407,15 @@ def _overrides(
     before, changed = settings.config, dict[str, Any]()
     for role, model in models.items():
         where, old = dotted(role_key(role)), before.model(role)
-        for field in INHERITED if role in trained else INHERITED[:2]:
-            key = "gradient_checkpointing" if field == "recompute" else field
+        for name in INHERITED if role in trained else INHERITED[:2]:
+            key = "gradient_checkpointing" if name == "recompute" else name
             inherits = role != "actor" and not settings.source.writes(*role_key(role), key)
             expected = models["actor"] if inherits else old
-            if getattr(model, field) != getattr(expected, field):
-                changed[f"{where}.{key}"] = getattr(model, field)
-        for field in ("gpus", "offload"):
-            if getattr(model, field) != getattr(old, field):
-                changed[f"{where}.{field}"] = getattr(model, field)
+            if getattr(model, name) != getattr(expected, name):
+                changed[f"{where}.{key}"] = getattr(model, name)
+        for name in ("gpus", "offload"):
+            if getattr(model, name) != getattr(old, name):
+                changed[f"{where}.{name}"] = getattr(model, name)
         expected_sizes = _sizes(old)
         if role != "actor" and not settings.source.writes(*role_key(role), "model"):
             own = (
@@ -425,10 +424,10 @@ def _overrides(
             expected_sizes = {} if own else _sizes(models["actor"])
         if _sizes(model) != expected_sizes:
             changed[f"{where}.model"] = _sizes(model)
-    for field in ("backend", "gpus", "offload", *ROLLOUT_FIELDS.values()):
-        value = getattr(after.rollout, field)
-        if value != getattr(before.rollout, field):
-            changed[f"rollout.{field}"] = value
+    for name in ("backend", "gpus", "offload", *ROLLOUT_FIELDS.values()):
+        value = getattr(after.rollout, name)
+        if value != getattr(before.rollout, name):
+            changed[f"rollout.{name}"] = value
     if before.cluster.hosts is not None:
         changed["cluster.hosts"] = None
     return changed

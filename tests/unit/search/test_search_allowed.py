@@ -82,6 +82,10 @@ def test_allowed_changes_are_made_and_marked(
     marked = [line for line in lines if "changes the result of training" in line]
     assert len(marked) == len(learned)
     assert all(any(f"({name})" in line for line in marked) for name in allowed.split(","))
+    shown = {" and ".join(sorted(set(one["learned"].values()))) for one in found["answers"]}
+    for names in ("precision", "staleness", "precision and staleness"):
+        if set(names.split(" and ")) <= set(allowed.split(",")):
+            assert names in shown or any(f"{names}: " in line for line in found["refused"])
     kept = "# the seed's precision" + ("; set by" if "actor.dtype" in learned else "")
     assert any(kept in line for line in lines)
 
