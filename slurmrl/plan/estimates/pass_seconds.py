@@ -68,8 +68,6 @@ class PassJob:
     """Whether sharded weights are gathered and reduced as one unit, once for an optimizer step."""
 
 
-REDUCED: Final = 4
-"""Bytes of an element of a gradient of keys and values that another rank computed."""
 SMALL_BYTES: Final = 256 * 2**20
 """Most bytes in float32 of a model whose sharded weights are one unit: holding all parameters and
 gradients costs less than the collectives and hooks of many units."""
@@ -288,7 +286,7 @@ def _passed_on(
         return 0.0
     tokens = min(0.75 * (cp - 1) * own, job.length)
     keys = 2 * tokens * shape.kv_heads_of_rank(tp) * shape.head_dim
-    moved = keys * (job.width * (forward + int(trained)) + (REDUCED if trained else 0))
+    moved = keys * (job.width * (forward + int(trained)) + (FLOAT32 if trained else 0))
     seconds = moved / machine.exchange(cp, tp)
     return seconds - min(seconds * machine.efficiency.overlap, attention)
 
@@ -441,7 +439,7 @@ def _read_elements(job: DecodeJob, rows: float) -> float:
     shape, tp = job.shape, job.allocation.sizes["tp"]
     whole = replace(job.allocation, sizes={**job.allocation.sizes, "pp": 1})
     own = parameters(shape, whole, "lm")
-    dense = own.dense - (0 if shape.tied else shape.vocabulary * shape.hidden / tp)
+    dense = own.dense - (0 if shape.tied else shape.vocabulary_of_rank(tp) * shape.hidden)
     if not shape.experts:
         return dense
     chosen = 1 - math.pow(1 - shape.experts_per_token / shape.experts, rows)

@@ -119,9 +119,12 @@ def test_a_length_distribution_has_its_mean(mean: float) -> None:
     assert shares == sorted(shares, reverse=True)
 
 
-def decode(layout: str = "vllm:d1", values: Any = None, **settings: Any) -> float:
-    shape = read(values or LLAMA_8B)
-    assert shape is not None
+def decode(
+    layout: str = "vllm:d1", values: Any = None, *, whole_vocabulary: bool = False, **settings: Any
+) -> float:
+    found = read(values or LLAMA_8B)
+    assert found is not None
+    shape = replace(found, whole_vocabulary=whole_vocabulary)
     usual: dict[str, Any] = {
         "sequences": 64,
         "prompt": 256,
@@ -141,6 +144,14 @@ def test_decoding_reads_all_weights_for_each_token_of_the_longest_completion() -
     assert decode("vllm:t8") < decode()
     many, few = decode(values=MOE, sequences=256), decode(values=MOE, sequences=1)
     assert many > 3 * few, "few tokens choose few experts"
+
+
+def test_ranks_with_the_whole_vocabulary_read_the_whole_head_but_no_embedding() -> None:
+    one: dict[str, Any] = {"sequences": 1, "prompt": 1, "lengths": LengthDistribution(1024, 1024)}
+    more = decode("native:t8", whole_vocabulary=True, **one) - decode("native:t8", **one)
+    head = 2 * LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"]
+    streamed = H100.gpu.bytes_per_s * H100.efficiency.decoding
+    assert more == pytest.approx(1024 * 7 / 8 * head / streamed, rel=0.01)
 
 
 def test_pipeline_stages_do_not_speed_up_a_single_sequence() -> None:
