@@ -154,7 +154,7 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
             click.echo(f"{name} {how}; to continue it: slurmrl resume {name}{again(folder)}")
         else:
             look = f"slurmrl status {name}{again(folder)}"
-            trains = jobs[name].train()
+            trains = jobs[name].trainers_run()
             how = (
                 "stops at the next step and commits"
                 if trains

@@ -141,7 +141,7 @@ DIFFERENT: Mapping[str, str] = {
             "micro_batch_size gradient_accumulation_steps ppo_micro_batch_size "
             "ppo_micro_batch_size_per_gpu"
         ),
-        "It counts steps, and is no share of them": "warmup_ratio lr_warmup_steps_ratio",
+        "It is a number of steps, not a share of them": "warmup_ratio lr_warmup_steps_ratio",
         "Rows with a longer prompt are left out, not cut": "max_prompt_length max_prompt_len",
         "It counts GPUs of one host": "cluster.gpus",
         "It is the memory of one worker": "cluster.memory cluster.mem slurm.mem slurm.memory",
@@ -264,13 +264,13 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
     owner = section_at(schema, location[:-1])
     known = sorted(key for key, _ in keys(owner)) if owner else []
     name = str(location[-1])
-    if removed := _removed((*prefix, *location)):
+    whole = (*prefix, *location)
+    if removed := _removed(whole):
         return f"is no longer a setting: {removed[1]}"
     if name in PRECISIONS and "dtype" in known:
         return "unknown key; write dtype: bfloat16 (fp16 is not supported) or float32"
     if (ours := OTHER_NAMES.get(name)) in known:
         return f"unknown key; write {ours}"
-    whole = (*prefix, *location)
     if dotted(whole[-2:]) in NO_SETTINGS:
         return f"unknown key; allowed: {', '.join(known)}"
     own, inside = [dotted((*prefix, *path)) for path in paths(schema)], f"{dotted(prefix)}."

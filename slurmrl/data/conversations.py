@@ -116,7 +116,7 @@ SWITCHES: Final = ("train", "training", "trainable")
 def _wrong_switch(messages: Sequence[Message]) -> str:
     """Return which target another trainer would exclude; "" if none."""
     for place, message in enumerate(messages, start=1):
-        switch = next((key for key in SWITCHES if message.get(key) in (False, 0)), None)
+        switch = next((key for key in SWITCHES if message.get(key) == 0), None)
         if switch is not None and is_target(message):
             value = json.dumps(message[switch])
             return f"message {place} has '{switch}' {value}: write \"weight\": 0 to exclude it"

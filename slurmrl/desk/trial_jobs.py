@@ -49,7 +49,7 @@ class Jobs:
         """Return the pending and running elements."""
         return [task for task in self.scheduler.query(self.ids) if task.state.active]
 
-    def train(self) -> bool:
+    def trainers_run(self) -> bool:
         """Return whether a job of the trainers runs; only such a job commits."""
         return any(
             task.group == TRAINERS and task.state is JobState.RUNNING for task in self.active()
@@ -137,7 +137,7 @@ def stop(paths: RunPaths) -> Jobs:
     demand.request_stop(paths, jobs.number, user_name())  # first: a link may be about to start
     try:
         jobs.scheduler.interrupt(jobs.ids)
-        if not jobs.train():
+        if not jobs.trainers_run():
             jobs.scheduler.cancel(jobs.ids)
     except SchedulerError:
         demand.withdraw_stop(paths, jobs.number)

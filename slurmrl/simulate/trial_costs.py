@@ -24,7 +24,7 @@ from slurmrl.plan.estimates.worker_memory import version_size
 from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
-from slurmrl.simulate.queue_waits import Waits
+from slurmrl.simulate.queue_waits import ExponentialWait, Waits
 
 DAY_S: Final = 86400.0
 START_S: Final = 60.0
@@ -377,7 +377,7 @@ class Disturbances:
 
 def seconds_to_event(per_day: float, rng: random.Random) -> float:
     """Return the seconds to the next event of a rate; infinite for the rate 0."""
-    share = -math.log1p(-rng.random())
+    share = ExponentialWait(1.0).sample(rng)
     return share / per_day * DAY_S if per_day else math.inf
 
 

@@ -451,7 +451,10 @@ class Master:
         self.status.update(phase="finished")
         self.events.write("finished", step=step, reason=reason)
         if self._told_unknown and not self._saw_metric:
-            logger.warning("no step had the metric of stop_when: %s", self.progress.stop_when)
+            logger.warning(
+                "no step since the last start had the metric of stop_when: %s",
+                self.progress.stop_when,
+            )
             self.events.write("no_such_metric", condition=str(self.progress.stop_when), step=step)
 
     def _let_sinks_catch_up(self) -> None:

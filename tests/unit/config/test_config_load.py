@@ -254,7 +254,7 @@ def test_unknown_key_is_answered_with_its_place(tmp_path: Path, key: str, place:
         ("evaluation.do_sample", "evaluation.greedy? It is the opposite"),
         ("epochs", "total_steps? It counts steps: an epoch has rows / algorithm.batch_size of"),
         ("total_epochs", "total_steps? It counts steps"),
-        ("actor.optimizer.warmup_ratio", "warmup_steps? It counts steps, and is no share"),
+        ("actor.optimizer.warmup_ratio", "warmup_steps? It is a number of steps, not a share"),
         ("actor.ppo_micro_batch_size", "max_tokens_per_microbatch? It counts the tokens"),
         ("mini_batch_size", "algorithm.n_minibatches? It is the number of updates of a step"),
         ("per_device_train_batch_size", "batch_size? It counts the prompts (rows) of a whole step"),

@@ -84,7 +84,9 @@ def test_end_of_run_reports_metric_that_never_appeared(
         Master._finish(master, "total_steps")
     said = [kind for kind, _ in master.events.said]
     assert said.count("no_such_metric") == told
-    assert ("no step had the metric of stop_when: brief >= 1" in caplog.text) is (told == 2)
+    assert (
+        "no step since the last start had the metric of stop_when: brief >= 1" in caplog.text
+    ) is (told == 2)
 
 
 def test_a_mistake_of_the_user_s_has_no_traceback(
