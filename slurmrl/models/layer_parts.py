@@ -281,7 +281,7 @@ def kv_heads(config: ModelConfig, split: Split) -> int:
 class SplitCore:
     """An ``AttentionCore`` around the core for all ``tokens``.
 
-    It removes the padding of the last ranks' parts first.
+    The parts of the last ranks may end with padding, which attention does not see.
     """
 
     def __init__(self, core: AttentionCore, context: Axis, tokens: int) -> None:
@@ -318,7 +318,7 @@ class SplitCore:
 class RingCore:
     """An ``AttentionCore`` of packed sequences whose keys are passed round the context ranks.
 
-    It removes the padding of the last ranks' parts first.
+    The parts of the last ranks may end with padding, which attention does not see.
     """
 
     def __init__(self, bounds: Sequence[int], split: Split) -> None:

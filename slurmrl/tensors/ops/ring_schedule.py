@@ -51,7 +51,7 @@ class RingSchedule:
     own: Packing
     """The parts of sequences within this rank's chunks."""
     parts: tuple[KeyBlock, ...]
-    """Its second chunk sees its first one."""
+    """Calls of the queries of this rank's second chunk with the keys of its first one."""
     hops: tuple[Hop, ...]
 
 
@@ -80,7 +80,7 @@ def schedule(
     every = chunks(bounds[-1], part, ranks)
 
     def needed(by: int, of: int) -> list[range]:
-        """The keys that a rank needs, last ones of the first and the second chunk of another."""
+        """Return the keys that rank ``by`` needs of both chunks of rank ``of``: the last of each."""
         return [_keys(bounds, every, by, chunk, window) for chunk in _chunks_of(of, ranks)]
 
     hops = []
