@@ -161,7 +161,7 @@ class HFModel(PackedModel):
         found = (output.logits if whole else output.last_hidden_state)[rows, columns]
         if self.pictures is None or not torch.is_grad_enabled():
             return found
-        # FSDP needs a gradient of each parameter on all ranks, also without images.
+        # FSDP needs a gradient of each parameter on all ranks, even without images.
         sums = [parameter.sum() for parameter in self.pictures.trained()]
         return found + 0.0 * torch.stack(sums).sum() if sums else found
 

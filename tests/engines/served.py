@@ -214,7 +214,7 @@ class ServedContract:
     ) -> None:
         """At a temperature, with a version for each token.
 
-        Token ids are kept as they were sampled, also where their text has another spelling.
+        Token ids are kept as they were sampled, even if their text has another spelling.
         """
         completions = served.one(request(n=16, temperature=0.7))
         assert len({made.tokens for made in completions}) > 1

@@ -80,7 +80,7 @@ def schedule(
     every = chunks(bounds[-1], part, ranks)
 
     def needed(by: int, of: int) -> list[range]:
-        """Return the keys that rank ``by`` needs of both chunks of rank ``of``: the last of each."""
+        """Return the keys that rank ``by`` needs: the last of each chunk of rank ``of``."""
         return [_keys(bounds, every, by, chunk, window) for chunk in _chunks_of(of, ranks)]
 
     hops = []

@@ -190,7 +190,7 @@ def test_a_trial_of_another_slurmrl_reads_none_of_our_settings(
     user: Path, scheduler: FakeScheduler
 ) -> None:
     """Its version may not know a setting of ours: the checks leave it alone, so that the refusal
-    names the cause, also where a default has changed.
+    names the cause, even if a default has changed.
     """
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
