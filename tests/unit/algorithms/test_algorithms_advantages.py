@@ -59,7 +59,7 @@ def estimates_of(
     return estimate(sample, context, lambda x: x)
 
 
-def test_an_empty_batch_has_no_estimates() -> None:
+def test_empty_batch_gives_empty_advantages() -> None:
     sample = batch([(2, 3)]).take([])
     estimates = estimates_of(sample, PolicyGradient(batch_size=8), 0.1)
     assert estimates.advantages.shape == (0,)
@@ -81,5 +81,5 @@ def test_moments_of_equal_numbers_are_exact_on_any_layout(dtype: torch.dtype) ->
                 assert not whiten(torch.cat(parts), mean, std).any()
 
 
-def test_whitening_leaves_rounding_small() -> None:
+def test_whitening_does_not_amplify_rounding_errors() -> None:
     assert float(whiten(torch.tensor([1e-8, -1e-8]), 0.0, 1e-8).abs().max()) < 2e-4

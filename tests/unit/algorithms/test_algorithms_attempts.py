@@ -42,7 +42,7 @@ def test_pass_at_k_is_exact_for_many_completions() -> None:
         pass_at_k(2, 1, 3)
 
 
-def test_a_majority_is_the_mean_over_subsets_and_orders_of_breaking_ties() -> None:
+def test_majority_rate_is_the_mean_over_subsets_and_tie_breaks() -> None:
     """maj@k against the enumeration of all subsets of k completions, in which each vote that is
     tied for first wins equally often.
     """
@@ -70,7 +70,7 @@ def _first_is_right(votes: tuple[str | None, ...]) -> float:
     [(16, 16, 16, 12), (1, 1, 1, 1, 8), (30, 5, 5, 5), (128, 100), (2, 61)],
     ids=str,
 )
-def test_a_majority_of_many_completions_is_the_sum_over_what_a_subset_can_hold(
+def test_majority_rate_of_many_completions_equals_the_sum_over_subsets(
     counts: tuple[int, ...],
 ) -> None:
     """maj@k against exact sums over the numbers of completions of each vote in a subset.
@@ -109,7 +109,7 @@ def _held(counts: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
             yield (number, *rest)
 
 
-def test_votes_of_all_sizes_take_no_longer_than_few_votes() -> None:
+def test_majority_rate_costs_the_same_for_all_sizes_as_for_few() -> None:
     """800 completions, 1 to 39 for each vote: the product over votes, ties and sizes of subsets
     that an exact sum needs would take minutes.
     """
@@ -118,7 +118,7 @@ def test_votes_of_all_sizes_take_no_longer_than_few_votes() -> None:
     assert (first, last) == (pytest.approx(39 / len(votes)), 1.0)
 
 
-def test_the_majority_of_more_completions_than_there_are_is_no_number() -> None:
+def test_majority_rate_is_nan_for_more_completions_than_exist() -> None:
     with pytest.raises(ValueError, match=r"of 2 completions"):
         majorities(["a", "b"], [True, False], [1, 3])
 
@@ -142,11 +142,13 @@ def test_majorities_of_many_completions_do_not_overflow() -> None:
         ("x", "(y)?x", None),
     ],
 )
-def test_what_a_completion_votes_for(completion: str, pattern: str | None, vote: str) -> None:
+def test_completion_votes_for_the_matched_answer(
+    completion: str, pattern: str | None, vote: str
+) -> None:
     assert vote_of(completion, pattern) == vote
 
 
-def test_wilson_solves_the_score_equation() -> None:
+def test_wilson_interval_solves_the_score_equation() -> None:
     """Its ends are the proportions whose z-score of the observed mean is 1.96."""
     for mean, count in [(0.0, 7), (0.3, 10), (0.5, 1), (1.0, 40), (0.999, 512)]:
         low, high = wilson(mean, count)
@@ -156,7 +158,7 @@ def test_wilson_solves_the_score_equation() -> None:
             assert z == pytest.approx(1.959963984540054, rel=1e-6)
 
 
-def test_each_prompt_has_a_line_with_its_rates() -> None:
+def test_each_prompt_has_a_record_with_its_rates() -> None:
     """Two prompts with 3 completions: all correct; one correct, out of two equal wrong ones."""
     settings = evaluation(n=3, pass_score=0.5)
     assert settings.attempts == (1, 2, 3)
@@ -175,7 +177,7 @@ def test_each_prompt_has_a_line_with_its_rates() -> None:
     assert voted["p@0"]["maj@3"] == 1.0
 
 
-def test_one_completion_has_no_rates() -> None:
+def test_single_completion_has_no_pass_or_majority_rates() -> None:
     lines = score_records(["p@0"], [1], [0.5], ["a"], evaluation(pass_score=1.0))
     assert lines == {"p@0": {"rewards": [0.5], "reward": 0.5}}
     settings = evaluation(n=8, pass_score=1.0)
@@ -186,16 +188,16 @@ def test_one_completion_has_no_rates() -> None:
 
 
 @pytest.mark.parametrize(("pattern", "reason"), [("(", "not a regular"), ("(a)(b)", "2 groups")])
-def test_a_pattern_that_names_no_answer_is_refused(pattern: str, reason: str) -> None:
+def test_answer_pattern_without_group_is_rejected(pattern: str, reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         evaluation(vote_pattern=pattern)
 
 
-def test_a_run_may_stop_by_such_a_metric() -> None:
+def test_stop_condition_accepts_pass_at_k() -> None:
     assert StopWhen.parse("eval/pass@8 >= 0.5").met({"eval/pass@8": 0.6})
 
 
-def test_the_metrics_are_known_before_the_run(tmp_path: Path) -> None:
+def test_rate_metrics_are_known_before_the_run(tmp_path: Path) -> None:
     from slurmrl.errors import ConfigError
     from slurmrl.plan.settings import load_settings
 

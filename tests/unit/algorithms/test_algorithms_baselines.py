@@ -119,7 +119,7 @@ def advantages_on_ranks(
 
 
 @pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
-def test_only_answered_completion_is_compared_with_itself(advantage: str) -> None:
+def test_single_unfailed_completion_has_advantage_zero(advantage: str) -> None:
     """There are more groups than completions that did not fail."""
     sample = rollout([[(2, 0), (2, 0)], [(2, 0), (2, 0)], [(2, 1), (2, 0)]])
     settings = algorithm(advantage=advantage, kl={"coef": 0.0})
@@ -127,7 +127,7 @@ def test_only_answered_completion_is_compared_with_itself(advantage: str) -> Non
 
 
 @pytest.mark.parametrize("advantage", ["gae", "none", "group", "batch"])
-def test_turns_without_rewards_change_no_bit(advantage: str) -> None:
+def test_turns_without_rewards_leave_advantages_unchanged(advantage: str) -> None:
     """A batch whose turns earn nothing has the advantages of one without that key."""
     std = "batch" if advantage in ("group", "batch") else "none"
     settings = algorithm(advantage=advantage, advantage_std=std)
@@ -143,7 +143,7 @@ def test_turns_without_rewards_change_no_bit(advantage: str) -> None:
         assert torch.equal(*both)
 
 
-def test_the_overlong_penalty_is_that_of_dapo() -> None:
+def test_overlong_penalty_equals_dapo() -> None:
     """Equation 13 with a limit of 10 tokens, of which 4 are the buffer."""
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, 10, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]

@@ -36,7 +36,7 @@ def settled(dtype: str, rollout: dict[str, Any], **options: Any) -> tuple[bool |
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["m2po", "grpo", "cispo", "sapo", "dapo"])
-def test_gradient_is_that_of_the_paper_with_stale_completions(name: str, dtype: str) -> None:
+def test_gradient_equals_the_paper_with_stale_completions(name: str, dtype: str) -> None:
     """The calls that the schema chooses train completions of another policy; their ratios and masks
     are those of the policy that drew them.
     """
@@ -93,7 +93,7 @@ def test_recomputation_and_correction_follow_staleness_and_precision(
     assert settled(dtype, rollout, **options) == expected
 
 
-def test_calls_are_those_of_the_settled_settings() -> None:
+def test_training_reads_generation_logprobs_only_if_used() -> None:
     """Training reads log-probabilities of generation only where it uses them."""
     kept, recomputed = (
         {call.name: call for call in PolicyGradient(batch_size=8).calls(configured(*each))}
@@ -130,7 +130,7 @@ def test_calls_are_those_of_the_settled_settings() -> None:
         ),
     ],
 )
-def test_notes_say_what_is_in_force_and_why(
+def test_notes_name_chosen_settings_and_the_reason(
     dtype: str, rollout: dict[str, Any], options: dict[str, Any], parts: tuple[str, ...]
 ) -> None:
     algorithm = PolicyGradient(batch_size=8, **options)
@@ -139,7 +139,7 @@ def test_notes_say_what_is_in_force_and_why(
     assert all(part in note for note in found for part in parts)
 
 
-def test_resumed_configuration_keeps_what_was_settled() -> None:
+def test_resumed_configuration_keeps_automatic_choices() -> None:
     algorithm = PolicyGradient(batch_size=8).completed(configured("bfloat16", STALE))
     values = cast(Any, algorithm).model_dump(mode="json")
     again = PolicyGradient.model_validate(values)

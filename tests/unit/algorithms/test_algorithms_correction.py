@@ -28,7 +28,7 @@ BEHAVIOR = torch.randn(len(MASK), generator=torch.Generator().manual_seed(3), dt
 
 
 @pytest.mark.parametrize("bound", [{"reject_upper": 2.0}, {"reject_lower": 0.5}])
-def test_rejection_with_one_bound_leaves_other_side_open(bound: dict[str, float]) -> None:
+def test_rejection_with_one_bound_leaves_the_other_side_open(bound: dict[str, float]) -> None:
     far = torch.tensor([-200.0] * 5 + [200.0] * 5)
     settings = Correction(correction="none", reject_by="ratio", **bound)
     found = correction_weights(far, torch.zeros(10), MASK, SEQUENCES, settings)
@@ -36,7 +36,7 @@ def test_rejection_with_one_bound_leaves_other_side_open(bound: dict[str, float]
     assert int(found.sum()) == int(low if "reject_upper" in bound else high)
 
 
-def test_a_weight_that_would_overflow_stays_finite() -> None:
+def test_importance_weight_stays_finite_instead_of_overflowing() -> None:
     far = torch.full((10,), 200.0)
     weights = correction_weights(
         far, torch.zeros(10), MASK, SEQUENCES, Correction(correction="weight")
@@ -70,7 +70,7 @@ def test_a_weight_that_would_overflow_stays_finite() -> None:
         ({"reject_by": "ratio", "reject_lower": -1.0}, "use 0 or more"),
     ],
 )
-def test_corrections_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_impossible_corrections_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Correction(**options)
 
@@ -80,7 +80,7 @@ def metrics(training: Tensor, behavior: Tensor, mask: Tensor) -> dict[str, float
     return mismatch_metrics({name: float(value) for name, value in sums.items()}, float(mask.sum()))
 
 
-def test_engines_that_agree_have_no_mismatch() -> None:
+def test_mismatch_is_zero_for_engines_that_agree() -> None:
     assert metrics(BEHAVIOR, BEHAVIOR, MASK) == {
         "mismatch/kl": 0.0,
         "mismatch/kl_k1": 0.0,
@@ -107,7 +107,7 @@ def algorithm_1(log_ratios: Tensor, advantages: Tensor, mask: Tensor, limit: flo
 
 
 @pytest.mark.parametrize("limit", [1e-6, 0.04, 0.3, 1.0, 100.0])
-def test_the_second_moment_mask_is_the_papers_loop(limit: float) -> None:
+def test_second_moment_mask_equals_the_loop_of_the_paper(limit: float) -> None:
     """Whatever the order of tokens and their distribution over ranks."""
     generator = torch.Generator().manual_seed(5)
     log_ratios, advantages = torch.randn(2, 200, generator=generator)
@@ -122,7 +122,7 @@ def test_the_second_moment_mask_is_the_papers_loop(limit: float) -> None:
     assert torch.equal(shuffled, found[order])
 
 
-def test_the_second_moment_mask_of_equal_and_of_no_tokens() -> None:
+def test_second_moment_mask_treats_equal_tokens_alike_and_accepts_none() -> None:
     """Tokens with one square go together, and a batch in which none moved keeps all."""
     ones, yes = torch.ones(4), torch.ones(4, dtype=torch.bool)
     same = second_moment_mask(torch.full((4,), 0.5), ones, yes, 0.04, lambda sums: sums)

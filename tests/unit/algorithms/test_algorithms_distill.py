@@ -63,7 +63,7 @@ def distributions() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("cap", [None, 100.0])
-def test_the_estimate_is_the_gradient_of_the_reverse_divergence(cap: float | None) -> None:
+def test_estimate_equals_the_gradient_of_the_reverse_kl(cap: float | None) -> None:
     """In expectation over the sampled token, value and gradient are those of KL(p || teacher)."""
     student, teacher, _ = distributions()
     options = Distill(batch_size=1, importance_cap=cap)

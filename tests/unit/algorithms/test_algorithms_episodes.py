@@ -66,7 +66,7 @@ def generated(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_an_episode_of_one_turn_is_a_completion(n: int, make_world: MakeWorld) -> None:
+def test_one_turn_episode_equals_a_completion(n: int, make_world: MakeWorld) -> None:
     """The same tokens and ends as generation without episodes; log-probabilities but for the
     rounding of other batches.
     """
@@ -80,7 +80,7 @@ def test_an_episode_of_one_turn_is_a_completion(n: int, make_world: MakeWorld) -
     assert not episode.tensor("turn_rewards").any()
 
 
-def test_log_probabilities_are_those_of_the_whole_sequence(make_world: MakeWorld) -> None:
+def test_episode_logprobs_equal_those_of_the_whole_sequence(make_world: MakeWorld) -> None:
     """Those of every turn's tokens are what the training engine computes for them in their
     context, messages included; tokens of messages are marked and have none.
     """
@@ -100,7 +100,7 @@ def test_log_probabilities_are_those_of_the_whole_sequence(make_world: MakeWorld
     assert (means["turns"], means["prompt_length"], means["episode_failed"]) == (3.0, 3.0, 0.0)
 
 
-def test_an_episode_does_not_depend_on_the_others(make_world: MakeWorld) -> None:
+def test_episode_does_not_depend_on_other_episodes(make_world: MakeWorld) -> None:
     """Neither on which they are, nor on how many advance at the same time."""
     world = make_world()
     every, _ = generated(world, context_of(world, SEVERAL, n=2), ["a", "bb", "ccc", "dddd"])
@@ -116,7 +116,7 @@ def judged(world: Any, context: CallContext, sample: SequenceSample) -> CallResu
     return RuleRewardInterface().inference(None, sample, context)
 
 
-def test_a_failed_episode_has_its_prompt_and_no_reward(make_world: MakeWorld) -> None:
+def test_failed_episode_keeps_its_prompt_and_has_no_reward(make_world: MakeWorld) -> None:
     """It is counted, its prompt is all that later calls get of it, it is not judged, and no
     token of it is trained on.
     """
@@ -132,7 +132,7 @@ def test_a_failed_episode_has_its_prompt_and_no_reward(make_world: MakeWorld) ->
     assert rewards.sample.tensor("rewards").tolist() == [0.75, 0.0, 0.75]
 
 
-def test_the_last_turn_is_judged_and_turns_are_paid(make_world: MakeWorld) -> None:
+def test_reward_is_score_of_last_turn_plus_turn_rewards(make_world: MakeWorld) -> None:
     """A reward is that of the last turn's text plus what the turns have earned; the table of
     samples shows the turns and what was between them.
     """
@@ -169,7 +169,7 @@ def test_the_last_turn_is_judged_and_turns_are_paid(make_world: MakeWorld) -> No
     ]
 
 
-def test_a_reward_of_turns_that_is_no_float32_is_an_error(make_world: MakeWorld) -> None:
+def test_turn_reward_outside_float32_is_an_error(make_world: MakeWorld) -> None:
     """It would be infinite on the ranks."""
     world = make_world()
     sample = SequenceSample(
@@ -190,7 +190,7 @@ def test_a_reward_of_turns_that_is_no_float32_is_an_error(make_world: MakeWorld)
         judged(world, context_of(world, SEVERAL), sample)
 
 
-def test_environments_alone_can_give_the_reward(make_world: MakeWorld) -> None:
+def test_environment_rewards_suffice_without_reward_function(make_world: MakeWorld) -> None:
     world = make_world()
     environment = {"name": f"{OWN}:Countdown", "options": {"turns": 2}}
     context = context_of(world, {"name": "multi_turn", "environment": environment})
@@ -205,7 +205,7 @@ def test_environments_alone_can_give_the_reward(make_world: MakeWorld) -> None:
     assert all(reward in (0.0, 1.0) for reward, end in zip(rewards, ends, strict=True) if not end)
 
 
-def test_a_greedy_baseline_has_the_same_episode(make_world: MakeWorld) -> None:
+def test_greedy_baseline_runs_the_same_episode(make_world: MakeWorld) -> None:
     world = make_world(name="remax", kl={"coef": 0.0})
     context = context_of(world, SEVERAL, n=2)
     sample = prompts(["a", "b"])

@@ -23,7 +23,7 @@ MADE_ELSEWHERE = ("trial:", "data/")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_example_lacks_nothing_but_what_others_make(name: str, tmp_path: Path) -> None:
+def test_example_is_valid_except_for_files_made_elsewhere(name: str, tmp_path: Path) -> None:
     """As it is written, without any overrides."""
     try:
         load_settings(EXAMPLES / name, root=tmp_path)
@@ -38,7 +38,7 @@ def test_an_example_lacks_nothing_but_what_others_make(name: str, tmp_path: Path
             assert value.startswith(MADE_ELSEWHERE), problem
 
 
-def test_a_loss_of_ones_own_is_right_and_short() -> None:
+def test_custom_loss_example_is_correct_and_short() -> None:
     """SimPO by hand: two pairs of one item; answers of 1 and 2 tokens."""
     path = EXAMPLES / "custom" / "simpo.py"
     assert len(path.read_text().splitlines()) < 60
@@ -61,7 +61,7 @@ def test_a_loss_of_ones_own_is_right_and_short() -> None:
     assert float(stats["accuracy"]) == 0.5
 
 
-def test_the_classifier_of_the_sentiment_example_judges_texts(
+def test_sentiment_example_classifier_scores_texts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A score is the probability of POSITIVE, the same alone and padded in a batch."""

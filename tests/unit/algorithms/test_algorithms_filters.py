@@ -25,7 +25,7 @@ DROP = Filters(zero_variance="drop")
 MASK = Filters(zero_variance="drop", mask_truncated=True)
 
 
-def test_settings_of_rounds_reach_the_step() -> None:
+def test_refill_settings_reach_the_step() -> None:
     settings = Filters.model_validate({"max_truncated": 0.5, **ROUNDS})
     assert settings.refill() == Refill(rounds=3, candidates=7, complete=True)
     assert DROP.refill() == Refill(rounds=10, candidates=None, complete=False)
@@ -59,7 +59,7 @@ def test_settings_of_rounds_reach_the_step() -> None:
         (Filters(max_truncated=0.0, zero_variance="drop"), [1.0] * 2, [False] * 2, "truncated"),
     ],
 )
-def test_a_prompt_is_dropped_for_a_reason(
+def test_dropped_prompt_has_a_reason(
     settings: Filters, scores: list[float], finished: list[bool], expected: str | None
 ) -> None:
     assert reason(scores, finished, settings) == expected
@@ -73,7 +73,7 @@ def filtered(sample: SequenceSample, **options: Any) -> CallResult:
     return FilterInterface().filter(None, sample, context)
 
 
-def test_each_prompt_is_judged_by_its_own_completions() -> None:
+def test_filter_decides_per_prompt_by_its_own_completions() -> None:
     """Groups of different sizes; the metrics are shares of prompts. A rank may have none."""
     sample = SequenceSample(
         ("a@0", "b@0", "c@0", "d@0"),
@@ -92,7 +92,7 @@ def test_each_prompt_is_judged_by_its_own_completions() -> None:
     assert nothing.stats == {"filter/zero_variance": (0.0, 0.0), "filter/truncated": (0.0, 0.0)}
 
 
-def test_failed_episodes_are_left_out_of_the_comparison() -> None:
+def test_filters_ignore_failed_episodes() -> None:
     """Their reward of 0 is no judgement: where the other completions got equal rewards, or there is
     no other, the prompt is dropped. A failed episode is not a truncated one either.
     """
@@ -129,7 +129,7 @@ SHAPING: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("shaping", SHAPING, ids=str)
-def test_dropped_are_the_prompts_that_say_nothing(shaping: dict[str, Any], mask: bool) -> None:
+def test_filter_drops_exactly_prompts_without_gradient(shaping: dict[str, Any], mask: bool) -> None:
     """They are those of whose tokens in the losses all have an advantage of 0."""
     algorithm = PolicyGradient(
         batch_size=8, name="grpo", kl={"coef": 0.0}, mask_truncated=mask, **shaping

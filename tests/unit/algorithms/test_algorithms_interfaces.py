@@ -53,7 +53,7 @@ def evaluating(context: CallContext, **options: Any) -> CallContext:
     return replace(context, evaluation=True, settings=settings)
 
 
-def test_keys_are_stable_and_follow_the_sample_id() -> None:
+def test_sampling_keys_are_stable_and_depend_on_the_sample_id() -> None:
     keys = sampling_keys(("a@0", "a@1", "b@0"))
     assert keys.tolist() == sampling_keys(("a@0", "a@1", "b@0")).tolist()
     assert len(set(keys.tolist())) == 3
@@ -64,7 +64,7 @@ def test_keys_are_stable_and_follow_the_sample_id() -> None:
     assert sampling_keys(()).shape == (0,)
 
 
-def test_a_completion_depends_on_its_id_and_not_on_the_batch(make_world: MakeWorld) -> None:
+def test_completion_depends_on_its_id_but_not_on_the_batch(make_world: MakeWorld) -> None:
     world = make_world()
     context = world.context(step=3)
     both = RolloutInterface().generate(world.actor, prompts(["x@0", "y@0"]), context).sample
@@ -84,7 +84,7 @@ def with_rollout(context: CallContext, **options: Any) -> CallContext:
     return replace(context, settings=settings)
 
 
-def test_a_greedy_baseline_has_one_most_probable_completion(make_world: MakeWorld) -> None:
+def test_greedy_baseline_is_one_greedy_completion_per_prompt(make_world: MakeWorld) -> None:
     """Whatever the rollout's n and temperature, with keys of its own."""
     world = make_world()
     context = world.context(step=3)
@@ -100,7 +100,7 @@ def test_a_greedy_baseline_has_one_most_probable_completion(make_world: MakeWorl
         assert torch.equal(baseline.tensor(f"greedy_{key}"), wanted.sample.tensor(key))
 
 
-def test_a_rank_without_completions_has_no_greedy_baseline_either(
+def test_rank_without_completions_has_no_greedy_baseline(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a server over several GPUs one rank has the completions."""
@@ -110,7 +110,7 @@ def test_a_rank_without_completions_has_no_greedy_baseline_either(
     assert (made.sample, made.stats) == (None, {})
 
 
-def test_a_completion_does_not_depend_on_how_many_its_prompt_has(make_world: MakeWorld) -> None:
+def test_completion_does_not_depend_on_the_number_per_prompt(make_world: MakeWorld) -> None:
     """The first one is the only one of n = 1, and the others have streams of their own; prompts
     and completions of a group lie side by side.
     """
@@ -141,7 +141,7 @@ def test_generation_reports_lengths(make_world: MakeWorld) -> None:
     assert result.stats["finished"] == (float(result.sample.tensor("finished").sum()), 2.0)
 
 
-def test_a_completion_ends_with_any_of_the_stop_tokens(make_world: MakeWorld) -> None:
+def test_completion_ends_at_any_stop_token(make_world: MakeWorld) -> None:
     world = make_world()
     world.stops = (*world.stops, 5, 9)
     result = RolloutInterface().generate(
@@ -158,7 +158,7 @@ def test_a_completion_ends_with_any_of_the_stop_tokens(make_world: MakeWorld) ->
     assert set(world.stops) < last
 
 
-def test_a_reward_does_not_see_the_stop_token(make_world: MakeWorld) -> None:
+def test_reward_does_not_get_the_stop_token(make_world: MakeWorld) -> None:
     """Stop tokens need not be special ones; here the second completion ends with an 8."""
     context = judging(make_world().context(step=1), samples=2)
     context = replace(context, stop_token_ids=(1, 11))
@@ -168,7 +168,7 @@ def test_a_reward_does_not_see_the_stop_token(make_world: MakeWorld) -> None:
     assert [row["completion"] for row in result.texts] == ["3", ""]
 
 
-def test_a_completion_ends_with_a_stop_string(make_world: MakeWorld) -> None:
+def test_completion_ends_at_a_stop_string(make_world: MakeWorld) -> None:
     """In training and evaluation: with the token that completes it, of which the reward sees the
     text.
     """
@@ -189,7 +189,7 @@ def test_a_completion_ends_with_a_stop_string(make_world: MakeWorld) -> None:
         assert generation_options(asked).stop_strings == STOPS
 
 
-def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) -> None:
+def test_evaluation_has_its_own_settings_and_random_stream(make_world: MakeWorld) -> None:
     world = make_world()
     training = world.context(step=1)
     evaluation = evaluating(training, temperature=0.5, max_new_tokens=4, n=3)
@@ -215,7 +215,7 @@ def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) 
     assert drawn[0].tensor("input_ids").tolist() != drawn[1].tensor("input_ids").tolist()
 
 
-def test_recomputed_logprobs_replace_those_of_generation(make_world: MakeWorld) -> None:
+def test_recomputed_logprobs_replace_generation_logprobs(make_world: MakeWorld) -> None:
     """They are the engine's own, the distance of generation's is reported, and an update depends on
     them alone.
     """
@@ -280,7 +280,7 @@ def judging(context: CallContext, samples: int) -> CallContext:
     return replace(context, settings=settings, tokenizer=load_tokenizer(TOKENIZER))
 
 
-def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
+def test_rewards_score_decoded_completions(make_world: MakeWorld) -> None:
     context = judging(make_world().context(step=1), samples=1)
     interface = RuleRewardInterface()
     result = interface.inference(None, completed(), context)
@@ -360,7 +360,7 @@ def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
         assert found.tensor("greedy_rewards").tolist() == pytest.approx(wanted)
 
 
-def test_each_completion_of_a_prompt_is_judged(make_world: MakeWorld) -> None:
+def test_reward_scores_each_completion_of_a_prompt(make_world: MakeWorld) -> None:
     """A reward gets the prompt and the row of every completion; readable samples number them."""
     context = judging(make_world().context(step=1), samples=3)
     pair = completed()
@@ -414,7 +414,7 @@ def rewarded(context: CallContext, name: str) -> CallContext:
     return replace(context, settings=replace(context.settings, config=config))
 
 
-def test_a_reward_must_be_configured(make_world: MakeWorld) -> None:
+def test_missing_reward_is_reported(make_world: MakeWorld) -> None:
     with pytest.raises(UsageError, match="no reward"):
         RuleRewardInterface().inference(None, completed(), make_world().context(step=1))
 
@@ -436,7 +436,7 @@ class Letters:
         return "".join(chr(ord("a") + token) for token in ids)
 
 
-def test_sft_shows_what_it_trains_on_in_few_steps(make_world: MakeWorld) -> None:
+def test_sft_notes_show_prompt_and_trained_tokens(make_world: MakeWorld) -> None:
     """The second row as two turns, of which the first token of the model's is in the loss."""
     world = make_world()
     context = replace(world.context(step=1), tokenizer=cast(Any, Letters()))
@@ -459,7 +459,7 @@ def test_sft_shows_what_it_trains_on_in_few_steps(make_world: MakeWorld) -> None
         assert len(SFTInterface().train_step(world.actor, sample, later).texts) == rows
 
 
-def test_sft_reports_the_mean_over_answer_tokens_and_lowers_it(make_world: MakeWorld) -> None:
+def test_sft_lowers_the_reported_mean_loss_over_answer_tokens(make_world: MakeWorld) -> None:
     world = make_world()
     sample, context, interface = pairs(), world.context(step=99), SFTInterface()
     logp = world.actor.forward(sample.only(["input_ids"]))["logp"]

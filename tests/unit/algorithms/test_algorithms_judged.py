@@ -152,7 +152,7 @@ def test_dpo_equals_its_formula(dpo: DPO) -> None:
     assert len({round(value, 6) for value in values}) == len(DPOS)
 
 
-def test_dpo_reports_what_it_has_learnt() -> None:
+def test_dpo_metrics_are_means_over_prompts_of_pair_means() -> None:
     """The metrics are means over prompts of the means over their pairs."""
     dpo, sample, at = DPO(batch_size=3, beta=0.5), judged(LENGTHS), tokens_of(LENGTHS)
     _, stats = dpo_loss({"logp": at}, sample, dpo)
@@ -178,7 +178,7 @@ def test_label_smoothing_needs_the_sigmoid_loss() -> None:
         DPO(batch_size=1, loss="ipo", label_smoothing=0.1)
 
 
-def test_a_negative_coefficient_is_refused() -> None:
+def test_negative_coefficient_is_rejected() -> None:
     """It would make the chosen answers less likely."""
     with pytest.raises(ValueError, match="sft_coef"):
         DPO(batch_size=1, sft_coef=-0.1)
@@ -216,7 +216,7 @@ def test_kto_equals_its_formula(options: dict[str, float], kl: float) -> None:
     )
 
 
-def test_a_sample_of_nth_sequences_has_their_values() -> None:
+def test_nth_sequences_keeps_values_of_those_sequences() -> None:
     labels = torch.tensor([True, False, False, True])
     sample = judged(LABELED, desirable=labels)
     second = nth_sequences(sample, 1)
@@ -255,7 +255,7 @@ def test_a_reward_model_equals_its_formula(center_coef: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_equal_answers_tie_whatever_rounding_their_values_have(seed: int) -> None:
+def test_equal_answers_tie_despite_rounding_of_their_values(seed: int) -> None:
     """A model's values of equal sequences differ by rounding, which depends on the micro-batch."""
     lengths = [[3, 3], [2, 4], [3, 3, 4, 4], [5, 5]]
     sample = judged(lengths)
@@ -335,7 +335,7 @@ def test_micro_batches_and_order_change_nothing(
 
 
 @pytest.mark.parametrize(("algorithm", "interface", "lengths", "head"), CASES)
-def test_steps_learn_and_evaluation_agrees(
+def test_steps_lower_the_loss_and_evaluation_reports_the_same(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
     """Each step reports what an evaluation of the same batch reports before it; after some steps
@@ -354,7 +354,7 @@ def test_steps_learn_and_evaluation_agrees(
 
 
 @pytest.mark.parametrize(("algorithm", "interface", "lengths", "head"), CASES)
-def test_the_scores_of_an_evaluation_s_items_add_up_to_its_metrics(
+def test_evaluation_metrics_are_means_of_item_scores(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
     """Each item has a line, and what the schema measures is among its scores."""
@@ -377,7 +377,7 @@ def test_the_scores_of_an_evaluation_s_items_add_up_to_its_metrics(
     assert pairs == [len(item) // 2 for item in sample.lengths["input_ids"]]
 
 
-def test_the_accuracy_of_kto_is_the_share_of_answers_on_their_side() -> None:
+def test_kto_accuracy_is_the_share_of_correctly_ranked_answers() -> None:
     """Beyond the reference point in the direction of the label; a tie is no success.
 
     That is where the loss is below half of its most.
@@ -392,7 +392,7 @@ def test_the_accuracy_of_kto_is_the_share_of_answers_on_their_side() -> None:
     assert (sums["right"], sums["count/chosen"], sums["count/rejected"]) == (2, 3, 3)
 
 
-def test_the_divergence_of_kto_is_that_of_the_mismatched_answers() -> None:
+def test_kto_reference_kl_comes_from_mismatched_answers() -> None:
     """It is the mean over the batch, not below zero, and it shifts the loss of each answer."""
     sample, model = batch_of(LABELED), engine()
     logp = model.forward(sample.only(["input_ids"]))["logp"]
@@ -407,7 +407,7 @@ def test_the_divergence_of_kto_is_that_of_the_mismatched_answers() -> None:
     assert batch_kl(model, sample) == 0.0
 
 
-def test_kto_reports_a_batch_with_labels_of_one_kind() -> None:
+def test_kto_reports_metrics_if_all_labels_are_equal() -> None:
     sample = batch_of(LABELED)
     sample.data["desirable"] = torch.ones(4, dtype=torch.bool)
     found = means(KTOInterface().train_step(engine(), sample, context(KTO(batch_size=4))))
@@ -415,7 +415,7 @@ def test_kto_reports_a_batch_with_labels_of_one_kind() -> None:
     assert not {"rewards/rejected", "rewards/margins", "logps/rejected"} & set(found)
 
 
-def test_reference_logprobs_are_those_of_the_answers_alone() -> None:
+def test_reference_logprobs_exclude_prompt_tokens() -> None:
     sample, model = judged(LENGTHS), engine()
     result = ReferenceInterface().inference(model, sample, context(None))
     assert result.sample is not None

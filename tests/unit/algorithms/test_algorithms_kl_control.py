@@ -14,17 +14,19 @@ from slurmrl.algorithms.scalars import NoScalars, PolicyScalars, adaptation
 @pytest.mark.parametrize(
     ("kl", "factor"), [(6.0, 1.0), (6.6, 1.01), (5.4, 0.99), (60.0, 1.02), (-1.0, 0.98)]
 )
-def test_too_large_a_kl_raises_the_coefficient(kl: float, factor: float) -> None:
+def test_kl_above_target_raises_the_coefficient(kl: float, factor: float) -> None:
     assert adaptation(kl, 100, target=6.0, horizon=1000.0) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (60.0, 1.2)])
-def test_a_step_of_many_completions_keeps_the_sign(kl: float, factor: float) -> None:
+def test_coefficient_stays_positive_after_a_step_of_many_completions(
+    kl: float, factor: float
+) -> None:
     """A negative one would reward moving away from the reference; a step moves it by 20 %."""
     assert adaptation(kl, 4096, target=6.0, horizon=100.0) == pytest.approx(factor)
 
 
-def test_the_control_settles_where_the_target_is() -> None:
+def test_controller_converges_to_the_target_kl() -> None:
     coef = 0.01
     for _ in range(500):
         coef *= adaptation(0.5 / coef, 256, target=2.0, horizon=2000.0)
@@ -47,7 +49,7 @@ def test_the_controller_reads_kl_per_completion_and_restores() -> None:
     assert other.values() == controller.values()
 
 
-def test_the_default_is_fixed() -> None:
+def test_default_kl_coefficient_is_fixed() -> None:
     controller = PolicyScalars(PolicyGradient(batch_size=1))
     controller.update({"kl_sequence": 100.0, "completions": 1.0})
     assert controller.values() == {"kl_coef": 0.1}

@@ -65,7 +65,7 @@ def batch(lengths: list[int], mask: Tensor, old: Tensor, advantages: Tensor) -> 
         ({"objective": "sapo"}, 1.0, math.exp(70), 0.0),
     ],
 )
-def test_the_gradient_of_one_token(
+def test_gradient_of_one_token_equals_its_formula(
     options: dict[str, Any], advantage: float, ratio: float, slope: float
 ) -> None:
     """Computed by hand: where a bound takes the gradient away, and where it does not."""
@@ -77,7 +77,7 @@ def test_the_gradient_of_one_token(
     assert float(logp.grad) == pytest.approx(slope)
 
 
-def test_nothing_to_learn_from_is_a_loss_of_zero() -> None:
+def test_loss_is_zero_without_tokens_to_learn_from() -> None:
     x = noise(0).requires_grad_()
     nothing = batch(LENGTHS, torch.zeros(len(x)).bool(), noise(1), noise(11))
     for options in OBJECTIVES.values():
@@ -89,7 +89,7 @@ def test_nothing_to_learn_from_is_a_loss_of_zero() -> None:
     assert not x.grad.any()
 
 
-def test_kl_estimators_and_their_gradients_in_the_mean() -> None:
+def test_kl_estimators_and_gradients_are_right_in_the_mean() -> None:
     """Over all tokens of a vocabulary, weighted by the policy: k1 and k3 have the mean
     KL(policy || reference). The gradient of k1 vanishes, that of k2 is the one of
     KL(policy || reference), and that of k3 the one of KL(reference || policy).
@@ -130,7 +130,7 @@ def test_kl_estimators_and_their_gradients_in_the_mean() -> None:
         ({"dual_clip": 1.0}, "greater than 1"),
     ],
 )
-def test_settings_that_the_objective_does_not_use_are_refused(
+def test_settings_unused_by_the_objective_are_rejected(
     options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -146,7 +146,7 @@ def test_rounding_is_not_counted_as_clipping() -> None:
     assert stats["value_clip_fraction"] == 0
 
 
-def test_cross_entropy_counts_answers_only() -> None:
+def test_cross_entropy_counts_only_answer_tokens() -> None:
     logp = torch.tensor([0.0, -1.0, -2.0])
     loss = cross_entropy(logp, torch.tensor([False, True, True]))
     assert float(loss) == 3.0

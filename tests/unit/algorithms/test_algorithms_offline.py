@@ -67,7 +67,7 @@ def completions() -> SequenceSample:
     )
 
 
-def test_each_prompt_has_one_line_with_all_its_completions(completions: SequenceSample) -> None:
+def test_record_of_a_prompt_holds_all_its_completions(completions: SequenceSample) -> None:
     """Texts have no stop token; token ids have it, with its log-probability."""
     records = CompletionRecords().record(None, completions, context()).records
     ended = {"text": "a", "tokens": 2, "finished": True, "reward": 1.0}
@@ -122,7 +122,7 @@ def test_an_episode_is_recorded_with_its_turns() -> None:
     assert (failed["tokens"], failed["token_ids"], failed["turns"]) == (0, [], [])
 
 
-def test_what_is_not_wanted_is_not_recorded(completions: SequenceSample) -> None:
+def test_completions_are_recorded_only_if_requested(completions: SequenceSample) -> None:
     sample = completions.only(["input_ids", "prompt_mask", "finished"])
     records = CompletionRecords().record(None, sample, context()).records
     assert records["p@0"]["completions"][0] == {"text": "a", "tokens": 2, "finished": True}
@@ -172,7 +172,7 @@ def make_settings(folder: Path, *overrides: str, example: str = "evaluate") -> S
     return load_settings(EXAMPLES / f"{example}.yaml", [*more, *overrides], root=folder)
 
 
-def test_the_summary_of_completions_is_that_of_all_subsets(tmp_path: Path) -> None:
+def test_summary_of_completions_equals_the_mean_over_all_subsets(tmp_path: Path) -> None:
     """avg@n, pass@k and maj@k against enumeration, with intervals over the prompts."""
     settings = make_settings(tmp_path, "rollout.n=3", "algorithm.pass_score=0.5")
     rewards = {"p": [1.0, 0.5, 0.0], "q": [0.0, 0.2, 0.0]}
@@ -248,7 +248,7 @@ def test_intervals_of_means_and_ratios() -> None:
     assert all(map(math.isnan, alone[1:]))
 
 
-def test_a_mean_of_a_part_leaves_out_the_items_that_lack_the_score() -> None:
+def test_mean_of_a_score_leaves_out_items_that_lack_it() -> None:
     """Those of one kind of answer; other measures want each item to have it."""
     scores = [{"id": "a", "own": 1.0}, {"id": "b"}, {"id": "c", "own": 4.0}]
     estimate = summarize(scores, {"own": Measure.PART_MEAN}).estimates["own"]
@@ -257,7 +257,7 @@ def test_a_mean_of_a_part_leaves_out_the_items_that_lack_the_score() -> None:
         summarize(scores, {"own": Measure.MEAN})
 
 
-def test_what_is_not_a_number_is_no_estimate() -> None:
+def test_non_finite_scores_give_no_estimate() -> None:
     """Scores of a diverged model, which JSON has as null, never look like numbers."""
     lines = [{"id": "a", "chosen": [None], "rejected": [1.0]}, *PAIRS]
     estimates = of_preferences(lines).estimates
@@ -268,7 +268,7 @@ def test_what_is_not_a_number_is_no_estimate() -> None:
 
 
 @pytest.mark.parametrize(("size", "center"), [(1e200, 5e199), (1.5e308, math.nan)])
-def test_sums_that_overflow_make_no_estimate(size: float, center: float) -> None:
+def test_overflowing_sums_give_no_estimate(size: float, center: float) -> None:
     """Of perplexities of a user's own, for example: a diverged model must not end the run."""
     found = mean([0.0, size, size, 0.0] if size > 1e300 else [0.0, size])
     assert found == pytest.approx((center, math.nan, math.nan), nan_ok=True)
@@ -282,9 +282,7 @@ def test_perplexity_weighs_tokens() -> None:
 
 
 @pytest.mark.parametrize("example", ["generate", "evaluate"])
-def test_a_pass_keeps_the_order_of_the_file_and_commits_each_step(
-    tmp_path: Path, example: str
-) -> None:
+def test_offline_pass_keeps_file_order_and_commits_each_step(tmp_path: Path, example: str) -> None:
     config = make_settings(tmp_path, example=example).config
     assert (config.dataset.shuffle, config.checkpoint.every_steps) == (False, 1)
     chosen = ["dataset.shuffle=true", "checkpoint.every_epochs=1"]
@@ -309,7 +307,7 @@ def test_a_pass_keeps_the_order_of_the_file_and_commits_each_step(
         (["rollout.greedy=true"], "rollout", "n 8 is not allowed with greedy"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(
+def test_meaningless_settings_are_rejected(
     tmp_path: Path, overrides: list[str], key: str, words: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -318,13 +316,13 @@ def test_settings_that_make_no_sense_are_refused(
     assert words in problems[key]
 
 
-def test_training_still_needs_its_number_of_steps(tmp_path: Path) -> None:
+def test_training_requires_total_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         make_settings(tmp_path, "total_steps=null", example="sft")
     assert "total_steps: is required" in str(caught.value)
 
 
-def test_rows_of_weighted_sources_would_come_any_number_of_times(tmp_path: Path) -> None:
+def test_offline_pass_rejects_weighted_sources(tmp_path: Path) -> None:
     heldout = EXAMPLES / "addition" / "heldout.jsonl"
     sources = [
         "dataset.path=''",

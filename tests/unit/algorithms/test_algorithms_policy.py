@@ -21,7 +21,7 @@ tokens, moments, the KL and what is kept of samples; in each of its updates for 
 the gradient's norm."""
 
 
-def test_the_first_update_is_on_policy(make_world: MakeWorld) -> None:
+def test_first_update_is_on_policy(make_world: MakeWorld) -> None:
     """Before any update the new policy is the sampling policy: every ratio is 1."""
     world = make_world(n_minibatches=1)
     stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
@@ -31,7 +31,7 @@ def test_the_first_update_is_on_policy(make_world: MakeWorld) -> None:
     assert stats["clip_fraction"] == 0.0
 
 
-def test_the_reference_is_the_start(make_world: MakeWorld) -> None:
+def test_reference_equals_the_initial_actor(make_world: MakeWorld) -> None:
     """The KL to the reference is 0 at first, and not after updates."""
     world = make_world()
     first = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
@@ -58,7 +58,7 @@ def groups(world: Any, prompts: int, n: int) -> SequenceSample:
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_a_group_of_completions_may_exceed_a_micro_batch(make_world: MakeWorld, role: str) -> None:
+def test_completion_group_may_exceed_a_micro_batch(make_world: MakeWorld, role: str) -> None:
     """Its sequences are packed apart, within the token budget, and the results are in order."""
     world = make_world(n_minibatches=2)
     sample, engine = groups(world, prompts=4, n=6), getattr(world, role)
@@ -83,7 +83,7 @@ def test_a_group_of_completions_may_exceed_a_micro_batch(make_world: MakeWorld, 
     assert max(sizes) <= 20 < max(sample.item_lengths("input_ids"))
 
 
-def test_good_completions_have_advantages(make_world: MakeWorld) -> None:
+def test_correct_completions_have_positive_advantages(make_world: MakeWorld) -> None:
     """With values of 0, a reward is a positive advantage and a penalty a negative one."""
     world = make_world()
     sample = world.rollout(step=1)
@@ -120,13 +120,13 @@ def fit_critic(world: Any, steps: int) -> float:
     return explained(world, sample)
 
 
-def test_the_critic_alone_fits_the_returns_of_a_fixed_rollout(make_world: MakeWorld) -> None:
+def test_critic_fits_returns_of_a_fixed_rollout(make_world: MakeWorld) -> None:
     world = make_world(value_clip=None, n_minibatches=4)
     assert fit_critic(world, 0) == pytest.approx(0.0, abs=0.3)
     assert fit_critic(world, 20) >= 0.5
 
 
-def test_the_same_step_twice_gives_the_same_numbers(make_world: MakeWorld) -> None:
+def test_repeated_step_gives_the_same_numbers(make_world: MakeWorld) -> None:
     runs = []
     for _ in range(2):
         world = make_world()
@@ -134,7 +134,7 @@ def test_the_same_step_twice_gives_the_same_numbers(make_world: MakeWorld) -> No
     assert runs[0] == runs[1]
 
 
-def test_more_minibatches_than_completions_leave_out_the_empty_ones(make_world: MakeWorld) -> None:
+def test_empty_minibatches_are_left_out(make_world: MakeWorld) -> None:
     world = make_world(n_minibatches=5)
     stats = world.train_actor(world.rollout(step=1, prompts=3), 1, kl_coef=0.0)
     assert stats["actor_updates"] == 3.0
@@ -142,7 +142,7 @@ def test_more_minibatches_than_completions_leave_out_the_empty_ones(make_world: 
 
 @pytest.mark.parametrize("train", ["train_actor", "train_critic"])
 @pytest.mark.parametrize("budget", [10_000, 40])
-def test_a_step_waits_as_often_whatever_the_number_of_micro_batches(
+def test_host_waits_do_not_grow_with_micro_batches(
     make_world: MakeWorld, train: str, budget: int
 ) -> None:
     """Losses, masks and indices of a micro-batch make the host wait for nothing on a GPU."""

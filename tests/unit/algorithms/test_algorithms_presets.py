@@ -40,7 +40,7 @@ def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_kl_penalty_that_is_described_has_a_coefficient(name: str) -> None:
+def test_documented_kl_penalty_has_a_coefficient(name: str) -> None:
     """Without one the settings would silently do nothing.
 
     An explicit 0 switches the penalty off, and the settings of a trial that were resolved so can be
@@ -59,7 +59,7 @@ def test_a_kl_penalty_that_is_described_has_a_coefficient(name: str) -> None:
 
 
 @pytest.mark.parametrize("coef", [0.0, 0.1])
-def test_the_kl_coefficient_of_each_step_is_a_known_metric(coef: float) -> None:
+def test_kl_coefficient_is_a_known_metric(coef: float) -> None:
     """Also without a reference, where it is recorded as 0."""
     settings = PolicyGradient.model_validate(
         {"batch_size": 8, "name": "grpo", "kl": {"coef": coef}}
@@ -80,7 +80,7 @@ def test_the_kl_coefficient_of_each_step_is_a_known_metric(coef: float) -> None:
         ("rloo", {"aggregation": "constant"}, {"aggregation_length": 1}),
     ],
 )
-def test_what_belongs_to_a_presets_choice_goes_with_it(
+def test_overriding_a_preset_choice_drops_its_dependent_settings(
     name: str, choice: dict[str, Any], belonging: dict[str, Any]
 ) -> None:
     """A configuration that chooses otherwise is not refused for settings that it does not have."""
@@ -101,7 +101,7 @@ def test_every_preset_can_be_chosen_and_is_documented() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_resolved_settings_read_back_are_the_same(name: str) -> None:
+def test_resolved_settings_survive_a_round_trip(name: str) -> None:
     """A run directory's configuration has every value, so a later preset cannot change a trial."""
     settings = PolicyGradient.model_validate({"batch_size": 8, "name": name})
     assert PolicyGradient.model_validate(settings.model_dump(mode="json")) == settings

@@ -39,7 +39,7 @@ def restrict(world: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"m2_threshold": 0.04}, {"correction": "truncate"}])
-def test_all_models_compute_the_distribution_that_tokens_were_drawn_from(
+def test_models_apply_the_recorded_sampling_masks(
     options: dict[str, Any], make_world: MakeWorld
 ) -> None:
     """The policy before its first update is the one that generated, and so is a reference of the
@@ -71,7 +71,7 @@ def test_all_models_compute_the_distribution_that_tokens_were_drawn_from(
         assert stats["m2_masked"] < 0.5
 
 
-def test_an_update_changes_the_probabilities_within_the_supports(make_world: MakeWorld) -> None:
+def test_update_changes_probabilities_within_sampling_masks(make_world: MakeWorld) -> None:
     """A loss of one token has the gradient of the restricted log-probability: logits outside of its
     support do not move it.
     """
@@ -106,7 +106,7 @@ def _sums(sample: SequenceSample) -> list[int]:
     return [int(part.sum()) for part in drawn.split(sample.item_lengths("input_ids"))]
 
 
-def test_turns_of_episodes_have_supports_and_messages_none(make_world: MakeWorld) -> None:
+def test_sampling_masks_cover_turns_but_not_messages(make_world: MakeWorld) -> None:
     world = make_world()
     context = context_of(world, SEVERAL, n=3, **RESTRICTED)
     sample, _ = generated(world, context, ["a", "bb"])
@@ -129,7 +129,7 @@ EXPERTS_OF_TWO = {
 
 
 @pytest.mark.parametrize("turns", [False, True])
-def test_the_actor_is_trained_with_the_experts_that_generation_chose(
+def test_actor_trains_with_experts_recorded_in_generation(
     turns: bool, make_world: MakeWorld
 ) -> None:
     """As the same weights choose them, nothing differs; once the routers' weights are others, they
@@ -171,7 +171,7 @@ def completion(tokens: tuple[int, ...], support: SampledSupport | None) -> Compl
     )
 
 
-def test_supports_of_tasks_pass_through_their_files(make_world: MakeWorld) -> None:
+def test_rollout_task_files_keep_sampling_masks(make_world: MakeWorld) -> None:
     """Of completions that are different in length, with a message between two turns, and beside one
     whose engine has recorded none.
     """
@@ -207,7 +207,7 @@ def test_supports_of_tasks_pass_through_their_files(make_world: MakeWorld) -> No
     assert made.take([1]).tensor(IDS).tolist() == [5, 9, 1, 6, 7]
 
 
-def test_experts_of_tasks_pass_through_their_files(make_world: MakeWorld) -> None:
+def test_rollout_task_files_keep_recorded_experts(make_world: MakeWorld) -> None:
     """Of a completion whose last turn had a message behind it, and of one whose episode failed."""
     world = make_world()
     config = world.settings.config
@@ -235,7 +235,7 @@ def _named(*ids: str) -> SequenceSample:
     return SequenceSample.from_default([1] * len(ids), ids, {"prompt_ids": torch.ones(len(ids))})
 
 
-def test_records_are_keys_of_the_calls_that_need_them(make_world: MakeWorld) -> None:
+def test_only_calls_that_need_records_read_them(make_world: MakeWorld) -> None:
     """The critic reads no log-probabilities, and a reference has experts of its own.
 
     Without the settings, and in evaluations, there are none; nor in an algorithm of the user's own,

@@ -95,7 +95,7 @@ def scores(interface: Any, model: Reader, sample: SequenceSample, of: CallContex
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_pair_is_read_where_generation_would_end(site: Site, template: str) -> None:
+def test_pair_is_scored_where_generation_would_end(site: Site, template: str) -> None:
     site.template(TEMPLATES[template])
     pairs = site.sample(PAIR, type="preference", chat_template=True)
     of = context(site, rule=True)
@@ -117,7 +117,7 @@ def test_pair_and_completion_have_equal_scores(site: Site) -> None:
         assert scores(ScoresInterface(), Reader(), made, of) == given
 
 
-def test_old_model_reads_whole_conversation(site: Site) -> None:
+def test_older_reward_model_reads_the_whole_conversation(site: Site) -> None:
     """An export without the rule was trained at the newline that follows the end of the turn."""
     made, model = completions(site, "Hello<|im_end|>", "Hel", "Hello"), Reader()
     newline = site.tokenizer("\n").input_ids
@@ -131,7 +131,7 @@ def test_old_model_reads_whole_conversation(site: Site) -> None:
     assert model.read == [text.tensor("input_ids").tolist()]
 
 
-def test_truncated_completion_is_read_at_its_last_token(site: Site) -> None:
+def test_truncated_completion_is_scored_at_its_last_token(site: Site) -> None:
     made = completions(site, "Hello", "Hello<|im_end|>")
     cuts = made.cu_seqlens("input_ids").tolist()
     assert turn_ends(made, context(site, rule=True).stop_token_ids).tolist() == [
@@ -140,7 +140,7 @@ def test_truncated_completion_is_read_at_its_last_token(site: Site) -> None:
     ]
 
 
-def test_last_turn_is_read_in_an_episode() -> None:
+def test_episode_is_scored_at_its_last_turn() -> None:
     """Stop tokens (9) of earlier turns, of the context, and after the turn are not read."""
     read = [1, 0, 0, 1, 0, 0, 0, 1], [1, 1, 0, 0, 1, 1], [1, 1]
     ids = [5, 6, 9, 9, 6, 9, 9, 9], [9, 5, 6, 7, 9, 5], [9, 5]
@@ -158,7 +158,7 @@ def test_last_turn_is_read_in_an_episode() -> None:
     assert turn_ends(sample.take([]), (9,)).tolist() == []
 
 
-def test_training_planned_without_masks_reads_the_last_token(site: Site) -> None:
+def test_scores_come_from_the_last_token_in_plans_without_masks(site: Site) -> None:
     """A trial that slurmrl 1 has planned goes on as it began."""
     pairs = site.sample(PAIR, type="preference", chat_template=True)
     outputs, of = Reader().forward(pairs), context(site, rule=False)

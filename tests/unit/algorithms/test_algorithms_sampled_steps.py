@@ -176,7 +176,7 @@ def completions_of(sample: SequenceSample) -> list[list[Completion]]:
     return [flat[place : place + GROUP] for place in range(0, len(flat), GROUP)]
 
 
-def test_a_step_of_cispo_is_that_of_its_paper(tmp_path: Path) -> None:
+def test_cispo_step_equals_its_paper(tmp_path: Path) -> None:
     """Advantages, weights, their bound, averages and minibatches: after four updates, the last of
     them far from the sampling policy, all weights are the same.
     """
@@ -185,7 +185,7 @@ def test_a_step_of_cispo_is_that_of_its_paper(tmp_path: Path) -> None:
     check(ActorInterface(), algorithm, cispo, tmp_path)
 
 
-def test_a_step_of_distillation_is_that_of_its_definition(tmp_path: Path) -> None:
+def test_distillation_step_equals_its_definition(tmp_path: Path) -> None:
     teacher = made_model(tmp_path / "teacher", seed=2)
     step = distillation(teacher)
     check(DistillInterface(), Distill(batch_size=PROMPTS), step, tmp_path, teacher=True)

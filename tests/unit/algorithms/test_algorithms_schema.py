@@ -68,7 +68,7 @@ def test_calls_form_a_graph_and_name_real_interfaces(algorithm: AlgorithmSchema)
         ({"advantage": "none", "kl": {"coef": 0.0}}, ["actor"]),
     ],
 )
-def test_only_models_that_the_settings_need_are_in_the_graph(
+def test_graph_has_only_models_that_the_settings_need(
     options: dict[str, Any], roles: list[str]
 ) -> None:
     """A critic serves GAE alone, a reference a KL coefficient above 0; their calls, keys and
@@ -104,7 +104,7 @@ def test_only_models_that_the_settings_need_are_in_the_graph(
         ({"filter_candidates": 9}, "filter_candidates is not allowed with zero_variance: keep"),
     ],
 )
-def test_settings_that_exclude_each_other_are_refused_with_the_reason(
+def test_contradictory_settings_are_rejected_with_the_reason(
     options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValidationError, match=re.escape(reason)):

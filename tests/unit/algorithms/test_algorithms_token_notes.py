@@ -25,19 +25,19 @@ class Bytes:
 
 
 @pytest.mark.parametrize("text", ["plain", "é and €", " a b", "𝄞"])
-def test_texts_of_tokens_join_to_the_text(text: str) -> None:
+def test_token_texts_join_to_the_whole_text(text: str) -> None:
     ids = list(text.encode())
     found = pieces(ids, Bytes())
     assert len(found) == len(ids)
     assert "".join(found) == Bytes().decode(ids)
 
 
-def test_a_token_within_a_character_is_empty_and_a_torn_end_is_shown() -> None:
+def test_token_inside_a_character_is_empty_and_cut_character_is_shown() -> None:
     assert pieces(list("€x".encode()), Bytes()) == ["", "", "€", "x"]
     assert pieces(list("a€".encode())[:-1], Bytes()) == ["a", "", "\ufffd"]
 
 
-def test_samples_kept_with_whole_groups() -> None:
+def test_kept_samples_are_whole_groups() -> None:
     kept_of = {
         samples: [
             (one.item, one.place, one.sequence) for one in kept([3, 2, 3], Logging(samples=samples))
@@ -64,7 +64,7 @@ def two_items() -> SequenceSample:
     )
 
 
-def test_values_begin_with_the_first_written_token_and_are_bounded() -> None:
+def test_token_values_begin_at_the_completion_and_are_bounded() -> None:
     sample, kept = two_items(), Logging(samples=2, sample_tokens=4)
     values = {"advantages": torch.arange(12) / 3}
     first, second = token_notes(sample, values, torch.tensor([True, False, True]), kept)
@@ -81,13 +81,13 @@ def test_values_begin_with_the_first_written_token_and_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("kept", [Logging(samples=0), Logging(sample_tokens=0)])
-def test_nothing_is_noted_without_the_settings(kept: Logging) -> None:
+def test_token_notes_are_off_by_default(kept: Logging) -> None:
     sample = two_items()
     assert token_notes(sample, {"v": torch.zeros(12)}, torch.ones(3).bool(), kept) == []
     assert token_texts(sample, kept, Bytes()) == []
 
 
-def test_training_notes_what_it_trains_on(make_world: MakeWorld) -> None:
+def test_training_notes_record_trained_tokens(make_world: MakeWorld) -> None:
     world = make_world()
     sample = world.rollout(step=1, prompts=6)
     written = ~sample.tensor("prompt_mask")
@@ -108,7 +108,7 @@ def test_training_notes_what_it_trains_on(make_world: MakeWorld) -> None:
     assert float(told["advantages"].std()) == pytest.approx(1.0, abs=0.1)
 
 
-def test_rollout_tasks_tell_which_weights_drew_each_token(make_world: MakeWorld) -> None:
+def test_rollout_tasks_record_the_weight_version_of_each_token(make_world: MakeWorld) -> None:
     context: CallContext = make_world().context(1, ("7@0",))
     sample = SequenceSample.from_default([1], ["7@0"], {"prompt_ids": torch.tensor([1])})
     given = replace(context, stored=lambda name: small_group(7))

@@ -30,7 +30,7 @@ def sample_of(shapes: list[list[tuple[int, int]]], rewards: list[float]) -> Sequ
 
 @pytest.mark.parametrize("std", ["none", "group", "batch"])
 @pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
-def test_advantages_are_those_without_unscored_completions(advantage: str, std: str) -> None:
+def test_advantages_ignore_unscored_completions(advantage: str, std: str) -> None:
     settings = algorithm(name="grpo", advantage=advantage, advantage_std=std, kl={"coef": 0.0})
     left = only_scored(sample_of(WITH, [1.0, nan, 0.25, 2.0, nan]))
     found, wanted = (
@@ -40,7 +40,7 @@ def test_advantages_are_those_without_unscored_completions(advantage: str, std: 
     assert found.returns.tolist() == pytest.approx(wanted.returns.tolist())
 
 
-def test_unscored_completions_are_in_no_loss() -> None:
+def test_losses_ignore_unscored_completions() -> None:
     """Nor are those of a prompt whose greedy completion has no score. Others stay as they are."""
     sample = sample_of(WITH, [1.0, nan, 0.25, 2.0, 1.0])
     sample.data["greedy_rewards"] = torch.tensor([0.5, nan], dtype=torch.float64)

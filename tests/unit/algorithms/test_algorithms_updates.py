@@ -124,13 +124,13 @@ def _joined(parts: list[list[set[str]]], whole: list[set[str]]) -> list[set[str]
     return found
 
 
-def test_contiguous_minibatches_are_the_same_in_each_epoch() -> None:
+def test_contiguous_minibatches_repeat_in_each_epoch() -> None:
     seen, _ = updates(list(range(8)), n_minibatches=2, n_epochs=2)
     first, second = set(IDS[:4]), set(IDS[4:])
     assert names(seen) == [first, second, first, second]
 
 
-def test_a_batch_without_a_token_that_counts_makes_no_update(
+def test_batch_without_unmasked_tokens_makes_no_update(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The log says why; the next step goes on."""
@@ -144,7 +144,7 @@ def weights(world: Any) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in world.actor._shards.local().values()]
 
 
-def test_the_actor_waits_while_the_critic_warms_up(make_world: MakeWorld) -> None:
+def test_actor_is_not_trained_during_critic_warmup(make_world: MakeWorld) -> None:
     """Neither weights nor schedule of the actor move in these steps, whose metrics are complete;
     the critic trains.
     """
@@ -163,7 +163,7 @@ def test_the_actor_waits_while_the_critic_warms_up(make_world: MakeWorld) -> Non
     assert not all(map(torch.equal, before, weights(world)))
 
 
-def test_all_options_together_make_the_host_wait_no_more_often(make_world: MakeWorld) -> None:
+def test_host_waits_do_not_grow_with_all_options(make_world: MakeWorld) -> None:
     """Sequence ratios, weights and corrections make a micro-batch wait for nothing on a GPU."""
     world = make_world(
         n_minibatches=1, ratio="sequence", aggregation="sequences", correction="mask",

@@ -39,7 +39,7 @@ def test_exponential_moments_are_weighted_means_over_batches() -> None:
         assert found.std == pytest.approx((square - mean**2 + EPS) ** 0.5)
 
 
-def test_moving_moments_are_those_of_all_returns() -> None:
+def test_moving_moments_equal_moments_of_all_returns() -> None:
     found = ReturnMoments()
     for batch in BATCHES:
         found = found.moving(*moments_of(batch), len(batch))
@@ -48,7 +48,7 @@ def test_moving_moments_are_those_of_all_returns() -> None:
     assert found.std == pytest.approx(float((returns.var(correction=0) + EPS).sqrt()))
 
 
-def test_normalisation_can_be_undone_and_is_none_before_the_first_returns() -> None:
+def test_normalization_is_reversible_and_starts_as_identity() -> None:
     moments = ReturnMoments().moving(3.0, 13.0, 5.0)
     assert moments.normalized(5.0) == pytest.approx(1.0, abs=1e-5)
     assert moments.denormalized(moments.normalized(0.7)) == pytest.approx(0.7)
@@ -61,7 +61,7 @@ def settings(kind: str) -> PolicyGradient:
     return PolicyGradient.model_validate({"batch_size": 4, "value_norm": kind})
 
 
-def test_the_moments_are_part_of_the_committed_state() -> None:
+def test_return_moments_are_committed() -> None:
     """A successor continues from the very same numbers, whichever step it resumes from."""
     reported = [
         {"kl_sequence": 0.0, "completions": 4.0, **ReturnMoments(0.1 * n, 1 / n, 1 / 3).scalars()}
@@ -98,7 +98,7 @@ def take_rewards(world: Any, step: int, scalars: dict[str, float]) -> Any:
 OPTIONS = {"reward_clip": None, "n_minibatches": 1, "value_clip": 0.2, "value_norm": "moving"}
 
 
-def test_the_critic_predicts_normalized_returns(make_world: MakeWorld) -> None:
+def test_critic_predicts_normalized_returns(make_world: MakeWorld) -> None:
     """Its outputs are scaled back for the advantages.
 
     Its loss compares the outputs with returns normalized by moments that include them, and old
@@ -122,7 +122,7 @@ def test_the_critic_predicts_normalized_returns(make_world: MakeWorld) -> None:
     assert stats["value_clip_fraction"] == 0.0
 
 
-def test_the_decay_belongs_to_exponential_moments() -> None:
+def test_value_norm_decay_requires_exponential_moments() -> None:
     with pytest.raises(ValueError, match="value_norm_decay is not allowed with value_norm: moving"):
         Value(value_norm="moving", value_norm_decay=0.9)
     assert Value(value_norm="exponential", value_norm_decay=0.9).value_norm_decay == 0.9

@@ -39,7 +39,7 @@ def test_bars_bind_tighter_than_pluses(
         ("+fsdp:d2", 1, "expected a backend"),
     ],
 )
-def test_components_that_do_not_fit_are_pointed_at(text: str, position: int, rule: str) -> None:
+def test_error_points_at_component_that_does_not_fit(text: str, position: int, rule: str) -> None:
     with pytest.raises(AllocationError) as caught:
         parse_components(text)
     first = str(caught.value).splitlines()[0]
@@ -59,7 +59,7 @@ def test_components_are_found_by_name() -> None:
     ("text", "numbers"),
     [("0-3", (0, 1, 2, 3)), ("5", (5,)), (" 0 , 2 - 3 ", (0, 2, 3)), ("0-0,9", (0, 9))],
 )
-def test_lists_of_gpus(text: str, numbers: tuple[int, ...]) -> None:
+def test_gpu_lists_parse_and_format(text: str, numbers: tuple[int, ...]) -> None:
     assert parse_gpus(text) == numbers
     assert parse_gpus(format_gpus(numbers)) == numbers
 
@@ -76,7 +76,7 @@ def test_lists_of_gpus(text: str, numbers: tuple[int, ...]) -> None:
         ("99999999", 1, "expected the number"),
     ],
 )
-def test_wrong_lists_of_gpus(text: str, position: int, rule: str) -> None:
+def test_wrong_gpu_lists_are_rejected(text: str, position: int, rule: str) -> None:
     with pytest.raises(AllocationError, match=rule) as caught:
         parse_gpus(text)
     assert f"at character {position} " in str(caught.value)

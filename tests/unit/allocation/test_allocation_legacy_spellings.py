@@ -65,7 +65,7 @@ SHAPE = HostShape(hosts=2, gpus_per_host=8)
         ),
     ],
 )  # fmt: skip
-def test_an_older_spelling_is_reported_with_the_new_one(text: str, now: list[str]) -> None:
+def test_older_spelling_is_reported_with_the_new_spelling(text: str, now: list[str]) -> None:
     assert list(spelled(parse_legacy(text, SHAPE))) == now
 
 
@@ -91,7 +91,7 @@ def test_an_older_spelling_is_reported_with_the_new_one(text: str, now: list[str
         ("sglang.d2 at character 90 (x): y", 11, "expected a dimension of sglang"),
     ],
 )
-def test_a_wrong_older_spelling_is_pointed_at(text: str, position: int, rule: str) -> None:
+def test_error_points_into_a_wrong_older_spelling(text: str, position: int, rule: str) -> None:
     with pytest.raises(AllocationError) as caught:
         parse_legacy(text, SHAPE)
     assert caught.value.position == position - 1
@@ -100,7 +100,7 @@ def test_a_wrong_older_spelling_is_pointed_at(text: str, position: int, rule: st
 
 
 @pytest.mark.parametrize("text", ["sglang.d2t2p1+d1t4p1", "d2m2p2", "pipe_model", "actor:d2"])
-def test_older_spellings_are_not_taken_for_a_role(text: str) -> None:
+def test_older_spellings_are_not_mistaken_for_a_role(text: str) -> None:
     with pytest.raises(AllocationError):
         parse(text)
 
@@ -115,7 +115,9 @@ def test_older_spellings_are_not_taken_for_a_role(text: str) -> None:
         ("node01:4", ("node01",), (4,)),
     ],
 )
-def test_meshes(text: str, hosts: tuple[str, ...], gpus: tuple[int, ...]) -> None:
+def test_mesh_names_hosts_and_gpus(
+    text: str, hosts: tuple[str, ...], gpus: tuple[int, ...]
+) -> None:
     assert mesh(Scanner(text), 8) == Mesh(hosts, gpus)
 
 
@@ -133,19 +135,19 @@ def test_meshes(text: str, hosts: tuple[str, ...], gpus: tuple[int, ...]) -> Non
         ("node", "number of a host"),
     ],
 )
-def test_wrong_meshes(text: str, rule: str) -> None:
+def test_wrong_meshes_are_rejected(text: str, rule: str) -> None:
     with pytest.raises(AllocationError, match=rule):
         mesh(Scanner(text), 8)
 
 
-def test_a_mesh_counts_gpus_over_the_trials_hosts() -> None:
+def test_mesh_numbers_gpus_across_all_hosts() -> None:
     hosts = ("a1", "a2", "a3")
     assert Mesh(("a3",), (2, 3)).numbers(hosts, 4) == (10, 11)
     assert Mesh(("a1", "a3")).numbers(hosts, 2) == (0, 1, 4, 5)
 
 
 @given(st.text("sglangvm.:d2t4p1e|+*,_()nodeactr[]-0 ", max_size=24))
-def test_any_text_means_something_new_or_is_refused(text: str) -> None:
+def test_any_legacy_string_is_converted_or_rejected(text: str) -> None:
     try:
         placed = parse_legacy(text, SHAPE)
     except AllocationError:

@@ -33,7 +33,7 @@ ONES = {"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1}
         ("sglang:d4t2p2", "sglang", "", {"dp": 4, "tp": 2, "pp": 2}, 16, "sglang:d4t2p2"),
     ],
 )
-def test_a_string_means_an_engine_and_its_axes(
+def test_allocation_string_gives_engine_and_axes(
     text: str, backend: str, name: str, sizes: dict[str, int], world_size: int, canonical: str
 ) -> None:
     allocation = parse(text)
@@ -113,7 +113,7 @@ def allocations(draw: st.DrawFn) -> Allocation:
 
 
 @given(allocations())
-def test_any_allocation_has_a_string_that_means_it(allocation: Allocation) -> None:
+def test_allocation_survives_formatting_and_parsing(allocation: Allocation) -> None:
     again = parse(str(allocation))
     assert again == allocation
     assert hash(again) == hash(allocation)
@@ -125,7 +125,7 @@ def test_any_allocation_has_a_string_that_means_it(allocation: Allocation) -> No
 
 
 @given(allocations())
-def test_every_rank_has_one_place_on_both_grids(allocation: Allocation) -> None:
+def test_every_rank_has_one_place_on_each_grid(allocation: Allocation) -> None:
     plan = ModelPlan(
         role="actor",
         backend=str(allocation),
@@ -146,7 +146,7 @@ def test_every_rank_has_one_place_on_both_grids(allocation: Allocation) -> None:
 
 
 @given(st.text("fsdpmegatron:[]0123456789 dtpce+|()", max_size=24))
-def test_any_text_parses_or_is_refused_in_order(text: str) -> None:
+def test_any_string_parses_or_raises_an_allocation_error(text: str) -> None:
     try:
         allocation = parse(text)
     except AllocationError:

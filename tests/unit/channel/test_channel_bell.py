@@ -93,7 +93,7 @@ def site(tmp_path: Path, shared: None) -> Iterator[Site]:
     found.close()
 
 
-def test_a_ring_costs_one_look_at_the_log_of_its_sender(site: Site) -> None:
+def test_notification_costs_one_read_of_its_senders_log(site: Site) -> None:
     site.writers["b"].append({"n": 1})
     site.ring("b")
     site.follower.drain()
@@ -104,7 +104,7 @@ def test_a_ring_costs_one_look_at_the_log_of_its_sender(site: Site) -> None:
     assert site.looks.take() == {"b": 1}
 
 
-def test_a_wait_ends_with_a_ring_and_with_nothing_else(site: Site) -> None:
+def test_only_a_valid_notification_ends_a_wait(site: Site) -> None:
     site.now += 1000.0
     site.follower.read()
     stranger = Bell(LOOPBACK)
@@ -118,7 +118,7 @@ def test_a_wait_ends_with_a_ring_and_with_nothing_else(site: Site) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, TOKEN_BYTES - 1, TOKEN_BYTES, TOKEN_BYTES + 1, 1400])
-def test_a_forged_ring_costs_no_look(site: Site, size: int) -> None:
+def test_forged_notification_causes_no_read(site: Site, size: int) -> None:
     """A token that is wrong, too short or too long, also one that begins with the right one."""
     token = bytes.fromhex(site.bell.address.token)
     for forged in (b"\0" * size, (token + b"\0" * size)[:size]):
@@ -130,7 +130,7 @@ def test_a_forged_ring_costs_no_look(site: Site, size: int) -> None:
     assert site.looks.take() == {}
 
 
-def test_the_right_token_from_an_unknown_sender_costs_no_look(site: Site) -> None:
+def test_valid_token_from_unknown_sender_causes_no_read(site: Site) -> None:
     stranger = Bell(LOOPBACK)
     stranger.ring([site.bell.address])
     site.arrived()
@@ -148,7 +148,7 @@ def test_wake_up_ignored_for_older_incarnation(site: Site) -> None:
     older.close()
 
 
-def test_a_dead_port_keeps_no_ring_from_the_others(site: Site) -> None:
+def test_dead_port_does_not_block_other_notifications(site: Site) -> None:
     dead = Bell(LOOPBACK)
     address = dead.address
     dead.close()
@@ -159,19 +159,19 @@ def test_a_dead_port_keeps_no_ring_from_the_others(site: Site) -> None:
         assert site.follower.read_due() == [{"n": 1}]
 
 
-def test_a_bell_never_answers(site: Site) -> None:
+def test_receiver_never_replies_to_notifications(site: Site) -> None:
     site.ring("a")
     site.follower.read_due()
     assert not select.select([site.bells["a"]], [], [], 0)[0]
 
 
-def test_the_token_of_one_bell_is_not_that_of_another(site: Site) -> None:
+def test_each_receiver_has_its_own_token(site: Site) -> None:
     tokens = {bell.address.token for bell in (site.bell, *site.bells.values())}
     assert len(tokens) == 4
     assert {bell.address.host for bell in site.bells.values()} == {LOOPBACK}
 
 
-def test_a_lost_ring_delays_its_news_by_no_more_than_a_poll(site: Site) -> None:
+def test_lost_notification_delays_messages_by_at_most_one_poll(site: Site) -> None:
     """And the next lost one by no more than without bells: polls are quick again."""
     site.send("a", 0)
     began = site.now
@@ -186,7 +186,7 @@ def test_a_lost_ring_delays_its_news_by_no_more_than_a_poll(site: Site) -> None:
     assert site.now - began <= FIRST_POLL_S
 
 
-def test_a_flood_of_rings_costs_no_more_looks_than_polls_do(site: Site) -> None:
+def test_notification_flood_causes_no_more_reads_than_polling(site: Site) -> None:
     """With the right token and source, as one who listens on the fabric can replay it."""
     for _ in range(200):
         site.poll()  # a trial at rest
@@ -205,7 +205,7 @@ def test_a_flood_of_rings_costs_no_more_looks_than_polls_do(site: Site) -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_rings_that_the_kernel_dropped_are_no_lost_rings(
+def test_overflow_of_notifications_makes_the_follower_read_all_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand agents that answer at once overflow the buffer of the master's bell."""
@@ -234,7 +234,9 @@ def test_rings_that_the_kernel_dropped_are_no_lost_rings(
         ({"token": None}, "has no 'token'"),
     ],
 )
-def test_an_address_is_checked_before_it_is_used(changes: dict[str, object], message: str) -> None:
+def test_notification_address_is_checked_before_use(
+    changes: dict[str, object], message: str
+) -> None:
     """A host name would be looked up, which can block for seconds."""
     good = {"host": LOOPBACK, "port": 9, "token": "0f" * TOKEN_BYTES}
     assert documents.to_json(documents.from_json(BellAddress, good, "a log")) == good
@@ -242,7 +244,7 @@ def test_an_address_is_checked_before_it_is_used(changes: dict[str, object], mes
         documents.from_json(BellAddress, {**good, **changes}, "a log")
 
 
-def test_no_bell_without_the_address() -> None:
+def test_receiver_needs_an_address_of_this_host() -> None:
     with pytest.raises(OSError, match="Cannot assign"):
         Bell("192.0.2.1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:

@@ -56,13 +56,13 @@ def readable(follower: Follower) -> bool:
     return bool(select.select([follower.fileno()], [], [], 0)[0])
 
 
-def test_what_is_known_to_be_local(tmp_path: Path) -> None:
+def test_unknown_file_systems_do_not_count_as_local(tmp_path: Path) -> None:
     assert not is_local(Path("/proc"))
     assert not is_local(tmp_path / "gone")
 
 
 @pytest.mark.usefixtures("told")
-def test_a_write_is_announced(tmp_path: Path) -> None:
+def test_write_wakes_the_follower(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "a")
     LogWriter(tmp_path / "b")
     follower = follow(tmp_path / "a", tmp_path / "b", clock=Clock())
@@ -98,7 +98,7 @@ def test_a_write_between_read_and_wait_ends_the_wait(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("told")
-def test_a_missing_log_is_polled_until_it_can_be_followed(tmp_path: Path) -> None:
+def test_missing_log_is_polled_until_it_exists(tmp_path: Path) -> None:
     follower = follow(tmp_path / "a", clock=Clock())
     assert follower.read() == []
     assert follower.pause_s() <= FIRST_POLL_S
@@ -108,7 +108,7 @@ def test_a_missing_log_is_polled_until_it_can_be_followed(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("told")
-def test_the_next_segment_is_followed_at_once(tmp_path: Path) -> None:
+def test_next_segment_is_followed_at_once(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "a", segment_bytes=200)
     follower = follow(tmp_path / "a", clock=Clock())
     numbers: list[int] = []
@@ -131,7 +131,7 @@ class Failing(SystemCalls):
         return super().open(path, flags, mode)
 
 
-def test_a_log_that_does_not_answer_hides_no_other(tmp_path: Path) -> None:
+def test_unreachable_log_does_not_hide_other_logs(tmp_path: Path) -> None:
     calls = Failing()
     writers = [LogWriter(tmp_path / name) for name in "ab"]
     follower = follow(tmp_path / "a", tmp_path / "b", calls=calls)
@@ -153,9 +153,7 @@ def test_hostile_bytes_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("shared")
-def test_waiting_without_a_hint_is_sleeping(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wait_without_notifications_sleeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     follower = follow(tmp_path / "a", clock=Clock())

@@ -24,15 +24,13 @@ def framed(body: bytes) -> bytes:
     return b"SRL1" + length + struct.pack("<I", zlib.crc32(length + body)) + body
 
 
-def test_the_format() -> None:
+def test_frame_has_the_documented_format() -> None:
     assert encode({"a": 1}) == framed(b'{"a":1}')
 
 
 @UNTIMED
 @given(MESSAGES, st.integers(0, 500))
-def test_any_prefix_gives_the_messages_that_are_whole(
-    messages: list[dict[str, Any]], cut: int
-) -> None:
+def test_any_prefix_yields_its_whole_messages(messages: list[dict[str, Any]], cut: int) -> None:
     frames = [encode(message) for message in messages]
     data = b"".join(frames)[:cut]
     for torn in (True, False):
@@ -45,7 +43,7 @@ def test_any_prefix_gives_the_messages_that_are_whole(
 
 @UNTIMED
 @given(MESSAGES, st.binary(min_size=1))
-def test_garbage_after_messages_is_not_yet_there(
+def test_garbage_after_messages_is_treated_as_unwritten(
     messages: list[dict[str, Any]], garbage: bytes
 ) -> None:
     whole = b"".join(map(encode, messages))
@@ -54,7 +52,7 @@ def test_garbage_after_messages_is_not_yet_there(
 
 
 @pytest.mark.parametrize("flipped", range(len(framed(b'{"a":1}'))))
-def test_a_changed_byte_is_seen(flipped: int) -> None:
+def test_changed_byte_is_detected(flipped: int) -> None:
     data = bytearray(encode({"a": 1}))
     data[flipped] ^= 0x10
     assert decode(data) == ([], 0)
@@ -69,7 +67,7 @@ def test_a_changed_byte_is_seen(flipped: int) -> None:
         b"\x00" * 100,
     ],
 )
-def test_on_a_pipe_garbage_is_an_error(data: bytes) -> None:
+def test_garbage_on_a_pipe_is_an_error(data: bytes) -> None:
     assert decode(data) == ([], 0)
     with pytest.raises(CorruptFileError, match="not a frame"):
         decode(data, torn=False)
@@ -82,7 +80,7 @@ def test_whole_frames_with_wrong_content_are_errors(body: bytes, torn: bool) -> 
         decode(framed(body), torn=torn)
 
 
-def test_messages_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_messages_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(message_log, "MESSAGE_BYTES", 100)
     with pytest.raises(UsageError, match="too long: limit 100"):
         encode({"a": "x" * 100})

@@ -28,7 +28,7 @@ def test_messages_arrive_once_and_in_order(tmp_path: Path) -> None:
     assert [message["n"] for message in late.read()] == [0, 1, 2, 3]
 
 
-def test_the_file_is_there_at_once_and_private(tmp_path: Path) -> None:
+def test_log_file_exists_at_once_and_is_private(tmp_path: Path) -> None:
     before = os.umask(0o277)
     LogWriter(tmp_path / "log")
     os.umask(before)
@@ -39,7 +39,7 @@ def test_the_file_is_there_at_once_and_private(tmp_path: Path) -> None:
         LogWriter(tmp_path / "gone" / "log")
 
 
-def test_a_torn_tail_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_incomplete_message_is_read_once_complete(tmp_path: Path) -> None:
     path, data = tmp_path / "log", encode({"n": 0}) + encode({"n": 1})
     reader = LogReader(path)
     seen = []
@@ -50,7 +50,7 @@ def test_a_torn_tail_is_read_when_it_is_whole(tmp_path: Path) -> None:
     assert seen[len(encode({"n": 0}))] == [{"n": 0}]
 
 
-def test_zeros_before_the_data_are_not_yet_there(tmp_path: Path) -> None:
+def test_zeros_are_treated_as_unwritten_data(tmp_path: Path) -> None:
     path, data = tmp_path / "log", encode({"n": 0})
     path.write_bytes(b"\x00" * len(data))
     reader = LogReader(path)
@@ -59,7 +59,7 @@ def test_zeros_before_the_data_are_not_yet_there(tmp_path: Path) -> None:
     assert reader.read() == [{"n": 0}]
 
 
-def test_hostile_content_names_the_file(tmp_path: Path) -> None:
+def test_error_about_hostile_content_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(encode({}).replace(b"{}", b"[]"))
     assert LogReader(tmp_path / "log").read() == []
     from slurmrl.run.channel.message_log import HEAD, MAGIC, _checksum
@@ -97,7 +97,7 @@ class Faulty(SystemCalls):
 
 
 @pytest.mark.parametrize("room", [0, 1, 11, 12, 20])
-def test_a_failed_append_stays_queued_and_comes_first(tmp_path: Path, room: int) -> None:
+def test_failed_append_stays_queued_and_is_written_first(tmp_path: Path, room: int) -> None:
     calls = Faulty()
     writer, reader = LogWriter(tmp_path / "log", calls=calls), LogReader(tmp_path / "log")
     writer.append({"n": 0})
@@ -113,7 +113,7 @@ def test_a_failed_append_stays_queued_and_comes_first(tmp_path: Path, room: int)
     assert [message["n"] for message in seen + reader.read()] == [0, 1, 2, 3]
 
 
-def test_readers_agree_although_close_failed(tmp_path: Path) -> None:
+def test_readers_agree_after_a_failed_close(tmp_path: Path) -> None:
     calls = Faulty()
     writer, early = LogWriter(tmp_path / "log", calls=calls), LogReader(tmp_path / "log")
     calls.close_fails = True
@@ -125,7 +125,7 @@ def test_readers_agree_although_close_failed(tmp_path: Path) -> None:
     assert seen + early.read() == LogReader(tmp_path / "log").read() == [{"n": 0}, {"n": 1}]
 
 
-def test_a_stale_handle_is_nothing_new(tmp_path: Path) -> None:
+def test_stale_handle_reads_as_no_new_messages(tmp_path: Path) -> None:
     LogWriter(tmp_path / "log").append({"n": 0})
     calls = Faulty()
     reader = LogReader(tmp_path / "log", calls=calls)
@@ -135,7 +135,7 @@ def test_a_stale_handle_is_nothing_new(tmp_path: Path) -> None:
     assert reader.read() == [{"n": 0}]
 
 
-def test_a_missing_file_makes_the_reader_look_past_caches(tmp_path: Path) -> None:
+def test_reader_of_a_missing_file_bypasses_directory_caches(tmp_path: Path) -> None:
     calls = Recording()
     reader = LogReader(tmp_path / "log", calls=calls)
     for _ in range(3 * LOOK_AGAIN_EVERY):
@@ -146,7 +146,7 @@ def test_a_missing_file_makes_the_reader_look_past_caches(tmp_path: Path) -> Non
         [gone.read() for _ in range(LOOK_AGAIN_EVERY)]
 
 
-def test_operations_per_append_and_read(tmp_path: Path) -> None:
+def test_append_and_read_take_three_operations(tmp_path: Path) -> None:
     calls = Recording()
     writer = LogWriter(tmp_path / "log", calls=calls)
     reader = LogReader(tmp_path / "log", calls=calls)
@@ -158,7 +158,7 @@ def test_operations_per_append_and_read(tmp_path: Path) -> None:
     assert calls.names == ["open", "pread", "close"]
 
 
-def test_durable_appends_reach_the_disk_before_they_return(tmp_path: Path) -> None:
+def test_durable_append_is_on_disk_before_it_returns(tmp_path: Path) -> None:
     calls = Recording()
     writer = LogWriter(tmp_path / "log", calls=calls, durable=True)
     calls.names.clear()
@@ -169,7 +169,7 @@ def test_durable_appends_reach_the_disk_before_they_return(tmp_path: Path) -> No
 SEGMENT = 300
 
 
-def test_a_full_file_is_followed_by_another_one(tmp_path: Path) -> None:
+def test_full_log_file_continues_in_the_next_file(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "log", segment_bytes=SEGMENT)
     early, late = LogReader(tmp_path / "log"), LogReader(tmp_path / "log")
     seen = []
@@ -186,7 +186,7 @@ def test_a_full_file_is_followed_by_another_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", range(0, 260, 13))
-def test_a_rotation_on_a_full_disk_is_done_later(tmp_path: Path, room: int) -> None:
+def test_log_rotation_is_retried_after_a_full_disk(tmp_path: Path, room: int) -> None:
     calls = Faulty()
     writer = LogWriter(tmp_path / "log", calls=calls, segment_bytes=SEGMENT)
     reader = LogReader(tmp_path / "log")
@@ -202,7 +202,7 @@ def test_a_rotation_on_a_full_disk_is_done_later(tmp_path: Path, room: int) -> N
     assert [message["n"] for message in seen + reader.read()] == [0, 1, 2, 3]
 
 
-def test_making_a_log_again_with_its_nonce(tmp_path: Path) -> None:
+def test_log_is_created_again_only_with_its_nonce(tmp_path: Path) -> None:
     LogWriter(tmp_path / "log", nonce="ours")
     writer = LogWriter(tmp_path / "log", nonce="ours")
     writer.append({"n": 0})
@@ -211,13 +211,13 @@ def test_making_a_log_again_with_its_nonce(tmp_path: Path) -> None:
     assert LogReader(tmp_path / "log").read() == [{"n": 0}]
 
 
-def test_messages_cannot_look_like_the_logs_own(tmp_path: Path) -> None:
+def test_message_with_a_reserved_key_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="log"):
         LogWriter(tmp_path / "log").append({"$log": {"next": 1}})
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
-def test_replaced_file_is_damage_for_writer_and_reader(tmp_path: Path, kind: str) -> None:
+def test_replaced_log_file_is_damage_for_writer_and_reader(tmp_path: Path, kind: str) -> None:
     """A retry would not help: without an error both would wait forever."""
     path = tmp_path / "log"
     writer, reader = LogWriter(path), LogReader(path)

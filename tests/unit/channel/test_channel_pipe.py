@@ -35,7 +35,7 @@ def test_messages_arrive_once_and_in_order(pair: Pair) -> None:
     assert not ours.closed
 
 
-def test_the_end_comes_after_the_last_message(pair: Pair) -> None:
+def test_end_of_pipe_comes_after_the_last_message(pair: Pair) -> None:
     ours, theirs = pair
     theirs.send({"never": "read"})
     ours.send({"n": 0})
@@ -52,7 +52,7 @@ def test_the_end_comes_after_the_last_message(pair: Pair) -> None:
     assert theirs.receive_available() == []
 
 
-def test_half_a_message_at_the_end_is_dropped() -> None:
+def test_incomplete_last_message_is_dropped() -> None:
     raw, end = socket.socketpair()
     connection = Connection(end)
     raw.sendall(encode({"n": 0}) + encode({"n": 1})[:-1])
@@ -62,7 +62,7 @@ def test_half_a_message_at_the_end_is_dropped() -> None:
     connection.close()
 
 
-def test_garbage_is_an_error() -> None:
+def test_garbage_on_the_pipe_is_an_error() -> None:
     raw, end = socket.socketpair()
     connection = Connection(end)
     raw.sendall(b"printed by accident\n")
@@ -86,7 +86,7 @@ def test_sending_never_blocks_and_queued_messages_are_sent(pair: Pair) -> None:
     assert ours.flush()
 
 
-def test_waiting_sends_on_what_is_queued(pair: Pair) -> None:
+def test_waiting_for_messages_sends_queued_messages(pair: Pair) -> None:
     ours, theirs = pair
     ours.send({"long": "x" * 2_000_000})
     received = []
@@ -102,7 +102,7 @@ def test_waiting_sends_on_what_is_queued(pair: Pair) -> None:
     assert len(received[0]["long"]) == 2_000_000
 
 
-def test_a_peer_that_went_away_with_messages_queued(pair: Pair) -> None:
+def test_closed_peer_ends_a_pipe_with_queued_messages(pair: Pair) -> None:
     ours, theirs = pair
     ours.send({"long": "x" * 2_000_000})
     theirs.close()
@@ -133,7 +133,7 @@ def test_descriptors_are_passed_in_order(pair: Pair) -> None:
     assert theirs.take_fd() is None
 
 
-def test_a_descriptor_waits_its_turn_behind_queued_messages(pair: Pair) -> None:
+def test_descriptor_is_sent_after_queued_messages(pair: Pair) -> None:
     ours, theirs = pair
     read_end, write_end = os.pipe()
     ours.send({"long": "x" * 2_000_000})
@@ -150,7 +150,7 @@ def test_a_descriptor_waits_its_turn_behind_queued_messages(pair: Pair) -> None:
     os.close(read_end)
 
 
-def test_descriptors_that_were_not_taken_are_closed(pair: Pair) -> None:
+def test_unclaimed_descriptors_are_closed(pair: Pair) -> None:
     ours, theirs = pair
     read_end, write_end = os.pipe()
     ours.send_with_fds({}, write_end)

@@ -78,7 +78,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("given", ["config", "several", "file", "legacy", "none"])
-def test_exported_template_is_that_of_training_wherever_the_source_has_its_own(
+def test_export_has_the_training_template_even_if_source_has_another(
     tmp_path: Path, given: str
 ) -> None:
     trained, tools = "trained: {{ messages[0].content }}\n", [{"name": "add"}]
@@ -110,7 +110,7 @@ def test_exported_template_is_that_of_training_wherever_the_source_has_its_own(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_an_export_holds_the_weights_and_no_moments(
+def test_export_holds_weights_without_optimizer_moments(
     tmp_path: Path, tokenizer: Path, dtype: str, ranks: int
 ) -> None:
     whole = write_checkpoint(tmp_path, dtype, ranks)
@@ -135,9 +135,7 @@ def test_an_export_holds_the_weights_and_no_moments(
     ]
 
 
-def test_an_export_holds_one_tensor_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_keeps_one_tensor_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor and its conversion, whatever the number of tensors and ranks is."""
     monkeypatch.setitem(globals(), "SHAPES", {f"model.{n}": (512, 512) for n in range(12)})
     tensor_bytes = 4 * 512 * 512
@@ -153,7 +151,7 @@ def test_an_export_holds_one_tensor_at_a_time(
     assert peak < 2.5 * tensor_bytes
 
 
-def test_large_weights_go_into_several_files(tmp_path: Path) -> None:
+def test_large_weights_are_split_into_several_files(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path, "float32", 2)
     folder = exported(tmp_path, tmp_path / "out", shard_bytes=92)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -171,7 +169,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_an_export_killed_at_any_operation_is_whole_or_absent(tmp_path: Path) -> None:
+def test_killed_export_is_complete_or_absent(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     sound = Faulty()
     whole = contents(exported(tmp_path, tmp_path / "sound", calls=sound))
@@ -186,7 +184,7 @@ def test_an_export_killed_at_any_operation_is_whole_or_absent(tmp_path: Path) ->
     assert found == {False, True}, "the last operation makes the new name durable"
 
 
-def test_an_older_export_is_replaced(tmp_path: Path) -> None:
+def test_export_replaces_an_older_export(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 1)
     exported(tmp_path, tmp_path / "out")
     (tmp_path / "out" / "old").write_text("")
@@ -195,7 +193,7 @@ def test_an_older_export_is_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
 
 
-def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+def test_export_errors_name_the_cause(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     with pytest.raises(CheckpointError, match=r"critic\.0\.safetensors does not exist"):
         exported(tmp_path, tmp_path / "out", role="critic")
@@ -206,7 +204,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_files_of_different_checkpoints_are_rejected(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     first, second = (tmp_path / f"actor.{rank}.safetensors" for rank in range(2))
     second.write_bytes(first.read_bytes())

@@ -18,7 +18,7 @@ from slurmrl.watch.checkpoints import kept_by
         (3, 5, {6: ["last"], 8: ["last"], 10: ["last", "every"]}),
     ],
 )
-def test_newest_and_multiples_stay(
+def test_newest_and_periodic_checkpoints_are_kept(
     last: int, every: int | None, kept: dict[int, list[str]]
 ) -> None:
     commits = [Commit(step, f"step-{step}", 1) for step in (2, 4, 6, 8, 10)]
@@ -27,5 +27,5 @@ def test_newest_and_multiples_stay(
     assert found.keys() == {commit.directory for commit in commits}
 
 
-def test_nothing_kept_without_checkpoints() -> None:
+def test_no_checkpoint_is_kept_if_none_exists() -> None:
     assert kept_by([], 2, 5) == {}

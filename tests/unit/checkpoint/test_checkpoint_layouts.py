@@ -63,7 +63,7 @@ def saved(directory: Path, **options: Any) -> Path:
     return directory
 
 
-def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
+def test_only_needed_files_are_opened(tmp_path: Path) -> None:
     """A rank that loads its own boxes does not need those of other ranks."""
     saved(tmp_path)
     box = chunk(SHAPE, RANKS, 3)
@@ -81,7 +81,7 @@ def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
         checkpoint.array(3, "rng/cpu")
 
 
-def test_layers_and_moments_share_their_boxes_in_the_file(tmp_path: Path) -> None:
+def test_layers_and_moments_share_layout_entries_in_the_file(tmp_path: Path) -> None:
     saved(tmp_path)
     layout = json.loads((tmp_path / "actor.layout.json").read_text())["layout"]
     assert len(layout["holders"]) == 1
@@ -180,7 +180,7 @@ def test_a_checkpoint_of_version_1_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [300, 540, 577])
-def test_damage_of_version_1_is_found(tmp_path: Path, at: int) -> None:
+def test_damage_in_version_1_checkpoint_is_detected(tmp_path: Path, at: int) -> None:
     old = tmp_path / "step-00000004.1"
     shutil.copytree(VERSION_1, old)
     change(old / "actor.1.safetensors", at)
@@ -194,7 +194,7 @@ def change(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_layout_is_found(tmp_path: Path) -> None:
+def test_damaged_layout_is_detected(tmp_path: Path) -> None:
     change(saved(tmp_path) / "actor.layout.json", 40)
     for check in (verify, lambda directory: open_verified(directory, "actor")):
         with pytest.raises(DamagedCheckpointError, match=r"actor\.layout\.json has another check"):
@@ -226,7 +226,7 @@ def test_a_damaged_layout_is_found(tmp_path: Path) -> None:
         (lambda v: v["layout"].update(holders={}), "in 'layout'"),
     ],
 )
-def test_an_invalid_layout_is_refused(tmp_path: Path, damage: Damage, message: str) -> None:
+def test_invalid_layout_is_rejected(tmp_path: Path, damage: Damage, message: str) -> None:
     path = saved(tmp_path) / "actor.layout.json"
     values = json.loads(path.read_text())
     damage(values)
@@ -245,7 +245,7 @@ def test_an_invalid_layout_is_refused(tmp_path: Path, damage: Damage, message: s
         (lambda part: part.__setitem__(3, "other"), r"safetensors has no array 'other'"),
     ],
 )
-def test_a_layout_that_its_files_do_not_have_is_refused(
+def test_layout_that_differs_from_its_files_is_rejected(
     tmp_path: Path, damage: Damage, message: str
 ) -> None:
     """Nothing is read from beyond an array, and no element is left out."""
@@ -258,14 +258,14 @@ def test_a_layout_that_its_files_do_not_have_is_refused(
 
 
 @pytest.mark.parametrize("options", [{"step": 5}, {"ranks": 4}])
-def test_a_file_of_another_checkpoint_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
+def test_file_of_another_checkpoint_is_rejected(tmp_path: Path, options: dict[str, int]) -> None:
     saved(tmp_path)
     snapshots(**options)[1].write(tmp_path)
     with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors belongs to \(ranks, step\)"):
         RoleCheckpoint(tmp_path, "actor").read("w.0")
 
 
-def test_a_rank_killed_at_any_operation_leaves_what_a_later_writer_replaces(tmp_path: Path) -> None:
+def test_files_of_a_killed_rank_are_replaced_by_the_next_writer(tmp_path: Path) -> None:
     """Nothing of an unfinished file stays, and no reader takes it for a checkpoint."""
     for number in range(100):
         try:

@@ -58,7 +58,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return directory
 
 
-def test_what_was_written_is_read(checkpoint: Path) -> None:
+def test_written_manifest_reads_back_equal(checkpoint: Path) -> None:
     manifest = verify(checkpoint)
     assert manifest.step == 7
     names = [file.name for file in manifest.files]
@@ -66,7 +66,7 @@ def test_what_was_written_is_read(checkpoint: Path) -> None:
     assert read_state(checkpoint) == STATE
 
 
-def test_the_state_is_on_disk_before_the_manifest_names_it(tmp_path: Path) -> None:
+def test_state_is_on_disk_before_the_manifest_names_it(tmp_path: Path) -> None:
     directory = tmp_path / "step"
     directory.mkdir()
     calls = Recorder()
@@ -77,7 +77,7 @@ def test_the_state_is_on_disk_before_the_manifest_names_it(tmp_path: Path) -> No
     assert calls.steps[-2:] == ["fsync step", f"fsync {tmp_path.name}"]
 
 
-def test_everything_wrong_is_named_at_once(checkpoint: Path) -> None:
+def test_all_problems_of_a_checkpoint_are_reported_at_once(checkpoint: Path) -> None:
     (checkpoint / "actor.0.safetensors").unlink()
     (checkpoint / "actor.1.safetensors").write_bytes(b"short")
     text = (checkpoint / "state.json").read_text()
@@ -101,7 +101,7 @@ def test_sizes_alone_can_be_checked(checkpoint: Path) -> None:
         verify(checkpoint, checksums=False)
 
 
-def test_shares_of_all_ranks_are_the_whole(checkpoint: Path) -> None:
+def test_verification_shares_of_all_ranks_cover_every_file(checkpoint: Path) -> None:
     for ranks in (1, 2, 3, 5):
         for rank in range(ranks):
             verify_share(checkpoint, rank, ranks)
@@ -118,7 +118,7 @@ def test_shares_of_all_ranks_are_the_whole(checkpoint: Path) -> None:
         assert "actor.1.safetensors has another checksum" in str(found[0])
 
 
-def test_a_directory_in_place_of_a_file_is_damage(checkpoint: Path) -> None:
+def test_directory_in_place_of_a_file_is_damage(checkpoint: Path) -> None:
     path = checkpoint / "actor.0.safetensors"
     path.unlink()
     path.mkdir()
@@ -146,7 +146,7 @@ NO_ANSWER = [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES]
 
 @pytest.mark.parametrize("number", NO_ANSWER)
 @pytest.mark.parametrize("names", [("",), ("", MANIFEST)])
-def test_a_file_that_does_not_answer_is_no_damage(
+def test_unreachable_file_is_not_damage(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int, names: tuple[str, ...]
 ) -> None:
     fail_reads(monkeypatch, number, names)
@@ -157,7 +157,7 @@ def test_a_file_that_does_not_answer_is_no_damage(
 
 @pytest.mark.parametrize("level", ["step", "checkpoints", "run"])
 @pytest.mark.parametrize("empty", [False, True], ids=["gone", "unmounted"])
-def test_a_checkpoint_whose_mount_is_missing_is_not_damaged(
+def test_checkpoint_on_a_missing_mount_is_not_damaged(
     checkpoint: Path, level: str, empty: bool
 ) -> None:
     """Neither a missing mount point nor an empty one says anything about the files on it."""
@@ -174,7 +174,7 @@ def test_a_checkpoint_whose_mount_is_missing_is_not_damaged(
     assert verify(checkpoint).step == 7
 
 
-def test_a_checkpoint_missing_beside_others_is_damaged(checkpoint: Path) -> None:
+def test_checkpoint_missing_next_to_others_is_damaged(checkpoint: Path) -> None:
     """A directory that can be listed, and holds others, says for certain that this one is gone."""
     (checkpoint.parent / "another").mkdir()
     checkpoint.rename(checkpoint.parent.parent / "elsewhere")
@@ -204,7 +204,7 @@ def test_io_errors_are_damage_only_after_a_minute(
     assert sum(pauses[3:]) >= 60
 
 
-def test_a_wrong_checksum_is_certain_at_once(checkpoint: Path) -> None:
+def test_wrong_checksum_is_damage_at_once(checkpoint: Path) -> None:
     path = checkpoint / "actor.0.safetensors"
     path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(DamagedCheckpointError):
@@ -218,7 +218,7 @@ def test_a_wrong_checksum_is_certain_at_once(checkpoint: Path) -> None:
         ("sha256", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
     ],
 )
-def test_checksums_are_those_of_their_kind(kind: str, expected: str) -> None:
+def test_checksum_kinds_give_known_values(kind: str, expected: str) -> None:
     """A program of another version computes the same."""
     assert checksum(BytesIO(b"abc"), kind) == f"{kind}:{expected}"
     parts = Checksum(kind)
@@ -228,7 +228,7 @@ def test_checksums_are_those_of_their_kind(kind: str, expected: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["xxh3_128", "sha256"])
-def test_a_changed_byte_is_found_anywhere_in_a_large_file(tmp_path: Path, kind: str) -> None:
+def test_changed_byte_is_detected_anywhere_in_a_large_file(tmp_path: Path, kind: str) -> None:
     content = bytearray(b"0123456789abcdef" * 2**16)
     path = tmp_path / "actor.0"
     file = SavedFile(path.name, len(content), checksum(BytesIO(content), kind))
@@ -243,7 +243,7 @@ def test_a_changed_byte_is_found_anywhere_in_a_large_file(tmp_path: Path, kind: 
         content[at] ^= 4
 
 
-def test_an_unknown_kind_of_checksum_is_damage(tmp_path: Path) -> None:
+def test_unknown_checksum_kind_is_damage(tmp_path: Path) -> None:
     (tmp_path / "actor.0").write_bytes(b"abc")
     file = SavedFile("actor.0", 3, "xxi3_128:" + "0" * 32)
     write_manifest(tmp_path, step=1, files=[file], state={})
@@ -251,7 +251,7 @@ def test_an_unknown_kind_of_checksum_is_damage(tmp_path: Path) -> None:
         verify(tmp_path)
 
 
-def test_a_manifest_that_is_not_ours_is_refused(checkpoint: Path) -> None:
+def test_manifest_of_another_version_or_form_is_rejected(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "version": 9}))

@@ -34,9 +34,7 @@ def numbers() -> Tensor:
 
 @pytest.mark.parametrize("wanted", KINDS)
 @pytest.mark.parametrize("stored", KINDS)
-def test_values_are_those_of_torch(
-    monkeypatch: pytest.MonkeyPatch, stored: str, wanted: str
-) -> None:
+def test_rounding_equals_torch(monkeypatch: pytest.MonkeyPatch, stored: str, wanted: str) -> None:
     monkeypatch.setattr(precision_module, "BLOCK", 7)
     source = numbers().to(KINDS[stored])
     made = Precision(wanted).apply(entry(source))
@@ -49,7 +47,7 @@ def test_values_are_those_of_torch(
 
 
 @pytest.mark.parametrize(("wanted", "value"), [("float16", 65520.0), ("bfloat16", 3.4e38)])
-def test_a_value_that_would_become_infinite_is_an_error(wanted: str, value: float) -> None:
+def test_value_that_would_become_infinite_is_an_error(wanted: str, value: float) -> None:
     made = Precision(wanted).apply(entry(torch.tensor([1.0, -value])))
     with pytest.raises(
         CheckpointError, match=re.escape(f"-{value:g}, which overflows in {wanted}")
@@ -57,7 +55,7 @@ def test_a_value_that_would_become_infinite_is_an_error(wanted: str, value: floa
         made.data()
 
 
-def test_each_tensor_may_have_a_type_of_its_own() -> None:
+def test_each_tensor_may_have_its_own_type() -> None:
     precision = Precision("float16", {"model.gate": "float32", "model.up": "bfloat16"})
 
     def kind(name: str, dtype: str = "float32") -> str:

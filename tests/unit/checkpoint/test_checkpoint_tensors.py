@@ -38,7 +38,7 @@ def entries() -> list[TensorEntry]:
     return [entry(name, tensor) for name, tensor in TENSORS.items()]
 
 
-def test_a_file_is_identical_to_the_packages(tmp_path: Path) -> None:
+def test_file_equals_the_output_of_safetensors(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     save_file(TENSORS, theirs, {"format": "pt"})
     saved = write_tensors(ours, entries(), {"format": "pt"})
@@ -48,7 +48,7 @@ def test_a_file_is_identical_to_the_packages(tmp_path: Path) -> None:
     assert ours.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_package_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:
+def test_files_are_exchanged_with_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_tensors(path, entries(), {"key": "välue"})
     for name, tensor in load_file(path).items():
@@ -66,7 +66,7 @@ def test_the_package_reads_ours_and_we_read_theirs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 4, 9, 60, -1])
-def test_a_cut_file_is_refused(tmp_path: Path, keep: int) -> None:
+def test_truncated_file_is_rejected(tmp_path: Path, keep: int) -> None:
     path = tmp_path / "file"
     write_tensors(path, entries(), {})
     path.write_bytes(path.read_bytes()[:keep])
@@ -74,7 +74,7 @@ def test_a_cut_file_is_refused(tmp_path: Path, keep: int) -> None:
         TensorFile(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(EnvironmentFailure, match=r"cannot read .*nothing: No such file"):
@@ -101,7 +101,7 @@ class ShortWrites(SystemCalls):
         super().fsync(descriptor)
 
 
-def test_a_full_disk_names_the_path(tmp_path: Path) -> None:
+def test_error_of_a_full_disk_names_the_path(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=r"write .*file.*No space left"):
         write_tensors(tmp_path / "file", entries(), {}, calls=FullDisk())
 

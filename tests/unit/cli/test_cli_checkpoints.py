@@ -93,14 +93,18 @@ def trial(tmp_path: Path) -> Trial:
     return Trial(tmp_path)
 
 
-def test_nothing_yet(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_and_export_before_the_first_checkpoint(
+    trial: Trial, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert trial.run("checkpoints") == 0
     assert capsys.readouterr().out == "no checkpoints yet\n"
     assert trial.run("export") == 2
     assert "add/1 has no checkpoint yet" in capsys.readouterr().err
 
 
-def test_a_table_says_why_each_stays(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_gives_the_reason_for_keeping_each_checkpoint(
+    trial: Trial, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (4, 6, 8):
         trial.commit(step)
     trial.writer.append(Kind.EXPORT, {"step": 8, "directory": "step-00000008"})
@@ -141,7 +145,7 @@ def test_damage_is_reported_and_exits_with_1(
     assert "actor.0.safetensors is missing" in capsys.readouterr().out
 
 
-def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(
+def test_unreadable_checkpoint_is_not_called_damaged(
     trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (2, 4):
@@ -159,7 +163,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(
     assert trial.run("export") == 0
 
 
-def test_what_was_set_aside_is_shown_and_does_not_count(
+def test_quarantined_checkpoint_is_shown_but_not_counted(
     trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (2, 4):
@@ -172,7 +176,7 @@ def test_what_was_set_aside_is_shown_and_does_not_count(
     assert "step 4: actor.0.safetensors is missing" in out
 
 
-def test_a_commit_that_the_run_deletes_meanwhile_is_left_out(
+def test_commit_deleted_during_the_listing_is_left_out(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from slurmrl.watch import checkpoints as module
@@ -191,7 +195,7 @@ def test_a_commit_that_the_run_deletes_meanwhile_is_left_out(
     assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [4]
 
 
-def test_export_of_the_newest_of_a_step_and_to_a_folder(
+def test_export_takes_newest_or_given_step_and_an_output_directory(
     trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for step in (2, 4):
@@ -208,7 +212,7 @@ def test_export_of_the_newest_of_a_step_and_to_a_folder(
     assert first != last
 
 
-def test_what_a_killed_export_left_is_removed_a_day_later(trial: Trial) -> None:
+def test_leftovers_of_a_killed_export_are_removed_a_day_later(trial: Trial) -> None:
     trial.commit(2)
     old, new = (trial.paths.exports / f".tmp.{name}" for name in ("old", "new"))
     for folder in (old, new):
@@ -219,7 +223,7 @@ def test_what_a_killed_export_left_is_removed_a_day_later(trial: Trial) -> None:
     assert sorted(trial.paths.exports.iterdir()) == [new, trial.paths.export(2)]
 
 
-def test_a_trial_that_trains_nothing_has_nothing_to_export(
+def test_export_is_rejected_for_a_trial_without_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluate = ("algorithm={name: evaluate, measure: likelihood, batch_size: 4}",)
@@ -244,7 +248,9 @@ def test_reference_that_averages_the_actor_is_exported(
     assert "there are: actor, ref" in capsys.readouterr().err
 
 
-def test_refusals(trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_rejects_unknown_step_role_and_foreign_directory(
+    trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (2, 4):
         trial.commit(step)
     assert trial.run("export", "--step", "3") == 2
@@ -271,7 +277,7 @@ class Deleting(RoleCheckpoint):
         super().__init__(directory, role)
 
 
-def test_a_commit_that_goes_while_it_is_exported(
+def test_export_continues_or_fails_if_its_commit_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The newest commit is another one then; a requested step no longer exists."""
@@ -306,7 +312,7 @@ DAMAGES: list[tuple[str, Callable[[Path], Any]]] = [
 
 
 @pytest.mark.parametrize(("message", "damage"), DAMAGES)
-def test_of_a_damaged_checkpoint_nothing_is_exported(
+def test_damaged_checkpoint_is_not_exported(
     trial: Trial,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -336,9 +342,7 @@ def test_of_a_damaged_checkpoint_nothing_is_exported(
     assert "there is no other checkpoint" in capsys.readouterr().err
 
 
-def test_a_run_exports_once_io_errors_have_passed(
-    trial: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_exports_after_io_errors_end(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the export calls damaged is set aside for good, so it has to be certain."""
     trial.commit(4)
     real, failures = SystemCalls.open, iter(range(2))
@@ -361,7 +365,7 @@ def test_a_run_exports_once_io_errors_have_passed(
     ("inputs", "rule"),
     [(("input_ids", "prompt_mask"), "turn_end"), (("input_ids",), None)],
 )
-def test_export_states_where_its_scores_are_read(
+def test_reward_model_export_states_where_scores_are_read(
     trial: Trial, inputs: tuple[str, ...], rule: str | None, interface: str
 ) -> None:
     """Trials that slurmrl 1 has planned train at the end of the conversation."""
@@ -374,9 +378,7 @@ def test_export_states_where_its_scores_are_read(
 
 
 @pytest.mark.parametrize("text", [None, "{", '{"models": 1}'])
-def test_export_without_a_plan_is_that_with_it(
-    trial: Trial, tmp_path: Path, text: str | None
-) -> None:
+def test_export_does_not_need_the_plan_file(trial: Trial, tmp_path: Path, text: str | None) -> None:
     trial.commit(4)
     assert trial.run("export", "--out", str(tmp_path / "with")) == 0
     trial.paths.plan.unlink()
@@ -390,7 +392,7 @@ def test_export_without_a_plan_is_that_with_it(
     assert files[0] == files[1]
 
 
-def test_export_of_a_reward_model_needs_its_plan(
+def test_reward_model_export_needs_the_plan_file(
     trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only the plan tells where an older slurmrl has trained its scores."""
@@ -411,7 +413,7 @@ def as_reward_model(trial: Trial, *inputs: str, interface: str = REWARD_MODEL_IN
     trial.paths.plan.write_text(json.dumps(plan))
 
 
-def test_the_files_of_other_roles_do_not_matter(trial: Trial) -> None:
+def test_export_ignores_damaged_files_of_other_roles(trial: Trial) -> None:
     trial.commit(4)
     directory = trial.paths.checkpoint(4, 1)
     manifest = json.loads((directory / "manifest.json").read_text())
@@ -420,7 +422,7 @@ def test_the_files_of_other_roles_do_not_matter(trial: Trial) -> None:
     assert trial.run("export") == 0
 
 
-def test_an_export_has_the_types_of_the_model_it_started_from(
+def test_export_keeps_tensor_types_of_the_initial_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "source"
@@ -498,7 +500,7 @@ def test_export_keeps_the_update_unless_told_otherwise(
         ([2], None, {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2}),
     ],
 )
-def test_an_export_states_the_stop_tokens_of_the_run(
+def test_export_states_the_stop_tokens_of_the_run(
     tmp_path: Path, stops: list[int], stated: Any, expected: Any
 ) -> None:
     source = tmp_path / "source"
@@ -536,7 +538,7 @@ def test_export_has_the_chat_template_that_the_commit_was_trained_with(
         assert (file.read_text() if file.exists() else None) == expected
 
 
-def test_a_new_model_has_no_stop_token_but_the_tokenizers(trial: Trial) -> None:
+def test_new_model_exports_only_the_stop_token_of_its_tokenizer(trial: Trial) -> None:
     """transformers' default for the family is no token of this tokenizer."""
     trial.commit(4, stop_token_ids=[5])
     assert trial.run("export") == 0
@@ -547,5 +549,5 @@ def test_a_new_model_has_no_stop_token_but_the_tokenizers(trial: Trial) -> None:
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (320_000, "320 kB"), (84 * 10**12, "84 TB")]
 )
-def test_sizes(count: int, text: str) -> None:
+def test_sizes_are_printed_in_readable_units(count: int, text: str) -> None:
     assert size(count) == text

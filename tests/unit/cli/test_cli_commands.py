@@ -46,7 +46,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Any:
 # -- status ------------------------------------------------------------------------------------
 
 
-def test_status_is_a_list_an_experiment_or_one(
+def test_status_shows_all_trials_an_experiment_or_one_trial(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for experiment, trial in (("add", "1"), ("add", "2"), ("sub", "1")):
@@ -61,7 +61,7 @@ def test_status_is_a_list_an_experiment_or_one(
     assert [one["trial"] for one in printed(capsys)] == ["sub/1", "add/1"]
 
 
-def test_status_list_filtered_and_sorted_by_options(
+def test_status_options_filter_and_sort_the_list(
     root: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = {"1": Kind.FAILED, "2": Kind.FINISHED, "3": Kind.FAILED, "4": None}
@@ -82,7 +82,7 @@ def test_status_list_filtered_and_sorted_by_options(
     assert capsys.readouterr().out == f"no PENDING trials in {root}\n"
 
 
-def test_the_root_option_comes_first(
+def test_root_option_overrides_the_environment(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FakeRun(tmp_path / "elsewhere", "there")
@@ -106,7 +106,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, *happenings: Any, arguments: Any = ()
     return main(["status", "add/1", "--watch", *arguments])
 
 
-def test_watching_ends_when_no_job_is_left(
+def test_watch_ends_without_jobs(
     waiting: FakeRun,
     scheduler: FakeScheduler,
     capsys: pytest.CaptureFixture[str],
@@ -126,7 +126,7 @@ def test_watching_ends_when_no_job_is_left(
     assert "INTERRUPTED" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_without_a_terminal_only_changes_are_printed(
+def test_watch_prints_only_changes_without_a_terminal(
     waiting: FakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing = [lambda: None] * 5
@@ -136,7 +136,7 @@ def test_without_a_terminal_only_changes_are_printed(
     assert [json.loads(line)["state"] for line in lines] == ["PENDING", "CANCELLED"]
 
 
-def test_into_a_pipe_goes_a_line_for_each_change_and_the_exit_code_says_who_failed(
+def test_watch_prints_changes_to_a_pipe_and_exits_with_1_on_failure(
     waiting: FakeRun,
     root: Path,
     capsys: pytest.CaptureFixture[str],
@@ -168,7 +168,7 @@ def test_errors_of_json_commands_are_json(root: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_pauses_grow_while_nothing_changes(
+def test_watch_polls_less_often_while_the_status_is_unchanged(
     waiting: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -184,7 +184,7 @@ def test_pauses_grow_while_nothing_changes(
     assert 20 <= max(pauses) <= 30
 
 
-def test_ctrl_c_ends_watching(waiting: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_watch(waiting: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -194,7 +194,9 @@ def test_ctrl_c_ends_watching(waiting: FakeRun, monkeypatch: pytest.MonkeyPatch)
 # -- events ------------------------------------------------------------------------------------
 
 
-def test_events_of_all_writers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_printed_from_all_writers(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = FakeRun(root)
     run.event("master.1", "ready", step=0)
     run.event("agent.trainer.0.0", "failure", cause="died", reason="worker\x1b[2J\n 1", rank=1)
@@ -214,7 +216,9 @@ def test_events_of_all_writers(root: Path, capsys: pytest.CaptureFixture[str]) -
     )
 
 
-def test_events_of_a_trial_that_has_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_reports_a_trial_without_events(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = FakeRun(root)
     assert main(["events", "add/1"]) == 0
     assert capsys.readouterr().err == "no events yet\n"
@@ -227,7 +231,7 @@ def test_events_of_a_trial_that_has_none(root: Path, capsys: pytest.CaptureFixtu
     ("since", "code"),
     [("1h", 0), ("2020-01-31 14:30", 0), ("0s", 0), ("2999-01-31", 0), ("soon", 2), ("3 weeks", 2)],
 )
-def test_events_since(
+def test_events_since_accepts_ages_and_dates(
     root: Path, capsys: pytest.CaptureFixture[str], since: str, code: int
 ) -> None:
     FakeRun(root).event("master.1", "ready", step=0)
@@ -235,7 +239,7 @@ def test_events_since(
     assert ("ready" in capsys.readouterr().out) is (since in ("1h", "2020-01-31 14:30"))
 
 
-def test_the_newest_trial_unless_one_is_named(
+def test_commands_default_to_the_newest_trial(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The one that was submitted last, whatever its name; with none the message says so."""
@@ -252,7 +256,7 @@ def test_the_newest_trial_unless_one_is_named(
     assert printed(capsys)["writer"] == "master.9"
 
 
-def test_following_events_ends_with_the_trial(
+def test_events_follow_ends_with_the_trial(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = FakeRun(root)
@@ -284,7 +288,7 @@ def test_following_events_ends_with_the_trial(
 # -- logs --------------------------------------------------------------------------------------
 
 
-def test_logs_have_a_prefix_where_there_are_several(
+def test_lines_of_several_logs_have_prefixes(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(root)
@@ -299,7 +303,7 @@ def test_logs_have_a_prefix_where_there_are_several(
     assert capsys.readouterr().out == "c\n"
 
 
-def test_following_prints_what_is_added_once_and_ends_with_the_trial(
+def test_logs_follow_prints_new_lines_once_and_ends_with_the_trial(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = FakeRun(root)
@@ -317,7 +321,7 @@ def test_following_prints_what_is_added_once_and_ends_with_the_trial(
 
 
 @pytest.mark.parametrize("words", [("logs", "-f"), ("events", "-f"), ("status", "--watch")])
-def test_following_survives_a_directory_that_does_not_answer(
+def test_logs_follow_survives_an_unreachable_directory(
     waiting: FakeRun,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -346,7 +350,7 @@ def test_following_survives_a_directory_that_does_not_answer(
 
 
 @pytest.mark.parametrize("words", [("logs", "-f"), ("events", "-f"), ("status", "--watch")])
-def test_following_ends_when_the_trial_is_removed(
+def test_logs_follow_ends_if_the_trial_is_removed(
     waiting: FakeRun,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -366,7 +370,7 @@ def submit_it(tmp_path: Path, *more: str) -> int:
     return main(["submit", str(config), "--scheduler", "local", "--no-check", *more])
 
 
-def test_a_dry_run_writes_nothing(
+def test_submit_dry_run_writes_nothing(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scheduler.problem = "must not be asked"
@@ -390,7 +394,7 @@ def test_a_dry_run_writes_nothing(
     assert not root.exists()
 
 
-def test_detached_submission_says_what_to_type_next(
+def test_detached_submit_prints_the_next_commands(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit_it(tmp_path, "--detach") == 0
@@ -401,7 +405,7 @@ def test_detached_submission_says_what_to_type_next(
     assert f"slurmrl logs add/1 -f --root {tmp_path / 'other'}\n" in capsys.readouterr().out
 
 
-def test_ctrl_c_while_it_submits_stops_the_run(
+def test_ctrl_c_during_submit_stops_the_run(
     root: Path,
     tmp_path: Path,
     scheduler: FakeScheduler,
@@ -428,7 +432,7 @@ def test_ctrl_c_while_it_submits_stops_the_run(
     assert "stopping at the next step" in capsys.readouterr().out
 
 
-def test_submission_as_json(
+def test_submit_prints_json(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit_it(tmp_path, "--detach", "--json") == 0
@@ -444,7 +448,7 @@ def test_submission_as_json(
     }
 
 
-def test_a_complete_trial_is_done(
+def test_submit_of_a_complete_trial_submits_nothing(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit_it(tmp_path, "--detach") == 0
@@ -457,7 +461,7 @@ def test_a_complete_trial_is_done(
     assert len(scheduler.requests) == 1
 
 
-def test_a_complete_pass_has_no_further_steps(
+def test_submit_of_a_complete_offline_pass_submits_nothing(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its steps follow from the dataset, whatever limit was set; a request states none."""
@@ -475,7 +479,7 @@ def test_a_complete_pass_has_no_further_steps(
     assert "total_steps" not in output
 
 
-def test_cancel_and_resume(
+def test_cancelled_trial_is_resumed(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit_it(tmp_path, "--detach") == 0
@@ -496,7 +500,7 @@ def test_cancel_and_resume(
     assert second.startswith("add/2 is cancelled")
 
 
-def test_rm_refused_while_jobs_or_other_trials_need_files(
+def test_rm_is_rejected_while_jobs_or_other_trials_need_the_files(
     waiting: FakeRun,
     root: Path,
     scheduler: FakeScheduler,
@@ -527,7 +531,7 @@ def contents(root: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_a_full_disk_is_said_and_nothing_is_submitted(
+def test_full_disk_is_reported_and_resume_submits_nothing(
     root: Path,
     tmp_path: Path,
     scheduler: FakeScheduler,
@@ -547,7 +551,7 @@ def test_a_full_disk_is_said_and_nothing_is_submitted(
     assert len(scheduler.requests) == 1
 
 
-def test_a_dry_run_of_resume_changes_nothing(
+def test_resume_dry_run_changes_nothing(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit_it(tmp_path, "--detach") == 0
@@ -573,7 +577,7 @@ def test_a_dry_run_of_resume_changes_nothing(
     assert (len(scheduler.requests), scheduler.done) == (1, [])
 
 
-def test_a_dry_run_refuses_the_trials_that_submit_refuses(
+def test_submit_dry_run_rejects_the_same_trials_as_submit(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It says what submit would do with the trial that exists, and changes nothing."""
@@ -603,7 +607,7 @@ def test_a_dry_run_refuses_the_trials_that_submit_refuses(
     assert (len(scheduler.requests), scheduler.done) == (1, [])
 
 
-def test_a_plan_says_that_the_trial_exists_with_another_configuration(
+def test_plan_reports_a_trial_with_another_configuration(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Among what is to be fixed before submission; a plan of the same trial has nothing to fix."""
@@ -626,7 +630,7 @@ def test_a_plan_says_that_the_trial_exists_with_another_configuration(
     assert "seed: 1 in the trial, 9 now" in problem
 
 
-def test_a_dry_run_of_resume_refuses_what_resume_refuses(
+def test_resume_dry_run_rejects_the_same_trials_as_resume(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit_it(tmp_path, "--detach") == 0

@@ -149,7 +149,7 @@ INTERACTIVE = {
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_key_goes_on_without_space_at_prompt(shell: str, folder: Path) -> None:
+def test_completed_key_is_followed_by_no_space(shell: str, folder: Path) -> None:
     """Type into a shell in a terminal: Tab completes a section, and its key follows.
 
     The program prints its arguments, because shells write only what changes on the screen.
@@ -188,13 +188,13 @@ def type_until(terminal: int, text: str, wanted: str) -> None:
             shown += os.read(terminal, 65536).decode(errors="replace")
 
 
-def test_a_root_that_is_named_before_the_trial_counts(folder: Path) -> None:
+def test_completion_of_trials_uses_an_earlier_root_option(folder: Path) -> None:
     (folder / "elsewhere" / user_name() / "far" / "7").mkdir(parents=True)
     words = ["slurmrl", "status", "--root", "elsewhere", ""]
     assert completed("bash", words, folder) == {"far/7"}
 
 
-def test_answers_import_nothing_heavy_and_leave_files_to_the_shell(folder: Path) -> None:
+def test_completion_imports_nothing_slow_and_leaves_files_to_the_shell(folder: Path) -> None:
     code = (
         "import sys; from slurmrl.cli.main import main; main([]); "
         "print([one for one in ('pydantic', 'rich', 'torch', 'ruamel') if one in sys.modules])"

@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "sft.yaml"
 HELD_OUT = EXAMPLE.parent / "addition" / "heldout.jsonl"
 
 
-def test_samples_show_what_is_trained_on(
+def test_data_samples_show_trained_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each source's first rows, with special tokens and the targets marked."""
@@ -33,7 +33,7 @@ def test_samples_show_what_is_trained_on(
     assert "⟦" not in out[5]
 
 
-def test_a_check_names_every_wrong_line_and_counts_the_rest(
+def test_data_check_names_wrong_lines_and_counts_good_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -49,7 +49,7 @@ def test_a_check_names_every_wrong_line_and_counts_the_rest(
     assert (counts["rows"], counts["left_out"], counts["longest"]) == (512, 0, 6)
 
 
-def test_a_check_counts_pairs_of_the_same_answers(
+def test_data_check_counts_pairs_of_equal_answers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also among several pairs of a line."""
@@ -66,7 +66,7 @@ def test_a_check_counts_pairs_of_the_same_answers(
     assert "warning: dataset: 2 pairs have equal chosen and rejected" in capsys.readouterr().err
 
 
-def test_check_warns_of_tools_that_no_prompt_names(
+def test_data_check_warns_if_prompts_lack_the_tools(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rows.jsonl"

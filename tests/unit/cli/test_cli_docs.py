@@ -95,7 +95,7 @@ def test_docs_exits_with_2_on_wrong_usage(
 
 
 @pytest.mark.usefixtures("pages")
-def test_search_finds_sections_with_all_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_docs_search_finds_sections_with_all_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["docs", "--search", "JOB wait"]) == 0
     assert capsys.readouterr().out == "howto/guide: Preempt a job\n    Wait for it.\n"
 
@@ -124,7 +124,7 @@ def test_terminal_gets_the_page_in_a_pager(monkeypatch: pytest.MonkeyPatch) -> N
     assert "!!! warning" not in text
 
 
-def test_browser_opens_the_page_of_the_built_site(
+def test_docs_opens_the_built_page_in_a_browser(
     pages: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["docs", "howto/guide", "--browser"]) == 3

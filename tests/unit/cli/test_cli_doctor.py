@@ -28,7 +28,7 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "examine", found)
 
 
-def test_the_advice_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
+def test_advice_comes_after_the_table_of_checks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "         CHECK       WHERE     MEASURED",
@@ -45,7 +45,7 @@ def test_the_advice_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_terminal_gets_lines_that_fit(
+def test_lines_fit_the_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "width", lambda: 60)

@@ -44,7 +44,7 @@ def evaluate(file: Path, *arguments: str) -> int:
     return main(["eval", str(file), *chosen, "--no-check", *arguments])
 
 
-def test_each_suite_is_a_trial_with_a_name_of_its_own(
+def test_each_suite_is_a_trial_with_its_own_name(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert evaluate(file, "--dry-run", "--json") == 0
@@ -57,7 +57,7 @@ def test_each_suite_is_a_trial_with_a_name_of_its_own(
     assert only["trial"] == wanted[1]
 
 
-def test_an_experiment_of_the_command_line_is_the_one_that_trains(
+def test_eval_of_overridden_experiment_lies_next_to_its_training(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """So the results are where the trials of ``slurmrl submit CONFIG experiment=other`` look."""
@@ -73,7 +73,7 @@ def test_an_experiment_of_the_command_line_is_the_one_that_trains(
         (("--suite", "tow"), "--suite tow: no such suite; did you mean 'two'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_before_anything_is_queued(
+def test_meaningless_evaluations_are_rejected_before_any_job(
     file: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     assert evaluate(file, *arguments) == 2
@@ -81,7 +81,7 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_queued(
     assert not (file.parent / "runs").exists()
 
 
-def test_another_model_with_the_name_of_one_that_was_evaluated_is_told_the_name_to_add(
+def test_eval_of_another_model_with_a_used_name_suggests_a_new_name(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The trial has the last two names of a model's path."""

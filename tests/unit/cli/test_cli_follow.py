@@ -74,7 +74,9 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
         (Kind.CANCELLED, "CANCELLED", 130),
     ],
 )
-def test_until_the_trial_ends(scene: Scene, kind: Kind, state: str, code: int) -> None:
+def test_follow_returns_when_the_trial_ends(
+    scene: Scene, kind: Kind, state: str, code: int
+) -> None:
     scene.happenings = [lambda: scene.end(kind, step=6, reason="r")]
     status = scene.follow()
     assert (status["state"], exit_code(status)) == (state, code)
@@ -82,7 +84,7 @@ def test_until_the_trial_ends(scene: Scene, kind: Kind, state: str, code: int) -
     assert scene.view.states[-1] == state
 
 
-def test_the_processes_of_an_ended_local_trial_are_waited_for(scene: Scene) -> None:
+def test_follow_waits_for_processes_of_an_ended_local_trial(scene: Scene) -> None:
     scene.happenings = [
         lambda: scene.run.end(Kind.FINISHED, step=6, reason="r"),
         lambda: None,
@@ -92,7 +94,7 @@ def test_the_processes_of_an_ended_local_trial_are_waited_for(scene: Scene) -> N
     assert scene.happenings == []
 
 
-def test_processes_that_stay_are_not_waited_for_without_end(
+def test_follow_waits_a_limited_time_for_remaining_processes(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(following, "LEAVE_S", 0.05)
@@ -106,7 +108,7 @@ def test_ctrl_c_twice_kills(scene: Scene) -> None:
     assert scene.scheduler.done == ["interrupt", "kill"]
 
 
-def test_a_run_that_finishes_while_it_is_stopped_is_complete(scene: Scene) -> None:
+def test_run_that_finishes_while_being_stopped_is_complete(scene: Scene) -> None:
     scene.happenings = [
         scene.ctrl_c,
         lambda: scene.end(Kind.FINISHED, step=6, reason="total_steps"),
@@ -114,7 +116,7 @@ def test_a_run_that_finishes_while_it_is_stopped_is_complete(scene: Scene) -> No
     assert exit_code(scene.follow()) == 0
 
 
-def test_ctrl_c_leaves_a_slurm_job_alone(scene: Scene) -> None:
+def test_ctrl_c_does_not_stop_a_slurm_job(scene: Scene) -> None:
     scene.kind = "slurm"
     scene.happenings = [scene.ctrl_c]
     status = scene.follow()
@@ -122,14 +124,14 @@ def test_ctrl_c_leaves_a_slurm_job_alone(scene: Scene) -> None:
     assert scene.scheduler.done == []
 
 
-def test_ctrl_c_is_the_callers_again_afterwards(scene: Scene) -> None:
+def test_follow_restores_the_callers_ctrl_c_handler(scene: Scene) -> None:
     before = signal.getsignal(signal.SIGINT)
     scene.happenings = [lambda: scene.end(Kind.FINISHED, step=6, reason="r")]
     scene.follow()
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_scheduler_that_does_not_answer_for_a_while(scene: Scene) -> None:
+def test_follow_survives_a_scheduler_that_does_not_answer(scene: Scene) -> None:
     def silent() -> None:
         scene.scheduler.problem = "squeue did not answer"
 

@@ -16,7 +16,7 @@ AS_USERS = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search")
 """Runs a command without root's right to read everything."""
 
 
-def test_file_that_may_not_be_read_ends_with_one_message(tmp_path: Path) -> None:
+def test_unreadable_file_gives_one_message(tmp_path: Path) -> None:
     as_user = AS_USERS if os.geteuid() == 0 else ()
     if as_user and not shutil.which("setpriv"):
         pytest.skip("root cannot give up its rights without setpriv")

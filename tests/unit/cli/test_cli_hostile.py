@@ -23,7 +23,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunPaths]:
         yield hostile.build(folder)
 
 
-def test_what_is_whole_is_read_without_a_complaint(
+def test_intact_run_directory_is_read_without_errors(
     paths: RunPaths, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for words in hostile.COMMANDS[:-1]:
@@ -35,7 +35,9 @@ def test_what_is_whole_is_read_without_a_complaint(
 
 
 @pytest.mark.parametrize("mutation", ["fifo", "directory", "loop"])
-def test_what_is_no_file_of_ours_hangs_nothing(paths: RunPaths, mutation: str) -> None:
+def test_fifos_and_devices_in_place_of_files_do_not_hang_commands(
+    paths: RunPaths, mutation: str
+) -> None:
     """One file of each kind; status reads most of them."""
     for path in hostile.files(paths):
         with hostile.mutated(paths, path, mutation, random.Random(0)):
@@ -54,7 +56,7 @@ FILES = dict.fromkeys(hostile.MUTATIONS, 2) | {"value": 10}
 
 
 @pytest.mark.parametrize("mutation", hostile.MUTATIONS)
-def test_damage_ends_with_one_message(paths: RunPaths, mutation: str) -> None:
+def test_damaged_file_gives_one_message(paths: RunPaths, mutation: str) -> None:
     """Each command and each reader meets each kind of damage, in files drawn for it."""
     chance = random.Random(mutation)
     uses = [partial(hostile.command, paths, words) for words in COMMANDS]

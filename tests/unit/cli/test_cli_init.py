@@ -37,7 +37,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "config/slurmrl/default.yaml"
 
 
-def test_a_first_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_writes_a_configuration_and_replaces_only_with_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", "grpo", "--output", "math.yaml"]) == 0
     assert "wrote math.yaml, math.jsonl, math_reward.py" in capsys.readouterr().out
     assert main(["init", "grpo", "--output", "math.yaml"]) == 0
@@ -52,7 +54,9 @@ def test_a_first_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["init", "site", "--output", "x.yaml"]) == 2
 
 
-def test_a_site_without_questions(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_site_with_yes_writes_the_profile_without_questions(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["init", "site"]) == 2
     assert "no terminal for questions: --yes" in capsys.readouterr().err
     assert main(["init", "site", "--yes"]) == 0
@@ -70,7 +74,7 @@ def test_a_site_without_questions(site: Path, capsys: pytest.CaptureFixture[str]
     assert sorted(path.name for path in site.parent.iterdir()) == ["a100.yaml", "default.yaml"]
 
 
-def test_what_was_not_found_is_said(
+def test_init_site_reports_missing_slurm_information(
     site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "commands/sinfo").write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
@@ -84,7 +88,7 @@ def test_what_was_not_found_is_said(
     assert read(site).values == {"root": "~/slurmrl-runs"}
 
 
-def test_questions_in_a_terminal(site: Path) -> None:
+def test_init_site_asks_questions_in_a_terminal(site: Path) -> None:
     """Answers: another root after one that is refused, the proposed partition, no account."""
     typed = "runs\n/shared/runs\n\n-\n90\n\nmodule load cuda; ulimit -n 4096\ny\n"
     master, slave = pty.openpty()

@@ -103,7 +103,7 @@ def wait(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_run_is_watched_to_its_end(desk: Desk) -> None:
+def test_submit_follows_a_run_to_its_end(desk: Desk) -> None:
     process = desk.start("submit", str(desk.config), "--scheduler", "local", mode="held")
     assert process.stdout is not None
     lines = []
@@ -127,7 +127,7 @@ def test_a_run_is_watched_to_its_end(desk: Desk) -> None:
     assert (code, out) == (0, "stand-in of incarnation 1 at step 0\n")
 
 
-def test_a_failed_run_is_1_and_says_why(desk: Desk) -> None:
+def test_failed_run_exits_with_1_and_the_reason(desk: Desk) -> None:
     code, out, _ = desk.submit(mode="fail")
     assert code == 1
     assert "ValueError: planted" in out
@@ -139,7 +139,7 @@ def test_a_failed_run_is_1_and_says_why(desk: Desk) -> None:
     assert Kind.RESUME in desk.kinds()
 
 
-def test_ctrl_c_stops_at_a_step_and_resume_continues(desk: Desk) -> None:
+def test_ctrl_c_stops_a_run_between_steps_and_resume_continues(desk: Desk) -> None:
     process = desk.start("submit", str(desk.config), "--scheduler", "local", steps=100_000)
     wait(lambda: len(read(desk.paths.metrics)) >= 3)
     process.send_signal(signal.SIGINT)
@@ -157,7 +157,7 @@ def test_ctrl_c_stops_at_a_step_and_resume_continues(desk: Desk) -> None:
     assert [line["step"] for line in read(desk.paths.metrics)] == list(range(1, step + 3))
 
 
-def test_a_detached_run_is_seen_refused_and_cancelled(desk: Desk) -> None:
+def test_detached_run_appears_in_status_and_can_be_cancelled(desk: Desk) -> None:
     code, _, err = desk.submit("--detach", steps=100_000)
     assert (code, err) == (0, "")
     wait(lambda: len(read(desk.paths.metrics)) >= 1)

@@ -46,20 +46,20 @@ print("\\n", any(codes), found, file=sys.stderr)
     return result
 
 
-def test_help_status_and_logs_import_nothing_heavy(tmp_path: Path) -> None:
+def test_help_status_and_logs_import_nothing_slow(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "runs")
     run.log("0.0.log", "hello\n")
     commands = [["status", "--json"], ["logs", "add/1"]]
     assert modules_after(*([name, "--help"] for name in COMMANDS), *commands, cwd=tmp_path) == []
 
 
-def test_status_of_a_trial_imports_nothing_slow(tmp_path: Path) -> None:
+def test_trial_status_imports_nothing_slow(tmp_path: Path) -> None:
     FakeRun(tmp_path / "runs").end(Kind.CANCELLED, reason="cancelled by me")
     names = [*HEAVY, *SLOW]
     assert modules_after(["status", "add/1"], cwd=tmp_path, names=names) == []
 
 
-def test_submitting_imports_no_torch(tmp_path: Path) -> None:
+def test_submit_imports_no_torch(tmp_path: Path) -> None:
     arguments = ["submit", str(write_config(tmp_path)), "--dry-run", "--scheduler", "local"]
     found = modules_after(arguments, cwd=tmp_path)
     assert {"torch", "transformers", "numpy"}.isdisjoint(found)
@@ -95,7 +95,7 @@ def parsed(words: list[str], path: str, command: click.Command, parent: click.Co
 @pytest.mark.parametrize(
     "name", [*sorted(COMMANDS.keys() - {"data", "completion"}), "data show", "data check"]
 )
-def test_help_of_a_command_has_root_and_debug_and_examples_that_are_understood(
+def test_command_help_has_root_debug_and_valid_examples(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*name.split(), "--help"]) == 0
@@ -108,7 +108,7 @@ def test_help_of_a_command_has_root_and_debug_and_examples_that_are_understood(
     assert called[0] == name
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     commit = r"( \(commit [0-9a-f]{40}(\+changes)?\))?"
     shown = capsys.readouterr().out
@@ -132,7 +132,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["cancel", "add/1"], "there are no trials"),
     ],
 )
-def test_wrong_usage_is_2(
+def test_wrong_usage_exits_with_2(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -146,7 +146,7 @@ def test_wrong_usage_is_2(
     assert captured.out == ""
 
 
-def test_all_problems_of_a_configuration_at_once(
+def test_all_configuration_problems_are_printed_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path)
@@ -175,7 +175,7 @@ def test_all_problems_of_a_configuration_at_once(
     ],
 )
 @pytest.mark.parametrize("debug", [False, True])
-def test_exit_codes(
+def test_errors_have_documented_exit_codes(
     error: BaseException,
     code: int,
     message: str,
@@ -195,7 +195,7 @@ def test_exit_codes(
     assert debug or message in captured.err
 
 
-def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(root: Path) -> None:
         raise KeyError("bug")
 
@@ -204,7 +204,7 @@ def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None
         main(["status"])
 
 
-def test_an_unwritable_root_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_root_exits_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = write_config(tmp_path)
     blocked = tmp_path / "file"
     blocked.touch()
@@ -213,7 +213,7 @@ def test_an_unwritable_root_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert str(blocked) in capsys.readouterr().err
 
 
-def test_no_sbatch_is_3(
+def test_missing_sbatch_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(tmp_path)
@@ -227,7 +227,7 @@ def test_no_sbatch_is_3(
     assert not (tmp_path / "runs").exists()
 
 
-def test_submit_is_3_for_slurm_settings_without_controller(
+def test_submit_without_slurm_controller_exits_with_3(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`auto` must not train on a login node while the controller is down."""
@@ -257,13 +257,13 @@ sys.exit(main())
 """
 
 
-def test_ctrl_c_while_the_command_is_imported(tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_exits_with_130(tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED_IMPORT]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+def test_closed_pipe_ends_the_command_silently(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "runs")
     run.log("0.0.log", "line\n" * 100_000)
     command = f"set -o pipefail; '{sys.executable}' -m slurmrl logs add/1 | head -1"

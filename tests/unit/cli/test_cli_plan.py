@@ -29,14 +29,14 @@ def explained(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
     return found
 
 
-def test_one_string_is_explained_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_explains_one_allocation_string_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = explained(capsys, "megatron:d2p2t4e4")
     expected = {"backend": "megatron", "world_size": 16, "dp": 2, "tp": 4, "pp": 2, "cp": 1}
     expected |= {"ep": 4, "etp": 1, "edp": 2}
     assert {name: found[name] for name in expected} == expected
 
 
-def test_a_hybrid_shows_both_halves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_attention_and_ffn_sizes_of_a_hybrid(capsys: pytest.CaptureFixture[str]) -> None:
     found = explained(capsys, "megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)")
     assert found["attn"] == {"dp": 4, "pp": 2, "tp": 2, "cp": 2, "world_size": 32}
     assert found["ffn"] == {"dp": 2, "pp": 2, "tp": 4, "ep": 2, "world_size": 32}
@@ -46,7 +46,7 @@ def test_a_hybrid_shows_both_halves(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ffn   2   2   4   -   2   32" in out
 
 
-def test_components_are_explained_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_explains_all_components(capsys: pytest.CaptureFixture[str]) -> None:
     found = explained(capsys, "sglang:d4t2+fsdp:d4")
     assert found["world_size"] == 12
     assert [(one["backend"], one["first_rank"]) for one in found["components"]] == [
@@ -55,7 +55,7 @@ def test_components_are_explained_together(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_a_string_of_an_earlier_system_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_explains_a_legacy_allocation_string(capsys: pytest.CaptureFixture[str]) -> None:
     """With the settings to write instead. Roles may share GPUs, so there is no sum."""
     found = explained(capsys, "sglang.d2t2p1+d1t4p1")
     assert [(one["name"], one["backend"], one["dp"], one["tp"]) for one in found["components"]] == [
@@ -69,7 +69,7 @@ def test_a_string_of_an_earlier_system_is_explained(capsys: pytest.CaptureFixtur
     )
 
 
-def test_the_ranks_of_a_string_are_shown_and_drawn(
+def test_plan_prints_and_draws_ranks_of_an_allocation_string(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.svg"
@@ -86,7 +86,9 @@ def test_the_ranks_of_a_string_are_shown_and_drawn(
 
 
 @pytest.mark.parametrize("text", ["megatron:d2e4", "fsdp:d2p2", "sglang.d2+dx", "fsdp:d0"])
-def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_an_invalid_string_exits_with_2(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, err = run(capsys, "plan", text, "--json")
     assert code == json.loads(out)["exit_code"] == 2
     assert "at character" in err
@@ -102,7 +104,7 @@ def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixt
         (("none.yaml",), "cannot be read"),
     ],
 )
-def test_wrong_usage_is_2(
+def test_wrong_plan_usage_exits_with_2(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(capsys, "plan", *arguments)
@@ -132,7 +134,9 @@ def moved(
     return run(capsys, "plan", str(folder / "ppo.yaml"), *arguments, *more)
 
 
-def test_moves_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_planned_moves_count_each_missing_byte_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every rank receives what it lacks and no more; links and ranks count the same bytes."""
     layouts = ("actor.backend=megatron:t2p2", "rollout.backend=native:d4", "rollout.gpus=0-3")
     hosts = ("cluster.workers_per_host=2", "transfer.staging_mib=1")
@@ -156,7 +160,7 @@ def test_moves_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "received, 1.0000 times the lower bound of" in out
 
 
-def test_only_the_busiest_of_many_ranks_are_shown(
+def test_plan_shows_only_the_busiest_of_many_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layouts = ("actor.backend=fsdp:d32", "rollout.backend=native:d32", "rollout.gpus=0-31")
@@ -171,7 +175,7 @@ def test_a_plan_without_moves_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "moves: none, because every call runs on the layout of its model" in out
 
 
-def test_moves_of_a_model_of_transformers_are_refused(
+def test_plan_rejects_moves_of_a_transformers_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ("rollout.backend=native:d1", "rollout.gpus=0", "actor.implementation=hf")
@@ -180,7 +184,7 @@ def test_moves_of_a_model_of_transformers_are_refused(
     assert "it is a model of transformers" in err
 
 
-def test_pictures_are_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_pictures_are_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "p.svg"
     big = "actor.backend=fsdp:d8"
     assert run(capsys, "plan", config, big, "--svg", str(path), "--scheduler", "slurm")[:2] == (
@@ -193,9 +197,7 @@ def test_pictures_are_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "prefers-color-scheme: dark" in path.read_text()
 
 
-def test_a_large_picture_leaves_hosts_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_large_picture_leaves_out_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "p.svg"
     run(
         capsys, "plan", config, "actor.backend=fsdp:d512", "algorithm.batch_size=512",
@@ -207,7 +209,7 @@ def test_a_large_picture_leaves_hosts_out(
     assert "host 31" not in texts
 
 
-def test_the_graph_is_shown_as_text_json_and_svg(
+def test_graph_is_shown_as_text_json_and_svg(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "g.svg"
@@ -223,7 +225,7 @@ def test_the_graph_is_shown_as_text_json_and_svg(
     assert {"dataset", "actor_train", "train_step of actor"} <= set(texts)
 
 
-def test_the_graph_of_an_evaluation_needs_one(
+def test_evaluation_graph_needs_an_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write_config(tmp_path))
@@ -237,7 +239,7 @@ def test_the_graph_of_an_evaluation_needs_one(
     assert "never read" not in err, "no cause for a warning"
 
 
-def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
+def test_request_beyond_the_cluster_is_rejected_before_submission(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "ask_hosts", lambda config: {"trainer": [HostRow("n1", "idle", 1)]})
@@ -253,9 +255,7 @@ def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
     assert "needs 1 host with 2 GPUs" in out
 
 
-def test_plan_is_2_if_something_must_be_fixed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_exits_with_2_on_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = str(write_config(tmp_path))
     code, out, _ = run(capsys, "plan", config, "--scheduler", "local")
     assert (code, "to fix before submission" in out) == (0, False)
@@ -264,7 +264,7 @@ def test_plan_is_2_if_something_must_be_fixed(
 
 
 @pytest.mark.parametrize(("gpus", "column"), [(0, "WORKER 0"), (1, "GPU 0")])
-def test_places_of_ranks_are_gpus_only_where_workers_have_some(
+def test_plan_shows_gpu_places_only_for_workers_with_gpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], gpus: int, column: str
 ) -> None:
     more = (f"cluster.gpus_per_worker={gpus}", "--scheduler", "slurm")
@@ -272,9 +272,7 @@ def test_places_of_ranks_are_gpus_only_where_workers_have_some(
     assert [line.split("  ")[-1] for line in out.splitlines() if "HOST  MODEL" in line] == [column]
 
 
-def test_plan_reports_a_module_that_is_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_reports_a_missing_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "proj"
     folder.mkdir()
     evaluation = "{dataset: {type: prompt, path: data.jsonl}}"

@@ -23,7 +23,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_plan_tells_what_comes_from_the_profile(
+def test_plan_marks_values_from_the_profile(
     tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = str(write_config(tmp_path))
@@ -49,7 +49,7 @@ def test_a_dry_run_names_the_profile(
     assert f"site profile {site}: root, cluster.slurm.partition" in shown
 
 
-def test_commands_without_a_configuration_look_into_the_root_of_the_profile(
+def test_commands_without_a_configuration_use_the_profiles_root(
     tmp_path: Path, site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FakeRun(tmp_path / "site")

@@ -15,7 +15,7 @@ from tests.fake_status import incarnation, pending, rollouts, status, timing
     ("value", "text"),
     [(0.41234567, "0.4123"), (1234.5, "1,234"), (12, "12"), (None, "-"), (1e-5, "1e-05")],
 )
-def test_numbers(value: Any, text: str) -> None:
+def test_numbers_are_rounded_readably(value: Any, text: str) -> None:
     assert status_text.number(value) == text
 
 
@@ -23,11 +23,11 @@ def test_numbers(value: Any, text: str) -> None:
     ("seconds", "text"),
     [(None, ""), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (9000, "2.5 h"), (2e5, "2.3 d")],
 )
-def test_ages(seconds: float | None, text: str) -> None:
+def test_ages_are_printed_in_readable_units(seconds: float | None, text: str) -> None:
     assert status_text.age(seconds) == text
 
 
-def test_many_trials_in_columns() -> None:
+def test_many_trials_are_printed_in_columns() -> None:
     two = [status(), pending("Priority", "other jobs come first")]
     hour_later = 1_003_600.0
     assert status_text.many(two, now=hour_later).splitlines() == [
@@ -46,7 +46,7 @@ def test_many_trials_in_columns() -> None:
     ]
 
 
-def test_rollout_tasks() -> None:
+def test_rollout_task_lines_show_count_speed_age_and_losses() -> None:
     """How many there are and how fast, how old the samples were, and what was lost; an empty
     section says nothing.
     """
@@ -78,7 +78,7 @@ def test_rollout_tasks() -> None:
     assert "not trained" not in text
 
 
-def test_nothing_is_wider_than_the_terminal() -> None:
+def test_no_line_is_wider_than_the_terminal() -> None:
     words = "jobs of higher priority are ahead of it; " * 3
     waits = pending("Priority", words, incarnations=[incarnation(1, how=words)])
     for one in (waits, status(state="FAILED", reason=words)):
@@ -91,7 +91,7 @@ def tasks(count: int, **changes: Any) -> list[dict[str, Any]]:
     return [{**one, "host": f"n{index}", **changes} for index in range(count)]
 
 
-def test_hosts_in_the_same_state_share_a_line_where_they_are_many() -> None:
+def test_many_hosts_in_the_same_state_share_a_line() -> None:
     late = {**tasks(13)[12], "lease_age_s": 7.0, "state": "FAILED"}
     groups = [{"name": "trainer", "links_left": 0, "tasks": [*tasks(12), late]}]
     assert status_text.one(status(groups=groups)).splitlines()[9:11] == [
@@ -103,7 +103,7 @@ def test_hosts_in_the_same_state_share_a_line_where_they_are_many() -> None:
     assert "trainer/0-2  41_1  -     PENDING  1        -          Resources\n" in text
 
 
-def test_a_terminal_gets_no_control_characters() -> None:
+def test_control_characters_are_not_printed() -> None:
     text = "rank 1: \x1b[2J\x07"
     one = status(state="FAILED", reason=text, traceback=f"{text}\n\tx\n")
     one["findings"] = [{"code": "failed", "text": text}]
@@ -123,12 +123,12 @@ def test_long_host_lists_are_cut(hosts: list[str], text: str) -> None:
     assert text in status_text.one(status(incarnations=[incarnation(1, hosts=hosts)]))
 
 
-def test_a_waiting_trial_says_what_for() -> None:
+def test_status_gives_the_reason_of_a_waiting_trial() -> None:
     assert status_text.note(pending("Resources")) == "waits: Resources"
     assert status_text.note(pending("")) == "waits"
 
 
-def test_doubts_are_said() -> None:
+def test_note_states_unconfirmed_heartbeat_or_scheduler_problem() -> None:
     assert status_text.note(status(unconfirmed=True)) == "unconfirmed: no heartbeat seen"
     assert status_text.note(status(problem="squeue did not answer", unconfirmed=True)) == (
         "squeue did not answer"
@@ -148,19 +148,21 @@ def test_doubts_are_said() -> None:
         ({"state": "RUNNING"}, ["the run continues", "slurmrl stop add/1 --root /r"]),
     ],
 )
-def test_what_is_said_at_the_end(changes: dict[str, Any], words: list[str]) -> None:
+def test_conclusion_names_outcome_and_next_command(
+    changes: dict[str, Any], words: list[str]
+) -> None:
     text = status_text.conclusion(status(**changes), " --root /r")
     assert all(word in text for word in words), text
 
 
-def test_time_left() -> None:
+def test_remaining_time_is_estimated() -> None:
     assert remaining(status()) == "2 s/step, 96 s left"
     assert remaining(status(timing=timing(left_s=0.0))) == ""
     assert remaining(status(timing=timing(step_s=None, left_s=None))) == ""
 
 
 @pytest.mark.parametrize("one", [status(), status(total_steps=None), pending("Priority")])
-def test_the_picture_shows_it_all(one: dict[str, Any]) -> None:
+def test_rich_view_shows_the_same_facts_as_text(one: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -172,7 +174,7 @@ def test_the_picture_shows_it_all(one: dict[str, Any]) -> None:
     assert one["phase"] == "running" or one["diagnosis"].strip() in text
 
 
-def test_the_picture_has_the_curve_of_the_first_metric() -> None:
+def test_rich_view_shows_the_curve_of_the_first_metric() -> None:
     lines = [{"step": n, "reward": None if n == 1 else n / 8, "loss": 1.0} for n in (1, 2, 4, 6)]
     assert curve(lines) == "reward ▁▅█ 0.25 to 0.75, steps 2 to 6"
     assert curve(lines[:2]) == "loss ▅▅ 1 to 1, steps 1 to 2"
@@ -180,7 +182,7 @@ def test_the_picture_has_the_curve_of_the_first_metric() -> None:
     assert curve([{"step": 1, "loss": 1.0}]) == ""
 
 
-def test_plain_lines(tmp_path: Any) -> None:
+def test_plain_view_prints_one_line_per_change(tmp_path: Any) -> None:
     from tests.fake_runs import FakeRun
 
     run = FakeRun(tmp_path)
@@ -251,7 +253,7 @@ def test_rates_are_shown_with_their_confidence_intervals() -> None:
     assert status_text.metrics(values) == f"reward 1  eval/reward 0.5  {shown}"
 
 
-def test_what_a_suite_has_measured_is_shown_as_that_of_an_evaluation() -> None:
+def test_suite_results_are_shown_like_evaluation_results() -> None:
     values = {
         "reward": 0.5,
         "eval/gsm8k/reward": 0.25,

@@ -49,7 +49,7 @@ def test_resume_names_damaged_file_of_trials_code(tmp_path: Path, text: str, wor
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_removed_directory_named_in_message(
+def test_message_names_the_removed_directory(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -68,6 +68,6 @@ def test_removed_directory_named_in_message(
 
 
 @pytest.mark.parametrize("config", [{"seed": 2}, 5, None])
-def test_submit_refuses_what_is_no_path(config: object) -> None:
+def test_submit_rejects_an_invalid_path(config: object) -> None:
     with pytest.raises(UsageError, match="expected the path of a YAML file"):
         slurmrl.submit(config)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def tried(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_the_answers_of_the_first_rows_are_judged(
+def test_reward_scores_the_answers_of_the_first_rows(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code, out, err = run(capfd, str(config), "reward.options.points=3")
@@ -109,9 +109,7 @@ def test_the_answers_of_the_first_rows_are_judged(
     assert not (config.parent / "runs").exists()
 
 
-def test_only_the_rows_that_are_needed_are_read(
-    config: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_only_needed_rows_are_read(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A data file may have gigabytes. The line after row 7 is found to be wrong once it is read."""
     path = config.with_name("rows.jsonl")
     lines = path.read_text().splitlines(keepends=True)
@@ -124,7 +122,9 @@ def test_only_the_rows_that_are_needed_are_read(
     assert (code, "rows.jsonl:8: not JSON" in err) == (2, True)
 
 
-def test_a_reward_gets_what_it_asks_for(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reward_gets_its_requested_arguments(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """As in the first step of a run; the completions of one row are siblings.
 
     A pool changes nothing.
@@ -138,7 +138,7 @@ def test_a_reward_gets_what_it_asks_for(config: Path, capfd: pytest.CaptureFixtu
         assert "[0, 1, 0, 1]" in err or "[1] [['12', '345']] ['2@0'] 1 False" in err, err
 
 
-def test_completions_of_a_file_find_their_rows(
+def test_completions_of_a_file_are_matched_with_their_rows(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Those of a run name the epoch too, and one row may have several."""
@@ -176,7 +176,7 @@ def test_completion_of_file_has_no_answer_if_truncated(
         ("mine:hangs", 1, "took longer than 1 s; raise the limit with --timeout"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_message(
+def test_problem_is_reported_in_one_message(
     config: Path, capfd: pytest.CaptureFixture[str], name: str, code: int, message: str
 ) -> None:
     limit = ["--timeout", "1"] if name == "mine:hangs" else []
@@ -186,7 +186,7 @@ def test_what_is_wrong_is_said_in_one_message(
     assert ("Traceback" in err) == (name == "mine:raises")
 
 
-def test_the_environment_is_that_of_a_run(
+def test_reward_runs_in_the_environment_of_a_run(
     config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the shell has and jobs do not inherit would be missed only there."""
@@ -220,7 +220,7 @@ class Sums(Prompts):
 """
 
 
-def test_rows_of_an_own_type_of_dataset_are_judged(
+def test_reward_scores_rows_of_a_custom_dataset_type(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its module, which may import torch, is imported in the child; what it raises names the
@@ -238,7 +238,7 @@ def test_rows_of_an_own_type_of_dataset_are_judged(
     assert (code, "rows.jsonl:1: convert failed: KeyError: 'a'" in err) == (2, True)
 
 
-def test_a_reward_that_needs_a_model_says_what_to_try_instead(
+def test_message_for_model_rewards_names_an_alternative(
     config: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reward = "{parts: {right: {name: exact_match}, rm: {name: model, weight: 0.5}}}"

@@ -43,29 +43,29 @@ def then(path: Path, before: Config, overrides: Sequence[str]) -> Config:
 @pytest.mark.parametrize(
     "override", ["actor.backend=fsdp:d4", " actor.backend =fsdp:d4", "actor.backend='fsdp:d4'"]
 )
-def test_roles_that_lie_with_the_actor_move_with_it(path: Path, override: str) -> None:
+def test_roles_placed_with_the_actor_follow_its_layout(path: Path, override: str) -> None:
     assert set(backends(moved(path, override)).values()) == {"fsdp:d4"}
 
 
-def test_the_last_override_of_a_follower_wins(path: Path) -> None:
+def test_last_override_of_a_following_role_wins(path: Path) -> None:
     overrides = ("critic.backend=fsdp:d4", "actor.backend=fsdp:d4")
     assert set(backends(moved(path, *overrides)).values()) == {"fsdp:d4"}
     assert follow_actor(resolved(path), overrides)[-2:] == list(overrides)
 
 
-def test_another_number_of_rollout_tasks_is_no_other_layout(path: Path) -> None:
+def test_changed_number_of_rollout_tasks_keeps_the_layout(path: Path) -> None:
     before = resolved(path, "rollout.tasks={max: 2}")
     after = then(path, before, ["rollout.tasks.max=3"])
     assert (before.rollout.backend, after.rollout.backend) == ("native:d2", "native:d3")
     assert differences(before, after) == consequences(before, after) == []
 
 
-def test_without_a_move_nothing_is_added(path: Path) -> None:
+def test_overrides_without_layout_change_stay_as_given(path: Path) -> None:
     overrides = ["total_steps=9", "actor.optimizer.lr=1.0"]
     assert follow_actor(resolved(path), overrides) == overrides
 
 
-def test_a_new_layout_may_be_resumed_and_its_cost_is_reported(path: Path) -> None:
+def test_resume_accepts_a_new_layout_and_reports_its_cost(path: Path) -> None:
     before, after = resolved(path), moved(path, "actor.backend=fsdp:d4")
     assert differences(before, after) == []
     told = consequences(before, after)
@@ -83,7 +83,7 @@ def test_random_states_are_kept_on_the_same_number_of_ranks(path: Path, override
     assert lost == "results are not bit-identical: sums have another order"
 
 
-def test_other_micro_batches_change_sums_only(path: Path) -> None:
+def test_changed_micro_batches_change_only_the_order_of_sums(path: Path) -> None:
     before = resolved(path)
     after = resolved(path, "actor.max_tokens_per_microbatch=64")
     assert differences(before, after) == []
@@ -91,11 +91,11 @@ def test_other_micro_batches_change_sums_only(path: Path) -> None:
     assert lost == "results are not bit-identical: sums have another order"
 
 
-def test_the_same_layout_has_no_consequences(path: Path) -> None:
+def test_unchanged_layout_has_no_consequences(path: Path) -> None:
     assert consequences(resolved(path), resolved(path, "total_steps=9", "checkpoint={}")) == []
 
 
-def test_what_may_change_is_listed() -> None:
+def test_message_lists_settings_that_may_change() -> None:
     own, of_models = (part.split(", ") for part in may_change().split("; of each model "))
     assert {"total_steps", "cluster", "rollout.backend"} <= set(own)
     assert {"backend", "gpus"} <= set(of_models)

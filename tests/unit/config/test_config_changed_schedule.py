@@ -42,7 +42,7 @@ def test_a_schedule_begins_after_the_steps_that_do_not_train_its_model(tmp_path:
     assert moved == line.replace("after step 5", "after step 8")
 
 
-def test_a_schedule_may_be_kept(tmp_path: Path) -> None:
+def test_schedule_steps_keeps_the_learning_rates_of_a_longer_run(tmp_path: Path) -> None:
     before = config(tmp_path, LINEAR, "total_steps=10")
     now = config(tmp_path, LINEAR, "total_steps=20", "actor.optimizer.schedule_steps=20")
     assert differences(before, now) == []
@@ -53,7 +53,7 @@ def test_a_schedule_may_be_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("total", [10, 20])
-def test_no_note_where_no_rate_changes(tmp_path: Path, total: int) -> None:
+def test_unchanged_learning_rates_get_no_note(tmp_path: Path, total: int) -> None:
     constant = "actor.optimizer={lr: 0.001}"
     before, now = (config(tmp_path, constant, f"total_steps={n}") for n in (10, total))
     assert told(before, now) == []

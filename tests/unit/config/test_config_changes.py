@@ -34,7 +34,7 @@ EVALUATION = "evaluation={dataset: {type: prompt, path: data.jsonl}"
         "rollout.slurm.partition=preemptible",
     ],
 )
-def test_what_may_change(tmp_path: Path, override: str) -> None:
+def test_allowed_change_is_no_difference(tmp_path: Path, override: str) -> None:
     assert differences(config(tmp_path), config(tmp_path, override)) == []
 
 
@@ -49,7 +49,7 @@ def test_what_may_change(tmp_path: Path, override: str) -> None:
         (f"{EVALUATION}}}", "evaluation: nothing in the trial, a section now"),
     ],
 )
-def test_what_may_not(tmp_path: Path, override: str, line: str) -> None:
+def test_forbidden_change_is_a_difference(tmp_path: Path, override: str, line: str) -> None:
     assert differences(config(tmp_path), config(tmp_path, override)) == [line]
 
 
@@ -70,7 +70,7 @@ def test_all_differences_are_reported(tmp_path: Path) -> None:
         (", samples: 3}", ["samples"]),
     ],
 )
-def test_how_often_is_evaluated_may_change(tmp_path: Path, change: str, differs: list[Any]) -> None:
+def test_evaluation_frequency_may_change(tmp_path: Path, change: str, differs: list[Any]) -> None:
     lines = differences(
         config(tmp_path, f"{EVALUATION}}}"), config(tmp_path, f"{EVALUATION}{change}")
     )
@@ -88,7 +88,7 @@ def test_how_often_is_evaluated_may_change(tmp_path: Path, change: str, differs:
         ("stale_cache: true", ["stale_cache"]),
     ],
 )
-def test_how_many_tasks_generate_may_change(
+def test_number_of_rollout_tasks_may_change(
     tmp_path: Path, change: str, differs: list[Any]
 ) -> None:
     before = config(tmp_path, "rollout.tasks={}")

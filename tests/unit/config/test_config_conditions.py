@@ -8,7 +8,7 @@ from slurmrl.config.schema.config import Frequency, StopWhen
 from slurmrl.errors import UsageError
 
 
-def test_a_condition_compares_the_metric_of_the_step() -> None:
+def test_condition_compares_the_metric_of_the_step() -> None:
     reached = StopWhen.parse("eval/reward >= 0.4")
     assert reached.met({"eval/reward": 0.4})
     assert not reached.met({"eval/reward": 0.399})
@@ -22,12 +22,12 @@ def test_a_condition_compares_the_metric_of_the_step() -> None:
 @pytest.mark.parametrize(
     "text", ["", "loss", "loss < 1", "loss == 1", "loss >= nan", "loss >= 1 2", ">= 1", "1 >= loss"]
 )
-def test_other_conditions_are_refused_with_the_rule(text: str) -> None:
+def test_invalid_condition_is_rejected_with_the_rule(text: str) -> None:
     with pytest.raises(UsageError, match="METRIC >= NUMBER"):
         StopWhen.parse(text)
 
 
-def test_without_any_setting_nothing_is_ever_due() -> None:
+def test_frequency_without_settings_is_never_due() -> None:
     frequency = Frequency()
     assert not any(frequency.check(step, step, float(step)) for step in range(100))
 
@@ -39,7 +39,7 @@ def test_steps_are_due_at_their_multiples(every: int, steps: int) -> None:
     assert due == [step for step in range(1, steps + 1) if step % every == 0]
 
 
-def test_whichever_clock_is_first_is_due_and_restarts_all() -> None:
+def test_first_elapsed_interval_is_due_and_restarts_all_intervals() -> None:
     frequency = Frequency(every_steps=10, every_seconds=5.0, every_epochs=1, now_s=100.0)
     assert not frequency.check(1, 0, 104.0)
     assert frequency.check(2, 0, 105.0)
@@ -49,7 +49,7 @@ def test_whichever_clock_is_first_is_due_and_restarts_all() -> None:
     assert not frequency.check(14, 1, 110.5)
 
 
-def test_a_restored_frequency_continues_with_the_same_steps() -> None:
+def test_restored_frequency_is_due_at_the_same_steps() -> None:
     first = Frequency(every_steps=4)
     assert [step for step in range(1, 7) if first.check(step, 0, 0.0)] == [4]
     second = Frequency(every_steps=4)

@@ -106,6 +106,6 @@ def test_example_of_the_index_is_a_configuration() -> None:
     ALGORITHMS.load(config.algorithm["name"]).model_validate(config.algorithm)
 
 
-def test_the_pages_in_docs_are_current() -> None:
+def test_generated_docs_pages_are_current() -> None:
     command = [str(REPOSITORY / "scripts" / "make-docs"), "--check"]
     subprocess.run(command, check=True, timeout=120)

@@ -50,7 +50,7 @@ def problems(folder: Path, *overrides: str, text: str = TEXT) -> list[Problem]:
     return list(caught.value.problems)
 
 
-def test_a_small_file_has_the_documented_defaults(tmp_path: Path) -> None:
+def test_minimal_file_gets_the_documented_defaults(tmp_path: Path) -> None:
     config = parse(load(write(tmp_path)))
     assert (config.trial, config.seed, config.root) == ("1", 1, "./runs")
     assert config.actor.optimizer.betas == (0.9, 0.95)
@@ -58,7 +58,7 @@ def test_a_small_file_has_the_documented_defaults(tmp_path: Path) -> None:
     assert config.critic is None
 
 
-def test_whole_numbers_are_accepted_as_text(tmp_path: Path) -> None:
+def test_integers_are_accepted_as_strings(tmp_path: Path) -> None:
     config = parse(load(write(tmp_path), ["trial=3", "cluster.slurm.time=30"]))
     assert (config.trial, config.cluster.slurm.time) == ("3", "30")
 
@@ -240,7 +240,7 @@ def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
         ("BATCH_SIZE", "algorithm.batch_size"),
     ],
 )
-def test_unknown_key_is_answered_with_its_place(tmp_path: Path, key: str, place: str) -> None:
+def test_message_about_an_unknown_key_names_its_place(tmp_path: Path, key: str, place: str) -> None:
     found = [one for one in problems(tmp_path, f"{key}=3") if one.key == key]
     assert len(found) == 1
     assert found[0].message.startswith("unknown key; did you mean ")
@@ -276,7 +276,7 @@ def test_suggestion_says_how_the_meaning_differs(tmp_path: Path, key: str, meani
     assert meaning in found.message
 
 
-def test_names_with_another_meaning_have_a_place() -> None:
+def test_renamed_keys_with_another_meaning_have_a_place() -> None:
     assert config_problems.DIFFERENT.keys() <= config_problems.PLACES.keys()
 
 
@@ -287,26 +287,26 @@ def test_unknown_key_not_answered_with_setting_of_another_algorithm() -> None:
     )
 
 
-def test_places_of_keys_are_settings() -> None:
+def test_suggested_places_are_existing_settings() -> None:
     known = {".".join(map(str, path)) for path in config_problems.paths(Config)}
     for place in config_problems.PLACES.values():
         section, _, name = place.partition(".")
         assert place in known or (section == "algorithm" and name in {"kl.coef", *ALGORITHM_KEYS})
 
 
-def test_an_invalid_template_is_reported_with_its_place(tmp_path: Path) -> None:
+def test_invalid_template_is_reported_with_its_place(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, "dataset.prompt_template='{prompt'")
     assert (found.where, found.key) == ("command line", "dataset.prompt_template")
     assert "the brace at character 1 ('{prompt') is not closed; write {{" in found.message
 
 
-def test_half_a_character_is_refused(tmp_path: Path) -> None:
+def test_lone_surrogate_is_rejected(tmp_path: Path) -> None:
     found = problems(tmp_path, 'dataset.prompt_template="{prompt}\\ud800"')[0]
     assert found.key == "dataset.prompt_template"
     assert "lone surrogate" in found.message
 
 
-def test_a_rule_over_a_section_is_reported_at_the_section(tmp_path: Path) -> None:
+def test_violated_section_rule_is_reported_at_the_section(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, "actor.path=here")
     assert (problem.where, problem.key) == (f"{tmp_path / 'a.yaml'}:4", "actor")
     assert problem.message == "path and architecture exclude each other: set only one of them"
@@ -329,20 +329,20 @@ def test_all_problems_are_reported_at_once_each_with_its_place(tmp_path: Path) -
     )
 
 
-def test_required_keys_say_what_they_are_for(tmp_path: Path) -> None:
+def test_message_about_a_required_key_explains_the_key(tmp_path: Path) -> None:
     found = problems(tmp_path, text="experiment: a\n")
     assert [problem.key for problem in found] == ["algorithm", "actor", "dataset"]
     assert "The algorithm: its `name`" in found[0].message
 
 
-def test_a_message_reads_file_line_key_value_rule(tmp_path: Path) -> None:
+def test_message_has_file_line_key_value_and_rule(tmp_path: Path) -> None:
     text = TEXT.replace("total_steps: 3", "total_steps: -1")
     [problem] = problems(tmp_path, text=text)
     file = tmp_path / "a.yaml"
     assert str(problem) == f"{file}:2: total_steps: -1 is not allowed: must be at least 0"
 
 
-def test_paths_are_relative_to_the_file_or_to_the_command(
+def test_paths_are_relative_to_the_file_or_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -385,7 +385,7 @@ def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
     ),
     rate=st.floats(min_value=0, max_value=1e30),
 )
-def test_any_text_and_number_survives_the_dump(
+def test_any_string_and_number_survive_the_dump(
     tmp_path_factory: pytest.TempPathFactory,
     template: str,
     architecture: dict[str, Any],

@@ -37,7 +37,7 @@ def test_values_are_read_as_yaml(tmp_path: Path) -> None:
     }
 
 
-def test_texts_are_not_read_as_yaml_unless_they_are_quoted_or_null(tmp_path: Path) -> None:
+def test_strings_are_read_as_yaml_only_if_quoted_or_null(tmp_path: Path) -> None:
     source = laid_over(
         tmp_path,
         "trial=007",
@@ -71,7 +71,7 @@ def test_texts_are_not_read_as_yaml_unless_they_are_quoted_or_null(tmp_path: Pat
         ("~", None),
     ],
 )
-def test_override_is_taken_as_text_for_string_setting(
+def test_override_of_a_string_setting_is_a_string(
     tmp_path: Path, text: str, value: str | None
 ) -> None:
     source = laid_over(tmp_path, f"dataset.system_prompt={text}")
@@ -79,7 +79,7 @@ def test_override_is_taken_as_text_for_string_setting(
     assert source.values["dataset"] == {"system_prompt": value}
 
 
-def test_errors_name_the_command_line_for_overrides_and_the_file_for_other_settings(
+def test_errors_name_the_command_line_or_the_file_of_a_setting(
     tmp_path: Path,
 ) -> None:
     source = laid_over(tmp_path, "actor.optimizer.lr=2")
@@ -91,7 +91,7 @@ def test_the_last_override_of_a_key_wins(tmp_path: Path) -> None:
     assert laid_over(tmp_path, "seed=2", "seed=3").values["seed"] == 3
 
 
-def test_a_whole_section_replaces_the_files(tmp_path: Path) -> None:
+def test_overridden_section_replaces_the_section_of_the_file(tmp_path: Path) -> None:
     source = laid_over(tmp_path, "actor.optimizer={eps: 5}")
     assert source.values["actor"] == {"optimizer": {"eps": 5}}
     assert source.where(("actor", "optimizer", "lr")) == COMMAND_LINE
@@ -109,7 +109,7 @@ def test_a_whole_section_replaces_the_files(tmp_path: Path) -> None:
         ("actor={a: 1, a: 2}", "actor.a", "duplicate key"),
     ],
 )
-def test_what_cannot_be_laid_over_is_a_problem_of_the_command_line(
+def test_invalid_override_is_a_problem_of_the_command_line(
     tmp_path: Path, override: str, key: str, message: str
 ) -> None:
     [problem] = laid_over(tmp_path, override).problems

@@ -47,7 +47,9 @@ def write(folder: Path, name: str = "default", text: str = SITE) -> Path:
     return path
 
 
-def test_the_profile_in_force(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_is_chosen_in_documented_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert profiles.in_force() is None
     only = write(folder, "a100")
     assert profiles.in_force() == only
@@ -69,13 +71,13 @@ def test_the_profile_in_force(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
             profiles.in_force()
 
 
-def test_other_files_in_the_folder_are_no_profiles(folder: Path) -> None:
+def test_other_files_in_the_profile_directory_are_ignored(folder: Path) -> None:
     for name in ("README", "old.yaml~", ".default.yaml.swp", ".hidden.yaml"):
         (folder / name).write_text("x")
     assert profiles.in_force() is None
 
 
-def test_the_configuration_takes_precedence_key_by_key(folder: Path, tmp_path: Path) -> None:
+def test_configuration_takes_precedence_key_by_key(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
         CONFIG
@@ -131,7 +133,7 @@ def test_problems_name_the_profile_and_its_line(
     assert [problem.key for problem in others] == ["seed"]  # reported together
 
 
-def test_a_profile_that_others_can_change_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_profile_writable_by_others_is_rejected(folder: Path, tmp_path: Path) -> None:
     path, site = tmp_path / "a.yaml", write(folder)
     path.write_text(CONFIG)
     site.chmod(0o664)
@@ -145,7 +147,7 @@ def test_a_profile_that_others_can_change_is_refused(folder: Path, tmp_path: Pat
         load(path, (), None, site)
 
 
-def test_the_root_of_commands_without_a_configuration(folder: Path) -> None:
+def test_commands_without_a_configuration_use_the_profiles_root(folder: Path) -> None:
     assert profiles.root() is None
     write(folder)
     assert profiles.root() == os.path.expanduser("~/runs")

@@ -43,21 +43,21 @@ def test_keys_come_from_a_file_or_the_environment_and_are_never_shown(tmp_path: 
         ("k" * 5000, 0o600, "at most 4096 bytes"),
     ],
 )
-def test_a_file_that_is_no_key_or_that_others_may_read_is_refused(
+def test_key_file_that_is_invalid_or_readable_by_others_is_rejected(
     tmp_path: Path, content: str, mode: int, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         read_keys(written(tmp_path, content, mode), {})
 
 
-def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
+def test_message_names_a_missing_key_file_or_a_directory(tmp_path: Path) -> None:
     with pytest.raises(UnreadableInputError, match="none cannot be read"):
         read_keys(tmp_path / "none", {})
     with pytest.raises(UsageError, match="is not a file with a key"):
         read_keys(tmp_path, {})
 
 
-def test_a_key_in_the_environment_must_fit_into_a_header() -> None:
+def test_environment_key_must_be_a_valid_header_value() -> None:
     with pytest.raises(UsageError, match="the key in SLURMRL_SERVER_KEY has spaces"):
         read_keys(None, {"SLURMRL_SERVER_KEY": "a\r\nX-Other: b"})
     assert "SLURMRL_SERVER_KEY" not in os.environ

@@ -35,13 +35,13 @@ def source_of(tmp_path: Path, text: str) -> Source:
         ("|\n  two\n  lines", "two\nlines\n"),
     ],
 )
-def test_values_are_those_of_yaml_1_2(tmp_path: Path, written: str, value: object) -> None:
+def test_values_follow_yaml_1_2(tmp_path: Path, written: str, value: object) -> None:
     read_value = source_of(tmp_path, f"key: {written}\n").values["key"]
     assert read_value == value
     assert type(read_value) is type(value)
 
 
-def test_marks_name_the_line_of_each_key(tmp_path: Path) -> None:
+def test_each_key_has_its_line_number(tmp_path: Path) -> None:
     source = source_of(tmp_path, "a:\n  b: 1\n\n  c:\n    - x\n    - y\n")
     file = tmp_path / "a.yaml"
     assert source.where(("a",)) == f"{file}:1"
@@ -51,7 +51,7 @@ def test_marks_name_the_line_of_each_key(tmp_path: Path) -> None:
     assert source.where(("absent",)) == str(file)
 
 
-def test_all_keys_that_are_there_twice_are_problems_with_both_lines(tmp_path: Path) -> None:
+def test_duplicate_keys_are_problems_with_both_lines(tmp_path: Path) -> None:
     source = source_of(tmp_path, "a: 1\nb: {c: 1, c: 2}\na: 3\n")
     file = tmp_path / "a.yaml"
     assert [(p.where, p.key) for p in source.problems] == [(f"{file}:2", "b.c"), (f"{file}:3", "a")]
@@ -77,7 +77,7 @@ def test_all_keys_that_are_there_twice_are_problems_with_both_lines(tmp_path: Pa
         ('{"prompt": "a"}\n{"prompt": "b"}\n', ":2", "; a configuration has lines of key: value"),
     ],
 )
-def test_what_is_not_a_mapping_is_refused_with_its_line(
+def test_value_that_is_no_mapping_is_rejected_with_its_line(
     tmp_path: Path, text: str, where: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -87,7 +87,7 @@ def test_what_is_not_a_mapping_is_refused_with_its_line(
     assert message in problem.message
 
 
-def test_a_bundle_is_for_submit(tmp_path: Path) -> None:
+def test_bundle_given_as_configuration_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "a.tar"
     with pytest.raises(UnreadableInputError, match="No such file"):
         read(file)
@@ -99,34 +99,32 @@ def test_a_bundle_is_for_submit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["a: !!python/name:os.system x", "a: !!binary aGk=", "a: !mine 3", "? [x]\n: 1"]
 )
-def test_kinds_that_are_not_plain_are_problems(tmp_path: Path, text: str) -> None:
+def test_yaml_tags_beyond_plain_values_are_problems(tmp_path: Path, text: str) -> None:
     source = source_of(tmp_path, text)
     assert len(source.problems) == 1
     assert source.values in ({"a": None}, {})
 
 
-def test_an_alias_inside_what_it_names_is_a_problem(tmp_path: Path) -> None:
+def test_recursive_alias_is_a_problem(tmp_path: Path) -> None:
     source = source_of(tmp_path, "a: &x\n  b: *x\n")
     assert ["alias" in problem.message for problem in source.problems] == [True]
 
 
-def test_aliases_elsewhere_are_copies(tmp_path: Path) -> None:
+def test_alias_copies_its_value(tmp_path: Path) -> None:
     source = source_of(tmp_path, "a: &x {k: 1}\nb: *x\n")
     assert source.values == {"a": {"k": 1}, "b": {"k": 1}}
     assert not source.problems
 
 
 @pytest.mark.parametrize("bracket", ["[", "{"])
-def test_brackets_without_end_are_refused_before_they_are_composed(
-    tmp_path: Path, bracket: str
-) -> None:
+def test_unclosed_brackets_are_rejected_before_composition(tmp_path: Path, bracket: str) -> None:
     file = tmp_path / "deep.yaml"
     file.write_text(f"a: {bracket * 2000}")
     with pytest.raises(ConfigError, match=r"deep\.yaml:1: .*nested more than 32 levels deep"):
         read(file)
 
 
-def test_a_bomb_of_aliases_is_refused_at_once(tmp_path: Path) -> None:
+def test_alias_bomb_is_rejected_at_once(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
@@ -134,7 +132,7 @@ def test_a_bomb_of_aliases_is_refused_at_once(tmp_path: Path) -> None:
         load(tmp_path / "bomb.yaml")
 
 
-def test_a_file_that_is_missing_or_not_text_is_a_usage_error(tmp_path: Path) -> None:
+def test_missing_or_binary_file_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UnreadableInputError, match=r"absent.yaml: cannot be read: No such file"):
         load(tmp_path / "absent.yaml")
     with pytest.raises(ConfigError, match="is a directory, not a regular file"):

@@ -19,7 +19,7 @@ from slurmrl.errors import UsageError
         ("{{prompt}} {prompt}{prompt}", "{prompt} 1+1?1+1?"),
     ],
 )
-def test_fields_are_filled_in_and_doubled_braces_are_braces(template: str, text: str) -> None:
+def test_fields_are_replaced_and_doubled_braces_become_braces(template: str, text: str) -> None:
     values = {"prompt": "1+1?", "a hint": "small {prompt}"}
     assert Template.parse(template).fill(values) == text
 
@@ -36,12 +36,12 @@ def test_fields_are_filled_in_and_doubled_braces_are_braces(template: str, text:
         ("{{prompt}}", "no {key}"),
     ],
 )
-def test_other_braces_are_refused(template: str, message: str) -> None:
+def test_other_braces_are_rejected(template: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Template.parse(template)
 
 
 @given(st.text())
-def test_any_text_can_be_written(text: str) -> None:
+def test_any_string_can_be_written_in_a_template(text: str) -> None:
     doubled = text.replace("{", "{{").replace("}", "}}")
     assert Template.parse(f"{doubled}{{x}}").fill({"x": text}) == text + text

@@ -18,13 +18,13 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("text", "seconds"), FORMS.items())
-def test_a_warning_comes_before_the_limit(text: str, seconds: int) -> None:
+def test_warning_lead_must_be_shorter_than_the_time_limit(text: str, seconds: int) -> None:
     assert Slurm(time=text, signal_lead_s=seconds - 1).time == text
     with pytest.raises(ValidationError, match="must be shorter than time"):
         Slurm(time=text, signal_lead_s=seconds)
 
 
-def test_no_limit_can_always_be_warned_of() -> None:
+def test_any_warning_lead_is_allowed_without_a_time_limit() -> None:
     assert Slurm(time="UNLIMITED", signal_lead_s=10**6).time == "UNLIMITED"
 
 
@@ -39,6 +39,6 @@ def test_limit_that_slurm_would_misread_is_rejected(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["1０G", "１G", "1G\\n"])
-def test_memory_has_digits_that_slurm_reads(text: str) -> None:
+def test_memory_has_only_digits_that_slurm_reads(text: str) -> None:
     with pytest.raises(ValidationError):
         Cluster(mem_per_worker=text)

@@ -31,7 +31,7 @@ def read(name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (FOLDER / name).read_text().splitlines()]
 
 
-def test_the_files_are_what_the_script_makes(maker: ModuleType, tmp_path: Path) -> None:
+def test_data_files_equal_the_output_of_their_script(maker: ModuleType, tmp_path: Path) -> None:
     maker.write(tmp_path)
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert len(made) == 8
@@ -39,7 +39,7 @@ def test_the_files_are_what_the_script_makes(maker: ModuleType, tmp_path: Path) 
         assert (FOLDER / path).read_bytes() == (tmp_path / path).read_bytes(), path
 
 
-def test_no_held_out_sum_is_trained_on_in_either_order() -> None:
+def test_held_out_sums_are_not_in_training_data_in_either_order() -> None:
     train, held_out = (
         [tuple(map(int, row["prompt"].rstrip("=").split("+"))) for row in read(name)]
         for name in ("train.jsonl", "heldout.jsonl")
@@ -52,7 +52,7 @@ def test_no_held_out_sum_is_trained_on_in_either_order() -> None:
     assert set(train) | set(held_out) == every
 
 
-def test_judged_answers_become_pairs_and_labels(tmp_path: Path) -> None:
+def test_scored_answers_become_pairs_and_labels(tmp_path: Path) -> None:
     """A prompt with answers of one kind only has no pair; truncated and unjudged answers are left
     out, and results without rewards are refused.
     """

@@ -105,7 +105,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_the_assistant_s_turns_up_to_their_end_token_are_targets(site: Site) -> None:
+def test_assistant_turns_including_end_token_are_targets(site: Site) -> None:
     """The tokens are those of the tokenizer's own chat template; a system prompt is context."""
     sample = site.sample({"messages": TURNS}, system_prompt="Be kind")
     assert site.marked(sample) == (
@@ -122,7 +122,7 @@ def test_the_assistant_s_turns_up_to_their_end_token_are_targets(site: Site) -> 
     ("own", "named"),
     [({}, "add"), ({"tools": None}, "add"), ({"tools": [{"name": "f"}]}, "f"), ({"tools": []}, "")],
 )
-def test_tools_of_the_dataset_described_in_rows_without_tools(
+def test_rows_without_tools_get_the_tools_of_the_dataset(
     site: Site, own: dict[str, Any], named: str
 ) -> None:
     schema = {"name": "add", "parameters": {"type": "object"}}
@@ -141,7 +141,7 @@ def test_tools_of_the_dataset_described_in_rows_without_tools(
     [(CHATML, " Hi, you"), (PARTS, "Hi,you"), (ONLY_PARTS, " Hi, you")],
     ids=["strings", "both", "parts"],
 )
-def test_parts_of_text_reach_every_template(site: Site, template: str, text: str) -> None:
+def test_text_parts_reach_every_template(site: Site, template: str, text: str) -> None:
     """A template that knows no parts would print the list, or leave it out; one that knows them
     reads them as it always does.
     """
@@ -156,7 +156,7 @@ def test_parts_of_text_reach_every_template(site: Site, template: str, text: str
     assert site.marked(sample) == f"{shown}[Bye<|im_end|>]\n"
 
 
-def test_a_row_s_own_system_message_and_tools_and_weights_count(site: Site) -> None:
+def test_system_message_tools_and_weights_of_a_row_take_precedence(site: Site) -> None:
     turns = [{"role": "system", "content": "S"}, *TURNS]
     turns[2] = {**TURNS[1], "weight": 0}
     row = {"chat": {"turns": turns}, "functions": [{"name": "search"}]}
@@ -169,14 +169,14 @@ def test_a_row_s_own_system_message_and_tools_and_weights_count(site: Site) -> N
     assert "[See you<|im_end|>]" in text
 
 
-def test_reasoning_that_the_template_drops_from_earlier_turns_has_a_right_mask(site: Site) -> None:
+def test_mask_is_right_if_the_template_drops_earlier_reasoning(site: Site) -> None:
     site.template(REASONING)
     text = site.marked(site.sample({"messages": THOUGHT}))
     assert text.count("[Hello\n<|im_end|>]\n<|im_start|>user") == 1
     assert text.endswith("[<think>sad</think>See you<|im_end|>]\n")
 
 
-def test_generation_blocks_of_a_template_are_the_targets(site: Site) -> None:
+def test_generation_blocks_of_a_template_are_targets(site: Site) -> None:
     """Also from a file that the configuration names; ``weight`` counts there too."""
     path = site.folder / "other.jinja"
     path.write_text(GENERATION)
@@ -199,7 +199,7 @@ def test_generation_blocks_of_a_template_are_the_targets(site: Site) -> None:
         ("{{ messages[9].content }}", "the chat template rejects it: "),
     ],
 )
-def test_templates_without_a_right_mask_are_refused(
+def test_templates_without_a_correct_mask_are_rejected(
     site: Site, template: str, message: str
 ) -> None:
     site.template(template)
@@ -226,7 +226,7 @@ def test_templates_without_a_right_mask_are_refused(
         ([{"role": "user", "content": [{"type": "video"}]}], "message 1 has a part that is not"),
     ],
 )
-def test_wrong_conversations_are_named_with_their_line(
+def test_invalid_conversations_are_named_with_their_line(
     site: Site, value: Any, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -237,14 +237,14 @@ def test_wrong_conversations_are_named_with_their_line(
     assert problem.message.startswith(message)
 
 
-def test_switches_are_accepted_on_messages_that_are_no_targets(site: Site) -> None:
+def test_train_switches_are_accepted_on_untrained_messages(site: Site) -> None:
     rows = [{"messages": [{**TURNS[0], "train": False}, {**TURNS[1], "train": True}]}]
     rows += [{"messages": [*TURNS[:2], {**TURNS[3], "train": False, "weight": 0}]}]
     assert len(site.sample(*rows).ids) == 2
 
 
 @pytest.mark.parametrize("key", ["tool_calls", "function_call"])
-def test_row_with_a_call_that_the_template_drops_is_refused(site: Site, key: str) -> None:
+def test_row_whose_tool_call_the_template_drops_is_rejected(site: Site, key: str) -> None:
     """The turn would train its end alone."""
     call = {"name": "add", "arguments": '{"a": 1}'}
     said = {"role": "assistant", "content": "", key: [call] if key == "tool_calls" else call}
@@ -254,7 +254,7 @@ def test_row_with_a_call_that_the_template_drops_is_refused(site: Site, key: str
     assert "the chat template leaves out the tool call 'add' of message 2" in problem.message
 
 
-def test_prompts_get_the_template_with_generation_prompt_and_one_begin_token(site: Site) -> None:
+def test_prompts_have_generation_prompt_and_one_begin_token(site: Site) -> None:
     rows = [
         {"prompt": "Hi", "answer": "x", "tools": [{"name": "f"}]},
         {"prompt": TURNS[:3], "answer": "y"},
@@ -274,7 +274,7 @@ def test_prompts_get_the_template_with_generation_prompt_and_one_begin_token(sit
     assert sample.metadata["row"] == rows
 
 
-def test_a_prompt_that_ends_with_the_assistant_or_is_inserted_is_refused(site: Site) -> None:
+def test_prompt_ending_with_the_assistant_or_inserted_is_rejected(site: Site) -> None:
     settings: dict[str, Any] = {"type": "prompt", "chat_template": True}
     with pytest.raises(ConfigError, match=r"prompt: ends with a message of the.*; remove"):
         site.sample({"prompt": TURNS}, **settings)
@@ -282,7 +282,7 @@ def test_a_prompt_that_ends_with_the_assistant_or_is_inserted_is_refused(site: S
         site.sample({"prompt": TURNS[:1]}, prompt_template="Q: {prompt}", **settings)
 
 
-def test_an_answer_is_the_assistant_s_turn(site: Site) -> None:
+def test_answer_becomes_the_assistant_turn(site: Site) -> None:
     row = {"prompt": "Hi", "answer": "Hello"}
     sample = site.sample(row, type="prompt_answer", chat_template=True, prompt_template="{prompt}!")
     assert site.marked(sample) == (
@@ -308,7 +308,7 @@ GIVEN = [f"{ASKED}[{text}<|im_end|>]\n" for text in ("Yes", "No")]
         {"prompt": "Hi ", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
     ],
 )
-def test_answers_of_a_pair_may_be_messages(site: Site, row: dict[str, Any]) -> None:
+def test_answers_of_a_pair_may_be_lists_of_messages(site: Site, row: dict[str, Any]) -> None:
     """All of TRL's conversational forms become the tokens of the same texts: only the answer is a
     target.
     """
@@ -363,7 +363,7 @@ def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site:
         ),
     ],
 )
-def test_pairs_of_messages_that_cannot_be_compared_are_named(
+def test_incomparable_pairs_of_messages_are_named(
     site: Site, row: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -371,7 +371,7 @@ def test_pairs_of_messages_that_cannot_be_compared_are_named(
     assert message in str(caught.value)
 
 
-def test_messages_need_a_chat_template_and_go_into_no_other_text(site: Site) -> None:
+def test_messages_need_a_chat_template_and_no_other_template(site: Site) -> None:
     row = {"prompt": "Hi", "answer": [GOOD], "chosen": [GOOD], "rejected": [BAD], "label": True}
     for kind in ("preference", "kto", "prompt_answer"):
         with pytest.raises(ConfigError, match=r"set dataset\.chat_template to true"):
@@ -382,7 +382,7 @@ def test_messages_need_a_chat_template_and_go_into_no_other_text(site: Site) -> 
         site.sample({**row, "answer": [USER, GOOD]}, type="kto", chat_template=True)
 
 
-def test_options_reach_the_template_and_its_text_is_part_of_the_recipe(site: Site) -> None:
+def test_template_options_and_text_change_the_data_fingerprint(site: Site) -> None:
     path = site.folder / "t.jinja"
     path.write_text("{{ mood }} {{ messages[0].content }}")
     settings: dict[str, Any] = {"type": "prompt", "chat_template": str(path)}
@@ -395,7 +395,7 @@ def test_options_reach_the_template_and_its_text_is_part_of_the_recipe(site: Sit
     assert site.tokenizer.decode(ids) == "Hi"
 
 
-def test_a_tokenizer_without_template_is_refused(site: Site) -> None:
+def test_tokenizer_without_template_is_rejected(site: Site) -> None:
     (site.folder / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match=r"chat_template: the tokenizer .* has no chat template"):
         site.sample({"messages": TURNS})

@@ -76,7 +76,7 @@ def test_answer_has_the_tokens_of_prompt_and_answer_together(kind: str, answer: 
 
 
 @pytest.mark.parametrize("kind", SPACED)
-def test_answers_differ_where_one_begins_with_a_space(kind: str) -> None:
+def test_answers_with_and_without_leading_space_differ(kind: str) -> None:
     answers = [answer_ids(llama(kind), "1+2=", answer)[1] for answer in ("3", " 3")]
     assert answers[0] != answers[1]
 
@@ -93,7 +93,7 @@ def test_tried_reward_gets_the_token_ids_that_a_model_would_write(
 
 @pytest.mark.parametrize("answer", ["3", " 3", "and"])
 @pytest.mark.parametrize("kind", [*SPACED, "never"])
-def test_answer_behind_special_token_begins_as_the_tokenizer_begins_it(
+def test_answer_after_a_special_token_is_tokenized_like_a_first_word(
     kind: str, answer: str
 ) -> None:
     tokenizer = llama(kind)
@@ -103,9 +103,7 @@ def test_answer_behind_special_token_begins_as_the_tokenizer_begins_it(
 
 @pytest.mark.parametrize("template", [CHATML, COLONS])
 @pytest.mark.parametrize("kind", [*SPACED, "never"])
-def test_messages_of_an_episode_have_the_tokens_of_the_rendered_conversation(
-    kind: str, template: str
-) -> None:
+def test_episode_messages_have_the_tokens_of_the_conversation(kind: str, template: str) -> None:
     tokenizer = llama(kind)
     tokenizer.chat_template = template
     dialogue = Dialogue(Dataset(type="prompt", path="x", chat_template=True), tokenizer)
@@ -134,7 +132,9 @@ def test_tool_output_without_template_continues_the_turn(kind: str) -> None:
 
 @pytest.mark.parametrize("literal", [False, True])
 @pytest.mark.parametrize("text", ["3", " 3", "\n\n3", ")+", "", "<|endoftext|>1"])
-def test_byte_level_tokenizer_keeps_the_tokens_of_the_text_alone(text: str, literal: bool) -> None:
+def test_byte_level_tokenizer_gives_the_tokens_of_the_separate_text(
+    text: str, literal: bool
+) -> None:
     tokenizer = load_tokenizer(BYTES)
     alone = tokenizer(text, add_special_tokens=False, split_special_tokens=literal).input_ids
     for after in (None, tokenizer.eos_token_id, 5):

@@ -71,7 +71,7 @@ def test_answers_end_with_the_end_of_text_token(tmp_path: Path) -> None:
         ("prompt_answer", {}, 2),
     ],
 )
-def test_rows_that_are_too_long_are_left_out(
+def test_too_long_rows_are_left_out(
     tmp_path: Path, kind: str, limits: dict[str, int], size: int
 ) -> None:
     config = Dataset(type=kind, path=write_rows(tmp_path, LONG, SUM), **limits)
@@ -81,7 +81,7 @@ def test_rows_that_are_too_long_are_left_out(
     assert made.sample([(0, size - 1)]).ids == ("a@0",)
 
 
-def test_a_limit_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+def test_length_limit_that_leaves_no_row_is_rejected(tmp_path: Path) -> None:
     config = Dataset(type="prompt", path=write_rows(tmp_path, SUM), max_prompt_tokens=1)
     with pytest.raises(ConfigError, match="every row is longer"):
         make(config, characters(tmp_path))
@@ -111,7 +111,7 @@ def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "key"), [("prompt", "prompt"), ("prompt", "answer"), ("prompt_answer", "answer")]
 )
-def test_what_is_no_text_is_refused_with_line_and_key(
+def test_value_that_is_no_string_is_rejected_with_line_and_key(
     tmp_path: Path, kind: str, key: str, value: Any, found: str
 ) -> None:
     config = Dataset(type=kind, path=write_rows(tmp_path, LONG, {**SUM, key: value}))
@@ -139,7 +139,7 @@ def test_what_is_no_text_is_refused_with_line_and_key(
         ),
     ],
 )
-def test_keys_that_no_line_has_are_the_setting_s_fault(
+def test_key_missing_in_all_rows_is_a_problem_of_the_setting(
     tmp_path: Path, settings: dict[str, str], key: str, message: str
 ) -> None:
     config = Dataset(type="prompt_answer", path=write_rows(tmp_path, SUM, LONG), **settings)
@@ -150,7 +150,7 @@ def test_keys_that_no_line_has_are_the_setting_s_fault(
     assert re.match(message.replace("?", r"\?"), problem.message)
 
 
-def test_default_keys_that_no_line_has_are_named_with_those_that_lines_have(tmp_path: Path) -> None:
+def test_message_about_missing_default_keys_lists_existing_keys(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"question": "1+2", "solution": "3"})
     with pytest.raises(ConfigError) as caught:
         make(Dataset(type="prompt_answer", path=path), characters(tmp_path))
@@ -160,7 +160,7 @@ def test_default_keys_that_no_line_has_are_named_with_those_that_lines_have(tmp_
     ]
 
 
-def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> None:
+def test_references_exist_for_all_prompts_or_none(tmp_path: Path) -> None:
     without = {"prompt": "1+2="}
     tokenizer = characters(tmp_path)
     none = make(Dataset(type="prompt", path=write_rows(tmp_path, without)), tokenizer)
@@ -175,7 +175,7 @@ def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> Non
         make(config, tokenizer)
 
 
-def test_an_id_key_that_no_row_has_is_no_choice_of_line_numbers(tmp_path: Path) -> None:
+def test_id_key_missing_in_all_rows_is_rejected(tmp_path: Path) -> None:
     """A misspelt key would lose the ids without a word."""
     path = write_rows(tmp_path, {"prompt": "1+2=", "meta": {"uid": "a"}})
     config = Dataset(type="prompt", path=path, id_key="meta.uid")
@@ -198,7 +198,7 @@ def test_a_row_may_be_nested_deeply(tmp_path: Path) -> None:
         make(Dataset(**settings, prompt_key="question"), characters(tmp_path))
 
 
-def test_a_key_other_than_prompt_and_answer_may_be_empty(tmp_path: Path) -> None:
+def test_template_fields_may_be_empty_but_not_all(tmp_path: Path) -> None:
     path = write_rows(tmp_path, {"a": "1", "b": ""}, {"a": "", "b": " "})
     config = Dataset(type="prompt", path=path, prompt_template="{a}{b}")
     with pytest.raises(ConfigError, match=r"rows.jsonl:2: a, b: must not all be empty$"):
@@ -215,7 +215,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
         make(config, tokenizer).sample([(0, 1)])
 
 
-def test_the_begin_token_comes_where_the_tokenizer_puts_it_and_only_once(tmp_path: Path) -> None:
+def test_begin_token_comes_once_at_the_place_of_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = characters(tmp_path, begin=True)
     assert text_ids(tokenizer, ["1+2", "<bos>1"], begin=True) == [[2, 4, 13, 5], [2, 4]]
     assert text_ids(tokenizer, ["1+2"], begin=False) == [[4, 13, 5]]
@@ -223,26 +223,26 @@ def test_the_begin_token_comes_where_the_tokenizer_puts_it_and_only_once(tmp_pat
     assert text_ids(tokenizer, [], begin=True) == []
 
 
-def test_a_folder_without_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
+def test_directory_without_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no tokenizer in"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma", "llama"])
-def test_a_model_without_tokenizer_files_has_no_tokenizer(tmp_path: Path, family: str) -> None:
+def test_model_without_tokenizer_files_has_no_tokenizer(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": 99999}))
     with pytest.raises(UsageError, match="no tokenizer in"):
         load_tokenizer(tmp_path)
 
 
-def test_a_tokenizer_file_that_is_damaged_is_a_usage_error(tmp_path: Path) -> None:
+def test_damaged_tokenizer_file_is_a_usage_error(tmp_path: Path) -> None:
     characters(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UsageError, match="no tokenizer in"):
         load_tokenizer(tmp_path)
 
 
-def test_a_trained_tokenizer_keeps_every_text_and_splits_numbers(tmp_path: Path) -> None:
+def test_trained_tokenizer_round_trips_any_text_and_splits_numbers(tmp_path: Path) -> None:
     train_bpe(["Janet has 12 eggs and 34 hens."] * 3, 300, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     text = "naïve 1234 hens, “quoted”\n#### 7"

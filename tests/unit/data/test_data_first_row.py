@@ -57,7 +57,7 @@ def test_messages_found_in_parquet(tmp_path: Path) -> None:
     assert has_messages(Dataset(type="preference", path=str(path))) is True
 
 
-def test_nothing_found_in_what_is_no_file(tmp_path: Path) -> None:
+def test_messages_are_not_found_if_the_path_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for name in ("fifo", "absent", "."):
         assert has_messages(Dataset(type="prompt", path=str(tmp_path / name))) is None

@@ -58,7 +58,7 @@ def as_table(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"image": None, "text": None, **p} for p in content]}]
 
 
-def test_prompts_of_all_forms_have_the_processors_tokens_and_pixels(folder: Path) -> None:
+def test_prompts_of_all_types_have_tokens_and_pixels_of_the_processor(folder: Path) -> None:
     said = [{"role": "user", "content": PARTS}]
     bare = [{"type": each["type"]} if each["type"] == "image" else each for each in PARTS]
     made = sample(
@@ -157,7 +157,7 @@ def test_unusable_image_is_a_problem_of_its_row(
 
 
 @pytest.mark.parametrize("place", ["open", "decode"])
-def test_image_that_cannot_be_read_for_now_is_no_problem_of_its_row(
+def test_temporary_read_error_of_an_image_is_no_problem_of_its_row(
     folder: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job reads it again, perhaps on another host; a problem of a row would end the trial."""
@@ -179,7 +179,7 @@ def test_images_without_images_key_are_a_problem(folder: Path) -> None:
         DatasetRows(Dataset(type="prompt", path=path, chat_template=True))
 
 
-def test_damaged_pictures_are_an_error_and_prepared_again(folder: Path) -> None:
+def test_damaged_prepared_images_are_an_error_and_prepared_again(folder: Path) -> None:
     row = {"prompt": "How many?", "images": ["a.png"]}
     path = Path(pictures_of(sample(folder, "prompt", row))[0])
     content = bytearray(path.read_bytes())
@@ -190,7 +190,7 @@ def test_damaged_pictures_are_an_error_and_prepared_again(folder: Path) -> None:
     read(Path(pictures_of(sample(folder, "prompt", row))[0]))
 
 
-def test_no_pixels_are_in_rows_of_prepared_data(folder: Path) -> None:
+def test_rows_of_prepared_data_contain_no_pixels(folder: Path) -> None:
     made = sample(folder, "prompt", {"prompt": "How many?", "images": ["a.png"]})
     rows = next(folder.glob("data-prompt/*/rows.bin")).read_bytes()
     assert len(rows) < 1000
@@ -198,7 +198,7 @@ def test_no_pixels_are_in_rows_of_prepared_data(folder: Path) -> None:
     assert made.metadata["row"][0]["images"] == ["a.png"]
 
 
-def test_columns_of_images_are_read_and_their_pixels_dropped(folder: Path) -> None:
+def test_image_columns_are_read_without_keeping_their_pixels(folder: Path) -> None:
     """Parquet files of the library ``datasets`` have the content of each image."""
     content = {"bytes": (folder / "a.png").read_bytes(), "path": "a.png"}
     rows = [{"prompt": "How many <image>?", "image": content, "answer": "2"}]
@@ -219,7 +219,7 @@ def test_columns_of_images_are_read_and_their_pixels_dropped(folder: Path) -> No
         DatasetRows(config)
 
 
-def test_photo_is_turned_as_its_exif_tag_says(tmp_path: Path) -> None:
+def test_photo_is_rotated_according_to_its_exif_tag(tmp_path: Path) -> None:
     """Cameras store rotated pixels, and viewers turn them."""
     photo = Image.new("RGB", (20, 10), "white")
     tags = photo.getexif()
@@ -239,7 +239,7 @@ def test_values_of_16_bits_are_scaled_and_of_32_bits_rejected(tmp_path: Path) ->
         image_files.load_image(tmp_path, "floats.tif")
 
 
-def test_key_of_no_images_is_a_remark(folder: Path) -> None:
+def test_wrong_images_key_gives_a_remark(folder: Path) -> None:
     """A misspelled key would train without the images."""
     row = {"prompt": "How many?", "images": ["a.png"]}
     path = write_rows(folder, row)
@@ -252,7 +252,7 @@ def test_key_of_no_images_is_a_remark(folder: Path) -> None:
         assert all("did you mean 'images'?" in each.message for each in found)
 
 
-def test_row_that_is_left_out_has_no_pictures_on_disk(folder: Path) -> None:
+def test_dropped_row_leaves_no_images_on_disk(folder: Path) -> None:
     """Pictures of long rows are the largest ones."""
     row = {"prompt": "How many?", "images": ["a.png"]}
     path = write_rows(folder, {"prompt": "Many? " * 50, "images": ["b.png"]}, row)

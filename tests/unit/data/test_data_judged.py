@@ -62,7 +62,7 @@ PAIRS = {"id": "b", "prompt": "2+2=", "chosen": ["4", "04"], "rejected": ["5", "
 REAL = {"id": "c", "prompt": "1+1=", "pos_answers": ["2", "2"], "neg_answers": ["3", "4"]}
 
 
-def test_pairs_stay_together_in_an_item(tmp_path: Path) -> None:
+def test_pairs_of_a_prompt_stay_in_one_item(tmp_path: Path) -> None:
     """All sequences of a row form one item, as chosen, rejected, chosen, …, whatever spelling the
     row uses; the prompt's tokens are masked in each, and the end-of-text token is learnt.
     """
@@ -78,14 +78,14 @@ def test_pairs_stay_together_in_an_item(tmp_path: Path) -> None:
     assert made.sample([]).tensor("input_ids").shape == (0,)
 
 
-def test_a_table_has_both_spellings_with_one_of_them_null(tmp_path: Path) -> None:
+def test_null_column_does_not_hide_the_other_spelling_of_chosen(tmp_path: Path) -> None:
     pair = {"prompt": "1+2=", "chosen": None, "pos_answers": ["3"], "rejected": "4"}
     assert texts(make("preference", tmp_path, pair), 0) == [
         [("1+2=", "3<eos>"), ("1+2=", "4<eos>")]
     ]
 
 
-def test_settings_choose_the_pairs(tmp_path: Path) -> None:
+def test_pair_settings_choose_the_pairs(tmp_path: Path) -> None:
     row = {"q": "1+2", "good": ["3", "03"], "bad": ["4", "5"], "unit": "-"}
     made = make(
         "preference",
@@ -100,7 +100,7 @@ def test_settings_choose_the_pairs(tmp_path: Path) -> None:
     assert texts(made, 0) == [[("1+2=", "-3<eos>"), ("1+2=", "-4<eos>")]]
 
 
-def test_a_row_with_one_sequence_above_the_limit_is_left_out_whole(tmp_path: Path) -> None:
+def test_row_with_one_too_long_sequence_is_left_out(tmp_path: Path) -> None:
     made = make("preference", tmp_path, PAIR, PAIRS, REAL, max_tokens=6)
     assert (made.size, made.left_out) == (1, 2)
     assert texts(made, 0) == texts(make("preference", tmp_path, REAL), 0)
@@ -119,13 +119,13 @@ def test_a_row_with_one_sequence_above_the_limit_is_left_out_whole(tmp_path: Pat
         ({"neg_answers": "4"}, "1 rejected and 'neg_answers' are both there"),
     ],
 )
-def test_wrong_pairs_are_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+def test_invalid_pairs_are_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
     found = problems("preference", tmp_path, {**PAIR, **changes}, PAIRS)
     assert len(found) == 1
     assert found[0].startswith(expected)
 
 
-def test_keys_that_no_line_has_are_problems_of_the_settings(tmp_path: Path) -> None:
+def test_keys_missing_in_all_rows_are_problems_of_the_settings(tmp_path: Path) -> None:
     found = problems("preference", tmp_path, PAIR, chosen_key="choosen")
     assert found == [
         " chosen_key 'choosen' is not a key of any line of "

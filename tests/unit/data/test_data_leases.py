@@ -306,7 +306,7 @@ TestAccount = Account.TestCase
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
+def test_rollouts_run_ahead_by_at_most_the_allowed_staleness(
     max_staleness: int,
 ) -> None:
     """Tasks that take whatever there is room for finish each step's samples with the weights that
@@ -332,7 +332,9 @@ def test_rollouts_run_ahead_by_the_staleness_and_no_sample_becomes_stale(
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 @pytest.mark.parametrize("share", [0.1, 0.5])
-def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, share: float) -> None:
+def test_more_items_are_generated_ahead_if_a_filter_drops_some(
+    max_staleness: int, share: float
+) -> None:
     """Steps judge candidates until a batch is accepted, in few rounds, because tasks make most of
     them while the step before trains. What is accepted and too much for a batch waits for the next
     step. None becomes stale, also of tasks that are always ahead.
@@ -379,7 +381,7 @@ def test_where_a_filter_drops_items_more_are_made_ahead(max_staleness: int, shar
 # -- what a commit holds --------------------------------------------------------------------------
 
 
-def test_a_commit_holds_what_is_open_only() -> None:
+def test_commit_holds_only_open_items() -> None:
     ledger = SampleLedger(1, ALL_STEPS)
     sizes = set()
     for step in range(1, 300):
@@ -391,7 +393,7 @@ def test_a_commit_holds_what_is_open_only() -> None:
     assert len(sizes) == 1
 
 
-def test_a_trial_changes_between_ways_of_rollout_at_any_commit() -> None:
+def test_trial_can_switch_rollout_tasks_on_and_off_at_any_commit() -> None:
     """Items of rollout tasks are queued again for a trial without them, and the other way round."""
     tasks = SampleLedger(1, ALL_STEPS)
     lease = tasks.lease(3, "task", "0.1")
@@ -426,7 +428,7 @@ GOOD = LedgerRecord(
         ({"leased": (replace(GOOD.leased[0], items=(10, 10)),)}, "10 to 10 twice"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_refused(change: dict[str, Any], problem: str) -> None:
+def test_contradictory_lease_record_is_rejected(change: dict[str, Any], problem: str) -> None:
     """A trial that continued from it would train items twice or never."""
     assert read(json.dumps(documents.to_json(GOOD))) == GOOD
     wrong = replace(GOOD, **change)
@@ -434,7 +436,7 @@ def test_a_record_that_contradicts_itself_is_refused(change: dict[str, Any], pro
         read(json.dumps(documents.to_json(wrong)))
 
 
-def test_a_record_of_a_trial_without_tasks_is_as_before() -> None:
+def test_record_without_rollout_tasks_has_only_its_own_keys() -> None:
     ledger = Ledger()
     ledger.take(2, 1)
     assert json.loads(committed(ledger)).keys() == {"next", "in_flight"}

@@ -101,7 +101,7 @@ Account.TestCase.settings = settings(max_examples=60, stateful_step_count=30, de
 TestAccount = Account.TestCase
 
 
-def test_a_commit_does_not_grow_with_the_trial() -> None:
+def test_commit_size_does_not_grow_with_the_trial() -> None:
     """It holds what is open, whatever was trained or dropped before."""
     ledger = Ledger()
     sizes = set()
@@ -116,7 +116,7 @@ def test_a_commit_does_not_grow_with_the_trial() -> None:
 
 @pytest.mark.parametrize("end", ["train", "drop", "give_back"])
 @pytest.mark.parametrize("items", [[0], [2], [1, 1], [1, 9]])
-def test_an_item_ends_once(end: str, items: list[int]) -> None:
+def test_item_can_be_ended_only_once(end: str, items: list[int]) -> None:
     """One that is trained, queued or named twice is refused, and nothing changes."""
     ledger = Ledger()
     ledger.take(3, 1)
@@ -151,7 +151,7 @@ GOOD = LedgerRecord(
         ({"dropped_before": (DropCount(reason="", items=11),)}, "more dropped items than the 10"),
     ],
 )
-def test_a_record_that_contradicts_itself_is_refused(change: dict[str, Any], problem: str) -> None:
+def test_contradictory_ledger_record_is_rejected(change: dict[str, Any], problem: str) -> None:
     """A trial that continued from it would train items twice or never."""
     assert read(json.dumps(documents.to_json(GOOD))) == GOOD
     wrong = replace(GOOD, **change)
@@ -159,7 +159,7 @@ def test_a_record_that_contradicts_itself_is_refused(change: dict[str, Any], pro
         read(json.dumps(documents.to_json(wrong)))
 
 
-def test_a_window_that_a_commit_could_not_hold_is_refused() -> None:
+def test_window_too_large_for_a_commit_is_rejected() -> None:
     ledger = Ledger(LedgerRecord(settled=0, next=1))
     with pytest.raises(ValueError, match=f"more than {MOST_COUNT} items"):
         ledger.take(MOST_COUNT + 1, 1)

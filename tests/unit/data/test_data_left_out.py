@@ -91,7 +91,7 @@ def missing(template: str, messages: Sequence[Message], tools: Any = None) -> st
         ("{{ messages[-1].content }}", [SAID, USER], None, "the content of message 1"),
     ],
 )
-def test_dropped_value_is_named_though_its_words_are_in_the_text(
+def test_dropped_value_is_named_even_if_its_words_occur_elsewhere(
     template: str, messages: Sequence[Message], tools: Any, name: str
 ) -> None:
     assert missing(template, messages, tools) == name
@@ -126,7 +126,7 @@ def test_dropped_value_is_named_though_its_words_are_in_the_text(
         (CONTENT, [USER, {"role": "assistant", "content": ""}], []),
     ],
 )
-def test_nothing_is_named_if_the_template_writes_it_in_any_form(
+def test_value_written_in_any_form_is_not_reported_as_dropped(
     template: str, messages: Sequence[Message], tools: Any
 ) -> None:
     assert missing(template, messages, tools) == ""

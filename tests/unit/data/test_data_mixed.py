@@ -68,7 +68,7 @@ def test_each_source_has_its_own_keys_and_template(site: Site) -> None:
     assert rows.sample([]).ids == ()
 
 
-def test_without_weights_an_epoch_has_each_row_once(site: Site) -> None:
+def test_epoch_without_weights_has_each_row_once(site: Site) -> None:
     made = site.make(sources=sources(site))
     first, second = (site.order(made, 14)[at : at + 7] for at in (0, 7))
     assert sorted(first) == [*(f"a/{n}@0" for n in range(4)), *(f"b/{n}@0" for n in (1, 2, 3))]
@@ -76,7 +76,7 @@ def test_without_weights_an_epoch_has_each_row_once(site: Site) -> None:
     assert [name[:-1] for name in first] != [name[:-1] for name in second]
 
 
-def test_weights_give_the_ratio_and_are_part_of_the_fingerprint(site: Site) -> None:
+def test_weights_set_the_ratio_and_change_the_fingerprint(site: Site) -> None:
     made = site.make(sources=sources(site, a=1.0, b=3.0))
     names = site.order(made, 200)
     assert len(set(names)) == 200
@@ -140,12 +140,12 @@ def test_balanced_batches_come_longest_first(site: Site) -> None:
         ({"sources": {"a/b": {"path": "/y"}}}, "a source has a name of"),
     ],
 )
-def test_settings_that_exclude_each_other(settings: dict[str, Any], message: str) -> None:
+def test_contradictory_mixing_settings_are_rejected(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Dataset(type="prompt", **settings)
 
 
-def test_damage_of_the_index_is_found_before_it_changes_the_order(site: Site) -> None:
+def test_damaged_index_is_detected_before_use(site: Site) -> None:
     path = site.write("rows", *({"prompt": "x", "n": n} for n in range(3)))
     made = site.make(path=path, curriculum_key="n")
     (name,) = made[1].directories

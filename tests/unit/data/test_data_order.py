@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slurmrl.data.order import DataOrder, Mixture, longest_first, permutation
 
 
-def test_an_order_is_a_function_of_seed_epoch_and_size() -> None:
+def test_order_depends_only_on_seed_epoch_and_size() -> None:
     assert permutation(1, 0, 8) == permutation(1, 0, 8)
     assert sorted(permutation(1, 0, 100)) == list(range(100))
     others = [permutation(2, 0, 100), permutation(1, 1, 100)]
@@ -30,14 +30,14 @@ def test_every_epoch_has_each_item_once(size: int, count: int) -> None:
     assert sorted(whole) == [(epoch, i) for epoch in range(count // size) for i in range(size)]
 
 
-def test_an_item_does_not_depend_on_what_was_read_before() -> None:
+def test_item_does_not_depend_on_earlier_reads() -> None:
     """In whichever order: some are taken again after later ones."""
     numbers = [30, 2, 14, 3, 15, 29, 0]
     found = DataOrder(7, seed=1).items(numbers)
     assert found == [DataOrder(7, seed=1).items([number])[0] for number in numbers]
 
 
-def test_without_shuffling_the_file_order_stays() -> None:
+def test_order_without_shuffling_is_the_file_order() -> None:
     items = DataOrder(3, seed=1, shuffle=False).items(range(1, 5))
     assert items == [(0, 1), (0, 2), (1, 0), (1, 1)]
 
@@ -58,7 +58,7 @@ def source_of(index: int) -> int:
     return (index >= 7) + (index >= 12)
 
 
-def test_a_mixture_takes_each_source_s_items_in_its_order_and_once() -> None:
+def test_mixture_takes_items_of_each_source_once_and_in_order() -> None:
     """What a source gives is its own endless order without gaps, so each (epoch, index) comes
     once.
     """
@@ -69,7 +69,7 @@ def test_a_mixture_takes_each_source_s_items_in_its_order_and_once() -> None:
     assert items != mixture(2).items(range(600))
 
 
-def test_every_stretch_of_a_mixture_is_close_to_the_weights() -> None:
+def test_every_interval_of_a_mixture_is_close_to_the_weights() -> None:
     """Also far from its start, where nothing before it is looked at."""
     for begin in (0, 12_345, 10**12):
         counts = Counter(source_of(i) for _, i in mixture().items(range(begin, begin + 850)))
@@ -79,7 +79,7 @@ def test_every_stretch_of_a_mixture_is_close_to_the_weights() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 999), unique=True, max_size=9))
-def test_an_item_of_a_mixture_depends_on_its_number_only(numbers: list[int]) -> None:
+def test_mixture_item_depends_only_on_its_number(numbers: list[int]) -> None:
     found = mixture().items(numbers)
     assert found == [mixture().items([number])[0] for number in numbers]
 
@@ -96,7 +96,7 @@ def test_batches_are_balanced_and_come_longest_first() -> None:
 
 
 @pytest.mark.parametrize(("size", "batch"), [(10, 4), (7, 10), (9, 3), (11, 1), (5, 7)])
-def test_batches_that_reach_into_the_next_epoch_stay_whole(size: int, batch: int) -> None:
+def test_batches_across_an_epoch_boundary_stay_whole(size: int, batch: int) -> None:
     """Batches are those of the steps: of an epoch that begins within a batch, the first items
     complete it, and only whole batches are sorted.
     """

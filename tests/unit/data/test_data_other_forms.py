@@ -69,7 +69,7 @@ TABLE = 'prompt,answer\n"1+1=, or so","2\n3"\n1+2=,3\n'
         ("rows.txt", "1+1\n", ":1: begins with '1\\+1', but a dataset has a JSON object on each"),
     ],
 )
-def test_file_of_another_form_is_one_problem(
+def test_file_of_another_format_is_one_problem(
     tmp_path: Path, name: str, content: str, message: str
 ) -> None:
     path = tmp_path / name
@@ -80,7 +80,7 @@ def test_file_of_another_form_is_one_problem(
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32"])
-def test_wide_encoding_named_without_mark_too(tmp_path: Path, encoding: str) -> None:
+def test_utf16_is_named_even_without_byte_order_mark(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINES.encode(encoding))
     named = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
@@ -99,7 +99,7 @@ def test_wide_encoding_named_without_mark_too(tmp_path: Path, encoding: str) -> 
         ("rows.jsonl", LINES[:-1]),
     ],
 )
-def test_rows_are_read_whatever_the_name_and_the_line_ends(
+def test_rows_are_read_with_any_file_name_and_line_ends(
     tmp_path: Path, name: str, content: str
 ) -> None:
     path = tmp_path / name
@@ -110,7 +110,9 @@ def test_rows_are_read_whatever_the_name_and_the_line_ends(
 @pytest.mark.parametrize(
     "content", ["no, it is\n", "no, it is: {\n", 'x\n{"a": 1, "b": 2}\n', "\xa0\n"]
 )
-def test_mistake_in_first_row_is_no_other_form(tmp_path: Path, content: str) -> None:
+def test_mistake_in_first_row_is_not_reported_as_another_format(
+    tmp_path: Path, content: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(content + LINES)
     with pytest.raises(ConfigError) as caught:
@@ -141,7 +143,7 @@ def test_remedy_for_rows_in_a_list_given_if_the_file_has_one_object(
     assert ("jq" in problem.message) is ("jq" in remedy)
 
 
-def test_command_of_the_message_converts_a_table(tmp_path: Path) -> None:
+def test_suggested_command_converts_a_table(tmp_path: Path) -> None:
     (tmp_path / "FILE").write_text(f"\ufeff{TABLE}")
     with pytest.raises(ConfigError) as caught:
         read_records(tmp_path / "FILE", "id")
@@ -165,7 +167,7 @@ def test_ids_that_are_all_null_are_one_problem(tmp_path: Path, key: str, named: 
     assert problem.message.startswith(f"{named} is null in all rows of {path} that have it")
 
 
-def test_folder_of_rows_names_a_file_to_choose(tmp_path: Path) -> None:
+def test_message_about_a_directory_names_a_file_to_choose(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(LINES)
     assert no_dataset(tmp_path).endswith(
         "; name one of its files, such as b.jsonl, or several as sources"

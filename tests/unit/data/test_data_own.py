@@ -53,7 +53,7 @@ def sample(module: Path, name: str = "Sums", **settings: Any) -> SequenceSample:
     return made.sample([(0, 0)])
 
 
-def test_a_class_makes_rows_of_a_built_in_type(module: Path) -> None:
+def test_custom_class_makes_rows_of_a_built_in_type(module: Path) -> None:
     """What it returns is what is checked, tokenized, and given to the reward."""
     made = sample(module)
     assert made.ids == ("x@0",)
@@ -61,7 +61,7 @@ def test_a_class_makes_rows_of_a_built_in_type(module: Path) -> None:
     assert made.metadata["row"] == [{"id": "x", "prompt": "1+2=", "answer": "1"}]
 
 
-def test_what_a_class_raises_is_a_problem_of_the_row(module: Path) -> None:
+def test_exception_of_a_custom_class_is_a_problem_of_the_row(module: Path) -> None:
     module.with_name("rows.jsonl").write_text('{"name": "x", "a": 1, "b": 2}\n{"name": "y"}\n')
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: convert failed: KeyError: 'a'"):
         sample(module)
@@ -69,14 +69,14 @@ def test_what_a_class_raises_is_a_problem_of_the_row(module: Path) -> None:
         sample(module, "Nothing")
 
 
-def test_changed_code_is_another_recipe(module: Path) -> None:
+def test_changed_code_prepares_the_data_again(module: Path) -> None:
     sample(module)
     module.write_text(CODE.replace("+{row", "-{row"))
     del sys.modules["sums"]
     assert bytes(sample(module).tensor("prompt_ids").tolist()) == b"1-2="
 
 
-def test_a_class_that_cannot_be_used_is_refused(module: Path) -> None:
+def test_unusable_custom_class_is_rejected(module: Path) -> None:
     with pytest.raises(UsageError, match=r"must be a subclass of slurmrl\.data\.types\.prompt"):
         sample(module, "Plain")
     with pytest.raises(UsageError, match="dataset type 'sums:Sms': sums has no 'Sms'; did you"):
@@ -96,7 +96,7 @@ def test_a_class_that_cannot_be_used_is_refused(module: Path) -> None:
         ({"type": "promt"}, "did you mean 'prompt'"),
     ],
 )
-def test_an_own_type_needs_the_built_in_one_and_only_it(
+def test_custom_type_needs_exactly_one_built_in_type(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):

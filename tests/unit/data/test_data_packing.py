@@ -30,7 +30,7 @@ def test_balanced_parts_hold_every_index_once(lengths: list[int], k: int) -> Non
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
-def test_balanced_parts_keep_grahams_bound(lengths: list[int], k: int) -> None:
+def test_balanced_parts_satisfy_grahams_bound(lengths: list[int], k: int) -> None:
     largest = max(sum(lengths[i] for i in part) for part in balanced_partition(lengths, k))
     every = product(range(k), repeat=len(lengths))
     optimum = min(
@@ -57,7 +57,7 @@ def test_each_section_is_balanced(lengths: list[int], k: int, sections: int) -> 
         assert stop - start < k or all(shares)
 
 
-def test_sections_of_few_items_are_given_to_the_parts_with_the_least() -> None:
+def test_sections_of_few_items_go_to_the_least_loaded_parts() -> None:
     parts = balanced_partition([5, 9, 9, 5], 2, sections=4)
     assert sorted(sum([5, 9, 9, 5][i] for i in part) for part in parts) == [14, 14]
 
@@ -100,7 +100,7 @@ def test_rows_of_microbatches_respect_the_budget(
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(20, 50))
-def test_padded_microbatches_of_single_sequences_are_as_few_as_can_be(
+def test_padded_microbatches_of_single_sequences_are_minimal_in_number(
     singles: list[int], budget: int
 ) -> None:
     lengths, n = [[length] for length in singles], len(singles)
@@ -118,7 +118,7 @@ def test_short_sequences_are_not_padded_to_a_long_one() -> None:
     assert row_microbatches(lengths, 16384, packed=True) == [list(range(81))]
 
 
-def test_equal_items_keep_their_order_and_count_with_all_their_sequences() -> None:
+def test_equal_items_keep_order_and_count_all_their_sequences() -> None:
     assert row_microbatches([[3]] * 5, 6, packed=False) == [[0, 1], [2, 3], [4]]
     assert row_microbatches([[1], [4, 1], [2, 2], [4]], 8, packed=False) == [[0, 2], [1], [3]]
 
@@ -146,7 +146,7 @@ def test_even_parts_have_equal_numbers_of_every_section(
         assert max(numbers) - min(numbers) <= 1
 
 
-def test_even_parts_balance_lengths_where_they_can() -> None:
+def test_even_parts_balance_lengths_if_possible() -> None:
     """Balanced by tokens alone, the part with the longest would have 2 of 32 items."""
     lengths = [1800] + [60] * 31
     assert sorted(map(len, balanced_partition(lengths, 2))) == [2, 30]

@@ -77,7 +77,7 @@ def read(directory: Path, *indices: int) -> list[tuple[str, str, dict[str, Any]]
     return [(row.name, bytes(row.tokens.tolist()).decode(), row.row) for row in found]
 
 
-def test_a_new_incarnation_tokenizes_nothing_and_reads_the_same_files(site: Site) -> None:
+def test_new_incarnation_reads_prepared_files_without_tokenizing(site: Site) -> None:
     first = site.prepare(1)
     tokenized, content = site.texts, (first / prepared.ROWS).read_bytes()
     assert tokenized == len(ROWS)
@@ -95,7 +95,7 @@ def test_files_and_directories_are_private(site: Site) -> None:
 
 
 @pytest.mark.parametrize("change", ["rows", "tokenizer", "settings", "same size", "tools"])
-def test_what_determines_the_tokens_leads_to_other_files(site: Site, change: str) -> None:
+def test_settings_that_change_tokens_lead_to_other_files(site: Site, change: str) -> None:
     first = site.prepare(1)
     settings: dict[str, Any] = {}
     if change == "rows":
@@ -113,7 +113,7 @@ def test_what_determines_the_tokens_leads_to_other_files(site: Site, change: str
     assert site.names() == [second.name], "the old files are removed"
 
 
-def test_a_file_that_was_only_touched_or_shuffled_otherwise_is_not_tokenized_again(
+def test_touched_file_or_new_shuffle_seed_does_not_tokenize_again(
     site: Site,
 ) -> None:
     first = site.prepare(1)
@@ -137,14 +137,14 @@ def test_training_and_evaluation_data_have_their_own_files(site: Site, tmp_path:
     assert len(site.names()) == 2
 
 
-def test_a_newer_incarnation_s_files_stay(site: Site) -> None:
+def test_files_of_a_newer_incarnation_are_kept(site: Site) -> None:
     """A rank that was paused must not remove what its successors use."""
     new = site.prepare(5)
     assert site.prepare(1, prompt_template="{prompt}?") != new
     assert read(new, 0)[0][0] == "r0"
 
 
-def test_data_that_older_incarnations_did_not_finish_is_removed_first(site: Site) -> None:
+def test_unfinished_data_of_older_incarnations_is_removed_first(site: Site) -> None:
     """Jobs that end while they prepare images must not fill the disk."""
     finished = site.prepare(1)
     newer = site.data / f"{'0' * 32}.4"
@@ -157,7 +157,7 @@ def test_data_that_older_incarnations_did_not_finish_is_removed_first(site: Site
 
 @pytest.mark.parametrize("limit", [0, 1, 200])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_error_that_leaves_nothing(
+def test_full_disk_is_one_error_and_leaves_no_files(
     site: Site, number: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full(SystemCalls):
@@ -179,7 +179,7 @@ def test_a_full_disk_is_one_error_that_leaves_nothing(
     assert read(site.prepare(2), 0)[0][0] == "r0"
 
 
-def test_an_error_of_any_operation_leaves_no_wrong_data(
+def test_error_at_any_operation_leaves_no_wrong_data(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each operation on the run directory fails in turn, with and without effect."""
@@ -201,7 +201,7 @@ def test_an_error_of_any_operation_leaves_no_wrong_data(
 
 @pytest.mark.parametrize("name", [prepared.ROWS, prepared.INDEX])
 @pytest.mark.parametrize("damage", ["missing", "short", "long", "another byte"])
-def test_damage_is_one_error_and_the_next_incarnation_makes_the_data_again(
+def test_damaged_data_is_one_error_and_prepared_again_next_time(
     site: Site, name: str, damage: str
 ) -> None:
     directory = site.prepare(1)
@@ -229,7 +229,9 @@ def test_damage_is_one_error_and_the_next_incarnation_makes_the_data_again(
     ],
     ids=lambda change: str(change)[:40],
 )
-def test_data_is_made_again_if_manifest_is_wrong(site: Site, change: str | dict[str, Any]) -> None:
+def test_data_is_prepared_again_if_manifest_is_wrong(
+    site: Site, change: str | dict[str, Any]
+) -> None:
     path = site.prepare(1) / prepared.MANIFEST
     if isinstance(change, dict):
         change = json.dumps({**json.loads(path.read_text()), **change})
@@ -239,7 +241,7 @@ def test_data_is_made_again_if_manifest_is_wrong(site: Site, change: str | dict[
     assert read(again, 3)[0][0] == "r3"
 
 
-def test_large_vocabularies_have_larger_tokens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_vocabularies_use_wider_integers(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     small = json.loads((site.prepare(1) / prepared.MANIFEST).read_text())
     monkeypatch.setattr(preparation, "SMALL_VOCABULARY", 100)
     directory = site.prepare(2, prompt_template="{prompt}?")
@@ -248,7 +250,9 @@ def test_large_vocabularies_have_larger_tokens(site: Site, monkeypatch: pytest.M
     assert read(directory, 5)[0][1] == "5+5=?"
 
 
-def test_memory_does_not_grow_with_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_file_size(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are tokenized in chunks, with a report after each."""
     monkeypatch.setattr("slurmrl.data.preparation.CHUNK_ROWS", 8)
     site.prepare()
@@ -257,7 +261,7 @@ def test_memory_does_not_grow_with_the_file(site: Site, monkeypatch: pytest.Monk
     assert len(shares) == 5
 
 
-def test_all_problems_of_a_file_are_reported_and_nothing_is_left(site: Site) -> None:
+def test_all_problems_of_a_file_are_reported_and_no_data_is_left(site: Site) -> None:
     """Rows of later chunks are checked too; ids come before texts."""
     site.write([{**row, "prompt": 5} if row["n"] in (3, 33) else row for row in ROWS])
     with pytest.raises(ConfigError) as caught:
@@ -273,7 +277,7 @@ def test_all_problems_of_a_file_are_reported_and_nothing_is_left(site: Site) -> 
         site.prepare()
 
 
-def test_a_changed_file_is_compared_even_if_its_times_may_be_too_coarse(
+def test_changed_file_is_detected_despite_coarse_timestamps(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times of a file that was read right after a change do not count."""

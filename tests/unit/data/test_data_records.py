@@ -16,7 +16,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_rows_ids_and_line_numbers(tmp_path: Path) -> None:
+def test_rows_have_ids_and_line_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, '{"id": "a", "x": 1}\n\n{"id": 7}\n')
     records = read_records(path, "id")
     assert records.ids == ("a", "7")
@@ -24,7 +24,7 @@ def test_rows_ids_and_line_numbers(tmp_path: Path) -> None:
     assert records.rows[0] == {"id": "a", "x": 1}
 
 
-def test_without_ids_the_line_number_is_the_id(tmp_path: Path) -> None:
+def test_line_number_is_the_id_of_rows_without_ids(tmp_path: Path) -> None:
     assert read_records(write(tmp_path, '{"x": 1}\n{"x": 2}\n'), "id").ids == ("1", "2")
 
 
@@ -53,19 +53,19 @@ def test_an_id_is_a_string_or_a_whole_number(tmp_path: Path, value: str) -> None
     assert (problem.where.rpartition(":")[2], problem.key) == ("2", "id")
 
 
-def test_lines_that_python_cannot_nest_are_named(tmp_path: Path) -> None:
+def test_too_deeply_nested_lines_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows\.jsonl:1: not JSON: nested too deeply"):
         read_records(write(tmp_path, "[" * 200_000 + "\n"), "id")
 
 
-def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
+def test_empty_or_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rows"):
         read_records(write(tmp_path, "\n"), "id")
     with pytest.raises(EnvironmentFailure, match="cannot read dataset"):
         read_records(tmp_path / "absent.jsonl", "id")
 
 
-def test_problems_are_those_of_the_first_lines(tmp_path: Path) -> None:
+def test_reported_problems_come_from_the_first_lines(tmp_path: Path) -> None:
     """A file with millions of wrong lines is described by the first ones, in order."""
     path = write(tmp_path, '{"id": "a"}\n' + '{"x": 1}\n' * 30 + '{"id": "a"}\n' * 30)
     with pytest.raises(ConfigError) as caught:
@@ -98,7 +98,7 @@ def test_different_problems_stay_apart_in_the_order_of_rows() -> None:
     assert "in 4 rows, the next ones a.parquet, row 2, a.parquet, row 4" in found[0].message
 
 
-def test_equal_mistakes_of_different_values_are_one_problem() -> None:
+def test_equal_mistakes_in_different_values_are_one_problem() -> None:
     problems = [
         Problem(f"rows.jsonl:{n}", "", f'answer: is a number ({n}): write "{n}"') for n in range(5)
     ]

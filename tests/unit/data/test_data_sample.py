@@ -55,7 +55,7 @@ groups = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=
 
 @settings(deadline=None)
 @given(groups, st.data())
-def test_gather_undoes_slices_of_items_with_many_sequences(
+def test_gather_reassembles_slices_of_items_with_many_sequences(
     rows: list[list[int]], data: st.DataObject
 ) -> None:
     sample = nested(rows)
@@ -67,7 +67,7 @@ def test_gather_undoes_slices_of_items_with_many_sequences(
 
 @settings(deadline=None)
 @given(batches, st.randoms())
-def test_items_are_taken_in_the_asked_order(lengths: list[int], random: Random) -> None:
+def test_items_are_taken_in_the_requested_order(lengths: list[int], random: Random) -> None:
     sample = make(lengths)
     order = list(range(len(lengths)))
     random.shuffle(order)
@@ -80,7 +80,7 @@ def test_items_are_taken_in_the_asked_order(lengths: list[int], random: Random) 
     assert picked.metadata["text"] == [f"s {index}" for index in order]
 
 
-def test_a_gather_follows_the_first_sample() -> None:
+def test_gather_joins_items_in_order_with_the_requested_keys() -> None:
     a, b = make([2, 3]), make([1], "t")
     both = SequenceSample.gather([a, b], keys=["input_ids"])
     assert both.ids == ("s0", "s1", "t0")
@@ -89,7 +89,7 @@ def test_a_gather_follows_the_first_sample() -> None:
     assert both.metadata["text"] == ["s 0", "s 1", "t 0"]
 
 
-def test_gathering_nothing_or_a_twice_named_item_is_an_error() -> None:
+def test_gathering_no_samples_or_duplicate_items_is_an_error() -> None:
     with pytest.raises(ValueError, match="no samples to gather"):
         SequenceSample.gather([])
     with pytest.raises(ValueError, match="duplicate sample ids"):
@@ -109,7 +109,7 @@ def test_cumulative_lengths_count_every_sequence() -> None:
     assert make([2, 3]).cu_seqlens("input_ids").dtype == torch.int32
 
 
-def test_the_maker_of_a_key_says_whether_it_is_per_token_or_per_sequence() -> None:
+def test_key_is_per_token_or_per_sequence_as_declared() -> None:
     sample = make([2, 3])
     assert sample.lengths["logprobs"] == [[2], [3]]
     assert sample.lengths["rewards"] == [[1], [1]]
@@ -142,7 +142,7 @@ def test_keys_with_other_sequences_cannot_be_separated() -> None:
         sample.sequences()
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_inconsistent_samples_are_rejected() -> None:
     with pytest.raises(ValueError, match="add up to 5"):
         SequenceSample.from_default([2, 3], ["a", "b"], {"input_ids": torch.zeros(4)})
     with pytest.raises(ValueError, match="duplicate sample ids: \\['a'\\]"):
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused() -> None:
         SequenceSample(("a",), {"x": [[1]]}, {}, {"y": torch.zeros(1)})
 
 
-def test_a_key_may_hold_no_data() -> None:
+def test_key_may_hold_no_data() -> None:
     sample = SequenceSample(("a", "b"), {"x": [[1], [2]]}, {}, {"x": None})
     parts = [sample.slice(0, 1), sample.take([1])]
     assert [part.data["x"] for part in parts] == [None, None]
@@ -162,7 +162,7 @@ def test_a_key_may_hold_no_data() -> None:
         sample.tensor("x")
 
 
-def test_update_takes_over_keys_of_the_same_items() -> None:
+def test_update_replaces_and_adds_keys_of_the_same_items() -> None:
     sample = make([2, 3])
     more = SequenceSample.from_default(
         [2, 3],

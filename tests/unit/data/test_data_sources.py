@@ -52,7 +52,7 @@ def write(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
-def test_every_format_gives_the_same_rows_and_follows_its_content(
+def test_every_format_gives_the_same_rows_and_changes_with_content(
     tmp_path: Path, kind: str
 ) -> None:
     """The fingerprint of what was read is that of the files, so nothing is tokenized twice."""
@@ -70,7 +70,7 @@ def test_every_format_gives_the_same_rows_and_follows_its_content(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
-def test_of_a_large_file_the_first_rows_are_read(tmp_path: Path, kind: str) -> None:
+def test_only_the_first_rows_of_a_large_file_are_read(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, kind, [{"x": "y" * 50}] * 9)
     found = read_records(path, "id", most_bytes=200)
     assert 2 < len(found.rows) < 6
@@ -86,7 +86,7 @@ def test_of_a_large_file_the_first_rows_are_read(tmp_path: Path, kind: str) -> N
         ("parquet", ("rows.parquet, row 2", "already the id of rows.parquet, row 1")),
     ],
 )
-def test_a_problem_names_the_row_s_place(
+def test_problem_names_the_place_of_the_row(
     tmp_path: Path, kind: str, places: tuple[str, str]
 ) -> None:
     path = write(tmp_path, kind, [ROWS[0], ROWS[0]])
@@ -97,7 +97,7 @@ def test_a_problem_names_the_row_s_place(
     assert places[1] in problem.message
 
 
-def test_an_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the place at which reading stops, the rows are the same: also inside an escape, a
     character of several bytes, or white space.
     """
@@ -125,7 +125,7 @@ def test_an_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
         ("[" * 99_999, r"rows\.json:1: not JSON: nested too deeply"),
     ],
 )
-def test_a_damaged_array_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+def test_damaged_array_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "rows.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=message):
@@ -133,7 +133,7 @@ def test_a_damaged_array_is_named_with_its_line(tmp_path: Path, text: str, messa
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_fifo_and_device_refused_without_waiting(tmp_path: Path, name: str) -> None:
+def test_fifo_and_device_are_rejected_without_waiting(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         path.unlink(missing_ok=True)
@@ -157,7 +157,7 @@ TEXT = '{"prompt": "é", "answer": "e"}\n' * 3
     ],
     ids=["gzip", "gz", "xz", "utf16", "latin1", "latin1-array"],  # gzip writes the time
 )
-def test_what_is_no_text_is_one_problem_that_says_what_to_do(
+def test_binary_file_is_one_problem_with_advice(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     path = tmp_path / name
@@ -167,7 +167,7 @@ def test_what_is_no_text_is_one_problem_that_says_what_to_do(
     assert len(caught.value.problems) == 1
 
 
-def test_columns_become_json(tmp_path: Path) -> None:
+def test_columns_are_converted_to_json(tmp_path: Path) -> None:
     """Dates become ISO texts, and NaN null; bytes and infinity have no JSON form."""
     path = write(tmp_path, "parquet", [{"day": date(2026, 1, 2), "x": 1.5}])
     assert read_records(path, "id").rows == ({"day": "2026-01-02", "x": 1.5},)
@@ -182,7 +182,7 @@ def test_columns_become_json(tmp_path: Path) -> None:
         read_records(path, "id")
 
 
-def test_form_that_pyarrow_cannot_read_is_one_problem(
+def test_column_that_pyarrow_cannot_read_is_one_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> Any:
@@ -193,7 +193,7 @@ def test_form_that_pyarrow_cannot_read_is_one_problem(
         read_records(write(tmp_path, "parquet", ROWS), "id")
 
 
-def test_tools_and_calls_have_no_other_row_s_keys_from_arrow(tmp_path: Path) -> None:
+def test_arrow_rows_have_no_null_keys_of_other_rows(tmp_path: Path) -> None:
     """A null that means something stays: everywhere else, and in lists."""
 
     def row(name: str, own: str) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_of_a_folder_with_splits_one_is_read(tmp_path: Path, saved: bool) -> None:
+def test_one_split_of_a_directory_is_read(tmp_path: Path, saved: bool) -> None:
     if saved:
         for split, row in zip(("train", "test"), ROWS, strict=True):
             write_arrow(tmp_path / "data" / split, [row], split)
@@ -264,7 +264,7 @@ def test_of_a_folder_with_splits_one_is_read(tmp_path: Path, saved: bool) -> Non
         (["train-00000-of-00001", "part-00000-of-00001"], ""),
     ],
 )
-def test_numbered_files_rejected_unless_they_are_one_set(
+def test_incomplete_set_of_numbered_files_is_rejected(
     tmp_path: Path, names: list[str], message: str
 ) -> None:
     for name in [*names, "test-00000-of-00009"]:  # no other split matters
@@ -277,7 +277,7 @@ def test_numbered_files_rejected_unless_they_are_one_set(
         assert read_records(tmp_path, "id", "train").ids[0] == names[0]
 
 
-def test_files_of_a_folder_follow_each_other(tmp_path: Path) -> None:
+def test_files_of_a_directory_are_read_in_order(tmp_path: Path) -> None:
     for number, row in enumerate(ROWS):
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"part-{number}.parquet")
     records = read_records(tmp_path, "id")
@@ -311,7 +311,7 @@ def test_nested_keys_and_their_values_reach_the_reward_untouched(tmp_path: Path)
     assert sample.metadata["row"] == [{**row, "answer": "2"}]
 
 
-def test_a_misspelt_nested_key_is_the_setting_s_fault(tmp_path: Path) -> None:
+def test_misspelled_nested_key_is_a_problem_of_the_setting(tmp_path: Path) -> None:
     path = write(tmp_path, "jsonl", [{"prompt": "x", "reward_model": {"ground_truth": "2"}}])
     config = Dataset(type="prompt", path=str(path), answer_key="reward_model.ground_thruth")
     with pytest.raises(ConfigError, match=r"did you mean 'reward_model\.ground_truth'\?"):

@@ -59,13 +59,11 @@ def test_held_out_sums_are_not_trained_on_in_either_order() -> None:
         ("", True, 0.0),
     ],
 )
-def test_only_the_answer_at_the_end_is_rewarded(
-    completion: str, finished: bool, score: float
-) -> None:
+def test_only_the_final_answer_is_rewarded(completion: str, finished: bool, score: float) -> None:
     assert final_number([""], [completion], [{"answer": "54"}], finished=[finished]) == [score]
 
 
-def test_no_completion_without_the_answer_is_rewarded_by_restating_a_question() -> None:
+def test_completion_that_restates_the_question_gets_no_reward() -> None:
     for row in read("heldout.jsonl"):
         texts = [row["prompt"], row["prompt"].partition("?")[0], row["prompt"][8:15]]
         rows = [row] * len(texts)

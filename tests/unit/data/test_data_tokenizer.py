@@ -13,7 +13,7 @@ from slurmrl.rollouts.generation.native.sequence import ends_with_stop
 from slurmrl.rollouts.policy import Dialogue
 
 
-def test_stop_strings_are_found_as_the_last_part_of_a_character_comes(tmp_path: Path) -> None:
+def test_stop_string_is_found_with_the_last_byte_of_a_character(tmp_path: Path) -> None:
     """Tokens are parts of words, bytes of a character, or special tokens."""
     train_bpe(["</answer> </answer>"], 264, tmp_path)
     tokenizer = load_tokenizer(tmp_path)

@@ -104,7 +104,7 @@ def test_conversation_trains_no_header_if_it_begins_with_the_assistant(
     assert text.count("Hello") == 2
 
 
-def test_first_turn_is_trained_as_the_others_if_the_template_opens_it(tokenizer: Any) -> None:
+def test_first_turn_is_trained_like_later_turns_if_template_opens_it(tokenizer: Any) -> None:
     """What comes after the generation prompt is the model's: an empty thought, too."""
     alone = marked(tokenizer, THINKING, SAID)
     assert alone == "<|im_start|>assistant\n[<think>\n\n</think>\n\nHello<|im_end|>]\n"
@@ -138,7 +138,7 @@ def test_end_of_a_turn_is_the_token_that_follows_its_content(
         (({"name": "add"},), "<|end|>", "<|end|>\n<|assistant|>\n"),
     ],
 )
-def test_end_of_turn_is_of_the_template_for_tools_where_the_dataset_has_some(
+def test_end_of_turn_comes_from_the_tools_template_if_tools_exist(
     tokenizer: Any, tools: Any, end: str, between: str
 ) -> None:
     """A tokenizer may have a template of its own for tools."""
@@ -193,7 +193,7 @@ def test_generation_stops_at_the_tokens_that_end_a_turn_in_every_template(
         (PLAIN, ()),
     ],
 )
-def test_generation_stops_at_the_token_that_ends_calls_of_tools(
+def test_generation_stops_at_the_token_that_ends_tool_calls(
     tokenizer: Any, template: str, stops: tuple[str, ...]
 ) -> None:
     """Calls may end with another token than answers; a token that closes a call ends no turn."""

@@ -14,7 +14,7 @@ def rows(folder: Path, *lines: str) -> Path:
     return path
 
 
-def test_a_tokenizer_of_the_texts_of_some_keys(tmp_path: Path) -> None:
+def test_tokenizer_is_trained_on_the_chosen_keys(tmp_path: Path) -> None:
     file = rows(tmp_path, *['{"prompt": "hello hello", "answer": "world 12", "id": "zzzz"}'] * 9)
     output = tmp_path / "tokenizer"
     make_tokenizer([file], ["prompt", "answer"], 300, output)
@@ -36,7 +36,7 @@ def test_a_tokenizer_of_the_texts_of_some_keys(tmp_path: Path) -> None:
         ("{", r"rows.jsonl:2: "),
     ],
 )
-def test_a_row_without_text_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_row_without_text_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = rows(tmp_path, '{"prompt": "a"}', line)
     with pytest.raises(UsageError, match=message):
         make_tokenizer([file], ["prompt"], 300, tmp_path / "tokenizer")

@@ -7,11 +7,11 @@ from slurmrl.display import terminal
 ROWS = [("A", "WORDS"), ("long cell", "one two three four five six seven eight nine ten")]
 
 
-def test_a_pipe_gets_whole_lines() -> None:
+def test_lines_for_a_pipe_are_not_wrapped() -> None:
     assert terminal.table(ROWS) == ["A          WORDS", f"long cell  {ROWS[1][1]}"]
 
 
-def test_the_last_column_hangs() -> None:
+def test_last_column_wraps_with_a_hanging_indent() -> None:
     assert terminal.table(ROWS, 40) == [
         "A          WORDS",
         "long cell  one two three four five six",
@@ -19,7 +19,7 @@ def test_the_last_column_hangs() -> None:
     ]
 
 
-def test_a_narrow_column_continues_below() -> None:
+def test_narrow_column_continues_on_the_next_line() -> None:
     assert terminal.table(ROWS, 36) == [
         "A          WORDS",
         "long cell",
@@ -34,9 +34,9 @@ def test_long_words_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("width", [None, 10])
-def test_nothing_behind_the_head(width: int | None) -> None:
+def test_head_without_text_is_printed_without_trailing_spaces(width: int | None) -> None:
     assert terminal.hanging("head  ", "", width) == ["head"]
 
 
-def test_a_pipe_has_no_width(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_has_no_width(capsys: pytest.CaptureFixture[str]) -> None:
     assert terminal.width() is None

@@ -49,7 +49,7 @@ def test_text_shows_every_block_once_and_in_order() -> None:
     )
 
 
-def test_a_series_has_one_color_in_the_whole_picture() -> None:
+def test_series_has_one_color_in_the_whole_picture() -> None:
     shown = Document("e/1", [Legend({"actor": "trained", "ref": "not trained"}), grid(2)])
     tinted = [
         one.get("fill") for one in ElementTree.fromstring(svg.render(shown)).iter(f"{SVG}rect")
@@ -60,7 +60,7 @@ def test_a_series_has_one_color_in_the_whole_picture() -> None:
 
 
 @pytest.mark.parametrize(("hosts", "drawn"), [(16, 16), (17, 17), (64, 32)])
-def test_long_grids_lose_the_rows_before_their_last(hosts: int, drawn: int) -> None:
+def test_long_grid_elides_rows_before_the_last(hosts: int, drawn: int) -> None:
     shown = Document("e/1", [grid(hosts)])
     lines = terminal.as_text(shown).splitlines()
     assert lines[-2].split()[0] == str(hosts - 1)
@@ -72,19 +72,19 @@ def test_long_grids_lose_the_rows_before_their_last(hosts: int, drawn: int) -> N
     assert ("… 32 more hosts" in words) == (hosts == 64)
 
 
-def test_elided_rows_are_those_before_the_last() -> None:
+def test_elided_rows_come_before_the_last() -> None:
     assert elide([1, 2, 3], 3) == [1, 2, 3]
     assert elide([1, 2, 3, 4], 3) == [1, 2, None, 4]
 
 
-def test_words_are_escaped_and_lie_within_the_picture() -> None:
+def test_labels_are_escaped_and_stay_within_the_picture() -> None:
     shown = Document("a <b> & c", [Legend({"actor": "x" * 200})])
     root = ElementTree.fromstring(svg.render(shown))
     assert float(root.get("width") or 0) > 200 * svg.LETTER
     assert "a <b> & c" in texts(shown)
 
 
-def test_arrows_pass_beside_the_boxes_between_their_ends() -> None:
+def test_arrows_do_not_cross_boxes() -> None:
     """``a`` is read two and three rows later; ``b`` and ``c`` lie between."""
     names = {"a": 0, "b": 1, "c": 2, "d": 2, "e": 3}
     nodes = [Node(name, level, [NodeLine("key")] * 3) for name, level in names.items()]
@@ -122,7 +122,7 @@ def test_graph_fits_on_a_page_with_three_nodes_per_level() -> None:
     assert float(root.get("width") or 0) < 600
 
 
-def test_the_words_of_tables_and_lines_are_drawn_in_columns() -> None:
+def test_tables_and_lines_are_drawn_in_columns() -> None:
     rows = Table(("NAME", "SIZE"), [("a", "1"), ("long", "2")], "sizes", "in GiB")
     shown = texts(Document("e/1", [rows, Lines("notes:", ["one"])]))
     assert shown == ["e/1", "sizes", "NAME  SIZE", "a     1", "long  2", "in GiB", "notes:", "one"]

@@ -15,5 +15,7 @@ from slurmrl.display.terminal import sparkline
         ([-3.0], 10, "▅"),
     ],
 )
-def test_a_bar_for_each_value_or_range(values: list[float], width: int, bars: str) -> None:
+def test_sparkline_has_one_bar_per_value_or_range(
+    values: list[float], width: int, bars: str
+) -> None:
     assert sparkline(values, width) == bars

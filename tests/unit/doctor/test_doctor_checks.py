@@ -23,7 +23,7 @@ def states(checks: list[Check]) -> dict[str, State]:
     return {one.name: one.state for one in checks}
 
 
-def test_what_keeps_from_looking_is_a_failed_check() -> None:
+def test_environment_failure_becomes_a_failed_check() -> None:
     def look() -> Check:
         raise EnvironmentFailure("no such place")
 
@@ -37,7 +37,7 @@ def test_what_keeps_from_looking_is_a_failed_check() -> None:
     ("files", "state"),
     [(1024, State.WARNING), (65536, State.OK), (resource.RLIM_INFINITY, State.OK)],
 )
-def test_limits(files: int, state: State) -> None:
+def test_open_file_limits_are_checked(files: int, state: State) -> None:
     found = machine.process_limits(
         lambda kind: (files, files) if kind == resource.RLIMIT_NOFILE else (9, 9)
     )
@@ -54,7 +54,7 @@ def statvfs(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
 @pytest.mark.parametrize(
     ("blocks", "state"), [(2**29, State.OK), (2**20, State.WARNING), (2**10, State.FAILED)]
 )
-def test_disk_space(
+def test_disk_space_is_checked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocks: int, state: State
 ) -> None:
     statvfs(monkeypatch, f_bavail=blocks)
@@ -62,7 +62,7 @@ def test_disk_space(
     assert (found.state, found.values["free_bytes"]) == (state, blocks * 4096)
 
 
-def test_inodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_free_inodes_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert directory.inodes(tmp_path).state in State
     statvfs(monkeypatch, f_favail=17)
     assert directory.inodes(tmp_path).state is State.WARNING
@@ -102,7 +102,7 @@ def test_a_full_quota_is_reported(
     assert found.state is state
 
 
-def test_the_directory_is_ours_and_answers(tmp_path: Path) -> None:
+def test_directory_check_passes_for_a_working_private_directory(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     atomic.make_private_directory(folder)
     assert directory.owner(folder).state in (State.OK, State.WARNING)
@@ -165,11 +165,13 @@ UUIDS = ["GPU-11111111-aaaa", "GPU-22222222-bbbb"]
         (1, "0", [], State.FAILED),
     ],
 )
-def test_gpus(expected: int, visible: str, seen: list[str] | None, state: State) -> None:
+def test_gpu_count_is_checked(
+    expected: int, visible: str, seen: list[str] | None, state: State
+) -> None:
     assert machine.granted_gpus(expected, visible, seen).state is state
 
 
-def test_the_list_of_nvidia_smi() -> None:
+def test_output_of_nvidia_smi_is_read() -> None:
     text = (
         "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11111111-aaaa)\n"
         "  MIG 1g.10gb     Device  0: (UUID: MIG-9)\n"
@@ -186,7 +188,7 @@ def install(monkeypatch: pytest.MonkeyPatch, build: TorchBuild, driver: str | No
 CPU_BUILD = TorchBuild("2.13.0+cpu", None, gpus=False)
 
 
-def test_torch_for_cpus_does_not_serve_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_build_of_torch_fails_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, CPU_BUILD, "580.65.06")
     assert states(machine.packages(gpus=True))["torch on gpus"] is State.FAILED
     assert states(machine.packages(gpus=False)) == {"packages": State.OK}
@@ -207,7 +209,7 @@ def test_torch_for_cpus_does_not_serve_gpus(monkeypatch: pytest.MonkeyPatch) -> 
         ("14.1", "580.65.06", State.FAILED, "--torch cu130"),
     ],
 )
-def test_torch_is_compared_with_the_driver_and_a_fitting_build_is_named(
+def test_torch_too_new_for_the_driver_fails_with_a_suitable_build(
     monkeypatch: pytest.MonkeyPatch, cuda: str, driver: str | None, state: State, advice: str
 ) -> None:
     install(monkeypatch, TorchBuild("2.13.0", cuda, gpus=True), driver)
@@ -216,14 +218,14 @@ def test_torch_is_compared_with_the_driver_and_a_fitting_build_is_named(
     assert cuda in found.measured
 
 
-def test_the_build_advised_for_a_torch_for_cpus_fits_the_driver(
+def test_build_advised_for_a_cpu_torch_fits_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, CPU_BUILD, "535.54.03")
     assert "--torch cu126" in machine.torch_on_gpus().advice
 
 
-def test_the_driver_is_read_from_the_kernel(
+def test_driver_version_is_read_from_the_kernel(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(gpu, "DRIVER_FILE", tmp_path / "version")
@@ -247,7 +249,7 @@ def test_hosts_with_other_software_are_named() -> None:
     assert (found.state, found.measured) == (State.WARNING, "n1: python 3.12.1")
 
 
-def test_commands_that_do_not_work_in_jobs_are_no_failure(
+def test_command_missing_in_jobs_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -260,7 +262,7 @@ def test_commands_that_do_not_work_in_jobs_are_no_failure(
     assert "slurmrl resume" in found[1].advice
 
 
-def test_compiled_operators_are_announced_before_a_job_compiles_them(
+def test_doctor_reports_operators_that_a_job_would_compile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "ops"

@@ -45,7 +45,7 @@ def look(folder: Path, what: str = "", python: str = sys.executable) -> dict[str
     return {one.name: one for one in checks if "container" in one.name}
 
 
-def test_a_container_that_workers_can_live_in(tmp_path: Path) -> None:
+def test_usable_container_passes_all_checks(tmp_path: Path) -> None:
     found = look(tmp_path)
     names = ["container", *(f"{name} in container" for name in ("same directory", "python"))]
     assert list(found) == [*names, "packages in container"]
@@ -65,7 +65,7 @@ def test_a_container_that_workers_can_live_in(tmp_path: Path) -> None:
     ],
     ids=["image", "python", "directory", "packages", "another directory"],
 )
-def test_what_a_container_lacks_is_named(
+def test_missing_parts_of_a_container_are_named(
     tmp_path: Path, what: str, python: str, measured: str, advice: str
 ) -> None:
     (check,) = look(tmp_path, what, python).values()
@@ -74,14 +74,14 @@ def test_what_a_container_lacks_is_named(
     assert advice in check.advice
 
 
-def test_a_program_that_is_not_on_the_host(tmp_path: Path) -> None:
+def test_missing_container_program_is_reported(tmp_path: Path) -> None:
     slurm = Slurm(container=f"{tmp_path}/apptainer exec image.sif")
     (check,) = probe.check_container(tmp_path, 0, slurm)
     assert check.state is State.FAILED
     assert check.measured == f"cannot start '{tmp_path}/apptainer': No such file or directory"
 
 
-def test_a_container_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_container_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "CONTAINER_TIMEOUT_S", 0.2)
     program = tmp_path / "apptainer"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -94,7 +94,7 @@ def test_a_container_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("library", "state"), [("libc.so.6", State.OK), ("libnot-there.so", State.FAILED)]
 )
-def test_the_driver_must_be_in_the_container(
+def test_missing_driver_in_the_container_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, state: State
 ) -> None:
     monkeypatch.setattr(probe, "CUDA_LIBRARY", library)

@@ -40,7 +40,7 @@ def look(root: Path, said: list[str] | None = None, **more: Any) -> dict[str, Ch
     return {one.name: one for one in sorted(checks, key=lambda one: order.index(one.state))}
 
 
-def test_a_job_on_the_local_scheduler_leaves_nothing(tmp_path: Path) -> None:
+def test_job_on_the_local_scheduler_leaves_no_files(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     found = look(root, job=True)
     assert [one for one in found.values() if one.state is State.FAILED] == []
@@ -48,7 +48,7 @@ def test_a_job_on_the_local_scheduler_leaves_nothing(tmp_path: Path) -> None:
     assert not root.exists()
 
 
-def test_a_root_with_runs_keeps_them(tmp_path: Path) -> None:
+def test_runs_in_the_root_are_kept(tmp_path: Path) -> None:
     from slurmrl.env import user_name
 
     mine = tmp_path / user_name() / "experiment" / "1"
@@ -57,14 +57,14 @@ def test_a_root_with_runs_keeps_them(tmp_path: Path) -> None:
     assert list((tmp_path / user_name()).iterdir()) == [mine.parent]
 
 
-def test_a_root_that_cannot_be_made_is_one_failed_check(tmp_path: Path) -> None:
+def test_root_that_cannot_be_created_is_one_failed_check(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = look(tmp_path / "file" / "runs")
     assert [one.name for one in found.values() if one.state is State.FAILED] == ["root"]
     assert "open files" in found
 
 
-def test_without_a_configuration_the_site_profile_counts(
+def test_site_profile_is_used_without_a_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -82,7 +82,7 @@ def test_without_a_configuration_the_site_profile_counts(
     assert (wrong.state, f"{path}:1" in wrong.measured) == (State.FAILED, True)
 
 
-def test_problems_of_a_configuration_are_checks(tmp_path: Path) -> None:
+def test_configuration_problems_are_failed_checks(tmp_path: Path) -> None:
     path = write_config(tmp_path)
     assert look(tmp_path / "r", config=path)["configuration"].state is State.OK
     wrong = look(tmp_path / "r", config=path, overrides=("sed=3",))["configuration"]
@@ -92,7 +92,7 @@ def test_problems_of_a_configuration_are_checks(tmp_path: Path) -> None:
     assert (missing.state, "no such file" in missing.measured) == (State.FAILED, True)
 
 
-def test_an_algorithm_of_ones_own_is_among_the_code_of_the_checks(
+def test_code_check_includes_a_custom_algorithm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in those of a submission: its files may lie elsewhere than the configuration."""
@@ -111,7 +111,7 @@ def test_an_algorithm_of_ones_own_is_among_the_code_of_the_checks(
     assert own in asked[0].paths
 
 
-def test_no_job_looks_around_for_a_configuration_that_is_wrong(tmp_path: Path) -> None:
+def test_job_is_not_submitted_for_an_invalid_configuration(tmp_path: Path) -> None:
     """It would run elsewhere, or as another user, than the trial."""
     path = write_config(tmp_path)
     found = look(tmp_path / "r", config=path, overrides=("sed=3",), job=True)
@@ -147,7 +147,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     return fake
 
 
-def test_a_job_that_does_not_start_is_cancelled_and_reported(
+def test_job_that_does_not_start_is_cancelled_and_reported(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_module, "SAY_EVERY_S", 0.0)
@@ -167,7 +167,7 @@ def _forget(self: FakeScheduler, jobs: object, *, after: int = -1) -> None:
     self.tasks = []
 
 
-def test_a_job_that_cannot_be_cancelled_is_reported(
+def test_job_that_cannot_be_cancelled_is_reported(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial_jobs, "LEAVE_TIMEOUT_S", 0.0)
@@ -178,7 +178,7 @@ def test_a_job_that_cannot_be_cancelled_is_reported(
     assert "end it with scancel" in advice
 
 
-def test_a_job_without_results_shows_the_end_of_its_output(
+def test_output_of_a_job_without_results_is_shown(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_module, "LATE_S", 0.0)
@@ -198,7 +198,7 @@ def test_a_job_without_results_shows_the_end_of_its_output(
     assert check.measured.endswith("srun: error: no such partition")
 
 
-def test_a_job_that_is_refused_is_a_failed_check(
+def test_rejected_job_is_a_failed_check(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(request: SubmissionRequest) -> None:
@@ -210,7 +210,7 @@ def test_a_job_that_is_refused_is_a_failed_check(
     assert not (tmp_path / "r").exists()
 
 
-def test_the_job_has_the_shape_of_the_configuration(
+def test_job_has_the_resources_of_the_configuration(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [HostRow(f"n{index}", "idle", 8) for index in range(4)]
@@ -226,7 +226,7 @@ def test_the_job_has_the_shape_of_the_configuration(
 
 
 @pytest.mark.parametrize(("kind", "hosts"), [("local", 1), ("slurm", 2)])
-def test_second_host_requested_from_slurm_only(
+def test_second_host_is_requested_only_from_slurm(
     monkeypatch: pytest.MonkeyPatch, kind: str, hosts: int
 ) -> None:
     rows = [HostRow(f"n{index}", "idle", 0) for index in range(4)]
@@ -234,7 +234,7 @@ def test_second_host_requested_from_slurm_only(
     assert examine_module._group(kind, Cluster(), None).hosts == hosts
 
 
-def test_the_command(
+def test_doctor_command_prints_checks_and_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURMRL_ROOT", str(tmp_path / "runs"))
@@ -252,7 +252,7 @@ def test_the_command(
         os.umask(umask)
 
 
-def test_hosts_that_say_the_same_share_a_row() -> None:
+def test_hosts_with_equal_results_share_a_row() -> None:
     from slurmrl.cli.site import _together
     from slurmrl.desk.doctor import ok, warning
 

@@ -139,12 +139,12 @@ def measured(*ranks: list[dict[str, Any]], name: str = "cpu") -> dict[str, float
     return found
 
 
-def test_numbers_of_exact_hardware_are_found_again() -> None:
+def test_profile_recovers_numbers_of_simulated_hardware() -> None:
     found = measured(points(TRUE), points(TRUE))
     assert found == pytest.approx(TRUE, rel=0.02)
 
 
-def test_time_between_hosts_is_no_time_of_gathers() -> None:
+def test_network_time_is_not_counted_as_gather_time() -> None:
     """With one rank per host, the sharded layers are measured over the network."""
     exact = {**TRUE, "network": 5e8, "network_latency": 1e-3}
     reads = {**exact, "half_side": 1e-3}
@@ -166,12 +166,12 @@ def test_time_between_hosts_is_no_time_of_gathers() -> None:
     attention=st.floats(0.05, 1.0),
     traffic=st.floats(60, 500),
 )
-def test_any_hardware_is_found_again(**numbers: float) -> None:
+def test_profile_recovers_any_simulated_hardware(**numbers: float) -> None:
     found = measured(points({**TRUE, **numbers}))
     assert {name: found[name] for name in numbers} == pytest.approx(numbers, rel=0.05)
 
 
-def test_ranks_are_averaged() -> None:
+def test_profile_averages_over_ranks() -> None:
     slow = points({**TRUE, "bytes_per_s": 2e10})
     found = measured(points(TRUE), slow)
     assert found["bytes_per_s"] == pytest.approx(2 / (1 / 4e10 + 1 / 2e10), rel=0.01)

@@ -35,7 +35,7 @@ def meet(*places: ProbeHost) -> list[dict[str, list[Check]]]:
     ]
 
 
-def test_hosts_that_share_a_directory(tmp_path: Path) -> None:
+def test_hosts_sharing_a_directory_pass_the_check(tmp_path: Path) -> None:
     first, *others = meet(*(place(tmp_path, task) for task in range(3)))
     assert {one.state for found in (first, *others) for each in found.values() for one in each} == {
         State.OK
@@ -47,14 +47,14 @@ def test_hosts_that_share_a_directory(tmp_path: Path) -> None:
         assert set(found) == {"interface", "hosts meet", "connections"}
 
 
-def test_one_host_meets_nobody(tmp_path: Path) -> None:
+def test_directory_check_skips_a_single_host(tmp_path: Path) -> None:
     (found,) = meet(place(tmp_path, 0, hosts=1))
     assert set(found) == {"interface"}
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_host_that_sees_another_directory_is_missed(tmp_path: Path) -> None:
+def test_host_with_another_directory_is_reported_missing(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     found = meet(place(tmp_path / "a", 0, 2), place(tmp_path / "b", 1, 2))
@@ -80,7 +80,7 @@ def test_files_that_do_not_appear_are_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_a_host_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+def test_unreachable_host_is_named(tmp_path: Path) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         (tmp_path / "address.1").write_text(f"127.0.0.1:{nobody.getsockname()[1]}")
@@ -95,7 +95,7 @@ def server(tmp_path: Path) -> meeting.Server:
     return meeting.Server(tmp_path, "token", "127.0.0.1")
 
 
-def test_requests_without_the_token_are_refused(server: meeting.Server, tmp_path: Path) -> None:
+def test_requests_without_the_token_are_rejected(server: meeting.Server, tmp_path: Path) -> None:
     address = f"127.0.0.1:{server.port}"
     try:
         with pytest.raises(EnvironmentFailure, match="wrong token"):
@@ -112,7 +112,7 @@ def test_requests_without_the_token_are_refused(server: meeting.Server, tmp_path
         server.close()
 
 
-def test_a_reader_that_sees_other_content_is_noticed() -> None:
+def test_host_that_reads_stale_content_is_reported() -> None:
     def maker(do: str, name: str) -> dict[str, str]:
         return {"digest": "new"}
 

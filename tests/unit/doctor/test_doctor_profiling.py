@@ -46,14 +46,14 @@ def test_job_has_all_gpus_of_two_usable_hosts() -> None:
     assert shape(Cluster(gpus_per_worker=0), "local") == (1, 2, 0)
 
 
-def test_job_without_collectives_is_refused() -> None:
+def test_job_without_collectives_is_rejected() -> None:
     with pytest.raises(UsageError, match="at least two ranks"):
         shape(Cluster(gpus_per_worker=0), "local", ranks=1)
     with pytest.raises(UsageError, match="local scheduler has one host"):
         shape(Cluster(gpus_per_worker=0), "local", hosts=2)
 
 
-def test_hardware_is_named_by_the_request_or_by_the_gpu() -> None:
+def test_hardware_name_comes_from_the_option_or_the_gpu() -> None:
     assert _name(Cluster(), 0) == "cpu"
     assert _name(Cluster(slurm=Slurm(gpu_type="nvidia_a100")), 1) == "a100"
     assert _name(Cluster(), 1) is None
@@ -83,7 +83,7 @@ def test_plan_finds_the_profile_of_an_unknown_gpu(
         ({"name": "My GPU"}, "lower-case"),
     ],
 )
-def test_wrong_options_are_refused_before_the_job(
+def test_wrong_options_are_rejected_before_the_job(
     tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
     what = replace(WHAT, scheduler="local", root=tmp_path / "r", **options)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ def test_wrong_options_are_refused_before_the_job(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("local", "laptop"), ("slurm", "cpu")])
-def test_name_of_other_hardware_is_refused(
+def test_name_of_other_hardware_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
     monkeypatch.setattr(

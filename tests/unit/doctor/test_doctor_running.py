@@ -78,7 +78,7 @@ def changed(answers: Mapping[str, Any], path: str, **values: Any) -> dict[str, A
     return {**answers, path: {**answers[path], **values}}
 
 
-def test_a_server_that_can_be_used_is_described(address: str, tmp_path: Path) -> None:
+def test_usable_server_is_described(address: str, tmp_path: Path) -> None:
     """With its key, which the check reads where it runs; the settings that travel there lack it."""
     keys = tmp_path / "keys"
     keys.write_text("the-key")
@@ -121,7 +121,7 @@ def test_vllm_on_a_port_is_a_warning(address: str) -> None:
         ("vllm", SGLANG, State.FAILED, "/version: HTTP status 404"),
     ],
 )
-def test_what_a_server_lacks_is_named(
+def test_missing_features_of_a_server_are_named(
     address: str, backend: str, answers: dict[str, Any], state: State, text: str
 ) -> None:
     Handler.answers = answers
@@ -130,7 +130,7 @@ def test_what_a_server_lacks_is_named(
     assert text in f"{found.measured} {found.advice}"
 
 
-def test_a_server_that_does_not_answer_is_named_with_its_address(tmp_path: Path) -> None:
+def test_unreachable_server_is_named_with_its_address(tmp_path: Path) -> None:
     """From a login node that need not reach it, that is a warning."""
     [found] = checks_of(f"unix:{tmp_path / 'none'}", max_new_tokens=8)
     assert found.state is State.FAILED

