@@ -25,7 +25,7 @@ def placing(layers: int, d: int, t: int, rank: int) -> Placing:
 
 
 @pytest.mark.parametrize(("d", "t"), [(1024, 1), (256, 4), (3, 4)])
-def test_a_layout_does_not_grow_with_the_layers(d: int, t: int) -> None:
+def test_layout_size_does_not_grow_with_the_layers(d: int, t: int) -> None:
     """Its parts are as many as those of one layer, moments included."""
     counts = [
         sum(len(p.parts) for p in {*placing(layers, d, t, 0).layout(MOMENTS).holders.values()})
@@ -36,7 +36,7 @@ def test_a_layout_does_not_grow_with_the_layers(d: int, t: int) -> None:
 
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize(("d", "t"), [(5, 1), (1, 4), (3, 4)])
-def test_a_ranks_boxes_are_those_of_the_layout(d: int, t: int, copies: bool) -> None:
+def test_boxes_of_a_rank_equal_the_layout(d: int, t: int, copies: bool) -> None:
     layout = placing(2, d, t, 0).layout(copies=copies)
     layout.check()
     for rank in range(d * t):

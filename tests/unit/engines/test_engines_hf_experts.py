@@ -67,7 +67,7 @@ def sets(experts: Tensor, each: int = 2) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ROUTED)
-def test_experts_of_a_completion_are_those_that_read_its_tokens(family: str) -> None:
+def test_recorded_experts_are_those_that_processed_the_tokens(family: str) -> None:
     """With rows that join, end and are read again after an update of the weights."""
     model = model_of(family)
     asked = [request(n, 3 + n, RECORDING) for n in range(5)]
@@ -134,7 +134,7 @@ def test_training_computes_with_recorded_experts(family: str, recompute: str) ->
     assert all(torch.equal(*pair) for pair in zip(found, again, strict=False))
 
 
-def test_own_experts_replayed_change_nothing() -> None:
+def test_replay_of_the_routers_own_choice_changes_nothing() -> None:
     """Bit by bit, for families that choose from scores, from logits and in groups."""
     for family in ROUTED:
         options: dict[str, Any] = {"architecture": ROUTED[family]}

@@ -67,7 +67,7 @@ async def steps(count: int) -> None:
 
 @pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_requests_that_join_have_the_completions_that_they_have_alone(
+def test_joining_requests_have_the_same_completions_as_alone(
     family: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shorter prompts join the cache; a longer one, and a cache that is mostly padding, make the
@@ -104,7 +104,7 @@ def test_requests_that_join_have_the_completions_that_they_have_alone(
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_cache_is_read_again_before_padding_exceeds_its_columns(
+def test_cache_is_recomputed_before_padding_exceeds_its_columns(
     every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Llama 4 scales queries by the column 40 on; no sequence here has so many tokens."""
@@ -129,7 +129,7 @@ def test_cache_is_read_again_before_padding_exceeds_its_columns(
             assert_alike(one, wanted)
 
 
-def test_requests_wait_for_the_end_of_a_round_without_joins() -> None:
+def test_requests_wait_for_the_end_of_a_round_if_joins_are_off() -> None:
     model = model_of("a window")
 
     async def run() -> list[bool]:
@@ -146,7 +146,7 @@ def test_requests_wait_for_the_end_of_a_round_without_joins() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_after_an_update_are_those_of_the_new_weights(family: str, tmp_path: Path) -> None:
+def test_tokens_after_an_update_come_from_the_new_weights(family: str, tmp_path: Path) -> None:
     """Completions continue over their earlier tokens, and each token has its version."""
     first, second = model_of(family), model_of(family, seed=1)
     write(second, tmp_path)
@@ -182,7 +182,7 @@ def test_tokens_after_an_update_are_those_of_the_new_weights(family: str, tmp_pa
         assert one.logprobs[old:] == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
-def test_stale_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_cache_is_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of older weights stays, and each token has its version."""
     model, reads = model_of("states"), []
     session = HFModel.session
@@ -207,7 +207,7 @@ def test_stale_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(reads) == wanted
 
 
-def test_aborted_requests_keep_their_tokens_and_leave_room() -> None:
+def test_aborted_requests_keep_their_tokens_and_free_their_rows() -> None:
     model = model_of("states")
     endless = GenerationOptions(max_new_tokens=100)
 

@@ -48,7 +48,7 @@ def state(**changes: Any) -> dict[str, torch.Tensor]:
     return tensors | changes
 
 
-def test_a_locked_buffer_takes_its_size_and_is_unlocked_while_it_is_mapped(
+def test_pinned_buffer_has_its_size_and_is_unpinned_before_unmapping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No byte beyond the requested ones is page-locked; views outlive the lock."""
@@ -63,7 +63,7 @@ def test_a_locked_buffer_takes_its_size_and_is_unlocked_while_it_is_mapped(
     assert view.tolist() == [7] * 8
 
 
-def test_memory_that_cannot_be_locked_is_an_error_that_says_what_to_change(
+def test_error_about_unpinnable_memory_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use(monkeypatch, Cudart(code=2))
@@ -71,7 +71,7 @@ def test_memory_that_cannot_be_locked_is_an_error_that_says_what_to_change(
         HostBuffer(3 << 29, locked=True)
 
 
-def test_copies_share_one_buffer_of_their_size() -> None:
+def test_host_copies_share_one_buffer_of_their_total_size() -> None:
     """All copies are in one allocation without rounding, equal the tensors and stay as they are."""
     tensors = state()
     copies = HostCopies().copy(tensors)
@@ -89,7 +89,7 @@ def test_copies_share_one_buffer_of_their_size() -> None:
         assert torch.equal(copy, before[name])
 
 
-def test_the_buffer_is_reused_until_the_tensors_change() -> None:
+def test_host_buffer_is_reused_until_the_tensors_change() -> None:
     """Equal shapes reuse the memory; other shapes get a buffer of their own size."""
     host = HostCopies()
     first = host.copy(state())

@@ -18,14 +18,14 @@ CONFIG = ModelConfig.from_hf(
 )
 
 
-def test_weights_are_normal_with_the_configured_width() -> None:
+def test_initial_weights_are_normal_with_the_configured_deviation() -> None:
     value = init_tensor("lm_head.weight", (300, 200), CONFIG, 0)
     assert value.dtype == torch.float32
     assert abs(value.std().item() - 0.05) < 0.001
     assert abs(value.mean().item()) < 0.001
 
 
-def test_a_value_depends_on_seed_and_name_alone() -> None:
+def test_initial_weights_depend_only_on_seed_and_name() -> None:
     torch.manual_seed(1)
     first = init_tensor("a.weight", (4, 4), CONFIG, 7)
     torch.manual_seed(2)
@@ -35,7 +35,7 @@ def test_a_value_depends_on_seed_and_name_alone() -> None:
     assert not torch.equal(first, init_tensor("a.weight", (4, 4), CONFIG, 8))
 
 
-def test_the_global_generator_is_left_alone() -> None:
+def test_global_random_generator_is_unchanged() -> None:
     before = torch.get_rng_state()
     init_tensor("a.weight", (4, 4), CONFIG, 7)
     assert torch.equal(before, torch.get_rng_state())

@@ -75,7 +75,7 @@ def torchs(kind: str, options: Optimizer, steps: int, dtype: torch.dtype) -> dic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_torch(kind: str, decay: float, dtype: torch.dtype) -> None:
+def test_optimizer_steps_equal_torch(kind: str, decay: float, dtype: torch.dtype) -> None:
     options = options_of(kind, weight_decay=decay)
     weights = random(0, dtype)
     optimizer = made(options, weights)
@@ -88,7 +88,7 @@ def test_steps_are_those_of_torch(kind: str, decay: float, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_do_not_depend_on_how_tensors_are_split(kind: str) -> None:
+def test_optimizer_steps_do_not_depend_on_sharding(kind: str) -> None:
     def split(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             f"{name} {number}": part.clone()
@@ -106,7 +106,7 @@ def test_steps_do_not_depend_on_how_tensors_are_split(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_and_the_step_are_enough_to_go_on(kind: str) -> None:
+def test_moments_and_step_number_suffice_to_resume(kind: str) -> None:
     weights = random(0)
     straight = made(options_of(kind), weights)
     for found in gradients(range(3)):
@@ -127,7 +127,7 @@ def test_what_is_kept_and_the_step_are_enough_to_go_on(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_kept_takes_part(kind: str) -> None:
+def test_every_step_changes_every_moment(kind: str) -> None:
     """Each has one tensor a parameter that every step changes, and leaves gradients as they are."""
     weights = random(0)
     optimizer = made(options_of(kind), weights)
@@ -140,7 +140,7 @@ def test_everything_kept_takes_part(kind: str) -> None:
         assert all(value.count_nonzero() == value.numel() for value in values.values()), moment
 
 
-def test_every_optimizer_of_torch_is_there_or_refused() -> None:
+def test_every_torch_optimizer_is_supported_or_rejected() -> None:
     known = {
         name.lower()
         for name, found in vars(torch.optim).items()
@@ -153,12 +153,12 @@ def test_every_optimizer_of_torch_is_there_or_refused() -> None:
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_what_is_left_out_is_refused_with_the_reason(name: str) -> None:
+def test_unsupported_optimizers_are_rejected_with_the_reason(name: str) -> None:
     with pytest.raises(ValueError, match=f"{LEFT_OUT[name]}; allowed: adamw, adam, "):
         Optimizer.model_validate({"name": name})
 
 
-def test_settings_that_are_not_used_are_known_and_described() -> None:
+def test_unused_optimizer_settings_are_known_and_described() -> None:
     assert Optimizer(name="sgd", betas=(0.8, 0.9), momentum=0.5).unused == ("betas",)
     assert Optimizer(name="adam", momentum=0.5, eps=1e-3).unused == ("momentum",)
     assert all(options_of(kind).unused == () for kind in KINDS)

@@ -14,7 +14,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.errors import UsageError
 
 
-def test_a_missing_package_is_reported_with_the_command_that_installs_it(
+def test_missing_package_is_reported_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = importlib.util.find_spec
@@ -29,7 +29,7 @@ def test_a_missing_package_is_reported_with_the_command_that_installs_it(
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_is_reported() -> None:
+def test_missing_gpu_is_reported() -> None:
     code = "from slurmrl.engines.megatron import require; require()"
     run = subprocess.run(  # a process that has not been told that its CPU is one
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False

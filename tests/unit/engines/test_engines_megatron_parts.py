@@ -43,7 +43,7 @@ SPARSE = {
         ([2], [[(0, 1), (1, 2)], [(2, 2), (2, 3)]]),
     ],
 )
-def test_chunks_have_the_blocks_of_experts_of_their_layers(
+def test_pipeline_chunks_contain_the_experts_of_their_layers(
     dense: list[int], found: list[list[tuple[int, int]]]
 ) -> None:
     """Layer by layer, as two stages of two chunks have them alternately."""
@@ -79,7 +79,7 @@ def all_parts(values: dict[str, Any], head: Any, grid: dict[str, int], **more: A
         ({"pp": 4}, {}),
     ],
 )
-def test_ranks_hold_every_element(
+def test_ranks_together_hold_every_element(
     head: str, tied: bool, grid: dict[str, int], more: dict[str, Any]
 ) -> None:
     layout = all_parts({**DENSE, "tie_word_embeddings": tied}, head, grid, **more)
@@ -97,7 +97,7 @@ def test_ranks_hold_every_element(
         {},
     ],
 )
-def test_experts_have_a_grid_of_their_own(experts: dict[str, int]) -> None:
+def test_experts_have_their_own_process_grid(experts: dict[str, int]) -> None:
     layout = all_parts(SPARSE, "lm", {"pp": 1, "dp": 2, "cp": 1, "tp": 2}, experts=experts)
     layout.check()
     gates = layout.by_name()["model.layers.1.mlp.experts.gate_proj"]
@@ -105,7 +105,7 @@ def test_experts_have_a_grid_of_their_own(experts: dict[str, int]) -> None:
     assert sum(shard.box.count for _, shard in gates) == 4 * 6 * 8 * copies
 
 
-def test_queries_keys_and_values_of_a_group_stand_together() -> None:
+def test_query_key_and_value_rows_of_a_group_are_adjacent() -> None:
     found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12, grouped=False)
     weight = found["0.decoder.layers.3.self_attention.linear_qkv.weight"]
     attention = "model.layers.3.self_attn."
@@ -120,13 +120,13 @@ def test_queries_keys_and_values_of_a_group_stand_together() -> None:
     ]  # fmt: skip
 
 
-def test_rows_beyond_the_vocabulary_are_void() -> None:
+def test_rows_beyond_the_vocabulary_are_padding() -> None:
     found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12, grouped=False)
     (rows,) = found["0.output_layer.weight"]
     assert (rows.box.start[0], rows.box.size[0]) == (6, 4)
 
 
-def test_chunks_alternate_over_the_pipeline() -> None:
+def test_chunks_alternate_over_pipeline_stages() -> None:
     place = Place(pp=2, pp_rank=1, virtual=2)
     found = parts_of(ModelConfig.from_hf(DENSE), "lm", place, 12, grouped=False)
     norms = {s: p[0].name for s, p in found.items() if s.endswith("input_layernorm.weight")}
@@ -137,7 +137,7 @@ def test_chunks_alternate_over_the_pipeline() -> None:
 
 
 @given(st.lists(st.integers(0, 24), max_size=5))
-def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None:
+def test_flat_ranges_cover_the_same_elements_as_the_pieces(cuts: list[int]) -> None:
     shards = [
         Shard.contiguous("a", Box((2, 0), (3, 4)), "s"),
         Shard.contiguous("b", Box((0, 4), (2, 4)), "s", 12),
@@ -171,12 +171,12 @@ def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None
         ({**DENSE, "model_type": "gpt9"}, "is not supported"),
     ],
 )
-def test_what_megatron_does_not_run_is_refused(values: dict[str, Any], reason: str) -> None:
+def test_unsupported_models_are_rejected(values: dict[str, Any], reason: str) -> None:
     with pytest.raises((UsageError, ValueError), match=reason):
         MegatronModel.from_hf(values)
 
 
-def test_what_megatron_runs_is_read() -> None:
+def test_supported_models_are_accepted() -> None:
     for values in (SPARSE, {**SPARSE, "output_router_logits": True}):
         assert MegatronModel.from_hf(values) == ModelConfig.from_hf(values)
 
@@ -192,7 +192,7 @@ def test_what_megatron_runs_is_read() -> None:
         (SPARSE, {"etp": 4}, 12, "t4 of experts does not divide their inner size 6"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_reported(
+def test_layout_that_does_not_fit_the_model_is_reported(
     values: dict[str, Any], place: dict[str, int], vocabulary: int, message: str
 ) -> None:
     config = ModelConfig.from_hf(values)
@@ -202,7 +202,9 @@ def test_a_layout_that_does_not_fit_is_reported(
 
 
 @pytest.mark.parametrize(("values", "tp"), [(SPARSE, 1), (DENSE, 2), (SPARSE, 2)])
-def test_experts_are_trained_with_sequence_parallelism(values: dict[str, Any], tp: int) -> None:
+def test_training_experts_on_tensor_ranks_needs_sequence_parallelism(
+    values: dict[str, Any], tp: int
+) -> None:
     config, place = ModelConfig.from_hf(values), Place(tp=tp, etp=tp)
     found = [*misfits(config, place, 12, trains_whole=True)]
     said = ["experts are trained on t2 with sequence parallelism only"]

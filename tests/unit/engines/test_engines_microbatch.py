@@ -20,18 +20,18 @@ def sample() -> SequenceSample:
     return SequenceSample(names, {"input_ids": ITEMS}, {}, {"input_ids": ids})
 
 
-def test_sums_of_tokens_keep_the_budget() -> None:
+def test_micro_batches_respect_the_token_budget() -> None:
     rounds = agree(sample(), 16, 1.0, ALONE)
     assert rounds.parts == ((0, 1, 6), (2, 4, 5), (3,))
 
 
-def test_padded_sizes_keep_the_budget() -> None:
+def test_padded_micro_batches_respect_the_token_budget() -> None:
     rounds = agree(sample(), 16, 1.0, ALONE, rows="single")
     assert rounds.parts == ((0,), (1, 6), (2, 4, 5), (3,))
     assert rounds.count == 4
 
 
-def test_a_batch_of_which_no_token_counts_trains_nothing() -> None:
+def test_batch_without_unmasked_tokens_trains_nothing() -> None:
     agree(sample(), 16, 1.0, ALONE).check("actor")
     with pytest.raises(UsageError, match="actor: no token of this batch counts"):
         agree(sample(), 16, 0.0, ALONE).check("actor")

@@ -6,5 +6,5 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.planned import LAYOUTS
 
 
-def test_every_engine_has_planned_layouts() -> None:
+def test_planned_layouts_are_tested_for_every_engine() -> None:
     assert set(LAYOUTS) == set(ENGINES)

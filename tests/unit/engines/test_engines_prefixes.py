@@ -25,14 +25,14 @@ def sample(*items: list[list[int]]) -> SequenceSample:
     return SequenceSample(names, {"input_ids": lengths}, {}, {"input_ids": ids.long()})
 
 
-def test_completions_share_their_prompt_and_not_the_tokens_that_only_some_begin_with() -> None:
+def test_completions_share_only_the_prefix_common_to_all() -> None:
     rows = sample(
         [[*A, 1, 2, 3]], [[*A, 1, 2]], [[*A, 5, 2]], [[7] * 40], [[*B, 1]], [[*B, 1, 1]], [[*A, 9]]
     )
     assert shared_prefixes(rows) == [SharedPrefix(0, 3, 30), SharedPrefix(4, 2, 40)]
 
 
-def test_a_prefix_of_all_prompts_does_not_hide_those_of_single_ones() -> None:
+def test_common_system_prefix_does_not_hide_prompt_prefixes() -> None:
     first, second = [*SYSTEM, *A], [*SYSTEM, *B]
     rows = sample([[*first, 1]], [[*first, 2]], [[*second, 1]], [[*second, 2]], [[*second, 3]])
     assert shared_prefixes(rows) == [
@@ -51,7 +51,7 @@ def test_short_prefixes_are_not_shared() -> None:
     assert shared_tokens(sample([A])) is None
 
 
-def test_a_sequence_has_a_token_behind_its_prefix() -> None:
+def test_each_sequence_has_at_least_one_token_after_its_prefix() -> None:
     """Equal sequences, one that is a prefix of the next, and a prompt without a completion."""
     rows = sample([A, A], [[*A, 1], [*A, 1, 2]])
     (prefix,) = shared_prefixes(rows)
@@ -59,7 +59,7 @@ def test_a_sequence_has_a_token_behind_its_prefix() -> None:
     assert_maps(rows)
 
 
-def test_many_sequences_read_a_prefix_again() -> None:
+def test_prefix_of_too_many_sequences_is_processed_twice() -> None:
     rows = sample(*[[[*A, number]] for number in range(MOST + 2)])
     assert [prefix.count for prefix in shared_prefixes(rows)] in ([MOST, 2], [2, MOST])
 
@@ -85,7 +85,7 @@ def assert_maps(rows: SequenceSample) -> None:
         assert torch.equal(read, ids[start:stop])
 
 
-def test_pieces_have_each_token_of_a_prefix_once() -> None:
+def test_segments_contain_each_prefix_token_once() -> None:
     rows = sample([[5, 6]], [[*A, 1, 2, 3], [*A, 1]], [[4] * 20], [[*B, 1]], [[*B, 2, 2]], [[1]])
     shared = shared_tokens(rows)
     assert shared is not None
@@ -107,7 +107,7 @@ def test_micro_batches_count_a_prefix_once_and_keep_its_items_together() -> None
     assert shared_microbatches(sample(), 8) == []
 
 
-def test_items_of_several_sequences_share_within_and_between_them() -> None:
+def test_prefixes_are_shared_within_and_between_items() -> None:
     pairs = sample([[*A, 1], [*A, 2]], [[*A, 3], [*A, 4]], [[*B, 1], [*B, 2]])
     assert shared_microbatches(pairs, 34) == [[0, 1], [2]]
     assert shared_microbatches(pairs, 33) == [[0], [1], [2]]

@@ -83,7 +83,7 @@ def check(decoder: Any, prompt: tuple[int, ...], made: Completion) -> None:
         assert abs(float(logq[token]) - made.logprobs[place]) < 1e-5
 
 
-def test_requests_get_the_tokens_that_each_one_was_drawn_from() -> None:
+def test_requests_get_the_sampling_mask_of_each_token() -> None:
     """With rows that are preempted, and requests beside them that ask for no support, or a larger
     one.
     """
@@ -123,7 +123,7 @@ def drawn(output: GenerationOutput) -> Tensor:
 
 
 @pytest.mark.parametrize("implementation", ["builtin", "hf"])
-def test_training_computes_what_generation_drew_from(implementation: str) -> None:
+def test_training_computes_the_sampling_distribution_of_generation(implementation: str) -> None:
     """Whatever micro-batches there are."""
     model = engine(implementation=implementation, max_tokens_per_microbatch=40)
     draws: dict[str, Any] = {"seed": 1, "step": 2, "keys": torch.arange(12)}
@@ -138,7 +138,7 @@ def test_training_computes_what_generation_drew_from(implementation: str) -> Non
     assert torch.equal(found[~new], whole[~new])
 
 
-def test_completions_that_share_their_beginning_keep_their_own_supports(
+def test_completions_with_a_shared_prefix_keep_their_own_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sequences of the same tokens are read once; what each was drawn from may still differ, as
@@ -162,7 +162,7 @@ def test_completions_that_share_their_beginning_keep_their_own_supports(
     assert (apart[20:24] - apart[44:]).abs().min() > 1e-3
 
 
-def test_turns_of_rounds_have_their_supports() -> None:
+def test_generation_in_rounds_records_sampling_masks() -> None:
     """The engine that answers requests in rounds cuts them as it cuts the tokens."""
     model = engine(implementation="hf")
     texts = prompts(4)
@@ -200,7 +200,7 @@ def test_turns_of_rounds_have_their_supports() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["builtin", "hf"])
-def test_logprobs_are_under_the_support_whether_or_not_it_is_recorded(implementation: str) -> None:
+def test_logprobs_use_the_sampling_mask_even_if_it_is_not_recorded(implementation: str) -> None:
     """``ServingOptions.support=False`` selects the whole distribution instead."""
     model = engine(implementation=implementation)
     asked = _request(prompts(1)[0], 5, 12)
@@ -256,7 +256,7 @@ def choices(decoder: Any, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("limits", [Limits(), TIGHT])
-def test_requests_get_the_experts_that_read_each_token(limits: Limits) -> None:
+def test_requests_get_the_experts_that_processed_each_token(limits: Limits) -> None:
     """Of prompts too, which the completions of a request share, and of rows that are preempted."""
     decoder, texts = decoder_of("mixtral-windows"), prompts(6)
     options = GenerationOptions(max_new_tokens=14, stop_token_ids=(3,), experts=True)
@@ -271,7 +271,7 @@ def test_requests_get_the_experts_that_read_each_token(limits: Limits) -> None:
         assert (made.experts[-1] == -1).all()
 
 
-def test_experts_are_recorded_from_the_first_request_on_that_asks_for_them() -> None:
+def test_experts_are_recorded_from_the_first_request_that_needs_them() -> None:
     """What other requests have left in the cache is read again, and their draws stay the same."""
     decoder, text = decoder_of("mixtral-windows"), tuple(range(4, 24))
     plain = GenerationOptions(max_new_tokens=12)
@@ -291,7 +291,7 @@ def test_experts_are_recorded_from_the_first_request_on_that_asks_for_them() -> 
     assert made.experts[:-1].tolist() == choices(decoder, [*text, *made.tokens])[:-1].tolist()
 
 
-def test_a_model_without_experts_records_none() -> None:
+def test_model_without_experts_records_none() -> None:
     with pytest.raises(UsageError, match="no experts to record"):
         served(decoder_of(), [request(0, (5,), replace(OPTIONS, experts=True), 1)])
 
@@ -311,7 +311,7 @@ def routed(seed: int = 4) -> SequenceSample:
     return batch
 
 
-def test_whole_batches_are_replayed_with_their_experts() -> None:
+def test_whole_batches_replay_their_recorded_experts() -> None:
     """The recorded experts are those that the same weights choose, so nothing changes; after others
     were drawn, outputs do.
     """
@@ -332,7 +332,7 @@ def test_whole_batches_are_replayed_with_their_experts() -> None:
     assert (model.forward(batch, temperature=0.7)["logp"] - own).abs().max() > 1e-3
 
 
-def test_experts_follow_their_tokens_through_micro_batches_and_recomputation() -> None:
+def test_replayed_experts_match_tokens_in_micro_batches_and_recomputation() -> None:
     """Each sequence has its own, whatever else is in its micro-batch, and backward passes that
     compute a layer again have the same ones.
     """
@@ -356,12 +356,12 @@ def _sum_of_logprobs(outputs: dict[str, Tensor], _: SequenceSample) -> Any:
     return -outputs["logp"].sum(), {}
 
 
-def test_experts_of_another_model_are_refused() -> None:
+def test_experts_of_another_model_are_rejected() -> None:
     with pytest.raises(UsageError, match="do not fit a model with 0 blocks of experts"):
         engine().forward(routed())
 
 
-def test_a_support_without_a_bound_is_refused() -> None:
+def test_sampling_mask_without_top_k_bound_is_rejected() -> None:
     for options in ({"top_p": 0.5}, {}, {"top_k": 5, "greedy": True}):
         with pytest.raises(UsageError, match="sampling mask needs top_k"):
             GenerationOptions(max_new_tokens=1, support=True, **options)

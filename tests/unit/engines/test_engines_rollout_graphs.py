@@ -84,7 +84,7 @@ def same(found: list[Sequence], wanted: list[Sequence]) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("limits", [Limits(rows=24), TIGHT])
 @pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "gpt2"])
-def test_replayed_calls_draw_what_computed_ones_do(
+def test_cuda_graph_replay_samples_the_same_tokens(
     start: Any, name: str, limits: Limits, overlap: bool
 ) -> None:
     """Also where the cache and its tables move, rows are preempted, and tokens are read late;
@@ -143,7 +143,7 @@ class RefusedGraphs(RecordedGraphs):
     ("kind", "reason"),
     [(WrongGraphs, "tokens differ"), (RefusedGraphs, "not permitted when stream is capturing")],
 )
-def test_a_graph_that_fails_or_draws_otherwise_is_not_used(
+def test_graph_that_fails_or_samples_differently_is_not_used(
     start: Any, caplog: pytest.LogCaptureFixture, kind: Any, reason: str, overlap: bool
 ) -> None:
     """The log says so, and all calls are direct ones from then on."""

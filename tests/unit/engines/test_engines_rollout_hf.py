@@ -85,7 +85,7 @@ def test_requests_of_a_round_have_their_own_limits() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 256])
-def test_completions_equal_alone_with_other_options_in_the_round(
+def test_completion_does_not_depend_on_options_of_other_requests(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """A request with more keys than rows is divided, and its completions keep their order."""
@@ -128,7 +128,7 @@ def test_completions_equal_alone_with_other_options_in_the_round(
         ({"experts": True}, "the model has no experts to record"),
     ],
 )
-def test_request_of_a_transformers_model_is_refused_with_options_that_it_lacks(
+def test_unsupported_options_are_rejected_for_transformers_models(
     options: dict[str, Any], message: str
 ) -> None:
     wanted = GenerationOptions(max_new_tokens=3, **options)
@@ -179,7 +179,7 @@ def requests_of(
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_transformers_model_that_failed_or_was_closed_serves_no_more(
+def test_failed_or_closed_transformers_model_rejects_requests(
     monkeypatch: pytest.MonkeyPatch, closed: bool
 ) -> None:
     model, batch = engine(implementation="hf"), sample("prompt_ids")

@@ -29,7 +29,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("start", [HostFolder, remove_unused])
-def test_a_killed_process_leaves_nothing_that_the_next_one_does_not_remove(
+def test_leftovers_of_a_killed_process_are_removed_by_the_next(
     tmp_path: Path, start: Callable[[Path], HostFolder | None]
 ) -> None:
     """A folder stays while its process lives.
@@ -57,7 +57,7 @@ def test_a_killed_process_leaves_nothing_that_the_next_one_does_not_remove(
     assert not own.path.exists()
 
 
-def test_folders_are_made_and_removed_once_the_lock_is_free(
+def test_directories_are_made_and_removed_only_with_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     HostFolder(tmp_path).close()
@@ -81,7 +81,7 @@ def test_folders_are_made_and_removed_once_the_lock_is_free(
     assert not left.exists()
 
 
-def test_folder_removed_by_its_process_is_passed_over(
+def test_directory_removed_by_its_process_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     HostFolder(tmp_path).close()
@@ -115,7 +115,7 @@ def _link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("take", [_foreign, _open_to_all, _link, Path.touch])
-def test_host_folder_has_another_name_where_its_name_is_taken(
+def test_host_directory_gets_another_name_if_its_name_is_taken(
     tmp_path: Path, take: Callable[[Path], None]
 ) -> None:
     """The next processes use the same one, and clean it up."""
@@ -135,7 +135,7 @@ def test_host_folder_has_another_name_where_its_name_is_taken(
     first.close()
 
 
-def test_host_folder_of_another_user_id_is_not_used(tmp_path: Path) -> None:
+def test_host_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
     """User 10's name is the beginning of user 100's."""
     (tmp_path / f"slurmrl-{os.getuid()}0").mkdir(mode=0o700)
     made = HostFolder(tmp_path)

@@ -82,19 +82,19 @@ async def client_of(path: Path, **options: object) -> AsyncIterator[HttpClient]:
         "ftp://host:21",
     ],
 )
-def test_an_address_is_checked_at_once(text: str) -> None:
+def test_server_address_is_checked_at_once(text: str) -> None:
     with pytest.raises(UsageError, match="allowed: http://HOST:PORT"):
         Address(text)
 
 
-def test_addresses_of_both_kinds() -> None:
+def test_addresses_may_be_tcp_or_unix_sockets() -> None:
     assert Address("http://[::1]:80/").url("/health") == "http://[::1]:80/health"
     assert Address("http://host:80").socket is None
     assert Address("unix:/run/s").socket == "/run/s"
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_what_the_server_did_not_begin_is_repeated(tmp_path: Path, status: int) -> None:
+def test_request_that_the_server_did_not_begin_is_repeated(tmp_path: Path, status: int) -> None:
     """A server that is not there yet, and one that is busy."""
     answers = [status, status, 200]
 
@@ -113,7 +113,7 @@ def test_what_the_server_did_not_begin_is_repeated(tmp_path: Path, status: int) 
     assert answers == []
 
 
-def test_an_answer_that_breaks_off_is_not_requested_again(tmp_path: Path) -> None:
+def test_interrupted_response_is_not_requested_again(tmp_path: Path) -> None:
     requests = 0
 
     async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:
@@ -141,7 +141,7 @@ def test_an_answer_that_breaks_off_is_not_requested_again(tmp_path: Path) -> Non
         (302, RunFailedError),
     ],
 )
-def test_refusals_are_errors_of_the_request_or_of_the_server(
+def test_http_errors_blame_the_request_or_the_server(
     tmp_path: Path, status: int, error: type[Exception]
 ) -> None:
     requests = 0
@@ -161,7 +161,7 @@ def test_refusals_are_errors_of_the_request_or_of_the_server(
     assert requests == 1
 
 
-def test_a_server_that_hangs_costs_the_time_limit(tmp_path: Path) -> None:
+def test_hanging_server_ends_with_the_time_limit(tmp_path: Path) -> None:
     async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(3600)
 
@@ -181,7 +181,7 @@ def test_a_server_that_hangs_costs_the_time_limit(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_no_server_ends_with_its_address_after_the_patience(tmp_path: Path) -> None:
+def test_missing_server_is_reported_with_its_address_after_the_wait(tmp_path: Path) -> None:
     async def main() -> None:
         async with client_of(tmp_path / "none", patience_s=0.1) as client:
             with pytest.raises(RunFailedError, match=f"unix:{tmp_path}/none GET /health: Cannot"):
@@ -190,7 +190,7 @@ def test_no_server_ends_with_its_address_after_the_patience(tmp_path: Path) -> N
     asyncio.run(main())
 
 
-def test_the_key_is_sent_and_proxies_of_the_environment_are_not_used(
+def test_key_is_sent_and_environment_proxies_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = []
@@ -216,7 +216,7 @@ def test_the_key_is_sent_and_proxies_of_the_environment_are_not_used(
     assert b"Authorization: Bearer k3y" in heads[0]
 
 
-def test_a_missing_client_library_is_named_with_its_install_command() -> None:
+def test_missing_client_library_is_named_with_its_install_command() -> None:
     """An environment without aiohttp gets one message when an engine with servers is loaded."""
     code = (
         "import sys; sys.modules['aiohttp'] = None\n"

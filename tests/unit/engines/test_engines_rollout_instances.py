@@ -229,7 +229,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=60)
 @given(events=EVENTS, count=st.integers(1, 3))
-def test_every_request_is_answered_once_by_the_version_of_its_time_or_a_later_one(
+def test_each_request_is_answered_once_with_current_or_later_weights(
     events: list[Event], count: int
 ) -> None:
     """Whatever instances do, as long as they return in the end."""
@@ -285,7 +285,7 @@ def test_every_request_is_answered_once_by_the_version_of_its_time_or_a_later_on
     run(main)
 
 
-def test_a_lost_instance_costs_its_own_requests_only() -> None:
+def test_lost_instance_loses_only_its_own_requests() -> None:
     """They are served elsewhere, and those of the other instance are served once."""
 
     async def main() -> None:
@@ -305,7 +305,7 @@ def test_a_lost_instance_costs_its_own_requests_only() -> None:
     run(main)
 
 
-def test_an_instance_that_returns_holds_the_newest_version_before_its_first_request() -> None:
+def test_returning_instance_gets_newest_version_before_requests() -> None:
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
         instances = await serving(servers)
@@ -324,7 +324,7 @@ def test_an_instance_that_returns_holds_the_newest_version_before_its_first_requ
 
 
 @pytest.mark.parametrize("after_s", [0.5, 1.1, 1.4, 1.6])
-def test_a_version_that_comes_while_an_instance_is_prepared_is_not_missed(after_s: float) -> None:
+def test_instance_gets_a_version_published_during_its_preparation(after_s: float) -> None:
     """While it connects, while it loads the version before, and when it has just done so."""
 
     async def main() -> None:
@@ -341,7 +341,7 @@ def test_a_version_that_comes_while_an_instance_is_prepared_is_not_missed(after_
     run(main)
 
 
-def test_an_update_does_not_wait_forever_for_an_instance_that_hangs() -> None:
+def test_update_does_not_wait_forever_for_a_hanging_instance() -> None:
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
         instances = await serving(servers)
@@ -356,7 +356,7 @@ def test_an_update_does_not_wait_forever_for_an_instance_that_hangs() -> None:
     run(main)
 
 
-def test_a_version_that_one_instance_refuses_is_served_by_the_others() -> None:
+def test_version_rejected_by_one_instance_is_served_by_the_others() -> None:
     """A server whose disk is full costs no run that has others; it comes back once it can load."""
 
     async def main() -> None:
@@ -379,7 +379,7 @@ def test_a_version_that_one_instance_refuses_is_served_by_the_others() -> None:
     run(main)
 
 
-def test_the_start_waits_for_servers_that_come_later() -> None:
+def test_start_waits_for_servers_that_come_later() -> None:
     async def main() -> None:
         server = FakeServer()
         server.refusing = RunFailedError("connection refused")
@@ -394,7 +394,7 @@ def test_the_start_waits_for_servers_that_come_later() -> None:
     run(main)
 
 
-def test_a_request_that_fails_everywhere_fails() -> None:
+def test_request_that_fails_on_every_instance_fails() -> None:
     """Each of its failures has the instance answer for its health before the next request."""
 
     async def main() -> None:
@@ -413,7 +413,7 @@ def test_a_request_that_fails_everywhere_fails() -> None:
     run(main)
 
 
-def test_without_an_instance_requests_wait_for_a_limited_time() -> None:
+def test_requests_wait_a_limited_time_for_an_instance() -> None:
     async def main() -> None:
         server = FakeServer()
         instances = await serving([server], wait_s=100.0)
@@ -431,7 +431,7 @@ def test_without_an_instance_requests_wait_for_a_limited_time() -> None:
 
 
 @pytest.mark.parametrize("kind", [UsageError, RunFailedError])
-def test_the_start_fails_with_the_reason(kind: type[SlurmrlError]) -> None:
+def test_failed_start_reports_the_reason(kind: type[SlurmrlError]) -> None:
     """A server that will never do is not one to wait for, even if another one works."""
 
     async def main() -> None:
@@ -446,7 +446,7 @@ def test_the_start_fails_with_the_reason(kind: type[SlurmrlError]) -> None:
     run(main)
 
 
-def test_requests_go_where_their_prefix_is_unless_it_has_much_more_to_do() -> None:
+def test_requests_go_to_the_instance_with_their_prefix_unless_it_is_busy() -> None:
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
         instances = await serving(servers)
@@ -484,7 +484,7 @@ def test_urgent_requests_are_sent_first() -> None:
     run(main)
 
 
-def test_prefixes_match_in_whole_blocks_and_are_forgotten() -> None:
+def test_prefixes_match_in_whole_blocks_and_expire() -> None:
     index = PrefixIndex(most_blocks=4)
     index.remember(range(3 * BLOCK + 5), 0)
     index.remember(range(BLOCK), 1)
@@ -496,7 +496,7 @@ def test_prefixes_match_in_whole_blocks_and_are_forgotten() -> None:
     assert index.matches(range(100)) == {}
 
 
-def test_a_request_may_be_aborted_from_another_thread_as_soon_as_it_is_submitted() -> None:
+def test_request_can_be_aborted_from_another_thread_at_once() -> None:
     server = FakeServer()
     loop = asyncio.new_event_loop()
     thread = Thread(target=loop.run_forever)

@@ -132,7 +132,7 @@ def test_completions_do_not_depend_on_the_batch(
     assert everything_is_free(engine)
 
 
-def test_the_same_requests_give_the_same_bits() -> None:
+def test_repeated_requests_give_identical_bits() -> None:
     options = GenerationOptions(max_new_tokens=15, stop_token_ids=(STOP,))
     requests = [request(i, text, options, i, 50 + i) for i, text in enumerate(prompts(12, 20))]
     first, again = (served(decoder_of(), requests, SMALL)[0] for _ in range(2))
@@ -141,7 +141,7 @@ def test_the_same_requests_give_the_same_bits() -> None:
     ]
 
 
-def test_ended_sequences_leave_their_memory_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_ended_sequences_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache is that of the rows that are served at a time, and of no prompt that has ended.
 
     It is free at the end, at once: on a GPU, training needs it before the garbage collector runs.
@@ -173,7 +173,7 @@ def test_ended_sequences_leave_their_memory_to_others(monkeypatch: pytest.Monkey
     assert sizes[-1] <= growth_and_page_ends < drawn / 5
 
 
-def test_a_turn_shares_no_cell_that_was_not_computed() -> None:
+def test_turns_share_only_computed_cache_cells() -> None:
     """Two sequences end as a third one needs a page, in the call that would have read their last
     tokens. These fill pages, which a later prompt may then not share.
     """
@@ -204,7 +204,7 @@ def test_a_turn_shares_no_cell_that_was_not_computed() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ODD if name != "llama-dynamic-rope"])
-def test_logprobs_are_those_of_the_training_forward(name: str) -> None:
+def test_logprobs_equal_the_training_forward_pass(name: str) -> None:
     """Also of rows that were preempted and of prompts that were read in parts."""
     decoder = decoder_of(name)
     options = GenerationOptions(max_new_tokens=30, temperature=0.8, stop_token_ids=(STOP, 11))
@@ -260,7 +260,7 @@ def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     assert compared > 40
 
 
-def test_logprobs_are_of_the_distribution_that_was_drawn_from() -> None:
+def test_logprobs_belong_to_the_sampling_distribution() -> None:
     """With top-k and top-p, the probabilities of what they leave add up to 1."""
     options = GenerationOptions(max_new_tokens=1, top_k=2)
     found, _ = served(decoder_of(), [request(0, (5, 6, 7), options, *range(64))])
@@ -270,7 +270,7 @@ def test_logprobs_are_of_the_distribution_that_was_drawn_from() -> None:
 
 
 @pytest.mark.parametrize("length", [8, 16, 17, 31])
-def test_a_prompt_is_read_once_for_all_of_its_completions(
+def test_prompt_is_prefilled_once_for_all_its_completions(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """n = 64 completions cost one prefill; so do later requests that begin with the same pages."""
@@ -284,7 +284,9 @@ def test_a_prompt_is_read_once_for_all_of_its_completions(
     assert everything_is_free(engine)
 
 
-def test_the_turns_of_an_episode_share_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_turns_prefill_only_tokens_after_the_shared_prefix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A prompt that begins with an ended request's tokens reads only what follows its full pages,
     until the weights change.
     """
@@ -308,7 +310,7 @@ def test_the_turns_of_an_episode_share_their_beginning(monkeypatch: pytest.Monke
     assert asyncio.run(run()) == [10, 21 - 16, 32 - 28, 43]
 
 
-def test_equal_prompts_at_once_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_equal_prompts_are_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=2)
     counts = reads(monkeypatch)
     prompt = tuple(4 + n % 30 for n in range(33))
@@ -317,7 +319,7 @@ def test_equal_prompts_at_once_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     assert counts[0] == 33 + 9 * 1
 
 
-def test_new_weights_take_over_in_the_middle(tmp_path: Path) -> None:
+def test_new_weights_take_over_within_a_completion(tmp_path: Path) -> None:
     """Tokens behind an update are those of the new weights, given the tokens before it; each token
     has its version, and an update from a folder changes the decoder's own tensors.
     """
@@ -351,9 +353,7 @@ def test_new_weights_take_over_in_the_middle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [2, 9])
-def test_with_a_stale_cache_tokens_behind_an_update_are_drawn_over_older_keys(
-    tmp_path: Path, length: int
-) -> None:
+def test_stale_cache_keeps_older_keys_after_an_update(tmp_path: Path, length: int) -> None:
     """They have the log-probabilities of the new weights over the keys and values that the old ones
     have computed (transformers'), and later prompts share nothing of that: also if the first page
     was not full at the update.
@@ -394,7 +394,7 @@ def test_with_a_stale_cache_tokens_behind_an_update_are_drawn_over_older_keys(
     check_greedy(later, last[0, length + 24 - 1 : -1])
 
 
-def test_with_a_stale_cache_all_completions_of_a_prompt_keep_their_pages_to_themselves(
+def test_stale_cache_pages_are_not_shared_with_later_prompts(
     tmp_path: Path,
 ) -> None:
     """Also those that begin behind the update, because only a part of the prompt was read by then:
@@ -464,7 +464,7 @@ def test_updates_at_every_step_do_not_stop_requests(paused: bool) -> None:
     assert len({version for completion in found for version in completion.versions}) > 6
 
 
-def test_an_update_does_not_wait_for_a_request_that_has_ended() -> None:
+def test_update_does_not_wait_for_an_ended_request() -> None:
     """It waits for a token of the version before; the last request ends without one."""
 
     async def run() -> None:
@@ -484,7 +484,7 @@ def test_an_update_does_not_wait_for_a_request_that_has_ended() -> None:
     asyncio.run(run())
 
 
-def test_nothing_is_drawn_while_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_is_sampled_while_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=10)
 
     async def run() -> Completion:
@@ -534,7 +534,7 @@ def test_aborted_requests_keep_their_tokens() -> None:
     assert wanted.tokens[: len(found[0].tokens)] == found[0].tokens
 
 
-def test_requests_wait_for_the_first_weights_and_lower_priorities_begin_first() -> None:
+def test_requests_wait_for_weights_and_start_by_priority() -> None:
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=3)
 
     async def run() -> list[str]:
@@ -556,7 +556,7 @@ def test_requests_wait_for_the_first_weights_and_lower_priorities_begin_first() 
     assert asyncio.run(run()) == ["a", "b", "c"]
 
 
-def test_four_thousand_requests_at_once() -> None:
+def test_four_thousand_simultaneous_requests_are_served() -> None:
     """All are served, each with its own stream, in a bounded batch."""
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=2, stop_token_ids=(STOP,))
     texts = prompts(40)
@@ -582,7 +582,7 @@ def test_four_thousand_requests_at_once() -> None:
         ((5,), None, {"stop_strings": ("x",)}, "no tokenizer"),
     ],
 )
-def test_requests_that_can_never_be_served_are_refused(
+def test_requests_that_can_never_be_served_are_rejected(
     prompt: tuple[int, ...], limits: Limits | None, more: dict[str, Any], message: str
 ) -> None:
     """They fail alone, with the reason; the engine serves the others."""
@@ -601,13 +601,13 @@ def test_requests_that_can_never_be_served_are_refused(
     asyncio.run(run())
 
 
-def test_a_sequence_ends_at_the_context() -> None:
+def test_sequence_ends_at_the_context_length() -> None:
     options = GenerationOptions(max_new_tokens=10)
     (completion,), _ = served(decoder_of(), [request(0, (5,) * 60, options, 0)])
     assert (len(completion.tokens), completion.finish) == (4, "length")
 
 
-def test_a_diverged_model_fails_all_requests() -> None:
+def test_diverged_model_fails_all_requests() -> None:
     decoder = decoder_of()
     with torch.no_grad():
         decoder.head_weight().fill_(float("nan"))
@@ -627,7 +627,7 @@ def test_a_diverged_model_fails_all_requests() -> None:
     asyncio.run(run())
 
 
-def test_weights_that_are_read_in_part_lose_the_engine(
+def test_partially_read_weights_end_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It serves no mixture of two versions; another architecture is refused and changes nothing."""
@@ -655,7 +655,7 @@ def test_weights_that_are_read_in_part_lose_the_engine(
     asyncio.run(run())
 
 
-def test_a_closed_engine_fails_its_requests() -> None:
+def test_closed_engine_fails_its_requests() -> None:
     async def run() -> None:
         engine = NativeRollout(decoder_of(), version="0.1")
         future = engine.submit(request(0, (5, 6), GenerationOptions(max_new_tokens=40), 0))
@@ -705,7 +705,7 @@ def test_stop_strings_end_completions_across_tokens(least: int, overlap: bool) -
     assert stopped > 5
 
 
-def test_a_stop_string_may_overlap_one_before_the_least_tokens() -> None:
+def test_stop_string_may_overlap_one_before_the_minimum_tokens() -> None:
     """Also within characters of which tokens have a part."""
     assert ends_with_stop("".join, ["x", "a", "a", "a"], ("aa",))
     assert not ends_with_stop("".join, ["a", "a", "x"], ("aa",))
@@ -729,12 +729,12 @@ def test_a_stop_string_may_overlap_one_before_the_least_tokens() -> None:
         lambda: Limits(cache_tokens=64, cache_bytes=2**20),
     ],
 )
-def test_wrong_limits_are_refused(wrong: Callable[[], Limits]) -> None:
+def test_wrong_limits_are_rejected(wrong: Callable[[], Limits]) -> None:
     with pytest.raises(UsageError, match=r"must be at least|not both"):
         wrong()
 
 
-def test_the_cache_stays_within_its_bytes() -> None:
+def test_cache_stays_within_its_bytes() -> None:
     """All tensors of the cache together, while rows are preempted, with the same completions."""
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=20, stop_token_ids=(STOP,))
     requests = [request(i, text, options, i, 50 + i) for i, text in enumerate(prompts(8))]
@@ -748,7 +748,7 @@ def test_the_cache_stays_within_its_bytes() -> None:
     assert size - 4 * cell_bytes(decoder) < held <= size
 
 
-def test_the_cache_of_a_gpu_leaves_memory_for_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_cache_leaves_memory_for_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a limit it gets a share of what is free, memory that torch holds unused included;
     with one, exactly that. Where not a page fits, the error says so.
     """

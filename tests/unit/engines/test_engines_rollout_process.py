@@ -92,7 +92,7 @@ def wait_for_ends(pids: dict[str, int]) -> None:
         wait_for(f"the end of the {name}", lambda pid=pid: not alive(pid))  # type: ignore[misc]
 
 
-def test_closing_ends_every_process_of_a_server_daemons_included(tmp_path: Path) -> None:
+def test_close_ends_every_process_of_a_server_including_daemons(tmp_path: Path) -> None:
     """Closing ends what the server started and frees its shared memory; its log is private."""
     process = start(tmp_path)
     pids = family(tmp_path)
@@ -104,7 +104,7 @@ def test_closing_ends_every_process_of_a_server_daemons_included(tmp_path: Path)
 
 
 @pytest.mark.parametrize("killed", ["owner", "server"])
-def test_nothing_outlives_a_kill(tmp_path: Path, killed: str) -> None:
+def test_no_server_process_outlives_a_kill(tmp_path: Path, killed: str) -> None:
     """Whether the owner or the server is killed, no process of the server is left, nor its shared
     memory.
     """
@@ -121,7 +121,7 @@ def test_nothing_outlives_a_kill(tmp_path: Path, killed: str) -> None:
 
 
 @pytest.mark.parametrize("killed", ["nothing", "server", "everything"])
-def test_shared_memory_of_server_is_removed_and_no_other(tmp_path: Path, killed: str) -> None:
+def test_only_shared_memory_of_the_server_is_removed(tmp_path: Path, killed: str) -> None:
     """Also of one that was killed together with its warden, by the next process that makes a folder
     on the host. Files of other servers stay, whatever their names.
     """
@@ -156,7 +156,7 @@ def test_shared_memory_of_server_is_removed_and_no_other(tmp_path: Path, killed:
         other.unlink()
 
 
-def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
+def test_server_ends_if_its_supervisor_is_killed(tmp_path: Path) -> None:
     """The kernel ends the server, and closing what runs in its session.
 
     (The fork server kills a daemon after the worker, which adopts it.)
@@ -173,7 +173,7 @@ def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
     shared_memory(pids).unlink(missing_ok=True)  # its resource tracker may have ended with the rest
 
 
-def test_the_end_of_a_server_is_described_with_its_last_words(tmp_path: Path) -> None:
+def test_report_of_an_ended_server_quotes_its_last_output(tmp_path: Path) -> None:
     """There is the signal or the code, and the end of this start's output."""
     first = start(tmp_path)
     pids = family(tmp_path)

@@ -60,7 +60,7 @@ def answer(
     return SampledPiece(completion=made, text=text(drawn), stop=stop)
 
 
-def test_pieces_make_what_one_request_would() -> None:
+def test_segments_combine_to_the_result_of_one_request() -> None:
     """Wherever updates cut a completion: within stop strings of which others are the beginnings or
     the ends, before the least number of tokens, within a character, and at the last token. Requests
     that no update cuts make progress each.

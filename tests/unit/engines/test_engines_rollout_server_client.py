@@ -123,7 +123,7 @@ async def ready(dialect: ScriptedDialect, **options: int) -> ServerClient:
     return engine
 
 
-def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
+def test_tokens_of_unknown_weights_are_rejected() -> None:
     """A server that was started again, or that another run has updated, is found out by the
     versions of its tokens; `health` then fails, so that it gets the weights again.
     """
@@ -146,7 +146,7 @@ def test_tokens_of_weights_that_were_not_installed_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_tokens_without_a_probability_are_refused(value: float) -> None:
+def test_tokens_without_a_probability_are_rejected(value: float) -> None:
     """Trained on, they would make each step one that is skipped."""
 
     async def main() -> None:
@@ -161,7 +161,7 @@ def test_tokens_without_a_probability_are_refused(value: float) -> None:
     run(main())
 
 
-def test_a_server_that_sleeps_wakes_before_it_gets_weights() -> None:
+def test_sleeping_server_wakes_before_it_gets_weights() -> None:
     """Until then it has no version, so requests wait and its health does not depend on one."""
 
     async def main() -> None:
@@ -186,7 +186,7 @@ def test_a_server_that_sleeps_wakes_before_it_gets_weights() -> None:
     run(main())
 
 
-def test_requests_wait_for_the_first_version_and_are_bounded() -> None:
+def test_requests_wait_for_the_first_version_and_are_limited_in_number() -> None:
     """No token is drawn before a version was installed; then at most ``concurrency`` completions
     are requested at a time, and each is answered once, in the order of its keys.
     """
@@ -215,7 +215,7 @@ def test_requests_wait_for_the_first_version_and_are_bounded() -> None:
     run(main())
 
 
-def test_an_abort_returns_what_was_drawn_even_if_it_overtakes_its_request() -> None:
+def test_abort_returns_sampled_tokens_even_if_it_overtakes_the_request() -> None:
     async def main() -> None:
         dialect = ScriptedDialect(deaf=3)
         engine = await ready(dialect, concurrency=2)
@@ -233,7 +233,7 @@ def test_an_abort_returns_what_was_drawn_even_if_it_overtakes_its_request() -> N
     run(main())
 
 
-def test_a_completion_that_the_server_aborted_by_itself_is_not_a_completion() -> None:
+def test_completion_aborted_by_the_server_is_an_error() -> None:
     """A server that ends gracefully answers what it has: that must not pass for the whole."""
 
     async def main() -> None:
@@ -248,7 +248,7 @@ def test_a_completion_that_the_server_aborted_by_itself_is_not_a_completion() ->
     run(main())
 
 
-def test_updates_of_a_paused_engine_leave_it_paused() -> None:
+def test_paused_engine_stays_paused_after_an_update() -> None:
     async def main() -> None:
         dialect = ScriptedDialect()
         engine = await ready(dialect)
@@ -263,7 +263,7 @@ def test_updates_of_a_paused_engine_leave_it_paused() -> None:
     run(main())
 
 
-def test_after_an_update_that_failed_no_request_is_sent() -> None:
+def test_no_request_is_sent_after_a_failed_update() -> None:
     """Its weights may be a mixture."""
 
     async def main() -> None:
@@ -284,7 +284,7 @@ def test_after_an_update_that_failed_no_request_is_sent() -> None:
     run(main())
 
 
-def test_a_future_that_is_cancelled_ends_its_requests() -> None:
+def test_cancelled_future_ends_its_requests() -> None:
     async def main() -> None:
         dialect = ScriptedDialect()
         engine = await ready(dialect)

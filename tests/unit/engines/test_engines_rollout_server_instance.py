@@ -146,7 +146,7 @@ async def never(engine: Instances, dialect: PickyDialect) -> None:
     raise AssertionError("it serves")
 
 
-def test_a_killed_server_is_started_again_and_its_request_is_drawn_by_the_next_start(
+def test_killed_server_restarts_and_repeats_its_request(
     tmp_path: Path,
 ) -> None:
     """The next start gets the weights first, and an event says why the first one ended."""
@@ -174,7 +174,7 @@ def test_a_killed_server_is_started_again_and_its_request_is_drawn_by_the_next_s
     assert told["reason"].startswith("server 0 ended (SIGKILL)")
 
 
-def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> None:
+def test_rejected_version_leaves_the_previous_version_in_service(tmp_path: Path) -> None:
     """The refused load may have replaced some tensors, so the earlier version is loaded again
     before the server resumes and requests are answered.
     """
@@ -195,7 +195,7 @@ def test_a_refused_version_leaves_the_one_before_in_service(tmp_path: Path) -> N
     within(tmp_path, test)
 
 
-def test_a_server_with_less_memory_than_a_sequence_needs_is_refused(tmp_path: Path) -> None:
+def test_server_with_too_little_memory_for_a_sequence_is_rejected(tmp_path: Path) -> None:
     """It would cut completions short, which would look like long ones."""
     message = r"server 0 cannot be used: .*accepts at most 16 tokens .* this run may need 17"
     with pytest.raises(UsageError, match=message):
@@ -203,7 +203,7 @@ def test_a_server_with_less_memory_than_a_sequence_needs_is_refused(tmp_path: Pa
 
 
 @pytest.mark.parametrize("lacks", ["memory", "weights"])
-def test_a_later_start_that_cannot_be_used_is_not_the_last(tmp_path: Path, lacks: str) -> None:
+def test_server_starts_again_after_an_unusable_restart(tmp_path: Path, lacks: str) -> None:
     """Others may hold memory of its GPU for a while; servers answer status 400 also for a full
     disk. The next start serves.
     """
@@ -226,7 +226,7 @@ def test_a_later_start_that_cannot_be_used_is_not_the_last(tmp_path: Path, lacks
     within(tmp_path, test, context=16)
 
 
-def test_a_server_that_refuses_its_earlier_version_is_given_up(tmp_path: Path) -> None:
+def test_server_that_rejects_its_earlier_version_is_abandoned(tmp_path: Path) -> None:
     """Requests fail instead of waiting without end for weights that never come."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
@@ -240,7 +240,7 @@ def test_a_server_that_refuses_its_earlier_version_is_given_up(tmp_path: Path) -
     within(tmp_path, test)
 
 
-def test_a_server_that_hangs_while_it_takes_weights_is_started_again(tmp_path: Path) -> None:
+def test_server_that_hangs_during_an_update_is_restarted(tmp_path: Path) -> None:
     """Once that has taken as long as a start may take. Silence does not count until then."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
@@ -257,7 +257,7 @@ def test_a_server_that_hangs_while_it_takes_weights_is_started_again(tmp_path: P
     within(tmp_path, test, Patience(start_s=2.0, silence_s=0.3, probe_s=0.1))
 
 
-def test_a_server_that_does_not_answer_is_ended_unless_requests_are_answered(
+def test_unresponsive_server_is_ended_unless_it_answers_requests(
     tmp_path: Path,
 ) -> None:
     """One that is too busy to answer probes still answers requests."""
@@ -278,7 +278,7 @@ def test_a_server_that_does_not_answer_is_ended_unless_requests_are_answered(
     within(tmp_path, test, Patience(silence_s=0.5, probe_s=0.02))
 
 
-def test_a_process_that_was_stopped_does_not_take_its_server_for_hung(tmp_path: Path) -> None:
+def test_suspended_process_does_not_mistake_its_server_for_hung(tmp_path: Path) -> None:
     """Silence is counted only while the process listens, so a suspended job keeps its servers."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
@@ -306,7 +306,7 @@ def test_a_process_that_was_stopped_does_not_take_its_server_for_hung(tmp_path: 
     ],
     ids=["the same anywhere", "of the host", "of the GPU"],
 )
-def test_the_same_error_of_all_starts_is_final_unless_the_host_may_be_to_blame(
+def test_repeated_start_error_is_final_unless_the_host_may_be_faulty(
     tmp_path: Path, error: str, lost: type[Exception], message: str
 ) -> None:
     """Another host could not help. The message has the error, not only that the server ended."""
@@ -321,7 +321,7 @@ def test_the_same_error_of_all_starts_is_final_unless_the_host_may_be_to_blame(
     assert (tmp_path / "server.log").read_text().count("Traceback") == 3
 
 
-def test_same_error_is_final_if_servers_answer_with_it_before_they_end(
+def test_error_that_servers_answer_before_ending_is_final_if_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM answers requests with status 500 while its engine has failed already."""
@@ -340,7 +340,7 @@ def test_same_error_is_final_if_servers_answer_with_it_before_they_end(
     assert (tmp_path / "server.log").read_text().count("Traceback") == 3
 
 
-def test_a_server_that_dies_of_a_request_is_not_started_for_ever(tmp_path: Path) -> None:
+def test_server_that_a_request_crashes_is_not_restarted_forever(tmp_path: Path) -> None:
     """A start that answers none of its requests has failed, although each counts as stable at once
     here. The second one answers, so four more starts follow it.
     """
@@ -366,7 +366,7 @@ def test_a_server_that_dies_of_a_request_is_not_started_for_ever(tmp_path: Path)
     within(tmp_path, test, Patience(stable_s=0.0))
 
 
-def test_an_abort_ends_a_request_whether_the_server_runs_or_not(tmp_path: Path) -> None:
+def test_abort_ends_a_request_even_without_a_running_server(tmp_path: Path) -> None:
     """It gets what was drawn; of a start that has ended, nothing, without waiting for the next."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
@@ -390,7 +390,7 @@ def test_an_abort_ends_a_request_whether_the_server_runs_or_not(tmp_path: Path) 
     within(tmp_path, test)
 
 
-def test_a_server_that_ends_while_it_sleeps_is_started_for_the_next_weights(tmp_path: Path) -> None:
+def test_server_that_ends_asleep_is_restarted_for_the_next_weights(tmp_path: Path) -> None:
     """Another start would take the GPU memory in which other models compute."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
@@ -416,7 +416,7 @@ def test_a_server_that_ends_while_it_sleeps_is_started_for_the_next_weights(tmp_
     within(tmp_path, test)
 
 
-def test_a_server_that_does_not_free_its_memory_is_ended(tmp_path: Path) -> None:
+def test_server_that_does_not_free_its_memory_is_ended(tmp_path: Path) -> None:
     """The memory is free when the call returns. A server that refuses to sleep never will."""
 
     async def test(engine: Instances, dialect: PickyDialect) -> None:
@@ -439,7 +439,7 @@ def test_a_server_that_does_not_free_its_memory_is_ended(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_server_that_does_not_wake_is_started_again(tmp_path: Path, dies: bool) -> None:
+def test_server_that_does_not_wake_is_restarted(tmp_path: Path, dies: bool) -> None:
     """It may answer probes all the same, or have ended because of it.
 
     The next start gets the weights, and requests are answered.

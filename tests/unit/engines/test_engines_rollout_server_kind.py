@@ -34,7 +34,7 @@ from tests.unit.models.conftest import BASE, ODD
         ),
     ],
 )
-def test_servers_unpickle_nothing_and_listen_in_a_private_folder(
+def test_servers_unpickle_nothing_and_listen_in_a_private_directory(
     kind: type[ServerKind],
     wanted: dict[str, str],
     tmp_path: Path,

@@ -112,12 +112,12 @@ LOGGED = "ERROR 11-23 09:00:00 [a.py:1] no kernel for this GPU\nINFO 11-23 09:00
         "empty",
     ],
 )
-def test_the_error_is_that_of_the_process_that_failed_first(text: str, error: str) -> None:
+def test_log_error_comes_from_the_process_that_failed_first(text: str, error: str) -> None:
     """Not that of the one that waited for it, unless nothing else is known."""
     assert last_error(text.splitlines()) == error
 
 
-def test_only_the_end_of_what_a_start_has_written_is_read(tmp_path: Path) -> None:
+def test_only_the_end_of_the_log_of_a_start_is_read(tmp_path: Path) -> None:
     """Not an error of an earlier start, or far above. A log that is gone counts as empty."""
     path = tmp_path / "server.log"
     path.write_text(SGLANG)
@@ -145,11 +145,11 @@ def test_only_the_end_of_what_a_start_has_written_is_read(tmp_path: Path) -> Non
         ("torch.distributed.DistNetworkError: the client socket has timed out", True),
     ],
 )
-def test_errors_that_another_host_may_not_meet(error: str, of_the_host: bool) -> None:
+def test_errors_are_classified_as_host_or_program_faults(error: str, of_the_host: bool) -> None:
     assert ServerLog(Path("log"), (), error).of_the_host == of_the_host
 
 
-def test_the_kind_of_an_error_has_no_numbers() -> None:
+def test_errors_that_differ_only_in_numbers_are_equal() -> None:
     """They differ from start to start: ports, addresses, free bytes."""
     kinds = {
         ServerLog(Path("log"), (), f"RuntimeError: 0x{number:x}: {number} bytes are missing").kind
@@ -165,7 +165,7 @@ def failed(*endings: EndedStart) -> FailedStarts:
     return starts
 
 
-def test_only_the_same_error_without_an_answer_is_hopeless() -> None:
+def test_only_a_repeated_error_without_any_answer_is_hopeless() -> None:
     """However long each start was ready, if it was asked nothing; an answer or another error in
     between begins the count again.
     """
@@ -182,7 +182,7 @@ def test_only_the_same_error_without_an_answer_is_hopeless() -> None:
     assert not failed(unknown, unknown, unknown).hopeless
 
 
-def test_a_start_counts_as_good_if_it_served_long_and_answered_what_it_was_asked() -> None:
+def test_start_is_good_if_long_and_no_request_stayed_unanswered() -> None:
     """A good start leaves only its own end in the count."""
     short = EndedStart(reason="")
     idle = EndedStart(reason="", served_s=60.0)

@@ -153,7 +153,7 @@ async def paused(settings: SamplingRequest) -> tuple[ScriptedServer, Completion]
         ("ei", [["ei", "i"]], (3, 4, 5, 6, 7, 8)),  # nor here, with the last token
     ],
 )
-def test_a_stop_string_is_found_across_a_pause(
+def test_stop_string_is_found_across_a_pause(
     stop: str, asked: list[list[str]], tokens: tuple[int, ...]
 ) -> None:
     """The tokens before the pause are kept, and the server, which would not see a text that the
@@ -177,7 +177,7 @@ def test_a_stop_string_is_found_across_a_pause(
         ({"max_new_tokens": 2}, "length"),
     ],
 )
-def test_the_last_token_before_a_pause_may_end_a_draw(
+def test_last_token_before_a_pause_may_end_a_completion(
     options: dict[str, Any], finish: str | None
 ) -> None:
     """A server draws once more before it aborts a request, and does not look at what it drew."""
@@ -189,14 +189,14 @@ def test_the_last_token_before_a_pause_may_end_a_draw(
         assert drawing.rest().options.max_new_tokens == 4
 
 
-def test_a_stop_string_is_found_in_the_last_token_before_another_pause() -> None:
+def test_stop_string_is_found_in_the_last_token_before_a_second_pause() -> None:
     drawing = PiecewiseSampling(draw(stop_strings=("ef",)))
     for tokens, finish in (([3, 4], "aborted"), ([5], "stop")):
         piece = read_reply("server", reply(tokens, "abort"), drawing.rest())
         assert drawing.add(piece) == finish
 
 
-def test_a_completion_that_a_pause_cuts_at_the_context_ends_there() -> None:
+def test_completion_paused_at_the_context_length_ends() -> None:
     """Nothing is left to request."""
 
     async def work() -> Completion:
@@ -225,7 +225,7 @@ def test_a_completion_that_a_pause_cuts_at_the_context_ends_there() -> None:
         (6, ("de", "hi"), (3, 4, 5, 6, 7, 8)),
     ],
 )
-def test_stop_strings_end_a_completion_with_its_least_tokens(
+def test_stop_strings_end_a_completion_only_after_minimum_tokens(
     least: int, stops: tuple[str, ...], tokens: tuple[int, ...]
 ) -> None:
     """SGLang has that minimum for stop tokens only."""
@@ -242,7 +242,7 @@ def test_stop_strings_end_a_completion_with_its_least_tokens(
     assert made.finish == ("stop" if len(tokens) < 6 else "length")
 
 
-def test_a_draw_that_was_cut_within_a_character_begins_again() -> None:
+def test_completion_cut_inside_a_character_begins_again() -> None:
     """A stop string may begin with it."""
     drawing = PiecewiseSampling(draw(stop_strings=("é",)))
     made = Completion(tokens=(3,), logprobs=(-1.0,), versions=("1.1",), finish="aborted")
@@ -251,7 +251,7 @@ def test_a_draw_that_was_cut_within_a_character_begins_again() -> None:
     assert drawing.rest() == drawing.sampling
 
 
-def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
+def test_abort_ends_a_completion_even_if_the_server_is_paused() -> None:
     """It returns the tokens drawn so far."""
 
     async def work() -> Completion:
@@ -278,7 +278,7 @@ def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
         ({**reply([3, 4], "length"), "text": None}, "with stop strings has no text"),
     ],
 )
-def test_wrong_replies_are_refused(answer: object, message: str) -> None:
+def test_wrong_replies_are_rejected(answer: object, message: str) -> None:
     """A form, a stop or log-probabilities that were not requested are never taken for tokens."""
     with pytest.raises(RunFailedError, match=message):
         read_reply("server", answer, draw(stop_token_ids=(9,), stop_strings=("x",)))
@@ -292,7 +292,7 @@ def masked(masks: list[list[int]]) -> dict[str, Any]:
     return {**answer, "meta_info": {**answer["meta_info"], **more}}
 
 
-def test_supports_are_asked_for_and_read_with_the_probabilities_under_them() -> None:
+def test_sampling_masks_are_requested_and_read_with_masked_probabilities() -> None:
     """Without a support, log-probabilities are those of the whole distribution."""
     asked = draw(top_k=3, support=True)
     body = request_body(asked)
@@ -305,12 +305,12 @@ def test_supports_are_asked_for_and_read_with_the_probabilities_under_them() -> 
 
 
 @pytest.mark.parametrize("masks", [[], [[3]], [[3], [5, 6]], [[3], [4], [5]]])
-def test_masks_without_the_tokens_that_they_are_of_are_refused(masks: list[list[int]]) -> None:
+def test_reply_with_a_wrong_number_of_sampling_masks_is_rejected(masks: list[list[int]]) -> None:
     with pytest.raises(RunFailedError, match=f"2 tokens came with {len(masks)} sampling masks"):
         read_reply("server", masked(masks), draw(top_k=3, support=True))
 
 
-def test_pieces_of_a_draw_have_one_support() -> None:
+def test_segments_of_a_completion_join_their_sampling_masks() -> None:
     drawing = PiecewiseSampling(draw(top_k=3, support=True))
     for masks in ([[3, 9], [4]], [[5, 3], [4, 2]]):
         piece = read_reply("server", masked(masks), drawing.rest())
@@ -334,7 +334,7 @@ def experts_of(answer: dict[str, Any]) -> Any:
     return read_reply("server", answer, asked, routed=ROUTED).completion.experts
 
 
-def test_experts_are_those_of_the_blocks_that_have_some() -> None:
+def test_experts_are_read_only_for_layers_with_experts() -> None:
     """SGLang reports all layers, and nothing of the last token, which was not read."""
     assert request_body(draw(experts=True))["return_routed_experts"]
     rows = [[[0, 1], [9, 9], [4, 2]], [[3, 1], [0, 0], [0, 4]], [[1, 0], [0, 0], [2, 3]]]
@@ -367,7 +367,7 @@ def test_experts_are_those_of_the_blocks_that_have_some() -> None:
         ),
     ],
 )  # fmt: skip
-def test_experts_of_other_tokens_or_models_are_refused(
+def test_experts_of_other_tokens_or_models_are_rejected(
     answer: dict[str, Any], message: str
 ) -> None:
     """Those of a layer that was not recorded are zeros, which are no two experts."""
@@ -375,7 +375,7 @@ def test_experts_of_other_tokens_or_models_are_refused(
         experts_of(answer)
 
 
-def test_pieces_of_a_draw_have_the_experts_of_the_last_one() -> None:
+def test_completion_takes_the_experts_of_its_last_segment() -> None:
     """It has read the tokens of the others."""
     drawing = PiecewiseSampling(draw(experts=True))
     rows = np.full((5, 3, 2), [0, 1])
@@ -401,7 +401,7 @@ def test_experts_recorded_for_aborted_sample_with_stop_token() -> None:
             assert experts.shape == (4, 4)
 
 
-def test_a_model_without_experts_records_none() -> None:
+def test_model_without_experts_records_none() -> None:
     with pytest.raises(UsageError, match="the model has no experts to record"):
         asyncio.run(SglangDialect(ScriptedServer(), model=MODEL).sample(draw(experts=True)))
 
@@ -418,7 +418,7 @@ RECORDS = {"enable_return_routed_experts": True, "speculative_algorithm": None, 
         (RECORDS, None),
     ],
 )
-def test_servers_that_report_no_experts_or_those_of_other_tokens_are_refused(
+def test_servers_without_correct_expert_records_are_rejected(
     info: Mapping[str, Any], message: str | None
 ) -> None:
     """Only where they are needed."""
@@ -436,7 +436,7 @@ def test_servers_that_report_no_experts_or_those_of_other_tokens_are_refused(
         ({**INFO, "enable_custom_logit_processor": True}, "--enable-custom-logit-processor"),
     ],
 )
-def test_unsuitable_servers_are_refused(info: Mapping[str, Any], message: str) -> None:
+def test_unsuitable_servers_are_rejected(info: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         asyncio.run(SglangDialect(ScriptedServer(info), model=MODEL).connect())
 
@@ -450,7 +450,7 @@ def test_unsuitable_servers_are_refused(info: Mapping[str, Any], message: str) -
         ("Qwen2ForCausalLM", 51, "does not have a vocabulary of 51 token ids"),
     ],
 )
-def test_a_server_of_another_model_is_refused_before_it_gets_requests(
+def test_server_of_another_model_is_rejected_before_requests(
     architecture: str, vocabulary: int, message: str | None
 ) -> None:
     """An architecture or a vocabulary that differs from the weights' is named at once."""
@@ -473,7 +473,7 @@ def test_a_server_of_another_model_is_refused_before_it_gets_requests(
         ({}, None),
     ],
 )
-def test_a_server_of_another_size_is_refused_where_its_model_is_seen(
+def test_server_of_another_model_size_is_rejected_if_visible(
     tmp_path: Path, changes: dict[str, int], message: str | None
 ) -> None:
     """It would load the weights of a model with fewer layers silently."""
@@ -504,7 +504,7 @@ KEEPS: dict[str, Any] = {**INFO, "version": "0.5.22", "pp_size": 1, "disaggregat
         (KEEPS, 2, True, ["retract", "in_place"]),
     ],
 )
-def test_how_a_server_is_paused_depends_on_its_version_and_its_requests(
+def test_pause_mode_depends_on_server_version_and_requests(
     tmp_path: Path, info: Mapping[str, Any], least: int, stale_cache: bool, modes: list[str]
 ) -> None:
     """A server that retracts is idle at once.
@@ -545,7 +545,7 @@ def test_how_a_server_is_paused_depends_on_its_version_and_its_requests(
 
 
 @pytest.mark.parametrize("support", [False, True])
-def test_a_request_that_is_aborted_while_it_waits_has_no_masks(support: bool) -> None:
+def test_request_aborted_while_waiting_has_no_masks(support: bool) -> None:
     """Its tokens cannot be used without their probabilities."""
     answer = reply([3, 4], "abort", message="Abort in waiting queue")
     made = read_reply("server", answer, draw(top_k=3, support=support))
@@ -556,7 +556,7 @@ def test_a_request_that_is_aborted_while_it_waits_has_no_masks(support: bool) ->
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_weights_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) -> None:
+def test_update_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) -> None:
     """In the middle of a batch SGLang would end, or refuse the update as if the weights were wrong.
 
     A batch that does not end is a failure of the server, not a user's error.
@@ -591,7 +591,7 @@ def test_weights_and_sleep_wait_until_no_batch_runs(tmp_path: Path, busy: bool) 
         ({"device": "cuda", "dp_size": 2}, "several servers"),
     ],
 )
-def test_servers_that_hold_weights_in_another_form_are_not_checked(
+def test_servers_with_weights_in_another_format_are_not_checked(
     info: Mapping[str, Any], reason: str | None
 ) -> None:
     """Their parameters differ from the files without a fault."""
@@ -601,7 +601,7 @@ def test_servers_that_hold_weights_in_another_form_are_not_checked(
 
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.21"])
-def test_checksums_left_out_for_draft_model(version: str) -> None:
+def test_checksums_omit_the_draft_model(version: str) -> None:
     """Of a draft model, which a server may have beside it.
 
     From 0.5.21 on, a rank reports both together.

@@ -99,7 +99,7 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
     return reply
 
 
-def test_a_server_starts_where_one_was_killed(tmp_path: Path) -> None:
+def test_server_starts_after_another_was_killed(tmp_path: Path) -> None:
     """The socket of the one before is still there, and vLLM would not bind it."""
     (tmp_path / "server.sock").touch()
     python = tmp_path / "python"
@@ -112,7 +112,7 @@ def test_a_server_starts_where_one_was_killed(tmp_path: Path) -> None:
     assert not (tmp_path / "server.sock").exists()
 
 
-def test_a_reply_is_a_completion_with_a_version_for_each_token() -> None:
+def test_reply_becomes_a_completion_with_a_version_per_token() -> None:
     assert read_reply("server", REPLY) == Completion(
         tokens=(7, 8, 9),
         logprobs=(-0.5, -1.0, -1.5),
@@ -134,14 +134,12 @@ def test_a_reply_is_a_completion_with_a_version_for_each_token() -> None:
         (("logprobs", "content", 0, "logprob"), None),
     ],
 )
-def test_a_reply_that_is_not_whole_is_not_a_completion(
-    path: tuple[str | int, ...], value: object
-) -> None:
+def test_incomplete_reply_is_not_a_completion(path: tuple[str | int, ...], value: object) -> None:
     with pytest.raises(RunFailedError, match="server"):
         read_reply("server", changed(path, value))
 
 
-def test_a_server_that_was_left_paused_is_resumed_before_it_is_tried() -> None:
+def test_paused_server_is_resumed_before_it_is_checked() -> None:
     """A client that was killed during an update leaves it so, and no token would ever come."""
     client = ScriptedClient(SERVER)
     assert asyncio.run(VllmDialect(client, model=MODEL).connect()) == 256
@@ -162,7 +160,7 @@ def test_a_server_that_was_left_paused_is_resumed_before_it_is_tried() -> None:
         ({"GET /v1/models": {"data": []}}, RunFailedError, "lists no model"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
+def test_unusable_server_is_rejected_with_the_missing_feature(
     answers: dict[str, Any], kind: type[SlurmrlError], message: str
 ) -> None:
     table = {name: value for name, value in {**SERVER, **answers}.items() if value is not None}
@@ -182,7 +180,7 @@ def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
         ({"hidden_size": 48}, "heads of at least 32 dimensions, and the actor's have 24"),
     ],
 )
-def test_server_on_cpu_refused_for_weights_that_it_does_not_update(
+def test_cpu_server_is_rejected_if_it_does_not_update_weights(
     more: dict[str, Any], message: str, device: str, refused: bool
 ) -> None:
     """It would sample with the old vocabulary projection, or read new experts as packed ones, or
@@ -204,9 +202,7 @@ def test_server_on_cpu_refused_for_weights_that_it_does_not_update(
         ({"POST /reset_prefix_cache": {"success": False}}, "did not empty its prefix cache"),
     ],
 )
-def test_an_update_that_did_not_take_effect_fails(
-    answers: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_update_without_effect_fails(answers: dict[str, Any], message: str, tmp_path: Path) -> None:
     async def load(answers: dict[str, Any]) -> None:
         dialect = VllmDialect(ScriptedClient(answers), model=MODEL)
         await dialect.connect()
@@ -217,7 +213,7 @@ def test_an_update_that_did_not_take_effect_fails(
     asyncio.run(load(SERVER))
 
 
-def test_checksums_are_read_by_rank_without_matrices() -> None:
+def test_checksums_are_read_per_rank_without_reordered_matrices() -> None:
     """The rank is in the name; what kernels may have reordered is left out."""
     reply = {
         "checksums": {
@@ -239,7 +235,7 @@ def test_servers_that_quantize_are_not_checked(quantization: str | None) -> None
     assert isinstance(digest, str) == (quantization is not None)
 
 
-def test_records_that_vllm_does_not_give_are_refused() -> None:
+def test_records_that_vllm_does_not_provide_are_rejected() -> None:
     for options in (
         replace(FIRST.options, greedy=False, top_k=2, support=True),
         replace(FIRST.options, experts=True),

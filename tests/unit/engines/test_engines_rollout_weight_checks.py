@@ -63,7 +63,7 @@ def version(folder: Path, name: str = "1.1", seed: int = 0) -> WeightVersion:
 
 
 @pytest.mark.parametrize("of", [1, 2, 4])
-def test_parameters_are_joined_split_and_filled_up_as_servers_do(tmp_path: Path, of: int) -> None:
+def test_parameters_are_merged_split_and_padded_like_in_servers(tmp_path: Path, of: int) -> None:
     """With 4 ranks, two of them hold each of the 2 key-value heads."""
     made = tensors()
     attention = [made[f"{LAYER}.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -115,7 +115,7 @@ def test_parameters_are_joined_split_and_filled_up_as_servers_do(tmp_path: Path,
         (300_001, torch.bfloat16, "a0857a5b773495c9"),
     ],
 )
-def test_checksums_of_parameters_on_gpus_are_sglangs(
+def test_checksums_of_gpu_parameters_equal_sglang(
     count: int, dtype: torch.dtype, expected: str
 ) -> None:
     """The values are those of SGLang's kernel (tests/engines runs it): of a part of a word, a tile,
@@ -129,7 +129,7 @@ def test_checksums_of_parameters_on_gpus_are_sglangs(
     ("block", "names"),
     [("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))],
 )
-def test_experts_are_stacked_and_split_as_servers_do(
+def test_experts_are_stacked_and_split_like_in_servers(
     tmp_path: Path,
     block: str,
     names: tuple[str, ...],
@@ -192,7 +192,7 @@ def check(
     asyncio.run(checks.check("server", loaded, held, digest, replaced=replaced))
 
 
-def test_a_server_with_other_weights_than_the_version_is_named(
+def test_server_with_wrong_weights_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One tensor is enough. What cannot be compared is said, once."""
@@ -211,7 +211,7 @@ def test_a_server_with_other_weights_than_the_version_is_named(
     check(checks, report(tensors(1)), second)
 
 
-def test_parameters_in_another_form_are_compared_between_starts_only(
+def test_parameters_in_another_format_are_compared_only_between_starts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They have changed with the first weights of a server and are not the expected ones: a kernel
@@ -229,7 +229,7 @@ def test_parameters_in_another_form_are_compared_between_starts_only(
         check(checks, report(tensors()), second)
 
 
-def test_a_server_may_be_started_again_over_fewer_gpus(tmp_path: Path) -> None:
+def test_server_may_be_restarted_on_fewer_gpus(tmp_path: Path) -> None:
     """Whoever runs it chooses: it is compared from then on."""
     loaded, checks = version(tmp_path), WeightChecks()
     check(checks, report(tensors()) * 2, loaded)
@@ -239,7 +239,7 @@ def test_a_server_may_be_started_again_over_fewer_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("server", ["bfloat16", "torch.bfloat16", "half", "float16"])
-def test_server_in_another_type_is_compared_after_its_rounding(
+def test_server_of_another_dtype_is_compared_after_rounding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, server: str
 ) -> None:
     """It rounds what it reads, so all of its known parameters are still compared."""
@@ -258,11 +258,11 @@ def test_server_in_another_type_is_compared_after_its_rounding(
 
 
 @pytest.mark.parametrize("server", ["float32", "torch.float32", "auto", None])
-def test_server_in_the_type_of_the_files_is_compared_bit_by_bit(server: str | None) -> None:
+def test_server_of_the_same_dtype_is_compared_bit_by_bit(server: str | None) -> None:
     assert WeightChecks().digest("server", digest, "float32", server) is digest
 
 
-def test_a_gpu_without_free_memory_is_done_without(tmp_path: Path) -> None:
+def test_checksums_are_computed_on_the_cpu_if_the_gpu_is_full(tmp_path: Path) -> None:
     devices = []
 
     def full(tensor: Tensor, device: torch.device) -> str:
@@ -277,7 +277,7 @@ def test_a_gpu_without_free_memory_is_done_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_only", [False, True])
-def test_a_server_is_asked_after_each_version_or_the_first_one(
+def test_server_is_checked_after_each_version_or_only_the_first(
     tmp_path: Path, first_only: bool
 ) -> None:
     """At first, a server that starts without weights is also asked for what it replaces."""
@@ -300,7 +300,7 @@ def test_a_server_is_asked_after_each_version_or_the_first_one(
     assert asked == (2 if first_only else 4)
 
 
-def test_a_server_that_computes_no_checksums_is_not_checked(
+def test_server_without_checksums_is_not_checked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is said. Of one that has done so before, a refusal is an error."""
@@ -332,7 +332,9 @@ def test_a_server_that_computes_no_checksums_is_not_checked(
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_server_with_an_output_layer_that_no_file_has_is_refused(tmp_path: Path, own: bool) -> None:
+def test_server_with_an_output_layer_missing_in_the_files_is_rejected(
+    tmp_path: Path, own: bool
+) -> None:
     """It ignores `tie_word_embeddings`, as SGLang does for qwen3_moe, and would keep random values.
 
     Layers of a pipeline have a copy of the embedding; only servers of others can be pipelines.

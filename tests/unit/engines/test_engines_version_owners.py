@@ -57,7 +57,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_own_equal_shares_of_what_they_hold(name: str) -> None:
+def test_ranks_write_equal_shares_of_the_tensors(name: str) -> None:
     placed, config = LAYOUTS[name], ModelConfig.from_hf(MOE)
     layout = planned_layout(placed, Model(architecture=MOE, dtype="bfloat16"), config)
     files = file_tensors(layout.tensors.items(), storage_of(config))

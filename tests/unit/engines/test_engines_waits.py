@@ -60,7 +60,9 @@ def sample(key: str = "input_ids") -> SequenceSample:
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("mode", ["off", "selective", "full"])
 @pytest.mark.parametrize("budget", [100, 12])
-def test_micro_batches_and_layers_wait_for_nothing(head: str, mode: str, budget: int) -> None:
+def test_host_does_not_wait_between_micro_batches_and_layers(
+    head: str, mode: str, budget: int
+) -> None:
     model, batch = (
         engine(head, gradient_checkpointing=mode, max_tokens_per_microbatch=budget),
         sample(),
@@ -80,7 +82,7 @@ def test_micro_batches_and_layers_wait_for_nothing(head: str, mode: str, budget:
 
 
 @pytest.mark.parametrize("stops", [(), tuple(range(10, 30))])
-def test_rounds_read_what_has_ended_every_few_tokens(
+def test_rounds_check_for_ended_sequences_every_few_tokens(
     stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(hf_module.CHECK_TOKENS, "cpu", 8)
@@ -104,7 +106,7 @@ def test_rounds_read_what_has_ended_every_few_tokens(
     assert {after - before for before, after in pairwise(waited)} == {1}, waits
 
 
-def test_requests_wait_only_for_what_an_earlier_call_has_drawn(
+def test_requests_wait_only_for_tokens_of_an_earlier_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Calls of the model and draws are queued without a wait; tokens are read when the next call
@@ -141,7 +143,7 @@ def test_requests_wait_only_for_what_an_earlier_call_has_drawn(
     ]
 
 
-def test_sharded_modules_get_no_plain_tensor_of_the_host() -> None:
+def test_sharded_modules_get_no_plain_host_tensor() -> None:
     """FSDP would copy it to the GPU, where indices cannot be made without waiting."""
     model, batch = engine(max_tokens_per_microbatch=12), sample()
     passed: list[Any] = []

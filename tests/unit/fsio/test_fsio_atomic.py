@@ -63,26 +63,26 @@ def test_exclusive_create_has_one_winner_and_leaves_no_temporaries(tmp_path: Pat
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EEXIST, errno.ETIMEDOUT])
-def test_a_link_whose_reply_was_lost_still_won(tmp_path: Path, error: int) -> None:
+def test_link_with_a_lost_reply_still_wins(tmp_path: Path, error: int) -> None:
     calls = Scripted("link", error, done=True)
     assert atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
     assert atomic.read(tmp_path / "slot") == b"ours"
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOENT])
-def test_a_link_that_was_not_made_is_tried_again(tmp_path: Path, error: int) -> None:
+def test_failed_link_is_retried(tmp_path: Path, error: int) -> None:
     calls = Scripted("link", error, times=3)
     assert atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
     assert len(calls.slept) == 3
 
 
-def test_an_unclear_link_lost_when_the_content_is_another(tmp_path: Path) -> None:
+def test_uncertain_link_lost_if_the_file_has_other_content(tmp_path: Path) -> None:
     (tmp_path / "slot").write_bytes(b"theirs")
     calls = Scripted("link", errno.EIO)
     assert not atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
 
 
-def test_an_unclear_link_gives_up_after_bounded_tries(tmp_path: Path) -> None:
+def test_uncertain_link_is_retried_a_limited_number_of_times(tmp_path: Path) -> None:
     calls = Scripted("link", errno.EIO, times=1000)
     with pytest.raises(EnvironmentFailure, match=r"create .*slot.*EIO"):
         atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
@@ -92,23 +92,21 @@ def test_an_unclear_link_gives_up_after_bounded_tries(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["open", "pwrite", "fsync", "close", "link", "fsync_directory"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
-def test_definite_errors_are_environment_failures_at_once(
-    tmp_path: Path, method: str, error: int
-) -> None:
+def test_definite_errors_are_raised_at_once(tmp_path: Path, method: str, error: int) -> None:
     calls = Scripted(method, error, times=1000)
     with pytest.raises(EnvironmentFailure, match=str(tmp_path)):
         atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
     assert calls.slept == []
 
 
-def test_exclusive_create_in_a_directory_that_is_gone(tmp_path: Path) -> None:
+def test_exclusive_create_fails_in_a_missing_directory(tmp_path: Path) -> None:
     calls = Scripted("none", 0)
     with pytest.raises(EnvironmentFailure, match="No such file"):
         atomic.exclusive_create(tmp_path / "gone" / "slot", b"x", calls=calls)
     assert calls.slept == []
 
 
-def test_replace(tmp_path: Path) -> None:
+def test_replace_writes_new_content_and_removes_temporaries(tmp_path: Path) -> None:
     atomic.replace(tmp_path / "a", b"1")
     atomic.replace(tmp_path / "a", b"2", durable=False)
     assert atomic.read(tmp_path / "a") == b"2"
@@ -116,14 +114,14 @@ def test_replace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_replace_survives_an_unclear_rename(tmp_path: Path, done: bool) -> None:
+def test_replace_survives_an_uncertain_rename(tmp_path: Path, done: bool) -> None:
     calls = Scripted("rename", errno.EIO, times=1 if done else 2, done=done)
     atomic.replace(tmp_path / "a", b"1", calls=calls)
     assert atomic.read(tmp_path / "a") == b"1"
     assert len(calls.slept) == (0 if done else 2)
 
 
-def test_replace_keeps_the_old_content_when_the_disk_is_full(tmp_path: Path) -> None:
+def test_replace_keeps_the_old_content_on_a_full_disk(tmp_path: Path) -> None:
     atomic.replace(tmp_path / "a", b"old")
     with pytest.raises(EnvironmentFailure, match="No space left"):
         atomic.replace(tmp_path / "a", b"new", calls=Scripted("pwrite", errno.ENOSPC))
@@ -152,7 +150,7 @@ class Sequence(SystemCalls):
         super().rename(source, target)
 
 
-def test_content_is_on_disk_before_its_name_is(tmp_path: Path) -> None:
+def test_content_is_on_disk_before_its_name(tmp_path: Path) -> None:
     calls = Sequence()
     atomic.exclusive_create(tmp_path / "a", b"1", calls=calls)
     atomic.replace(tmp_path / "a", b"1", calls=calls)
@@ -162,7 +160,7 @@ def test_content_is_on_disk_before_its_name_is(tmp_path: Path) -> None:
     ]
 
 
-def test_read_retries_stale_handles_only(tmp_path: Path) -> None:
+def test_read_retries_only_stale_handles(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 40_000)
     calls = Scripted("read", errno.ESTALE, times=2)
     assert atomic.read(tmp_path / "a", calls=calls) == b"x" * 40_000
@@ -182,13 +180,13 @@ def test_read_does_not_follow_links(tmp_path: Path) -> None:
         atomic.read(tmp_path / "a")
 
 
-def test_remove(tmp_path: Path) -> None:
+def test_remove_deletes_a_file_and_accepts_a_missing_one(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     assert atomic.remove(tmp_path / "a")
     assert not atomic.remove(tmp_path / "a")
 
 
-def test_remove_exactly_spares_what_others_wrote(tmp_path: Path) -> None:
+def test_remove_exactly_keeps_content_of_others(tmp_path: Path) -> None:
     path = tmp_path / "a"
     atomic.replace(path, b"theirs")
     assert not atomic.remove_exactly(path, b"ours")
@@ -209,7 +207,7 @@ class ReplacedInBetween(SystemCalls):
         super().rename(source, target)
 
 
-def test_remove_exactly_puts_back_what_came_in_between(tmp_path: Path) -> None:
+def test_remove_exactly_restores_a_concurrently_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     atomic.replace(path, b"ours")
     assert not atomic.remove_exactly(path, b"ours", calls=ReplacedInBetween(path))
@@ -268,7 +266,7 @@ def test_modes_are_private_whatever_the_umask(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_make_private_directory_leaves_existing_ones_alone(tmp_path: Path) -> None:
+def test_make_private_directory_does_not_change_an_existing_one(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o755)
@@ -280,7 +278,7 @@ def test_make_private_directory_leaves_existing_ones_alone(tmp_path: Path) -> No
         atomic.make_private_directory(shared / "file")
 
 
-def test_probe_link(tmp_path: Path) -> None:
+def test_link_probe_reports_file_systems_without_links(tmp_path: Path) -> None:
     atomic.probe_link(tmp_path)
     assert os.listdir(tmp_path) == []
     with pytest.raises(EnvironmentFailure, match="hard link"):
@@ -288,7 +286,7 @@ def test_probe_link(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_sync_file(tmp_path: Path) -> None:
+def test_sync_file_calls_fsync(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     calls = Sequence()
     atomic.sync_file(tmp_path / "a", calls=calls)
@@ -307,7 +305,7 @@ class Counting(SystemCalls):
         return super().__getattribute__(name)
 
 
-def test_a_folder_that_is_no_place_for_folders(tmp_path: Path) -> None:
+def test_directory_below_a_path_that_allows_none_is_reported(tmp_path: Path) -> None:
     """The proc file system, like an automounter, says that a name does not exist."""
     with pytest.raises(EnvironmentFailure, match=r"cannot make directory /proc/nothing-here: .*"):
         atomic.make_private_directory(Path("/proc/nothing-here/below"))
@@ -320,7 +318,7 @@ def test_reading_takes_four_operations(tmp_path: Path) -> None:
     assert calls.count == 4
 
 
-def test_a_file_written_by_parts_is_the_old_or_the_new_one_after_any_error(tmp_path: Path) -> None:
+def test_file_written_in_parts_is_old_or_new_after_any_error(tmp_path: Path) -> None:
     """Whichever operation fails, before or after it happened, and if the parts themselves do."""
     path = tmp_path / "file"
     sound = Faulty()

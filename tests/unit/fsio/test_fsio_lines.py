@@ -10,7 +10,7 @@ from slurmrl.fsio import lines
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_whole_lines_from_both_ends(
+def test_whole_lines_are_read_from_both_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     monkeypatch.setattr(lines, "CHUNK_BYTES", chunk)
@@ -27,7 +27,7 @@ def test_whole_lines_from_both_ends(
         assert file.offset == file.size
 
 
-def test_what_is_no_file_is_no_hang(tmp_path: Path) -> None:
+def test_fifo_and_directory_raise_instead_of_hanging(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path, what in ((tmp_path / "fifo", "a FIFO"), (tmp_path, "a directory")):
         with pytest.raises(CorruptFileError, match=what), lines.opened(path):

@@ -41,13 +41,13 @@ VALUES = {
 }
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_written_objects_read_back_equal() -> None:
     """Fields with their default take no space."""
     assert json.loads(json.dumps(to_json(CART))) == VALUES
     assert from_json(Cart, VALUES, "a cart") == CART
 
 
-def test_null_counts_as_missing_and_unknown_fields_as_those_of_a_newer_version() -> None:
+def test_null_counts_as_missing_and_unknown_fields_are_ignored() -> None:
     wheel = from_json(Wheel, {"size": 1, "worn": None, "spokes": 12}, "a wheel")
     assert wheel == Wheel(1)
 
@@ -67,13 +67,13 @@ def test_null_counts_as_missing_and_unknown_fields_as_those_of_a_newer_version()
         ({"speed": "fast"}, "has 'fast' in 'speed', expected a number"),
     ],
 )
-def test_a_value_of_another_type_is_named(change: dict[str, Any], problem: str) -> None:
+def test_value_of_the_wrong_type_is_named(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(CorruptFileError) as caught:
         from_json(Cart, {**VALUES, **change}, "a cart")
     assert problem in str(caught.value)
 
 
-def test_a_type_without_a_form_in_json_is_refused() -> None:
+def test_type_without_json_representation_is_rejected() -> None:
     @dataclass(frozen=True)
     class Odd:
         value: complex

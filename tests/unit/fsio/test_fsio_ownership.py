@@ -43,25 +43,25 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_private_directory_is_used_without_a_word(run: Path) -> None:
+def test_private_directory_gives_no_warning(run: Path) -> None:
     assert atomic.check_ownership(run) == []
     run.chmod(0o2700)
     assert atomic.check_ownership(run) == []
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o770, 0o777, 0o500, 0o000])
-def test_another_mode_is_refused(run: Path, mode: int) -> None:
+def test_directory_with_another_mode_is_rejected(run: Path, mode: int) -> None:
     run.chmod(mode)
     with pytest.raises(OwnershipError, match=f"has mode {mode:04o}.*chmod 700"):
         atomic.check_ownership(run)
 
 
-def test_what_is_not_ours_is_refused(run: Path) -> None:
+def test_directory_of_another_user_is_rejected(run: Path) -> None:
     with pytest.raises(OwnershipError, match=f"belongs to user {THEIRS}, not to you"):
         atomic.check_ownership(run, calls=Owned((run,)))
 
 
-def test_what_is_no_directory_is_refused(run: Path) -> None:
+def test_path_that_is_no_directory_is_rejected(run: Path) -> None:
     link, file = run.parent / "link", run.parent / "file"
     link.symlink_to(run)
     file.touch()
@@ -72,7 +72,7 @@ def test_what_is_no_directory_is_refused(run: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o703])
-def test_an_ancestor_that_everybody_writes_to_is_refused(run: Path, mode: int) -> None:
+def test_world_writable_ancestor_is_rejected(run: Path, mode: int) -> None:
     run.parent.chmod(mode)
     with pytest.raises(OwnershipError, match=f"root is world-writable .mode {mode:04o}"):
         atomic.check_ownership(run)
@@ -80,7 +80,7 @@ def test_an_ancestor_that_everybody_writes_to_is_refused(run: Path, mode: int) -
     assert atomic.check_ownership(run) == []
 
 
-def test_ancestors_behind_a_symbolic_link_count(run: Path, tmp_path: Path) -> None:
+def test_ancestors_of_a_symbolic_link_target_are_checked(run: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(run.parent)
     assert atomic.check_ownership(link / "run") == []
@@ -91,7 +91,7 @@ def test_ancestors_behind_a_symbolic_link_count(run: Path, tmp_path: Path) -> No
         atomic.check_ownership(link / "run")
 
 
-def test_groups_and_owners_of_ancestors_are_warned_about(run: Path) -> None:
+def test_group_writable_or_foreign_ancestors_give_a_warning(run: Path) -> None:
     run.parent.chmod(0o775)
     (warning,) = atomic.check_ownership(run)
     assert f"{run.parent} is writable by group" in warning
@@ -99,7 +99,7 @@ def test_groups_and_owners_of_ancestors_are_warned_about(run: Path) -> None:
     assert f"{run.parent} belongs to user {THEIRS}" in warning
 
 
-def test_a_directory_that_does_not_answer_is_another_matter(run: Path) -> None:
+def test_unreachable_directory_is_no_ownership_error(run: Path) -> None:
     for path, calls in ((run, Owned(error=errno.EIO)), (run / "gone", SystemCalls())):
         with pytest.raises(EnvironmentFailure) as caught:
             atomic.check_ownership(path, calls=calls)

@@ -16,7 +16,9 @@ class Quota(SystemCalls):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 
-def test_room_is_looked_for_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_checked_by_free_bytes_and_a_trial_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls.require_space(tmp_path)
     calls.require_space(tmp_path / "not" / "yet")
     with pytest.raises(EnvironmentFailure, match=r"EDQUOT.*nothing was submitted"):

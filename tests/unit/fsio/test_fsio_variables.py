@@ -18,7 +18,7 @@ def private(folder: Path, text: str, mode: int = 0o600) -> Path:
     return path
 
 
-def test_lines_as_a_shell_reads_them(tmp_path: Path) -> None:
+def test_variables_are_read_like_by_a_shell(tmp_path: Path) -> None:
     text = "# mine\n\nWANDB_API_KEY=a=b\nexport HF_TOKEN='$x \"y\"' # there\nEMPTY=\n"
     assert inputs.read_variables(private(tmp_path, text)) == {
         "WANDB_API_KEY": "a=b",
@@ -28,14 +28,12 @@ def test_lines_as_a_shell_reads_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
-def test_a_file_that_others_can_read_is_not_read(tmp_path: Path, mode: int) -> None:
+def test_file_readable_by_others_is_rejected(tmp_path: Path, mode: int) -> None:
     with pytest.raises(OwnershipError, match="chmod 600"):
         inputs.read_variables(private(tmp_path, "A=secret\n", mode))
 
 
-def test_a_file_of_another_user_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = private(tmp_path, "A=secret\n")
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
@@ -44,20 +42,20 @@ def test_a_file_of_another_user_is_not_read(
 
 
 @pytest.mark.parametrize("line", ["secret", "A='secret", "1A=secret", "SLURM_CONF=secret", "A B"])
-def test_what_is_no_assignment_is_refused_and_not_shown(tmp_path: Path, line: str) -> None:
+def test_invalid_line_is_rejected_without_printing_it(tmp_path: Path, line: str) -> None:
     with pytest.raises(UsageError, match="tokens:2") as refused:
         inputs.read_variables(private(tmp_path, f"OK=1\n{line}\n"))
     assert "secret" not in str(refused.value)
 
 
-def test_fifo_and_device_refused_without_waiting(tmp_path: Path) -> None:
+def test_fifo_and_device_are_rejected_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(UsageError, match=f"{path} is not a regular file"):
             inputs.read_variables(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_variables_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="tokens"):
         inputs.read_variables(tmp_path / "tokens")
     (tmp_path / "folder").mkdir()

@@ -22,7 +22,7 @@ def planned(call: Call, **changes: object) -> CallPlan:
     return CallPlan.model_validate(values | changes)
 
 
-def test_each_call_lies_one_level_behind_the_last_call_that_it_needs() -> None:
+def test_each_call_is_one_level_after_its_last_dependency() -> None:
     graph = values([planned(GENERATE), planned(JUDGE), planned(TRAIN)], ["prompt_ids"], MODELS)
     assert graph["edges"] == [
         {"from": "dataset", "to": "gen", "keys": ["prompt_ids"]},

@@ -38,7 +38,7 @@ def test_edges_follow_from_keys() -> None:
     assert names(graph.parents(PPO[5])) == ["generate", "reward", "values"]
 
 
-def test_every_order_of_the_calls_sorts_each_after_its_parents_and_is_stable() -> None:
+def test_calls_are_sorted_after_their_parents_from_any_order() -> None:
     for shuffled in itertools.permutations(PPO):
         graph = Graph(shuffled, ["prompts"])
         place = {one.name: index for index, one in enumerate(graph.order)}
@@ -73,7 +73,7 @@ def test_every_order_of_the_calls_sorts_each_after_its_parents_and_is_stable() -
         ),
     ],
 )
-def test_all_layouts_that_do_not_fit_are_reported_at_once_by_name(
+def test_all_invalid_calls_are_reported_at_once_by_name(
     calls: list[Call], messages: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -98,7 +98,7 @@ def test_unread_keys_are_reported_with_their_makers() -> None:
     assert unread((TRAIN,), "prompt") == ["'prompt_ids' of the dataset is never read"]
 
 
-def test_a_built_in_call_may_make_more_than_an_algorithm_reads() -> None:
+def test_built_in_call_may_produce_unread_keys() -> None:
     """No setting changes that, so it is no cause for a warning; a call of no use is one."""
     ours = replace(GENERATE, interface="slurmrl.algorithms.rollout_calls:RolloutInterface")
     assert unread((ours, JUDGE, TRAIN), "prompt") == []

@@ -28,7 +28,7 @@ def delete(step: int, of: int, by: int) -> tuple[Kind, int, dict[str, Any]]:
     return Kind.DELETE, by, {"step": step, "directory": f"{step}.{of}"}
 
 
-def test_all_steps_of_the_newest_incarnation_count() -> None:
+def test_all_steps_of_the_newest_incarnation_are_valid() -> None:
     found = lineage(begin(1), commit(2, 1))
     assert found.has(0, 1)
     assert found.has(9, 1)
@@ -42,21 +42,21 @@ def test_steps_after_the_commit_that_was_resumed_are_rolled_back() -> None:
     assert found.has(5, 2)
 
 
-def test_an_incarnation_without_a_commit_leaves_nothing() -> None:
+def test_incarnation_without_a_commit_leaves_no_valid_steps() -> None:
     found = lineage(begin(1), commit(2, 1), begin(2), begin(3))
     assert found.has(2, 1)
     assert not found.has(3, 2)
 
 
 @pytest.mark.parametrize("base", [{"base": "2.1"}, {}])
-def test_a_damaged_commit_is_rolled_back(base: dict[str, Any]) -> None:
+def test_damaged_commit_is_rolled_back(base: dict[str, Any]) -> None:
     """Also in records of older programs, which do not name what they resume from."""
     found = lineage(begin(1), commit(2, 1), commit(4, 1), delete(4, 1, 1), begin(2, **base))
     assert found.has(2, 1)
     assert not found.has(4, 1)
 
 
-def test_a_start_from_the_beginning_leaves_nothing() -> None:
+def test_start_from_scratch_invalidates_earlier_steps() -> None:
     found = lineage(begin(1), commit(2, 1), begin(2, base=None))
     assert not found.has(2, 1)
     assert not found.has(0, 1)

@@ -26,7 +26,7 @@ class Shared(NoSleep):
         return True
 
 
-def test_append_and_read(tmp_path: Path) -> None:
+def test_appended_records_are_read(tmp_path: Path) -> None:
     history = History(tmp_path, clock=lambda: 5.0)
     assert history.read() == []
     first = history.append(Kind.BEGIN, 1, {"job": "7"}, after=-1)
@@ -37,7 +37,7 @@ def test_append_and_read(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
 
 
-def test_a_slot_is_won_once(tmp_path: Path) -> None:
+def test_slot_is_won_once(tmp_path: Path) -> None:
     ours, theirs = History(tmp_path), History(tmp_path)
     ours.append(Kind.BEGIN, 1, {}, after=-1)
     with pytest.raises(SlotTakenError) as caught:
@@ -46,28 +46,28 @@ def test_a_slot_is_won_once(tmp_path: Path) -> None:
     assert theirs.read() == ours.read()
 
 
-def test_reads_see_what_others_append(tmp_path: Path) -> None:
+def test_reads_see_records_of_other_writers(tmp_path: Path) -> None:
     reader, writer = History(tmp_path), History(tmp_path)
     for slot in range(5):
         writer.append(Kind.BEGIN, slot + 1, {}, after=slot - 1)
         assert [record.slot for record in reader.read()] == list(range(slot + 1))
 
 
-def test_leftovers_and_foreign_files_are_no_records(tmp_path: Path) -> None:
+def test_leftovers_and_foreign_files_are_ignored(tmp_path: Path) -> None:
     History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
     for name in (".tmp.abc", ".nfs0000", "notes", "7", "x0000001"):
         (tmp_path / name).write_text("{")
     assert len(History(tmp_path).read()) == 1
 
 
-def test_a_corrupt_slot_is_reported(tmp_path: Path) -> None:
+def test_corrupt_slot_is_reported(tmp_path: Path) -> None:
     History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
     (tmp_path / "00000001").write_bytes(b'{"slot": 1')
     with pytest.raises(CorruptFileError, match="00000001 is not JSON"):
         History(tmp_path).read()
 
 
-def test_a_hole_is_corruption_only_after_caches_had_their_time(
+def test_missing_slot_is_corruption_only_after_the_cache_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
@@ -81,7 +81,7 @@ def test_a_hole_is_corruption_only_after_caches_had_their_time(
         assert caplog.messages[-1].startswith(f"{tmp_path}/00000001 was created but is not visible")
 
 
-def test_a_hole_on_a_local_file_system_is_said_at_once(tmp_path: Path) -> None:
+def test_missing_slot_on_a_local_file_system_is_reported_at_once(tmp_path: Path) -> None:
     History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
     (tmp_path / "00000002").write_text("{}")
     calls = NoSleep()
@@ -108,7 +108,7 @@ class HidesNewFiles(NoSleep):
         return [name for name in super().listdir(directory) if name != "00000001"]
 
 
-def test_a_slot_that_must_be_there_is_waited_for(tmp_path: Path) -> None:
+def test_read_waits_for_a_slot_that_must_exist(tmp_path: Path) -> None:
     writer = History(tmp_path)
     writer.append(Kind.BEGIN, 1, {}, after=-1)
     writer.append(Kind.BEGIN, 2, {}, after=0)
@@ -117,7 +117,7 @@ def test_a_slot_that_must_be_there_is_waited_for(tmp_path: Path) -> None:
     assert len(history.read(at_least=2)) == 2
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
+def test_missing_history_directory_is_reported(tmp_path: Path) -> None:
     history = History(tmp_path / "gone")
     assert history.read() == []
     with pytest.raises(EnvironmentFailure):

@@ -321,7 +321,7 @@ def kinds(logs: set[Log]) -> set[str]:
     return {"".join(letters.get(kind, kind.value[0]) for kind, *_ in log) for log in logs}
 
 
-def test_two_masters_and_a_cancel() -> None:
+def test_history_stays_valid_with_two_masters_and_a_cancel() -> None:
     model = explored(master, master, canceller)
     assert model.ends == {
         "master: done",
@@ -336,13 +336,13 @@ def test_two_masters_and_a_cancel() -> None:
 
 
 @pytest.mark.long
-def test_a_resume_in_between() -> None:
+def test_history_stays_valid_with_a_resume_between_masters() -> None:
     model = explored(master, master, canceller, resumer)
     assert "resumer: done" in model.ends
     assert any("cr" in word and "bc" in word.partition("cr")[2] for word in kinds(model.logs))
 
 
-def test_two_masters_alone_finish_once() -> None:
+def test_two_masters_finish_the_trial_once() -> None:
     model = explored(master, master)
     assert all(word.count("x") == 1 for word in kinds(model.logs))
 
@@ -350,13 +350,13 @@ def test_two_masters_alone_finish_once() -> None:
 # -- the model finds deliberate faults ------------------------------------------------------------
 
 
-def test_a_writer_that_is_not_fenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_check_finds_a_writer_without_fencing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IncarnationWriter, "_permitted", lambda self, state: self.incarnation)
     with pytest.raises(AssertionError, match="fenced incarnation"):
         explored(master, master)
 
 
-def test_a_writer_that_ignores_ends_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_check_finds_a_writer_that_ignores_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     def permitted(self: IncarnationWriter, state: TrialState) -> int:
         if state.incarnation != self.incarnation:
             raise StaleIncarnationError
@@ -367,7 +367,7 @@ def test_a_writer_that_ignores_ends_is_found(monkeypatch: pytest.MonkeyPatch) ->
         explored(master, canceller)
 
 
-def test_a_deletion_before_its_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_check_finds_a_deletion_before_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
     def delete(self: Committer, old: Commit) -> None:
         self.commits.remove(old)
         committer_module.shutil.rmtree(self.paths.checkpoints / old.directory)

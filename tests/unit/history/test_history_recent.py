@@ -69,7 +69,7 @@ def write_at_random(directory: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_says_what_the_whole_history_says(tmp_path: Path, seed: int) -> None:
+def test_recent_history_agrees_with_the_whole_history(tmp_path: Path, seed: int) -> None:
     write_at_random(tmp_path, seed)
     records = History(tmp_path).read()
     whole, seen = fold(records), recent(tmp_path, incarnations=100)
@@ -91,13 +91,13 @@ def test_it_says_what_the_whole_history_says(tmp_path: Path, seed: int) -> None:
         assert before is None or one.base is not None
 
 
-def test_no_history_yet(tmp_path: Path) -> None:
+def test_recent_history_is_empty_before_the_first_record(tmp_path: Path) -> None:
     assert recent(tmp_path / "none").incarnation == 0
     assert recent(tmp_path).begun == ()
 
 
 @pytest.mark.parametrize("commits_each", [0, 9, 2990])
-def test_few_files_are_read_of_many(tmp_path: Path, commits_each: int) -> None:
+def test_recent_history_reads_few_of_many_files(tmp_path: Path, commits_each: int) -> None:
     writer = Writer(tmp_path)
     while writer.count < 3_000:
         writer.add(Kind.BEGIN)
@@ -113,7 +113,7 @@ def test_few_files_are_read_of_many(tmp_path: Path, commits_each: int) -> None:
     assert seen.last_commit is not None
 
 
-def test_a_slot_that_never_shows_is_an_error(tmp_path: Path) -> None:
+def test_permanently_missing_slot_is_an_error(tmp_path: Path) -> None:
     writer = Writer(tmp_path)
     writer.add(Kind.BEGIN)
     for step in range(1, 9):

@@ -12,7 +12,7 @@ from slurmrl.run.history.slots import Kind, Record, pack, unpack
 GOOD = {"slot": 3, "kind": "commit", "incarnation": 1, "time": 1.5, "nonce": "x", "data": {}}
 
 
-def test_round_trip() -> None:
+def test_record_survives_a_round_trip() -> None:
     record = Record(
         3, Kind.COMMIT, 2, 12.5, {"step": 7, "directory": "d", "deep": {"a": [1, None]}}
     )
@@ -51,5 +51,5 @@ def test_any_bytes_give_a_typed_error(data: bytes) -> None:
         unpack(data, 3)
 
 
-def test_ends() -> None:
+def test_finished_failed_and_cancelled_records_end_a_trial() -> None:
     assert [kind for kind in Kind if kind.is_end] == [Kind.FINISHED, Kind.FAILED, Kind.CANCELLED]

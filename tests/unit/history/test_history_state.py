@@ -21,11 +21,11 @@ BEGIN_1 = (Kind.BEGIN, 1, {"job": "a"})
 BEGIN_2 = (Kind.BEGIN, 2, {"job": "b"})
 
 
-def test_nothing_yet() -> None:
+def test_state_of_an_empty_history() -> None:
     assert fold([]) == TrialState()
 
 
-def test_commits_and_deletions() -> None:
+def test_state_lists_commits_without_deleted_ones() -> None:
     state = fold(
         records(
             BEGIN_1,
@@ -45,7 +45,7 @@ def test_commits_and_deletions() -> None:
     assert (state.begin_data, state.begin_slot) == ({"job": "b"}, 3)
 
 
-def test_the_last_commit_is_the_newest_one_left() -> None:
+def test_last_commit_is_the_newest_one_not_deleted() -> None:
     entries = [BEGIN_1, (Kind.COMMIT, 1, at(10)), (Kind.COMMIT, 1, at(20))]
     newest_gone = fold(records(*entries, (Kind.DELETE, 1, at(20))))
     assert newest_gone.last_commit == Commit(10, "d10", 1, at(10))
@@ -53,7 +53,7 @@ def test_the_last_commit_is_the_newest_one_left() -> None:
     assert (all_gone.last_commit, all_gone.commits) == (None, ())
 
 
-def test_begins_without_commit() -> None:
+def test_state_counts_starts_since_the_last_commit() -> None:
     begins = [(Kind.BEGIN, number, {}) for number in (1, 2, 3)]
     assert fold(records(*begins)).begins_without_commit == 3
     assert fold(records(*begins, (Kind.COMMIT, 3, at(1)))).begins_without_commit == 0
@@ -72,12 +72,12 @@ def test_ends_hold_until_a_resume(kind: Kind) -> None:
     assert (resumed.end, resumed.ended_slot) == (None, 1)
 
 
-def test_commands_before_the_first_incarnation() -> None:
+def test_resume_clears_a_cancel_before_the_first_incarnation() -> None:
     state = fold(records((Kind.CANCELLED, 0, {}), (Kind.RESUME, 0, {}), BEGIN_1))
     assert (state.incarnation, state.end) == (1, None)
 
 
-def test_exports() -> None:
+def test_state_lists_exports() -> None:
     state = fold(records(BEGIN_1, (Kind.EXPORT, 1, at(3, "x")), (Kind.EXPORT, 1, at(5, "y"))))
     assert state.exports == (Export(3, "x", 1), Export(5, "y", 1))
 
@@ -96,6 +96,8 @@ def test_exports() -> None:
         [BEGIN_1, (Kind.COMMIT, 1, at(1, ".."))],
     ],
 )
-def test_contradictions_are_corruption(entries: list[tuple[Kind, int, dict[str, Any]]]) -> None:
+def test_contradictory_records_are_corruption(
+    entries: list[tuple[Kind, int, dict[str, Any]]],
+) -> None:
     with pytest.raises(CorruptFileError, match="slot"):
         fold(records(*entries))

@@ -37,7 +37,7 @@ def test_incarnations_count_up(tmp_path: Path) -> None:
     assert fold(history.read()).last_commit is not None
 
 
-def test_a_zombie_cannot_append_after_a_newer_begin(tmp_path: Path) -> None:
+def test_stale_master_cannot_append_after_a_newer_begin(tmp_path: Path) -> None:
     zombie = begin(History(tmp_path), {})
     zombie.append(Kind.COMMIT, STEP)
     begin(History(tmp_path), {})
@@ -60,7 +60,7 @@ class Interrupted(SystemCalls):
         super().link(source, target)
 
 
-def test_a_zombie_paused_between_its_check_and_its_link_cannot_append(tmp_path: Path) -> None:
+def test_stale_master_paused_between_check_and_link_cannot_append(tmp_path: Path) -> None:
     calls = Interrupted()
     zombie = begin(History(tmp_path, calls=calls), {})
     calls.meanwhile.append(lambda: begin(History(tmp_path), {}))
@@ -69,7 +69,7 @@ def test_a_zombie_paused_between_its_check_and_its_link_cannot_append(tmp_path: 
     assert kinds(tmp_path) == [(Kind.BEGIN, 1), (Kind.BEGIN, 2)]
 
 
-def test_a_writer_paused_while_a_command_ended_the_trial_stops(tmp_path: Path) -> None:
+def test_writer_paused_while_a_command_ended_the_trial_stops(tmp_path: Path) -> None:
     calls = Interrupted()
     writer = begin(History(tmp_path, calls=calls), {})
     calls.meanwhile.append(lambda: end(History(tmp_path), Kind.CANCELLED, {}))
@@ -78,14 +78,14 @@ def test_a_writer_paused_while_a_command_ended_the_trial_stops(tmp_path: Path) -
     assert kinds(tmp_path) == [(Kind.BEGIN, 1), (Kind.CANCELLED, 1)]
 
 
-def test_a_begin_that_loses_its_slot_takes_the_next(tmp_path: Path) -> None:
+def test_begin_that_loses_its_slot_takes_the_next(tmp_path: Path) -> None:
     calls = Interrupted()
     calls.meanwhile += [lambda: begin(History(tmp_path), {}), lambda: begin(History(tmp_path), {})]
     assert begin(History(tmp_path, calls=calls), {}).incarnation == 3
     assert kinds(tmp_path) == [(Kind.BEGIN, 1), (Kind.BEGIN, 2), (Kind.BEGIN, 3)]
 
 
-def test_a_current_writer_continues_after_losing_a_slot(tmp_path: Path) -> None:
+def test_current_writer_continues_after_losing_a_slot(tmp_path: Path) -> None:
     calls = Interrupted()
     writer = begin(History(tmp_path, calls=calls), {})
     other = IncarnationWriter(History(tmp_path), 1)
@@ -93,7 +93,7 @@ def test_a_current_writer_continues_after_losing_a_slot(tmp_path: Path) -> None:
     assert writer.append(Kind.COMMIT, STEP).slot == 2
 
 
-def test_an_end_stops_everybody_until_a_resume(tmp_path: Path) -> None:
+def test_end_record_stops_all_writers_until_a_resume(tmp_path: Path) -> None:
     history = History(tmp_path)
     writer = begin(history, {})
     end(history, Kind.FAILED, {"reason": "no progress"})
@@ -113,14 +113,14 @@ def test_an_end_stops_everybody_until_a_resume(tmp_path: Path) -> None:
         writer.check()
 
 
-def test_the_masters_own_end(tmp_path: Path) -> None:
+def test_master_cannot_commit_after_its_own_end_record(tmp_path: Path) -> None:
     writer = begin(History(tmp_path), {})
     writer.append(Kind.FINISHED, {"step": 3})
     with pytest.raises(TrialEndedError, match="finished"):
         writer.append(Kind.COMMIT, STEP)
 
 
-def test_commands_that_make_no_sense(tmp_path: Path) -> None:
+def test_meaningless_commands_are_rejected(tmp_path: Path) -> None:
     history = History(tmp_path)
     with pytest.raises(UsageError, match="nothing to resume"):
         resume(history, {})
@@ -131,7 +131,7 @@ def test_commands_that_make_no_sense(tmp_path: Path) -> None:
     assert begin(history, {}).incarnation == 1
 
 
-def test_an_incarnation_that_never_began_may_not_append(tmp_path: Path) -> None:
+def test_incarnation_without_begin_may_not_append(tmp_path: Path) -> None:
     with pytest.raises(StaleIncarnationError):
         IncarnationWriter(History(tmp_path), 1).append(Kind.COMMIT, STEP)
 
@@ -141,7 +141,7 @@ class AlwaysLate(History):
         raise SlotTakenError(-1)
 
 
-def test_losing_every_slot_is_bounded(tmp_path: Path) -> None:
+def test_writer_that_loses_every_slot_stops_after_a_limit(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="in a row"):
         begin(AlwaysLate(tmp_path), {})
 
@@ -169,7 +169,7 @@ sys.exit(any([os.wait()[1] for _ in range(masters)]))
 """
 
 
-def test_masters_in_processes_keep_the_order(tmp_path: Path) -> None:
+def test_masters_in_several_processes_keep_record_order(tmp_path: Path) -> None:
     masters, lives = 4, 10
     command = [sys.executable, "-c", MASTERS, str(tmp_path), str(masters), str(lives)]
     subprocess.run(command, check=True, timeout=120)

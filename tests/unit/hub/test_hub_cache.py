@@ -37,7 +37,7 @@ def cache(tmp_path: Path) -> HubCache:
     return HubCache(tmp_path / "runs")
 
 
-def test_a_commit_is_fetched_once_and_found_without_a_network(
+def test_commit_is_downloaded_once_and_then_found_offline(
     hub: Hub,
     cache: HubCache,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +80,7 @@ def test_a_commit_is_fetched_once_and_found_without_a_network(
         cache.fetch(parse("hf://org/other", HubKind.DATASET))
 
 
-def test_what_is_wrong_with_a_repository_is_explained(
+def test_repository_problems_are_explained(
     hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a token, which is written nowhere below the root."""
@@ -119,7 +119,7 @@ def test_what_is_wrong_with_a_repository_is_explained(
     assert read_records(folder, "id").rows == tuple(ROWS)
 
 
-def test_an_interrupted_download_is_no_folder_and_is_resumed(hub: Hub, cache: HubCache) -> None:
+def test_interrupted_download_is_not_used_and_is_resumed(hub: Hub, cache: HubCache) -> None:
     files = {f"model-{part}.safetensors": f"weights {part}" for part in range(4)}
     hub.commit("models/org/model", {"config.json": "{}", **files})
     reference = parse("hf://org/model", HubKind.MODEL)
@@ -138,7 +138,7 @@ def test_an_interrupted_download_is_no_folder_and_is_resumed(hub: Hub, cache: Hu
     }
 
 
-def test_what_has_lost_files_is_fetched_again_as_it_was(
+def test_cached_commit_with_lost_files_is_downloaded_again(
     hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same commit with the same bytes, after the branch has moved on.
@@ -186,7 +186,7 @@ def test_what_has_lost_files_is_fetched_again_as_it_was(
         ("..", None, None),
     ],
 )
-def test_the_reference_of_a_folder_is_the_one_that_made_it(
+def test_cache_directory_gives_back_its_repository_reference(
     tmp_path: Path, home: str, subset: str | None, repository: str | None
 ) -> None:
     commit = "0" * 40
@@ -212,7 +212,7 @@ def test_the_reference_of_a_folder_is_the_one_that_made_it(
         ("name", False),
     ],
 )
-def test_a_plain_name_is_a_repository_only_where_it_can_be_no_path(
+def test_plain_name_is_a_repository_only_if_it_cannot_be_a_path(
     tmp_path: Path, text: str, plain: bool
 ) -> None:
     (tmp_path / "here").mkdir()
@@ -222,6 +222,6 @@ def test_a_plain_name_is_a_repository_only_where_it_can_be_no_path(
 @pytest.mark.parametrize(
     "text", ["hf://", "hf://a/b/c", "hf://org/../x", "hf://org/name@", "hf://t:x@host/o/n"]
 )
-def test_other_forms_are_refused(text: str) -> None:
+def test_invalid_references_are_rejected(text: str) -> None:
     with pytest.raises(UsageError, match=r"expected hf://org/name\[@revision\]"):
         parse(text, HubKind.MODEL)

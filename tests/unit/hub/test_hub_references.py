@@ -54,7 +54,7 @@ def site(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, hub)
 
 
-def test_a_plan_reads_the_architecture_alone_and_a_submission_fetches_all(site: Site) -> None:
+def test_plan_downloads_only_the_config_and_submit_downloads_all(site: Site) -> None:
     """Then a plan needs nothing any more."""
     planned = site.load(planning=True)
     assert [
@@ -75,7 +75,7 @@ def test_a_plan_reads_the_architecture_alone_and_a_submission_fetches_all(site: 
     assert site.load(planning=True).missing == ()
 
 
-def test_a_trial_keeps_its_commits_and_others_get_the_newest(site: Site) -> None:
+def test_trial_keeps_its_commits_and_new_trials_get_the_newest(site: Site) -> None:
     config = site.load().config
     paths = RunPaths.of(site.root, user_name(), "sums", "1")
     paths.run.mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_a_trial_keeps_its_commits_and_others_get_the_newest(site: Site) -> None
     assert load_settings(paths.config, root=site.root).config == config, "resume needs no hub"
 
 
-def test_a_trial_that_is_resumed_gets_back_what_was_removed(
+def test_resumed_trial_downloads_removed_commits_again(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commits that it had, although the branches have moved on; where the hub cannot be
@@ -124,7 +124,7 @@ def test_a_trial_that_is_resumed_gets_back_what_was_removed(
     assert (model / "model.safetensors").read_text() == "weights"
 
 
-def test_what_is_wrong_is_refused_before_anything_is_fetched(site: Site) -> None:
+def test_invalid_references_are_rejected_before_any_download(site: Site) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.batch_sizes"):
         site.load("algorithm.batch_sizes=3")
     with pytest.raises(ConfigError, match=r"rollout\.n: 4 is not allowed"):

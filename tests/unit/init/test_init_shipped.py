@@ -8,14 +8,16 @@ from slurmrl.desk import starter
 from slurmrl.errors import EnvironmentFailure, UsageError
 
 
-def test_every_example_says_what_it_is() -> None:
+def test_every_example_has_a_description() -> None:
     found = dict(starter.examples())
     assert {"sft.yaml", "grpo.yaml", "custom/reward.yaml"} <= set(found)
     assert all(10 < len(text) < 120 for text in found.values()), found
     assert found["grpo.yaml"] == "GRPO on two-digit sums, from the model of sft.yaml"
 
 
-def test_a_copy_appears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_example_appears_complete_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "examples"
 
     def killed(source: Path, made: Path, without: tuple[str, ...]) -> None:
@@ -39,7 +41,7 @@ def test_a_copy_appears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (target / "sft.yaml").read_text() == "mine"
 
 
-def test_a_slurmrl_without_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_examples_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the copy in a run directory is."""
     monkeypatch.setattr(starter, "EXAMPLES", tmp_path / "examples")
     with pytest.raises(EnvironmentFailure, match="without its examples"):

@@ -54,7 +54,7 @@ def answered(asked: list[Question]) -> dict[KeyPath, Any]:
     return {one.key: value_of(one, one.proposal) for one in asked if one.proposal}
 
 
-def test_proposals() -> None:
+def test_site_proposals_follow_cluster_information() -> None:
     assert proposals(ask(found(), modules="cuda/12.4:gcc/13")) == {
         "root": "/shared/runs",
         "partition": "gpu",  # the default one has no GPUs
@@ -73,14 +73,14 @@ def test_proposals() -> None:
     assert proposals(ask(found(), ""))["gpus_per_worker"] == "0"  # the cluster's default partition
 
 
-def test_without_slurm_only_the_root_is_proposed() -> None:
+def test_only_the_root_is_proposed_without_slurm() -> None:
     asked = ask(Survey())
     assert {name: one for name, one in proposals(asked).items() if one} == {"root": "/shared/runs"}
     assert "None was found" in asked[1].about
 
 
 @pytest.mark.parametrize("partition", ["cpu", "gpu", "mixed", "nowhere"])
-def test_the_text_is_a_profile_with_the_answers(partition: str, tmp_path: Path) -> None:
+def test_written_profile_contains_the_answers(partition: str, tmp_path: Path) -> None:
     asked = ask(found(), partition, "cuda/12.4")
     values = answered(asked)
     values[site_profile.PARTITION] = partition
@@ -95,7 +95,7 @@ def test_the_text_is_a_profile_with_the_answers(partition: str, tmp_path: Path) 
     assert max(map(len, path.read_text().splitlines())) <= 100
 
 
-def test_a_profile_of_the_root_alone(tmp_path: Path) -> None:
+def test_profile_may_contain_only_the_root(tmp_path: Path) -> None:
     asked = ask(Survey())
     path = tmp_path / "default.yaml"
     path.write_text(site_profile.render_profile(asked, answered(asked)))
@@ -104,7 +104,7 @@ def test_a_profile_of_the_root_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["no", "1:30", "007", "a: b", 'say "hi" # x', "[x]", "~", "é"])
-def test_every_answer_is_read_back_as_it_was_given(text: str, tmp_path: Path) -> None:
+def test_every_answer_reads_back_equal(text: str, tmp_path: Path) -> None:
     path, value = tmp_path / "default.yaml", [text, "a, b"]
     asked = [Question(site_profile.SETUP, "Lines.")]
     path.write_text(site_profile.render_profile(asked, {site_profile.SETUP: value}))
@@ -121,12 +121,12 @@ def test_every_answer_is_read_back_as_it_was_given(text: str, tmp_path: Path) ->
         (("cluster", "slurm", "time"), "1", "signal_lead_s"),
     ],
 )
-def test_answers_that_no_profile_may_have(key: KeyPath, answer: str, message: str) -> None:
+def test_invalid_answers_are_rejected(key: KeyPath, answer: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         value_of(Question(key, ""), answer)
 
 
-def test_a_partition_that_was_not_found_is_doubted() -> None:
+def test_unknown_partition_gives_a_warning() -> None:
     asked = ask(found())
     assert site_profile.doubt(asked[1], "gpu,mixed", found()) == ""
     assert "no partition 'gpuu'; did you mean 'gpu'" in site_profile.doubt(
@@ -136,7 +136,7 @@ def test_a_partition_that_was_not_found_is_doubted() -> None:
     assert site_profile.doubt(asked[0], "/nowhere", found()) == ""
 
 
-def test_the_interfaces_of_this_host(tmp_path: Path) -> None:
+def test_network_interfaces_of_this_host_are_listed(tmp_path: Path) -> None:
     assert "lo" not in [one.name for one in interfaces()]
     for name, kind in (("ib0", "32"), ("eth0", "1")):
         (tmp_path / name).mkdir()

@@ -41,11 +41,11 @@ def test_every_starter_can_be_planned(kind: str, tmp_path: Path) -> None:
     assert (settings.config.experiment, settings.config.trial) == ("my-run.2", "1")
 
 
-def test_there_is_a_starter_for_every_algorithm_that_trains() -> None:
+def test_every_training_algorithm_has_a_starter() -> None:
     assert set(ALGORITHMS) - set(STARTERS) == {"generate", "evaluate"}
 
 
-def test_the_reward_judges_its_data(tmp_path: Path) -> None:
+def test_starter_reward_scores_its_data(tmp_path: Path) -> None:
     made = starter.starter_files("grpo", tmp_path / "grpo.yaml")
     starter.write_files(made, force=False)
     spec = importlib.util.spec_from_file_location("own", tmp_path / "grpo_reward.py")
@@ -63,7 +63,7 @@ def test_the_reward_judges_its_data(tmp_path: Path) -> None:
     ("name", "experiment", "module"),
     [("a b.yaml", "a-b", "a_b_reward"), ("7.yml", "7", "reward_7"), ("é.yaml", "sft", "reward__")],
 )
-def test_names_follow_from_that_of_the_file(
+def test_file_names_follow_from_the_output_name(
     tmp_path: Path, name: str, experiment: str, module: str
 ) -> None:
     made = starter.starter_files("ppo", tmp_path / name)
@@ -72,7 +72,7 @@ def test_names_follow_from_that_of_the_file(
     assert tmp_path / f"{module}.py" in made
 
 
-def test_unusable_requests(tmp_path: Path) -> None:
+def test_unusable_init_requests_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'grpo'"):
         starter.starter_files("gprpo", tmp_path / "a.yaml")
     with pytest.raises(UsageError, match=r"ends with .yaml"):
@@ -80,7 +80,7 @@ def test_unusable_requests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a #b", "a: b", "- a", "a\nseed: 3", "{a}", "a  b"])
-def test_a_name_that_yaml_would_read_as_another_one_is_refused(name: str, tmp_path: Path) -> None:
+def test_name_that_yaml_would_change_is_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="its name may have letters"):
         starter.starter_files("sft", tmp_path / f"{name}.yaml")
 
@@ -99,7 +99,7 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in made} == {0o600}
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_output_that_is_no_file_is_rejected(tmp_path: Path) -> None:
     made = starter.starter_files("grpo", tmp_path / "grpo.yaml")
     (tmp_path / "grpo.jsonl").mkdir()
     with pytest.raises(UsageError, match="is not a file"):
@@ -107,7 +107,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["grpo.jsonl"]
 
 
-def test_the_configuration_is_written_last_and_a_second_try_continues(
+def test_configuration_is_written_last_and_init_can_be_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = starter.starter_files("grpo", tmp_path / "grpo.yaml")

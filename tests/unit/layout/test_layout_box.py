@@ -33,7 +33,7 @@ def box_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
 
 
 @given(box_pairs())
-def test_intersection_and_rest_are_exact(case: tuple[tuple[int, ...], Box, Box]) -> None:
+def test_box_intersection_and_difference_are_exact(case: tuple[tuple[int, ...], Box, Box]) -> None:
     shape, first, second = case
     both = mark(shape, [first]) * mark(shape, [second])
     common = first.intersect(second)
@@ -46,7 +46,7 @@ def test_intersection_and_rest_are_exact(case: tuple[tuple[int, ...], Box, Box])
 
 
 @given(SHAPES.filter(bool), st.integers(1, 7))
-def test_chunks_are_those_of_torch(shape: tuple[int, ...], parts: int) -> None:
+def test_chunks_equal_torch_chunks(shape: tuple[int, ...], parts: int) -> None:
     tensor = torch.arange(int(np.prod(shape))).view(shape)
     expected = list(tensor.chunk(parts))
     expected += [tensor[:0]] * (parts - len(expected))
@@ -94,7 +94,7 @@ def test_each_element_is_taken_once_from_the_first_part_that_has_it(
 
 
 @given(SHAPES, st.integers(1, 40), st.data())
-def test_blocks_are_the_box_in_order_and_small(
+def test_blocks_cover_the_box_in_order_and_are_small(
     shape: tuple[int, ...], most: int, data: st.DataObject
 ) -> None:
     box = data.draw(boxes_of(shape))
@@ -107,7 +107,7 @@ def test_blocks_are_the_box_in_order_and_small(
     assert all(np.array_equal(within[b.inside(box)], numbers[b.slices]) for b in cut)
 
 
-def test_a_scalar_has_one_element() -> None:
+def test_scalar_box_has_one_element() -> None:
     box = Box.whole(())
     assert box.count == 1
     assert box.intersect(box) == box

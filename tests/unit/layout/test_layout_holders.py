@@ -14,12 +14,12 @@ NAMES = st.text("ab./", max_size=6)
 
 
 @given(NAMES, NAMES)
-def test_a_storage_is_known_by_its_relative_name(name: str, storage: str) -> None:
+def test_storage_is_identified_by_its_relative_name(name: str, storage: str) -> None:
     assert storage_of(name, relative_storage(name, storage)) == storage
 
 
 @pytest.mark.parametrize("moment", ["exp_avg/", "exp_avg_sq/"])
-def test_layers_moments_and_replicas_share_their_holders(moment: str) -> None:
+def test_layers_moments_and_replicas_share_layout_entries(moment: str) -> None:
     """A layout is as large as its distinct holders, not as ranks times tensors."""
     names = [prefix + f"layer.{n}" for n in range(3) for prefix in ("", moment)]
     half = [

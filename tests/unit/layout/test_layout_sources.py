@@ -99,7 +99,7 @@ def filled(layout: Layout) -> Memory:
 
 
 @given(LAYOUTS, LAYOUTS)
-def test_every_layout_becomes_every_other(source: Layout, target: Layout) -> None:
+def test_any_layout_can_be_converted_to_any_other(source: Layout, target: Layout) -> None:
     source.check()
     target.check()
     memory = filled(source)
@@ -114,7 +114,7 @@ def test_every_layout_becomes_every_other(source: Layout, target: Layout) -> Non
         assert np.array_equal(found, WHOLE[shard.name][shard.box.slices])
 
 
-def test_what_is_not_there_is_named() -> None:
+def test_missing_elements_are_named() -> None:
     whole = chunked(2)
     half = Layout.of(TENSORS, [whole.held_by(0)])
     with pytest.raises(LayoutError, match=r"no rank holds Box\(start=\(4, 0\)"):
@@ -125,13 +125,13 @@ def test_what_is_not_there_is_named() -> None:
         Layout.of(TENSORS, [[Shard.contiguous("e", Box((0,), (1,)))]])
 
 
-def test_a_piece_outside_its_tensor_is_refused() -> None:
+def test_piece_outside_its_tensor_is_rejected() -> None:
     shard = Shard.contiguous("b", Box((3,), (3,)))
     with pytest.raises(LayoutError, match="lies outside 'b'"):
         Layout.of({"b": TENSORS["b"]}, ((shard,),)).check()
 
 
-def test_a_copy_never_leaves_its_storage() -> None:
+def test_view_beyond_its_storage_is_rejected() -> None:
     with pytest.raises(LayoutError, match="exceeds a storage of 6"):
         view(np.zeros(6), 1, (3, 1), (2, 3))
     with pytest.raises(LayoutError, match="exceeds"):

@@ -64,7 +64,7 @@ def watcher(tmp_path: Path) -> Watcher:
     return watcher
 
 
-def test_beats_have_a_fixed_width_and_are_private(tmp_path: Path) -> None:
+def test_heartbeats_have_a_fixed_width_and_are_private(tmp_path: Path) -> None:
     path = tmp_path / "lease"
     before = os.umask(0o277)
     lease = Lease(path)
@@ -79,12 +79,12 @@ def test_beats_have_a_fixed_width_and_are_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"0000", b"x" * 21, b"\xff" * 21, b"1" * 100])
-def test_half_a_beat_or_hostile_bytes_are_no_counter(tmp_path: Path, content: bytes) -> None:
+def test_incomplete_or_hostile_heartbeats_are_no_counter(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lease").write_bytes(content)
     assert read_counter(tmp_path / "lease") is None
 
 
-def test_a_missing_lease_and_a_missing_directory_differ(tmp_path: Path) -> None:
+def test_missing_lease_and_missing_directory_differ(tmp_path: Path) -> None:
     assert read_counter(tmp_path / "lease") is None
     with pytest.raises(EnvironmentFailure):
         read_counter(tmp_path / "gone" / "lease")
@@ -92,32 +92,32 @@ def test_a_missing_lease_and_a_missing_directory_differ(tmp_path: Path) -> None:
         Lease(tmp_path / "gone" / "lease").beat()
 
 
-def test_a_moving_counter_stays_alive(watcher: Watcher) -> None:
+def test_holder_with_an_advancing_counter_stays_alive(watcher: Watcher) -> None:
     for _ in range(100):
         watcher.lease.beat()
         assert watcher.look() == LeaseView(True, 0.0, read_counter(watcher.observer._path))
 
 
-def test_a_silent_holder_dies_after_the_ttl(watcher: Watcher) -> None:
+def test_silent_holder_is_dead_after_the_ttl(watcher: Watcher) -> None:
     almost = watcher.look_for(TTL_S - POLL_S)
     assert (almost.alive, almost.age_s) == (True, TTL_S - POLL_S)
     assert not watcher.look().alive
 
 
-def test_a_holder_that_beats_again_is_alive_again(watcher: Watcher) -> None:
+def test_holder_that_renews_again_is_alive_again(watcher: Watcher) -> None:
     assert not watcher.look_for(TTL_S).alive
     watcher.lease.beat()
     assert watcher.look() == LeaseView(True, 0.0, 2)
 
 
-def test_a_holder_that_never_beat_dies_too(tmp_path: Path) -> None:
+def test_holder_that_never_renewed_is_dead_after_the_ttl(tmp_path: Path) -> None:
     watcher = Watcher(tmp_path / "lease")
     assert watcher.look() == LeaseView(True, 0.0, None)
     assert watcher.look_for(TTL_S - POLL_S).alive
     assert not watcher.look().alive
 
 
-def test_a_directory_that_fails_declares_no_holder_dead(watcher: Watcher) -> None:
+def test_failing_directory_leaves_holders_alive(watcher: Watcher) -> None:
     watcher.directory.fails = True
     assert watcher.look_for(3600) == LeaseView(True, 0.0, 1)
     watcher.directory.fails = False
@@ -125,13 +125,13 @@ def test_a_directory_that_fails_declares_no_holder_dead(watcher: Watcher) -> Non
     assert not watcher.look_for(TTL_S).alive
 
 
-def test_a_directory_that_hangs_declares_no_holder_dead(watcher: Watcher) -> None:
+def test_hanging_directory_leaves_holders_alive(watcher: Watcher) -> None:
     watcher.directory.hangs_s = 600.0
     view = watcher.look()
     assert (view.alive, view.age_s) == (True, POLL_S)
 
 
-def test_a_directory_that_is_deleted_declares_no_holder_dead(tmp_path: Path) -> None:
+def test_deleted_directory_leaves_holders_alive(tmp_path: Path) -> None:
     folder = tmp_path / "leases"
     folder.mkdir()
     watcher = Watcher(folder / "lease")
@@ -142,7 +142,7 @@ def test_a_directory_that_is_deleted_declares_no_holder_dead(tmp_path: Path) -> 
     assert watcher.look_for(3600).alive
 
 
-def test_an_observer_that_was_suspended_declares_no_holder_dead(watcher: Watcher) -> None:
+def test_suspended_observer_leaves_holders_alive(watcher: Watcher) -> None:
     view = watcher.look(seconds=3600.0)
     assert (view.alive, view.age_s) == (True, TTL_S / 4)
     assert watcher.look(seconds=3600.0).alive
@@ -150,7 +150,7 @@ def test_an_observer_that_was_suspended_declares_no_holder_dead(watcher: Watcher
     assert not watcher.look(seconds=3600.0).alive
 
 
-def test_a_note_travels_with_the_counter_and_never_hides_it(watcher: Watcher) -> None:
+def test_note_is_sent_with_the_counter_and_never_hides_it(watcher: Watcher) -> None:
     """A shorter note leaves the rest of the one before behind it."""
     watcher.lease.beat(b"a long note")
     assert (watcher.look().counter, watcher.look().note) == (2, b"a long note")
@@ -160,7 +160,7 @@ def test_a_note_travels_with_the_counter_and_never_hides_it(watcher: Watcher) ->
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
-def test_lease_is_made_again_if_something_else_is_in_its_place(tmp_path: Path, kind: str) -> None:
+def test_lease_file_is_recreated_if_replaced_by_something_else(tmp_path: Path, kind: str) -> None:
     """Also a folder with content, and more than once."""
     lease = Lease(tmp_path / "lease")
     lease.beat()

@@ -41,14 +41,14 @@ def refusal(**changes: Any) -> str:
     return str(caught.value)
 
 
-def test_defaults_are_those_of_transformers() -> None:
+def test_default_fields_equal_transformers() -> None:
     config = ModelConfig.from_hf(LLAMA)
     assert (config.num_kv_heads, config.head_dim, config.max_positions) == (4, 6, 2048)
     assert config.rope.theta == 10000.0
     assert ModelConfig.from_hf({**LLAMA, "model_type": "qwen3"}).head_dim == 128
 
 
-def test_what_is_read_is_written(odd_name: str) -> None:
+def test_config_survives_a_round_trip(odd_name: str) -> None:
     config = small_decoder(odd_name).config
     values = config.to_hf()
     assert ModelConfig.from_hf(values, strict=True) == config
@@ -56,14 +56,14 @@ def test_what_is_read_is_written(odd_name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_exports_name_classes_of_transformers(name: str) -> None:
+def test_exports_name_transformers_classes(name: str) -> None:
     family = FAMILIES[name]
     assert family.class_name("lm") == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
     assert family.class_name("value") == MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[name]
 
 
 @pytest.mark.parametrize("factor", [1, 1.0, None])
-def test_heads_that_are_rotated_whole_may_say_so(factor: float | None) -> None:
+def test_full_rotary_dimension_may_be_stated(factor: float | None) -> None:
     """The spellings of transformers and of users."""
     theta = {"rope_type": "default", "rope_theta": 500.0}
     plain = ModelConfig.from_hf({**LLAMA, "rope_parameters": theta}, strict=True)
@@ -88,7 +88,7 @@ def test_unknown_families_and_fields_are_named() -> None:
     ModelConfig.from_hf({**LLAMA, "some_new_field": 1})
 
 
-def test_missing_fields_are_all_named() -> None:
+def test_all_missing_fields_are_named() -> None:
     with pytest.raises(UsageError, match=r"'vocab_size' is missing.*'hidden_size' is missing"):
         ModelConfig.from_hf({"model_type": "llama", "intermediate_size": 4})
 
@@ -125,7 +125,7 @@ def test_missing_fields_are_all_named() -> None:
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_att"),
     ],
 )
-def test_what_the_decoder_cannot_do_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_features_are_rejected(changes: dict[str, Any], message: str) -> None:
     assert message in refusal(**changes)
 
 
@@ -137,27 +137,25 @@ def test_what_the_decoder_cannot_do_is_refused(changes: dict[str, Any], message:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_fields_of_a_checkpoint_that_matter_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_unsupported_checkpoint_fields_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         ModelConfig.from_hf({**LLAMA, **changes})
 
 
-def test_null_means_the_default() -> None:
+def test_null_field_gets_the_default() -> None:
     values = {**LLAMA, "rms_norm_eps": None, "num_key_value_heads": None, "eos_token_id": None}
     config = ModelConfig.from_hf(values)
     assert (config.norm_eps, config.num_kv_heads) == (1e-6, 4)
     assert config.to_hf()["eos_token_id"] is None  # no token, unlike an absent field
 
 
-def test_a_family_that_cannot_be_run_is_refused_with_the_reason() -> None:
+def test_unsupported_family_is_rejected_with_the_reason() -> None:
     with pytest.raises(UnknownNameError, match=r"caps scores and logits softly.*implementation"):
         ModelConfig.from_hf({**LLAMA, "model_type": "gemma2"})
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_the_table_has_the_defaults_of_transformers(name: str) -> None:
+def test_family_table_has_the_transformers_defaults(name: str) -> None:
     family = FAMILIES[name]
     theirs = AutoConfig.for_model(name)
     for field, value in family.defaults.items():
@@ -179,7 +177,9 @@ def test_the_table_has_the_defaults_of_transformers(name: str) -> None:
         ({"model_type": "llama", "sliding_window": 3}, (None, None, None)),
     ],
 )
-def test_windows_of_the_layers(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+def test_layers_get_their_attention_windows(
+    changes: dict[str, Any], windows: tuple[int | None, ...]
+) -> None:
     expected = tuple(4096 if one == 1 else one or None for one in windows)
     config = ModelConfig.from_hf(
         {**LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 3} | changes
@@ -187,7 +187,7 @@ def test_windows_of_the_layers(changes: dict[str, Any], windows: tuple[int | Non
     assert config.windows == expected
 
 
-def test_either_name_of_the_number_of_experts_counts() -> None:
+def test_both_names_of_the_number_of_experts_are_accepted() -> None:
     plain = {**LLAMA, "model_type": "qwen3_moe", "num_key_value_heads": 4}
     for name in ("num_experts", "num_local_experts"):
         config = ModelConfig.from_hf({**plain, name: 16}, strict=True)
@@ -197,7 +197,7 @@ def test_either_name_of_the_number_of_experts_counts() -> None:
         assert "num_local_experts" not in config.to_hf()
 
 
-def test_the_entry_of_the_documentation_is_a_new_family(
+def test_documented_family_entry_adds_a_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
@@ -251,7 +251,7 @@ ORIGINAL = "original_max_position_embeddings"
         {"rope_parameters": LINEAR, ORIGINAL: 16},
     ],
 )
-def test_rotation_equals_that_of_transformers(stated: dict[str, Any]) -> None:
+def test_rotary_frequencies_equal_transformers(stated: dict[str, Any]) -> None:
     """Both forms of the rotary fields in one file, and lengths beside them; an export, too."""
     values = {**LLAMA, "max_position_embeddings": 64, **stated}
     ours = ModelConfig.from_hf(values)
@@ -272,7 +272,7 @@ def test_rotation_equals_that_of_transformers(stated: dict[str, Any]) -> None:
         ("rope_theta", float("inf")),
     ],
 )
-def test_config_refuses_huge_numbers(name: str, value: Any) -> None:
+def test_huge_numbers_are_rejected(name: str, value: Any) -> None:
     message = refusal(**{name: value})
     assert f"{name} is" in message
     assert "must be at most" in message

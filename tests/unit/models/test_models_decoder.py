@@ -78,7 +78,7 @@ def test_gradients_equal_transformers(
 
 @pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-yarn", "gemma", "mixtral", "gpt2"])
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_a_float64_decoder_is_a_reference(name: str, head: Head) -> None:
+def test_float64_results_do_not_depend_on_micro_batches(name: str, head: Head) -> None:
     """Outputs and gradients do not depend on micro-batches, except for float64's rounding."""
     config = small_decoder(name).config
     decoder = build(config, head).double()
@@ -110,7 +110,7 @@ def outputs_of(decoder: Decoder, sequences: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "qwen3_moe", "gpt2"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_checkpointing_changes_no_gradient(name: str, mode: Recompute) -> None:
+def test_activation_checkpointing_changes_no_gradient(name: str, mode: Recompute) -> None:
     gradients = []
     for recompute in ("off", mode):
         decoder = small_decoder(name)
@@ -122,7 +122,7 @@ def test_checkpointing_changes_no_gradient(name: str, mode: Recompute) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
-def test_selective_checkpointing_keeps_no_inner_units(name: str) -> None:
+def test_selective_checkpointing_keeps_no_feed_forward_activations(name: str) -> None:
     kept: dict[Recompute, list[int]] = {"off": [], "selective": []}
     for inner in (40, 400):
         size = "n_inner" if name == "gpt2" else "intermediate_size"
@@ -166,7 +166,7 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_shapes_table_is_the_state_dict(odd_name: str, head: Any) -> None:
+def test_shape_table_equals_the_state_dict(odd_name: str, head: Any) -> None:
     config = small_decoder(odd_name).config
     with torch.device("meta"):
         decoder = build(config, head)
@@ -175,7 +175,7 @@ def test_shapes_table_is_the_state_dict(odd_name: str, head: Any) -> None:
     assert list(shapes) == list(parameter_shapes(config, head))
 
 
-def test_a_decoder_from_the_meta_device_keeps_its_positions() -> None:
+def test_decoder_from_the_meta_device_keeps_its_positions() -> None:
     plain = small_decoder()
     with torch.device("meta"):
         late = build(plain.config)
@@ -184,7 +184,7 @@ def test_a_decoder_from_the_meta_device_keeps_its_positions() -> None:
     assert torch.equal(late(*inputs), plain(*inputs))
 
 
-def test_logits_of_a_bfloat16_decoder_are_float32() -> None:
+def test_bfloat16_decoder_has_float32_logits() -> None:
     """In decoding as in training; the products are exact, so only their sums are rounded."""
     decoder = small_decoder("llama").to(torch.bfloat16)
     paged = PagedDecoder(decoder, page=8)
@@ -217,7 +217,7 @@ def test_bfloat16_stays_near_float32() -> None:
     assert (rounded.float() - exact).norm() < 0.05 * exact.norm()
 
 
-def test_without_sequences_every_parameter_still_gets_a_gradient() -> None:
+def test_empty_batch_gives_every_parameter_a_gradient() -> None:
     decoder = small_decoder()
     ids, cu = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     hidden = decoder(ids, cu, 0)

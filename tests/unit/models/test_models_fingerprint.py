@@ -38,7 +38,7 @@ class Trained:
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["qwen2-tied", "mixtral"])
-def test_an_export_computes_the_fingerprint_that_ranks_add_up(
+def test_export_fingerprint_equals_the_sum_over_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str, head: Head
 ) -> None:
     """Of the weights in the type in which ranks keep them. One other bit is noticed."""

@@ -68,7 +68,7 @@ def test_load_names_file_and_tensor_if_values_are_not_finite(
         ("llama-biases", "model.layers.0.self_attn.k_proj.bias"),
     ],
 )
-def test_load_names_the_stored_tensor_of_families_with_other_names(
+def test_load_names_the_tensor_as_stored_in_the_file(
     tmp_path: Path, family: str, stored: str
 ) -> None:
     hf_model(ODD[family], 0).save_pretrained(tmp_path)
@@ -77,14 +77,14 @@ def test_load_names_the_stored_tensor_of_families_with_other_names(
         read_all(tmp_path)
 
 
-def test_load_refuses_float64_weights_that_are_infinite_in_float32(tmp_path: Path) -> None:
+def test_float64_weights_infinite_in_float32_are_rejected(tmp_path: Path) -> None:
     hf_model(ODD["qwen2"], 0).double().save_pretrained(tmp_path)
     damage(tmp_path, UP, 1e300)
     with pytest.raises(UsageError, match="0 NaN and 1 infinite"):
         read_all(tmp_path)
 
 
-def test_tied_copies_with_nan_are_refused_for_their_nan(tmp_path: Path) -> None:
+def test_tied_copies_with_nan_are_rejected_for_their_nan(tmp_path: Path) -> None:
     hf_model(ODD["qwen2-tied"], 0).save_pretrained(tmp_path)
     damage(tmp_path, "model.embed_tokens.weight", float("nan"))
     file = tmp_path / "model.safetensors"
@@ -95,7 +95,7 @@ def test_tied_copies_with_nan_are_refused_for_their_nan(tmp_path: Path) -> None:
         read_all(tmp_path)
 
 
-def test_pinned_checkpoint_is_refused_by_its_folder(tmp_path: Path) -> None:
+def test_non_finite_pinned_checkpoint_is_rejected_by_directory(tmp_path: Path) -> None:
     from slurmrl.workers.master.exporting import pin_actor
 
     values = {**BASE, "model_type": "llama", "eos_token_id": 3}
@@ -112,7 +112,9 @@ def test_pinned_checkpoint_is_refused_by_its_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])
-def test_model_of_transformers_is_refused_by_file_and_tensor(tmp_path: Path, family: str) -> None:
+def test_non_finite_transformers_model_is_rejected_by_file_and_tensor(
+    tmp_path: Path, family: str
+) -> None:
     """transformers stacks mixtral's experts under another name."""
     hf_model(ODD[family], 0).save_pretrained(tmp_path)
     name = UP if family == "qwen2" else "model.layers.1.block_sparse_moe.experts.2.w3.weight"
@@ -122,7 +124,7 @@ def test_model_of_transformers_is_refused_by_file_and_tensor(tmp_path: Path, fam
         HFModel(config, "lm", source=tmp_path, seed=0, dtype=torch.bfloat16)
 
 
-def test_check_of_small_tensors_leaves_large_ones_to_the_load(tmp_path: Path) -> None:
+def test_submit_checks_small_tensors_and_load_checks_large_ones(tmp_path: Path) -> None:
     hf_model(ODD["qwen2"], 0).save_pretrained(tmp_path)
     config = read_config(tmp_path)
     damage(tmp_path, UP, float("nan"))

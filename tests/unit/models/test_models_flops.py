@@ -21,7 +21,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
 @pytest.mark.parametrize(
     "name", ["llama", "qwen2-odd-hidden", "qwen3-wide-heads", "gpt2", "qwen3_moe-some-dense"]
 )
-def test_estimate_equals_what_torch_counts(name: str) -> None:
+def test_estimated_flops_equal_the_count_of_torch(name: str) -> None:
     decoder: Decoder = small_decoder(name)
     ids, cu = torch.arange(30), torch.tensor([0, 30], dtype=torch.int32)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

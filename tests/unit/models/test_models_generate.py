@@ -46,7 +46,7 @@ def rows(output: GenerationOutput) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-def test_draws_follow_seed_step_and_key() -> None:
+def test_samples_depend_on_seed_step_and_key() -> None:
     decoder, sequences = small_decoder(), [torch.tensor([7, 8, 9])] * 4
     options = GenerationOptions(max_new_tokens=8)
     keys = torch.tensor([5, 6, 5, 7])
@@ -72,7 +72,7 @@ def test_stop_tokens_end_rows() -> None:
     assert 0 < ended < 60
 
 
-def test_sequences_longer_than_the_positions_are_refused() -> None:
+def test_sequences_longer_than_the_positions_are_rejected() -> None:
     for name in ("gpt2", "llama-dynamic-rope"):
         decoder = small_decoder(name)
         run(decoder, [torch.arange(4)], GenerationOptions(max_new_tokens=60))
@@ -92,7 +92,7 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         ({"top_k": 0}, "top_k must"),
     ],
 )
-def test_wrong_options_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_wrong_generation_options_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         GenerationOptions(**{"max_new_tokens": 8, **changes})
 

@@ -46,7 +46,7 @@ def save(folder: Path, of: ModelConfig, **changes: np.ndarray) -> None:
     save_file({**tensors, **changes}, folder / SINGLE_FILE)
 
 
-def test_weights_of_the_architecture_are_accepted(tmp_path: Path) -> None:
+def test_weights_matching_the_config_are_accepted(tmp_path: Path) -> None:
     for values in ({}, {"model_type": "mixtral", "num_local_experts": 2}):
         save(tmp_path, config(**values))
         headers, wrong = read_headers(tmp_path)
@@ -63,7 +63,7 @@ def test_weights_of_the_architecture_are_accepted(tmp_path: Path) -> None:
         ({"attention_bias": True}, "the files lack model.layers.0.self_attn.q_proj.bias"),
     ],
 )
-def test_names_and_shapes_that_the_config_implies_are_missed(
+def test_missing_tensors_and_wrong_shapes_are_named(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     save(tmp_path, config())
@@ -90,7 +90,7 @@ def test_unused_tensors_may_have_any_type(tmp_path: Path) -> None:
     assert not weights.read(KEY, Box.whole((8, 8))).any()
 
 
-def test_files_that_are_missing_cut_off_or_hold_less_are_named(tmp_path: Path) -> None:
+def test_missing_truncated_or_incomplete_files_are_named(tmp_path: Path) -> None:
     save(tmp_path, config())
     whole = (tmp_path / SINGLE_FILE).read_bytes()
     (tmp_path / SINGLE_FILE).write_bytes(whole[:-1])
@@ -109,7 +109,9 @@ def test_files_that_are_missing_cut_off_or_hold_less_are_named(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_own_projection_of_tied_model_is_refused(tmp_path: Path, dtype: type) -> None:
+def test_separate_output_projection_of_a_tied_model_is_rejected(
+    tmp_path: Path, dtype: type
+) -> None:
     """transformers uses it; a copy of the embedding, in whatever type, changes nothing."""
     tied = config(tie_word_embeddings=True)
     rows = np.arange(32 * 8, dtype=np.float32).reshape(32, 8)

@@ -32,7 +32,7 @@ def sharded(tmp_path: Path, pair: Callable[..., Any]) -> tuple[Path, dict[str, t
     return folder, {n: v for n, v in model.state_dict().items() if n != "lm_head.weight"}
 
 
-def test_boxes_of_sharded_files(sharded: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_boxes_are_read_from_sharded_files(sharded: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, state = sharded
     assert len(list(folder.glob("*.safetensors"))) > 2
     source = open_folder(folder)
@@ -50,7 +50,7 @@ def test_boxes_of_sharded_files(sharded: tuple[Path, dict[str, torch.Tensor]]) -
             assert found.dtype == value.dtype
 
 
-def test_tensors_of_a_model_without_its_head_lack_the_first_part(
+def test_files_of_a_model_without_head_lack_the_name_prefix(
     tmp_path: Path, pair: Callable[..., Any]
 ) -> None:
     for name in ("qwen2-tied", "gpt2"):
@@ -63,7 +63,7 @@ def test_tensors_of_a_model_without_its_head_lack_the_first_part(
             assert torch.equal(ours, theirs), parameter_name
 
 
-def test_what_is_written_is_what_transformers_writes_and_loads(
+def test_written_files_equal_transformers_and_load_there(
     odd_name: str, tmp_path: Path, pair: Callable[..., Any]
 ) -> None:
     decoder, model = pair(odd_name)
@@ -87,7 +87,7 @@ def test_what_is_written_is_what_transformers_writes_and_loads(
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_bfloat16_is_written_as_transformers_writes_it(name: str, tmp_path: Path) -> None:
+def test_bfloat16_files_equal_transformers(name: str, tmp_path: Path) -> None:
     model = hf_model({"model_type": name}, 4).to(torch.bfloat16)
     folders = [tmp_path / which for which in ("theirs", "ours")]
     model.save_pretrained(folders[0])
@@ -108,7 +108,7 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_value_models_go_to_transformers_and_back(name: str, tmp_path: Path) -> None:
+def test_value_models_round_trip_through_transformers(name: str, tmp_path: Path) -> None:
     decoder = build(small_decoder(name).config, "value")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_value_models_go_to_transformers_and_back(name: str, tmp_path: Path) -> 
         assert torch.equal(parameter, same)
 
 
-def test_a_critic_starts_from_an_actor_with_values_of_zero(
+def test_critic_started_from_an_actor_predicts_zero(
     tmp_path: Path, pair: Callable[..., Any]
 ) -> None:
     actor, _ = pair("mixtral")
@@ -146,14 +146,14 @@ def test_a_critic_starts_from_an_actor_with_values_of_zero(
             assert torch.equal(parameter, actor.get_parameter(name)), name
 
 
-def test_an_actor_does_not_start_from_a_value_model(tmp_path: Path) -> None:
+def test_actor_cannot_start_from_a_value_model(tmp_path: Path) -> None:
     to_hf(build(small_decoder("llama").config, "value"), tmp_path)
     with pytest.raises(UsageError, match=r"the files lack lm_head.weight"):
         from_hf(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])
-def test_boxes_of_parameters_are_read_alone(
+def test_only_the_requested_boxes_are_read(
     name: str, tmp_path: Path, pair: Callable[..., Any]
 ) -> None:
     decoder, _ = pair(name)
@@ -204,7 +204,7 @@ print((own_bytes() - before) / size)
 """
 
 
-def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
+def test_model_is_never_in_memory_twice(tmp_path: Path) -> None:
     """A process that reads and writes a model needs little memory beyond one copy of it (pages of
     mapped files do not count).
     """
@@ -244,7 +244,7 @@ def test_damaged_files_are_named(sharded: tuple[Path, dict[str, torch.Tensor]]) 
         open_folder(folder)
 
 
-def test_folders_that_are_no_models(tmp_path: Path) -> None:
+def test_directories_without_a_model_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"it has no config.json"):
         read_config(tmp_path)
     with pytest.raises(UsageError, match=r"neither model.safetensors nor"):

@@ -108,7 +108,7 @@ def logprobs_of(model: Any, ids: Tensor, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: Path) -> None:
+def test_outputs_gradients_and_exports_equal_peft(family: str, tmp_path: Path) -> None:
     """PEFT loads the exported adapters of all linear layers, and computes the same with them.
 
     So does transformers with the merged export.
@@ -167,7 +167,7 @@ def test_outputs_gradients_and_exports_are_those_of_peft(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_default_targets_are_those_of_peft(family: str) -> None:
+def test_default_targets_equal_peft(family: str) -> None:
     """They are all linear layers in a family that PEFT has no default for."""
     found = adapted_shapes(tiny(family), "lm", Lora())
     model = tiny_model(family)
@@ -189,7 +189,7 @@ def test_default_targets_are_those_of_peft(family: str) -> None:
     assert {name.removeprefix(MODULE).removesuffix(".weight") for name in found} == expected
 
 
-def test_table_of_defaults_is_that_of_peft() -> None:
+def test_table_of_defaults_equals_peft() -> None:
     """Its families are PEFT's that transformers has as causal models."""
     known = {name: tuple(PEFTS[name]) for name in PEFTS if name in DEFAULTS}
     assert known == DEFAULTS
@@ -233,7 +233,7 @@ def test_targets_are_matched_as_in_peft(
     assert len(adapter_shapes(tiny(family), "lm", lora)) == 2 * len(names)
 
 
-def test_files_that_hold_other_weights_than_the_model_are_refused(tmp_path: Path) -> None:
+def test_adapter_files_of_another_model_are_rejected(tmp_path: Path) -> None:
     """An export would merge the adapters with them."""
     tiny_model("llama", tmp_path)
     model = read(tmp_path, "llama")

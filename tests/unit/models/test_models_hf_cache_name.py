@@ -15,7 +15,7 @@ from tests.support.families import tiny
 from tests.support.generated import generate
 
 
-def test_generation_unchanged_if_argument_of_cache_is_renamed() -> None:
+def test_generation_is_unchanged_if_the_cache_argument_is_renamed() -> None:
     config = HFConfig.from_hf(tiny("llama"))
     model = HFModel(config, "lm", source=None, seed=3, dtype=torch.float32)
     ids, ends = torch.arange(1, 9), torch.tensor([0, 3, 8], dtype=torch.int32)

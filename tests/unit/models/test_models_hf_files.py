@@ -78,7 +78,7 @@ def assert_equal(found: list[TensorEntry], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_of_files_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
+def test_tensors_of_files_equal_transformers(tmp_path: Path, family: str) -> None:
     values = FAMILIES[family]
     model = made(values)
     config, tensors = saved(model, tmp_path)
@@ -88,7 +88,7 @@ def test_tensors_of_files_equal_those_of_transformers(tmp_path: Path, family: st
     assert written["model_type"] == config["model_type"]
 
 
-def test_critic_of_a_mixture_is_written_like_by_transformers(tmp_path: Path) -> None:
+def test_moe_critic_is_written_like_by_transformers(tmp_path: Path) -> None:
     values = FAMILIES["mixtral"]
     model = made(values, "value")
     config, tensors = saved(model, tmp_path)
@@ -128,7 +128,7 @@ def left_out(tensors: dict[str, Tensor]) -> None:
         (left_out, "its files lack parts of lm_head.weight"),
     ],
 )
-def test_family_refused_if_its_files_need_more_than_slices(
+def test_family_is_rejected_if_its_files_need_more_than_slicing(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Tensor]], None], reason: str
 ) -> None:
     model = made(tiny("llama")).inner
@@ -145,7 +145,7 @@ def test_family_refused_if_its_files_need_more_than_slices(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "hrm_text", "qwen3_next"])
-def test_weights_read_from_files_are_those_written(tmp_path: Path, family: str) -> None:
+def test_weights_read_back_equal(tmp_path: Path, family: str) -> None:
     values = FAMILIES[family]
     model, other = made(values), made(values, seed=4)
     saved(model, tmp_path)
@@ -155,7 +155,7 @@ def test_weights_read_from_files_are_those_written(tmp_path: Path, family: str) 
         assert torch.equal(each, model.get_parameter(name)), name
 
 
-def test_config_of_files_states_the_defaults_of_transformers(tmp_path: Path) -> None:
+def test_written_config_states_the_transformers_defaults(tmp_path: Path) -> None:
     """A server's version of transformers may have other defaults."""
     values = tiny("qwen3_moe", rope_theta=5000.0)
     config, _ = saved(made(values), tmp_path)

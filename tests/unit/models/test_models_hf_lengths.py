@@ -118,7 +118,7 @@ def logprobs(model: HFModel, *lengths: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*ALIKE, *LIMITED])
-def test_a_sequence_is_computed_alike_alone_and_among_others(name: str) -> None:
+def test_sequence_outputs_do_not_depend_on_other_sequences(name: str) -> None:
     values = (ALIKE | LIMITED)[name]
     model = made(values)
     alone = logprobs(model, 12)
@@ -142,7 +142,7 @@ def test_a_sequence_is_computed_alike_alone_and_among_others(name: str) -> None:
     ("model_type", "known"),
     [("gpt2", True), ("opt", True), ("codegen", True), ("mpt", True), ("roberta", False)],
 )
-def test_a_sequence_beyond_the_table_of_positions_is_refused(model_type: str, known: bool) -> None:
+def test_sequence_beyond_the_position_table_is_rejected(model_type: str, known: bool) -> None:
     """One message for every form of table: reserved rows, buffers, masks."""
     sizes = dict.fromkeys(("num_layers", "n_layer", "n_layers", "num_hidden_layers"), 1)
     sizes |= dict.fromkeys(("num_heads", "n_head", "n_heads", "num_attention_heads"), 4)
@@ -179,7 +179,7 @@ def write(model: HFModel, prompt: int, new: int) -> None:
     assert (logp - output.logprobs)[drawn].abs().max() < 1e-4
 
 
-def test_the_defaults_of_transformers_count_too() -> None:
+def test_length_limit_comes_from_transformers_defaults() -> None:
     """Limits that a config omits are read from the loaded model."""
     values = {k: v for k, v in SMALL.items() if k != "max_position_embeddings"}
     values |= {"model_type": "phi3", "rope_parameters": LONG}
@@ -188,7 +188,7 @@ def test_the_defaults_of_transformers_count_too() -> None:
         made(values)(torch.zeros(4097, dtype=torch.int64), torch.tensor([0, 4097]), 4097)
 
 
-def test_the_rotation_of_the_text_model_counts() -> None:
+def test_length_limit_comes_from_the_text_models_rotation() -> None:
     text = LIMITED["longrope"]
     assert length_limit({"model_type": "x", "text_config": text}) == (ORIGINAL, "longrope")
     assert length_limit({"model_type": "x", "vision_config": text}) is None

@@ -45,7 +45,7 @@ def packed(copies: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("values", [GEMMA2, FALCON], ids=["gemma2", "falcon"])
-def test_outputs_are_those_of_each_sequence_alone(values: dict[str, Any]) -> None:
+def test_outputs_equal_those_of_separate_sequences(values: dict[str, Any]) -> None:
     model = made(values)
     ids, cu = packed()
     features = model(ids, cu, max(LENGTHS))
@@ -74,12 +74,14 @@ def test_outputs_are_those_of_each_sequence_alone(values: dict[str, Any]) -> Non
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
 )
-def test_logits_that_are_more_than_products_are_known(values: dict[str, Any], plain: bool) -> None:
+def test_models_with_extra_logit_operations_are_detected(
+    values: dict[str, Any], plain: bool
+) -> None:
     assert only_multiplies(made(values).inner) == plain
 
 
 @pytest.mark.parametrize(("values", "whole"), [(FALCON, False), (GEMMA2, True)])
-def test_logits_are_kept_whole_only_where_they_must(
+def test_full_logits_are_kept_only_if_necessary(
     values: dict[str, Any], whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
@@ -101,7 +103,7 @@ def test_logits_are_kept_whole_only_where_they_must(
     [GEMMA2, FALCON, tiny("qwen3_next"), tiny("falcon_h1")],
     ids=lambda values: values["model_type"],
 )
-def test_generated_logprobs_are_those_of_the_training_forward(values: dict[str, Any]) -> None:
+def test_generated_logprobs_equal_the_training_forward_pass(values: dict[str, Any]) -> None:
     model = made(values)
     ids, cu = packed()
     options = GenerationOptions(max_new_tokens=14, temperature=0.8, stop_token_ids=(3, 4, 5, 6))
@@ -126,7 +128,7 @@ def test_generated_logprobs_are_those_of_the_training_forward(values: dict[str, 
     assert (logp - output.logprobs)[new].abs().max() < 1e-4
 
 
-def test_a_new_value_model_gives_zeros_and_learns() -> None:
+def test_new_value_model_predicts_zero_and_learns() -> None:
     model = made(FALCON, "value")
     ids, cu = packed()
     features = model(ids, cu, max(LENGTHS))
@@ -137,13 +139,13 @@ def test_a_new_value_model_gives_zeros_and_learns() -> None:
     assert model.inner.score.weight.grad.any()
 
 
-def test_the_export_of_a_critic_names_no_language_model() -> None:
+def test_critic_export_names_no_language_model_class() -> None:
     config = HFConfig.from_hf({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
     assert "architectures" not in config.to_hf(head="value")
     assert config.to_hf()["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_weights_follow_from_the_seed_or_the_folder(tmp_path: Path) -> None:
+def test_weights_come_from_the_seed_or_the_directory(tmp_path: Path) -> None:
     torch.manual_seed(8)
     before = torch.get_rng_state()
     first, again, other = made(GEMMA2), made(GEMMA2), made(GEMMA2, seed=4)
@@ -157,11 +159,11 @@ def test_weights_follow_from_the_seed_or_the_folder(tmp_path: Path) -> None:
     assert read.inner.config.attention_dropout == 0.0
 
 
-def test_a_loss_may_have_zero_weight() -> None:
+def test_auxiliary_loss_with_zero_weight_is_accepted() -> None:
     made({**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": 0.0})
 
 
-def test_drawing_weights_leaves_the_generators_of_gpus_alone(
+def test_weight_initialization_does_not_touch_gpu_generators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seeded: list[int] = []
@@ -183,7 +185,7 @@ def test_recomputation_changes_no_gradient() -> None:
         model.use("selective")
 
 
-def test_dropout_that_the_config_does_not_control_is_refused() -> None:
+def test_uncontrolled_dropout_is_rejected() -> None:
     model = made(GEMMA2)
     model.inner.add_module("noise", torch.nn.Dropout(0.1))
     with pytest.raises(UsageError, match=r"has dropout that no field .* \(noise\)"):
@@ -204,7 +206,7 @@ def test_layers_are_found_for_sharding(values: dict[str, Any], classes: list[str
     assert [type(layer).__name__ for layer in made(values).layers] == classes
 
 
-def test_recomputation_that_a_family_lacks_is_refused() -> None:
+def test_unsupported_recomputation_is_rejected() -> None:
     model = made(tiny("jetmoe"))
     with pytest.raises(UsageError, match=r"checkpointing full is not allowed: JetMoe.* support"):
         model.use("full")
@@ -219,13 +221,13 @@ def test_recomputation_that_a_family_lacks_is_refused() -> None:
         ({**MIXTRAL, "output_router_logits": True}, "does not compute the load-balancing loss"),
     ],
 )
-def test_what_cannot_be_made_is_refused(values: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_built_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         made(values)
 
 
 @pytest.mark.parametrize("wrong", [{"num_attention_heads": 0}, {"hidden_size": "x"}])
-def test_models_that_plans_need_are_refused_if_transformers_fails(wrong: dict[str, Any]) -> None:
+def test_plan_rejects_models_that_transformers_cannot_build(wrong: dict[str, Any]) -> None:
     """Transformers' classes raise errors of any kind for such configs."""
     values = {"model_type": "llama", "vocab_size": 64, **wrong}
     config = HFConfig.from_hf(values)
@@ -240,7 +242,7 @@ def test_models_that_plans_need_are_refused_if_transformers_fails(wrong: dict[st
     assert message in hf_tensor.refusal(values, "lm", 2)
 
 
-def test_the_builtin_decoder_agrees(pair: Callable[..., Any], tmp_path: Path) -> None:
+def test_outputs_equal_the_built_in_decoder(pair: Callable[..., Any], tmp_path: Path) -> None:
     decoder, reference = pair("qwen3")
     model = made(reference.config.to_dict(), source=tmp_path / "qwen3")
     ids, cu = packed()
@@ -257,7 +259,7 @@ def test_the_builtin_decoder_agrees(pair: Callable[..., Any], tmp_path: Path) ->
         ({"model_type": "nothing"}, "transformers cannot build a nothing model"),
     ],
 )
-def test_families_that_servers_cannot_load_are_refused(
+def test_families_that_servers_cannot_load_are_rejected(
     values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):

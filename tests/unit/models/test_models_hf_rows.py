@@ -78,7 +78,7 @@ def test_new_weights_show_which_families_mix_sequences(name: str, dtype: torch.d
     assert model.rows == ("packed" if name in APART else "single")
 
 
-def test_reason_of_padded_rows_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_reason_for_padded_rows_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="slurmrl.models.hf_rows"):
         built(tiny("lfm2"))
         built(tiny("llama"))
@@ -87,7 +87,7 @@ def test_reason_of_padded_rows_is_logged(caplog: pytest.LogCaptureFixture) -> No
     ]
 
 
-def test_model_that_sees_padding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_whose_outputs_depend_on_padding_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     def reversed_attention(*_: Any, **given: Any) -> BaseModelOutputWithPast:
         states = nn.functional.one_hot(given["input_ids"].flip(1) % 32, 32).float().cumsum(1)
         return BaseModelOutputWithPast(last_hidden_state=states)
@@ -127,7 +127,7 @@ def test_packed_rows_are_few_and_keep_sequences_whole() -> None:
 
 
 @torch.no_grad()
-def test_rows_not_packed_if_queries_scale_by_column() -> None:
+def test_rows_are_not_packed_if_queries_scale_by_column() -> None:
     """The scale begins beyond the columns of the trial."""
     scaled = {"attn_temperature_tuning": True, "floor_scale": 12, "attn_scale": 2.0}
     no_rope = {"layer_types": ["full_attention"] * 2, "no_rope_layers": [0, 0]}
@@ -142,7 +142,7 @@ def test_rows_not_packed_if_queries_scale_by_column() -> None:
 
 
 @torch.no_grad()
-def test_rows_not_packed_if_attention_compresses_blocks() -> None:
+def test_rows_are_not_packed_if_attention_compresses_blocks() -> None:
     """The blocks of the trial's short sequences are not full."""
     model = built(tiny("deepseek_v4"))
     lengths = (5, 9, 12)
@@ -162,7 +162,7 @@ def test_rows_with_one_sequence_each_need_no_positions() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*APART, *MIXING])
-def test_generation_has_the_logits_of_training(name: str) -> None:
+def test_generation_logits_equal_training_logits(name: str) -> None:
     """Prompts of unequal lengths, rows that change places, and more rows that join."""
     model = built(tiny(name, **BY_COLUMN.get(name, {})))
     ids, _ = batch()
@@ -187,7 +187,7 @@ def test_family_with_states_outside_the_cache_cannot_generate() -> None:
         model.session([3, 2], prefill_tokens=20)
 
 
-def test_models_that_recompute_generate_with_their_cache() -> None:
+def test_recomputation_does_not_disable_the_generation_cache() -> None:
     """In training mode, layers that recompute ignore the cache."""
     ids, cu = batch()
     model = built(tiny("qwen3"))

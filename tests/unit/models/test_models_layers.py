@@ -24,7 +24,7 @@ def numbers(*shape: int) -> Tensor:
 @pytest.mark.parametrize(
     "name", ["llama-biases", "llama-wide-heads", "qwen2", "qwen2-odd-hidden", "mistral"]
 )
-def test_a_layer_in_one_call_has_the_bits_of_its_parts(
+def test_fused_layer_equals_its_parts_bit_by_bit(
     monkeypatch: pytest.MonkeyPatch, name: str, tokens: int
 ) -> None:
     """A decode step of rows with cells of earlier calls; what it writes to the cache, too."""

@@ -15,7 +15,7 @@ EDGES = ((0, 1, 8, 8, 21), (0, 2, 5, 67))
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [1, 3, 16])
-def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype, rank: int) -> None:
+def test_merging_parts_equals_merging_the_whole_bit_by_bit(dtype: torch.dtype, rank: int) -> None:
     """In odd parts of rows and columns, in blocks of one row, and by NumPy, for weights whose
     product is as large as they are.
     """

@@ -34,7 +34,7 @@ ARCHITECTURE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("per_token", [1, 2, 5])
-def test_the_balance_of_one_layer_is_that_of_transformers(per_token: int) -> None:
+def test_balance_loss_of_one_layer_equals_transformers(per_token: int) -> None:
     logits = 2.0 * torch.randn(40, 5, generator=torch.Generator().manual_seed(per_token))
     logits.requires_grad_()
     probabilities = logits.softmax(-1)
@@ -101,14 +101,14 @@ def in_one_piece() -> list[Tensor]:
 @pytest.mark.parametrize(
     "cuts", [[0, TOKENS], [0, 20, TOKENS], [0, 1, 3, 4, 17, TOKENS], [*range(TOKENS + 1)]]
 )
-def test_a_batchs_balance_does_not_depend_on_micro_batches(cuts: list[int]) -> None:
+def test_balance_loss_does_not_depend_on_micro_batches(cuts: list[int]) -> None:
     found = balanced([slice(*pair) for pair in pairwise(cuts)])
     for ours, wanted in zip(found, in_one_piece(), strict=True):
         assert wanted.abs().max() > 1e-3
         torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-14)
 
 
-def test_recorded_experts_are_those_of_loops_over_tokens() -> None:
+def test_recorded_experts_equal_a_loop_over_tokens() -> None:
     """The router's weights of them, values and gradients; where none are recorded, it chooses."""
     block = blocks()[0][0]
     block.balance = None

@@ -159,7 +159,7 @@ def complete(prompts: Prompts, prefill_tokens: int) -> list[Completion]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
-def test_placeholder_token_without_image_is_another_token(family: str, tmp_path: Path) -> None:
+def test_placeholder_token_without_image_is_read_as_text(family: str, tmp_path: Path) -> None:
     """A policy may sample the placeholder's id. Training and generation read the same then."""
     prompts = made(tmp_path, family)
     model, first = prompts.model, prompts.ids[0]
@@ -180,7 +180,7 @@ def test_placeholder_token_without_image_is_another_token(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_is_read_the_same_before_and_after_images(family: str, tmp_path: Path) -> None:
+def test_text_outputs_are_unchanged_by_earlier_image_batches(family: str, tmp_path: Path) -> None:
     """Some models of transformers remember the positions of the last images."""
     prompts = made(tmp_path, family)
     model = prompts.model

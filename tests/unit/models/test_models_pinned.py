@@ -51,7 +51,7 @@ def compare(trial: CommittedTrial, step: int) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, family: str) -> None:
+def test_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, family: str) -> None:
     """Whatever the files of the family call, stack, fuse or transpose."""
     values = {**BASE, **ODD[family], "eos_token_id": 3}
     if family.startswith("gpt2"):
@@ -65,7 +65,7 @@ def test_a_pinned_checkpoint_has_the_tensors_of_its_export(tmp_path: Path, famil
         assert torch.equal(one, other)
 
 
-def test_adapters_are_merged_with_the_model_that_they_belong_to(tmp_path: Path) -> None:
+def test_adapters_are_merged_with_their_own_base_model(tmp_path: Path) -> None:
     """It may be a pinned checkpoint of adapters itself.
 
     Without it there is one message that names it.
@@ -89,7 +89,7 @@ def test_adapters_are_merged_with_the_model_that_they_belong_to(tmp_path: Path) 
     assert f"belong to the model {base}, which is not there" in problem
 
 
-def test_a_model_of_transformers_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
+def test_transformers_model_is_loaded_from_its_checkpoint(tmp_path: Path) -> None:
     """With its constants, and as the built-in decoder too."""
     values = {**BASE, "model_type": "qwen2", "tie_word_embeddings": False}
     made = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=7, dtype=torch.float32)

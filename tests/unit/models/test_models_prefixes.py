@@ -82,7 +82,9 @@ def in_pieces() -> tuple[Tensor, Pieces, Tensor]:
         ("mixtral", "full", "value"),
     ],
 )
-def test_pieces_change_no_result_in_float64(name: str, mode: Recompute, head: Head) -> None:
+def test_shared_prefixes_change_no_result_in_float64(
+    name: str, mode: Recompute, head: Head
+) -> None:
     """Outputs and gradients equal those of whole sequences; an output without gradients too."""
     config = small_decoder(name).config
     decoder = build(config, head).double()

@@ -20,7 +20,7 @@ print(*(str(operator) for operator in _operators(ATTENTION) | _operators(PRODUCT
 """
 
 
-def test_the_packed_kernels_are_known_before_the_first_attention() -> None:
+def test_attention_kernel_results_are_kept_from_the_first_call() -> None:
     """The packed attention kernels are kept even before the first attention call, whose import
     registers them.
     """
@@ -53,7 +53,7 @@ class Calls(TorchDispatchMode):
     ("mode", "products", "attentions"), [("off", 0, 0), ("selective", 2, 0), ("full", 6, 1)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_that_run_again(
+def test_selective_recomputation_repeats_only_listed_products(
     mode: Recompute,
     products: int,
     attentions: int,
@@ -76,7 +76,7 @@ def test_products_that_run_again(
     assert backward.attentions == attentions * layers
 
 
-def test_selective_keeps_queries_keys_and_values_but_no_later_product() -> None:
+def test_selective_checkpointing_keeps_only_queries_keys_and_values() -> None:
     decoder = small_decoder("llama")
     decoder.use("selective")
     with Calls() as forward:
@@ -87,7 +87,7 @@ def test_selective_keeps_queries_keys_and_values_but_no_later_product() -> None:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_checkpointing_neither_reads_nor_sets_random_states(
+def test_checkpointing_does_not_touch_random_states(
     monkeypatch: pytest.MonkeyPatch, mode: Recompute
 ) -> None:
     """Reading the state of a GPU's generator costs a copy for each layer."""

@@ -54,7 +54,7 @@ def evaluated(run: FakeRun, step: int, value: float, suite: str | None = None) -
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_all_sinks_have_each_evaluation_once_after_kills(
+def test_each_sink_gets_each_evaluation_once_despite_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever comes first, wherever processes are killed on the way, and also those that are new
@@ -90,7 +90,7 @@ def test_all_sinks_have_each_evaluation_once_after_kills(
     assert mlflow_run(paths)[1].info.status == "FINISHED", "as its trial left it"
 
 
-def test_only_the_trial_itself_creates_its_run_of_mlflow(
+def test_only_the_trial_itself_creates_its_mlflow_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -101,7 +101,7 @@ def test_only_the_trial_itself_creates_its_run_of_mlflow(
     assert json.loads(run.paths.arrived_sinks.read_bytes()) == {"held": {"tensorboard": 1}}
 
 
-def test_a_result_counts_once_and_the_trial_s_own_comes_first(tmp_path: Path) -> None:
+def test_result_counts_once_and_the_trials_own_takes_precedence(tmp_path: Path) -> None:
     run = trained(tmp_path, tensorboard=True)
     evaluated(run, 20, 0.5)
     arrivals.hand_over(run.paths)
@@ -116,7 +116,7 @@ def test_a_result_counts_once_and_the_trial_s_own_comes_first(tmp_path: Path) ->
     assert arrived_steps(run.paths) == ["20", "41"]
 
 
-def test_a_sink_that_fails_gets_its_evaluations_the_next_time(
+def test_failed_sink_gets_its_evaluations_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = trained(tmp_path, tensorboard=True)
@@ -133,7 +133,7 @@ def test_a_sink_that_fails_gets_its_evaluations_the_next_time(
     assert arrived_steps(run.paths) == ["20"]
 
 
-def test_turns_follow_each_other_and_a_dead_holder_is_not_waited_for_long(tmp_path: Path) -> None:
+def test_writers_take_turns_and_skip_a_dead_holder(tmp_path: Path) -> None:
     slept: list[float] = []
     (tmp_path / "1").write_bytes(b"of one that was killed")
     with arrivals.turn(tmp_path, slept.append):
@@ -159,7 +159,7 @@ def test_turns_follow_each_other_and_a_dead_holder_is_not_waited_for_long(tmp_pa
         assert sum(slept) == arrivals.GONE_S
 
 
-def test_a_turn_that_others_have_had_meanwhile_is_not_taken(
+def test_process_suspended_before_its_turn_does_not_reuse_a_past_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that was stopped between its look and the creation of the file.

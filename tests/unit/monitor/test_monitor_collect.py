@@ -46,7 +46,7 @@ def running(root: Path, trial: str, scheduler: FakeScheduler, job: str) -> tuple
     return run, lease
 
 
-def test_all_trials_take_one_question_and_one_wait(tmp_path: Path) -> None:
+def test_all_trials_share_one_scheduler_query_and_one_wait(tmp_path: Path) -> None:
     scheduler = FakeScheduler()
     first, moving = running(tmp_path, "1", scheduler, "41")
     second, _ = running(tmp_path, "2", scheduler, "42")
@@ -63,7 +63,7 @@ def test_all_trials_take_one_question_and_one_wait(tmp_path: Path) -> None:
     assert 0.3 <= time.now <= 0.4, "1.5 heartbeats of 0.2 s for the lease that stands still"
 
 
-def test_looking_ends_when_all_leases_have_moved(tmp_path: Path) -> None:
+def test_lease_observation_ends_once_all_leases_advanced(tmp_path: Path) -> None:
     scheduler = FakeScheduler()
     run, lease = running(tmp_path, "1", scheduler, "41")
     time = Time(lease)
@@ -72,7 +72,7 @@ def test_looking_ends_when_all_leases_have_moved(tmp_path: Path) -> None:
     assert time.now < 0.2
 
 
-def test_ended_and_waiting_trials_cost_no_wait(tmp_path: Path) -> None:
+def test_ended_and_pending_trials_need_no_lease_observation(tmp_path: Path) -> None:
     scheduler = FakeScheduler([task(0, JobState.PENDING, job="42")])
     ended = FakeRun(tmp_path, trial="1")
     ended.submission()
@@ -88,7 +88,7 @@ def test_ended_and_waiting_trials_cost_no_wait(tmp_path: Path) -> None:
     assert time.now == 0
 
 
-def test_a_scheduler_that_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_unreachable_scheduler_is_named(tmp_path: Path) -> None:
     scheduler = FakeScheduler()
     run, lease = running(tmp_path, "1", scheduler, "41")
     scheduler.problem = "squeue did not answer"
@@ -102,7 +102,7 @@ def test_a_scheduler_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert (status["state"], status["problem"]) == ("RUNNING", "squeue did not answer")
 
 
-def test_a_job_that_the_scheduler_forgot_is_judged_by_its_lease(tmp_path: Path) -> None:
+def test_lease_decides_about_a_job_unknown_to_the_scheduler(tmp_path: Path) -> None:
     scheduler = FakeScheduler()
     run, lease = running(tmp_path, "1", scheduler, "41")
     scheduler.tasks = [task(0, JobState.UNKNOWN)]
@@ -112,7 +112,7 @@ def test_a_job_that_the_scheduler_forgot_is_judged_by_its_lease(tmp_path: Path) 
     assert (alive["state"], dead["state"]) == ("RUNNING", "INTERRUPTED")
 
 
-def test_a_broken_run_directory_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_broken_run_directory_does_not_hide_other_trials(tmp_path: Path) -> None:
     broken, fine = FakeRun(tmp_path, trial="1"), FakeRun(tmp_path, trial="2")
     for run in (broken, fine):
         run.submission()
@@ -130,7 +130,7 @@ def test_a_broken_run_directory_does_not_hide_the_others(tmp_path: Path) -> None
         collect([broken.paths], lambda kind: FakeScheduler())
 
 
-def test_damaged_names_of_jobs_do_not_hide_the_other_trials(tmp_path: Path) -> None:
+def test_damaged_job_names_do_not_hide_other_trials(tmp_path: Path) -> None:
     class Damaged(FakeScheduler):
         def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
             if run.run == broken.paths.run:
@@ -155,9 +155,7 @@ def test_damaged_names_of_jobs_do_not_hide_the_other_trials(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
-def test_status_works_if_something_else_is_in_the_place_of_a_lease(
-    tmp_path: Path, kind: str
-) -> None:
+def test_status_works_if_a_lease_file_was_replaced(tmp_path: Path, kind: str) -> None:
     scheduler = FakeScheduler()
     run, _ = running(tmp_path, "1", scheduler, "41")
     replace(run.paths.lease("trainer", 0, 0), kind)
@@ -232,7 +230,7 @@ def test_status_works_if_the_jobs_of_an_earlier_submission_are_damaged(
     assert status["groups"][0]["tasks"][0]["job_id"] == "42_0"
 
 
-def test_ended_trial_is_shown_where_the_scheduler_does_not_answer(
+def test_ended_trial_is_shown_without_the_scheduler(
     resumed: tuple[FakeRun, FakeScheduler],
 ) -> None:
     run, scheduler = resumed
@@ -245,7 +243,7 @@ def test_ended_trial_is_shown_where_the_scheduler_does_not_answer(
     assert scheduler.questions == 0
 
 
-def test_scheduler_not_asked_where_the_run_directory_tells_each_end(
+def test_scheduler_is_not_queried_if_run_directories_show_all_ends(
     resumed: tuple[FakeRun, FakeScheduler],
 ) -> None:
     run, scheduler = resumed

@@ -206,14 +206,14 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_first_finding(case: str) -> None:
+def test_first_finding_has_the_expected_code_and_text(case: str) -> None:
     found, code, text = CASES[case]
     first = diagnose(found)[0]
     assert first.code == code
     assert re.fullmatch(".*".join(map(re.escape, text.split("…"))), first.text)
 
 
-def test_the_rest_follows_by_urgency() -> None:
+def test_findings_are_sorted_by_urgency() -> None:
     found = diagnose(
         status(
             problem="squeue did not answer",
@@ -236,7 +236,7 @@ def test_the_rest_follows_by_urgency() -> None:
         ("unjudged", {"steps": 9, "share": 0.875}, "88% of the completions of the last 9 steps"),
     ],
 )
-def test_steps_that_taught_nothing_come_before_the_happy_end(
+def test_skipped_updates_come_before_the_success_finding(
     code: str, value: dict[str, Any], words: str
 ) -> None:
     found = diagnose(status(state="COMPLETED", reason="total_steps", **{code: value}))
@@ -244,12 +244,12 @@ def test_steps_that_taught_nothing_come_before_the_happy_end(
     assert words in found[0].text
 
 
-def test_an_ended_trial_has_one_finding() -> None:
+def test_ended_trial_has_one_finding() -> None:
     ended = status(state="FAILED", checkpoint_failures=FULL, problem="p", timing=SLOW)
     assert [finding.code for finding in diagnose(ended)] == ["failed"]
 
 
-def test_hosts_that_are_avoided_are_named_last() -> None:
+def test_excluded_hosts_are_named_last() -> None:
     avoided = [{"host": host, "why": "python: not found"} for host in ("n3", "n4")]
     findings = diagnose(status(avoided=avoided))
     assert [finding.code for finding in findings] == ["running", "avoided"]

@@ -25,9 +25,7 @@ def run(tmp_path: Path) -> FakeRun:
     return made
 
 
-def test_a_summary_that_cannot_be_looked_at_is_left_out(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_summary_is_left_out(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host's file system does not answer for a while; the status of the trial does."""
     summary = evaluation(run.paths, "add-1-step-40", "step-00000040.2-checkpoint", loss=2.0)
     stat = Path.stat
@@ -41,7 +39,7 @@ def test_a_summary_that_cannot_be_looked_at_is_left_out(
     assert evaluated.newest(run.paths) == {}
 
 
-def test_checkpoints_that_were_evaluated_have_lines(run: FakeRun) -> None:
+def test_evaluated_checkpoints_have_lines(run: FakeRun) -> None:
     """By the names of evaluations during training, and those of a suite by the suite's."""
     paths = run.paths
     several = {"avg@4": 0.5, "pass@4": 0.7}
@@ -76,7 +74,9 @@ def test_checkpoints_that_were_evaluated_have_lines(run: FakeRun) -> None:
     assert (shown["step"], shown["reward"], shown["eval/a/reward"]) == (40, 0.4, 0.25)
 
 
-def test_what_says_nothing_about_the_trial_is_left_out(run: FakeRun, tmp_path: Path) -> None:
+def test_results_of_other_trials_and_rolled_back_steps_are_left_out(
+    run: FakeRun, tmp_path: Path
+) -> None:
     """Another trial's model, a checkpoint that training did not continue from, a trial that has not
     finished, and a file that was cut.
     """
@@ -96,7 +96,7 @@ def test_what_says_nothing_about_the_trial_is_left_out(run: FakeRun, tmp_path: P
     assert len(evaluated.read(other)) == 1
 
 
-def test_the_trial_s_own_values_win_and_of_two_evaluations_the_later_one(run: FakeRun) -> None:
+def test_own_values_take_precedence_then_the_later_evaluation(run: FakeRun) -> None:
     paths = run.paths
     first = evaluation(paths, "add-1-step-40", "step-00000040.2-checkpoint", **{"avg@1": 0.1})
     evaluation(paths, "add-1-step-40-2", "step-00000040.2-checkpoint", **{"avg@1": 0.2})

@@ -7,7 +7,7 @@ from slurmrl.run import events
 from slurmrl.run.paths import RunPaths
 
 
-def test_writers_are_merged_by_time(tmp_path: Path) -> None:
+def test_events_of_all_writers_are_merged_by_time(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.events.mkdir()
     master, agent = events.EventWriter(paths, "master.1"), events.EventWriter(paths, "trainer.0.0")
@@ -24,7 +24,7 @@ def test_writers_are_merged_by_time(tmp_path: Path) -> None:
     assert merged[0]["time"] <= merged[1]["time"] <= merged[2]["time"]
 
 
-def test_a_torn_event_is_passed_over(tmp_path: Path) -> None:
+def test_incomplete_event_is_skipped(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.events.mkdir()
     writer = events.EventWriter(paths, "master.1")
@@ -34,11 +34,11 @@ def test_a_torn_event_is_passed_over(tmp_path: Path) -> None:
     assert [event["kind"] for event in events.read_all(paths)] == ["ready"]
 
 
-def test_no_events_yet(tmp_path: Path) -> None:
+def test_no_events_are_read_before_the_first_one(tmp_path: Path) -> None:
     assert events.read_all(RunPaths(tmp_path)) == []
 
 
-def test_events_are_written_after_their_folder_was_removed(tmp_path: Path) -> None:
+def test_events_are_written_after_their_directory_was_removed(tmp_path: Path) -> None:
     """A reader that follows sees them, although their file is shorter than the one before."""
     paths = RunPaths(tmp_path / "trial")
     paths.events.mkdir(parents=True)

@@ -55,27 +55,29 @@ FOR = "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) for rank 
         ),
     ],
 )
-def test_three_wait_for_the_fourth(fourth: RankProgress, expected: str) -> None:
+def test_hang_names_the_rank_that_three_others_wait_for(
+    fourth: RankProgress, expected: str
+) -> None:
     assert explain(grouped([*THREE, fourth])) == expected
 
 
-def test_ranks_of_which_nothing_is_known_are_waited_for() -> None:
+def test_hang_blames_ranks_without_a_report() -> None:
     assert explain(grouped(THREE)) == f"{FOR}, which reported nothing"
 
 
-def test_a_rank_outside_the_group_is_not_blamed() -> None:
+def test_rank_outside_the_group_is_not_blamed() -> None:
     pair = [waits(0, "ref_inf", ranks=(0, 1)), row(1, "reward_inf"), row(2, "gen")]
     assert "for rank 1, which has been in reward_inf" in explain(grouped(pair))
     assert "rank 2" not in explain(grouped(pair))
 
 
-def test_no_rank_waits() -> None:
+def test_hang_without_waiting_ranks_blames_none() -> None:
     assert explain([]) == ""
     told = explain(grouped([row(0, ""), row(1, "reward_inf"), row(2, "")]))
     assert told == "rank 1 has been in reward_inf for 2.3 min"
 
 
-def test_ranks_that_do_the_same_are_one_group() -> None:
+def test_ranks_in_the_same_call_are_one_group() -> None:
     rows = [row(rank, "gen", since_s=float(rank)) for rank in (0, 1, 2, 5)] + [row(3, "load")]
     groups = grouped(rows)
     assert [(one.ranks, one.call, one.since_s) for one in groups] == [
@@ -86,7 +88,7 @@ def test_ranks_that_do_the_same_are_one_group() -> None:
     assert len(grouped(many)) == hang.MOST_GROUPS
 
 
-def test_groups_have_all_documented_fields_in_the_status() -> None:
+def test_status_groups_have_all_documented_fields() -> None:
     waiting, idle = (group.document() for group in grouped([*THREE, row(3, "", step=None)]))
     assert waiting == {
         "ranks": "0-2",
@@ -108,12 +110,12 @@ def test_groups_have_all_documented_fields_in_the_status() -> None:
     assert (idle["step"], idle["collective"]) == (None, None)
 
 
-def test_one_rank_on_one_line() -> None:
+def test_single_rank_is_shown_on_one_line() -> None:
     assert hang.describe(THREE[1]) == "has waited 2.3 min in actor_train (all_reduce #1841)"
     assert hang.describe(row(3, "gen")) == "has been in gen for 2.3 min"
 
 
-def test_ranks_of_another_world_are_apart_and_named() -> None:
+def test_ranks_of_another_world_are_separate_and_named() -> None:
     """Rank 0 of a rollout task is not rank 0 of the trainers: they are never one group, and no
     explanation of what the trainers wait for blames it.
     """

@@ -86,7 +86,7 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
         ({"cause": "something new", "reason": "", "host": "n1"}, "something new"),
     ],
 )
-def test_failures_in_words(failure: dict[str, Any], words: str) -> None:
+def test_failure_is_described_in_words(failure: dict[str, Any], words: str) -> None:
     """Exit codes and times come from fields.
 
     Where an older version wrote none, the line repeats the reason, and nothing is guessed from its
@@ -102,7 +102,7 @@ def test_failures_in_words(failure: dict[str, Any], words: str) -> None:
         ({"reason": "rank 1 was ended by SIGKILL", "host": "n0"}, "unknown"),
     ],
 )
-def test_failures_of_older_versions_name_no_cause(
+def test_failure_of_an_older_version_has_no_cause(
     run: FakeRun, failure: dict[str, Any], cause: str
 ) -> None:
     """The line then shows what they report."""
@@ -118,7 +118,7 @@ def test_fields_of_a_newer_version_are_ignored(run: FakeRun) -> None:
 
 
 @pytest.mark.parametrize("field", [{"exit_code": "SIGKILL"}, {"rank": -1}, {"silent_s": [60]}])
-def test_a_failure_with_a_field_of_another_type_is_damaged(
+def test_failure_with_a_field_of_the_wrong_type_is_damaged(
     run: FakeRun, field: dict[str, Any]
 ) -> None:
     run.name(keys.failure(start(run)), **{"cause": "died", **WORKER, **field})
@@ -140,7 +140,9 @@ def test_a_failure_with_a_field_of_another_type_is_damaged(
         ("unknown", True, "unknown", "warned of its end (SIGTERM), handed over at step 12"),
     ],
 )
-def test_warnings_in_words(run: FakeRun, warned: str, stopped: bool, cause: str, how: str) -> None:
+def test_warning_is_described_in_words(
+    run: FakeRun, warned: str, stopped: bool, cause: str, how: str
+) -> None:
     number = start(run)
     run.name(keys.warned(number), signal="SIGTERM", cause=warned, time_left_s=None)
     if stopped:
@@ -149,14 +151,14 @@ def test_warnings_in_words(run: FakeRun, warned: str, stopped: bool, cause: str,
     assert (row["cause"], row["how"]) == (cause, how)
 
 
-def test_a_programming_error_says_more_than_the_warning_after_it(run: FakeRun) -> None:
+def test_programming_error_takes_precedence_over_a_later_warning(run: FakeRun) -> None:
     number = start(run)
     run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
     run.name(keys.failure(number), cause="exception", exception="ValueError: x", **WORKER)
     assert rows(run)[0]["cause"] == "exception"
 
 
-def test_a_death_after_the_warning_is_the_preemption(run: FakeRun) -> None:
+def test_death_after_a_warning_is_reported_as_preemption(run: FakeRun) -> None:
     number = start(run)
     run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
     run.name(keys.failure(number), cause="died", reason="SIGTERM", **WORKER)
@@ -177,7 +179,7 @@ def test_a_death_after_the_warning_is_the_preemption(run: FakeRun) -> None:
         (JobState.UNKNOWN, {}, "preemption"),
     ],
 )
-def test_the_scheduler_knows_better_who_sent_a_signal(
+def test_scheduler_state_decides_who_sent_a_signal(
     run: FakeRun, state: JobState, more: dict[str, Any], cause: str
 ) -> None:
     number = start(run)
@@ -208,7 +210,7 @@ def test_end_says_preempted_only_with_evidence_from_the_scheduler(
     assert rows(run, *tasks)[0]["how"] == f"{words} (SIGTERM), before it could commit"
 
 
-def test_the_end_of_a_requeued_job_is_that_of_its_last_start(run: FakeRun) -> None:
+def test_end_of_a_requeued_job_comes_from_its_last_start(run: FakeRun) -> None:
     for restarts in range(2):
         number = start(run, f"7.{restarts}.0", restarts)
         run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
@@ -228,7 +230,7 @@ def test_the_end_of_a_requeued_job_is_that_of_its_last_start(run: FakeRun) -> No
         (JobState.UNKNOWN, "killed"),
     ],
 )
-def test_where_nothing_was_reported_the_scheduler_may_know(
+def test_scheduler_explains_an_end_without_a_report(
     run: FakeRun, state: JobState, cause: str
 ) -> None:
     start(run)
@@ -240,7 +242,7 @@ def test_where_nothing_was_reported_the_scheduler_may_know(
 
 
 @pytest.mark.parametrize("key", [keys.failure, keys.warned, keys.hang])
-def test_a_damaged_report_is_named_on_the_line_of_its_incarnation(
+def test_damaged_report_is_named_on_its_incarnation_line(
     run: FakeRun, key: Callable[[int], str]
 ) -> None:
     start(run)
@@ -251,7 +253,7 @@ def test_a_damaged_report_is_named_on_the_line_of_its_incarnation(
     assert "damaged" not in second["how"]
 
 
-def test_ends_that_the_history_knows(run: FakeRun) -> None:
+def test_incarnation_end_comes_from_the_history(run: FakeRun) -> None:
     start(run)
     run.end(Kind.CANCELLED, reason="cancelled by me")
     run.resume()
@@ -269,7 +271,7 @@ def test_ends_that_the_history_knows(run: FakeRun) -> None:
     ]
 
 
-def test_steps_commits_and_hosts(run: FakeRun) -> None:
+def test_row_shows_steps_commits_and_hosts(run: FakeRun) -> None:
     first = start(run)
     run.event("supervisor.trainer.7.0", "start", link=0, job="7.0", hosts=["n0", "n1", "n2"])
     run.event("supervisor.trainer.7.0", "round", round=0, hosts=["n0", "n1"])
@@ -288,7 +290,7 @@ def test_steps_commits_and_hosts(run: FakeRun) -> None:
     assert (lost["how"], running["how"]) == ("host n1 lost", "running")
 
 
-def test_steps_that_a_kill_lost(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_counts_steps_lost_by_a_kill(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """At first the metrics show them, later the event of the incarnation that does them again.
 
     The useful time leaves them out at once, and the time in which they ran counts.
@@ -314,7 +316,7 @@ def test_steps_that_a_kill_lost(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -
     assert not MetricsRecorder(run.paths, Logging(), last_step=4).repeated
 
 
-def test_a_failed_incarnation_of_a_running_trial_has_ended(run: FakeRun) -> None:
+def test_failed_incarnation_of_a_running_trial_has_ended(run: FakeRun) -> None:
     number = start(run)
     run.name(keys.failure(number), cause="hung", **WORKER)
     (row,) = rows(run, task(0, JobState.RUNNING), alive=True)
@@ -324,7 +326,7 @@ def test_a_failed_incarnation_of_a_running_trial_has_ended(run: FakeRun) -> None
 @pytest.mark.parametrize(
     ("element", "restarts", "cause"), [(0, 0, "running"), (1, 0, "killed"), (0, 1, "killed")]
 )
-def test_the_next_start_of_a_job_does_not_revive_an_incarnation(
+def test_restarted_job_does_not_revive_an_earlier_incarnation(
     run: FakeRun, element: int, restarts: int, cause: str
 ) -> None:
     start(run)
@@ -337,7 +339,7 @@ def test_the_next_start_of_a_job_does_not_revive_an_incarnation(
     assert status["findings"][0]["code"] == ("running" if lives else "restarting")
 
 
-def test_only_the_newest_are_shown(run: FakeRun) -> None:
+def test_only_the_newest_incarnations_are_shown(run: FakeRun) -> None:
     for number in range(DETAILED + 5):
         start(run, f"{number}.0.0", number, f"41_{number}")
     found = rows(run)
@@ -345,7 +347,7 @@ def test_only_the_newest_are_shown(run: FakeRun) -> None:
     assert found[0]["job_id"] == "41_5"
 
 
-def test_a_cancelled_run_was_not_preempted(run: FakeRun) -> None:
+def test_cancelled_run_is_not_reported_as_preempted(run: FakeRun) -> None:
     """Its processes get the signal that preempted ones get."""
     number = start(run)
     run.end(Kind.CANCELLED, reason="cancelled by me")
@@ -358,7 +360,7 @@ def test_a_cancelled_run_was_not_preempted(run: FakeRun) -> None:
     assert (row["cause"], row["how"]) == ("cancelled", "cancelled by me")
 
 
-def test_a_run_that_is_cancelled_while_it_waits_was_preempted(
+def test_run_cancelled_in_the_queue_keeps_its_preemption(
     run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = start(run)

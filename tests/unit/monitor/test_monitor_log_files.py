@@ -23,7 +23,7 @@ def names(run: FakeRun, group: str | None = None, task: int | None = None) -> li
     return [(file.label, file.path.name) for file in newest(run.paths, group, task)]
 
 
-def test_the_newest_attempt_of_each_task(run: FakeRun) -> None:
+def test_newest_attempt_of_each_task_is_listed(run: FakeRun) -> None:
     assert names(run) == [
         ("rollout/0", "0.0.log"),
         ("trainer/0", "0.10.log"),
@@ -32,13 +32,13 @@ def test_the_newest_attempt_of_each_task(run: FakeRun) -> None:
     ]
 
 
-def test_one_group_or_one_task(run: FakeRun) -> None:
+def test_logs_of_one_group_or_one_task_are_listed(run: FakeRun) -> None:
     assert names(run, "rollout") == [("rollout/0", "0.0.log")]
     assert names(run, None, 1) == [("trainer/1", "1.3.log")]
     assert names(run, "trainer", 0) == [("trainer/0", "0.10.log")]
 
 
-def test_newest_batch_output_listed_if_no_agent_started(tmp_path: Path) -> None:
+def test_newest_batch_output_is_listed_if_no_agent_started(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.log("slurm-41_1.out", "newer")
     run.log("slurm-41_0.out", "older")
@@ -51,16 +51,18 @@ def test_newest_batch_output_listed_if_no_agent_started(tmp_path: Path) -> None:
     ("group", "task", "message"),
     [("trainr", None, "did you mean 'trainer'"), (None, 7, "no logs of task '7'; .* 0, 1")],
 )
-def test_unknown_names(run: FakeRun, group: str | None, task: int | None, message: str) -> None:
+def test_unknown_groups_and_tasks_are_rejected(
+    run: FakeRun, group: str | None, task: int | None, message: str
+) -> None:
     with pytest.raises(UnknownNameError, match=message):
         newest(run.paths, group, task)
 
 
-def test_nothing_was_written_yet(tmp_path: Path) -> None:
+def test_no_logs_are_listed_before_the_first_write(tmp_path: Path) -> None:
     assert names(FakeRun(tmp_path), "trainer") == []
 
 
-def test_the_logs_of_one_incarnation(run: FakeRun) -> None:
+def test_logs_of_one_incarnation_are_listed(run: FakeRun) -> None:
     """Those of all its agents, and of the master that the first of them started."""
     for name in ("0.0.log", "0.9.log", "0.10.log"):
         run.log(name, name, group="master")

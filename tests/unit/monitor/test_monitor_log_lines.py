@@ -53,7 +53,7 @@ def logs(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_all_processes_by_time_with_their_tracebacks(
+def test_lines_of_all_processes_are_sorted_by_time_with_tracebacks(
     run: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A broken line stays where it stands in its file, and a cut one is shown."""
@@ -74,7 +74,9 @@ def test_all_processes_by_time_with_their_tracebacks(
     ]
 
 
-def test_what_is_wanted(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_selected_by_level_process_time_and_number(
+    run: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By level, which keeps tracebacks that nobody announced; by process, time, and number."""
     shown = logs(capsys, "--level", "warning")
     assert [line.strip().split("  ")[-1] for line in shown] == [
@@ -97,7 +99,9 @@ def test_what_is_wanted(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "no line matches\n"
 
 
-def test_lines_for_programs(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_have_documented_fields(
+    run: FakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     found: list[dict[str, Any]] = [json.loads(line) for line in logs(capsys, "--json")]
     nobody = {"time": None, "process": "trainer/0", "level": None}
     assert found[0] == {"file": "trainer/0", **nobody, "text": "printed before any entry"}
@@ -107,7 +111,7 @@ def test_lines_for_programs(run: FakeRun, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("wanted", [Wanted(), Wanted(since=seconds("14:00:00"))])
-def test_the_newest_lines_are_found_from_the_end(
+def test_newest_lines_are_read_from_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: Wanted
 ) -> None:
     """Of a long file only the end is read, and of a file cut just now also the part before."""
@@ -131,7 +135,7 @@ def test_the_newest_lines_are_found_from_the_end(
     assert read < 500_000
 
 
-def test_following_goes_on_after_the_newest_lines(tmp_path: Path) -> None:
+def test_follow_continues_after_the_newest_lines(tmp_path: Path) -> None:
     """Also within an entry, whose process the lines that follow still have."""
     path = tmp_path / "0.0.log"
     path.write_text(f"one\n{DAY} 14:00:00,000 [rank 3] WARNING two\n")
@@ -145,7 +149,7 @@ def test_following_goes_on_after_the_newest_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_a_flood_without_entries_is_not_searched_to_its_beginning(tmp_path: Path) -> None:
+def test_output_without_log_entries_is_not_read_to_its_beginning(tmp_path: Path) -> None:
     path = tmp_path / "0.0.log"
     path.write_text("".join(f"line {number}\n" for number in range(10_000)))
     found = OutputReader(last=2).read([LogFile("trainer/0", path)], torn=True)

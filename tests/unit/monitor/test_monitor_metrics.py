@@ -31,19 +31,19 @@ def steps(path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_json_has_no_nan(path: Path, value: float) -> None:
+def test_metrics_json_contains_no_nan(path: Path, value: float) -> None:
     metrics.MetricsWriter(path).write({"step": 1, "loss": value})
     assert json.loads(path.read_text()) == {"step": 1, "loss": None}
 
 
-def test_a_torn_line_was_not_written_yet(path: Path) -> None:
+def test_incomplete_line_is_ignored(path: Path) -> None:
     write(path, 1, 2)
     path.write_bytes(path.read_bytes()[:-1])
     assert steps(path) == [1]
     assert metrics.read_latest(path, 5) == [{"step": 1, "reward": 0.125}]
 
 
-def test_a_line_after_a_torn_one_counts(path: Path) -> None:
+def test_line_after_an_incomplete_one_is_read(path: Path) -> None:
     write(path, 1, 2)
     with path.open("ab") as file:
         file.write(b'{"step": 3, "rew\n')
@@ -53,7 +53,7 @@ def test_a_line_after_a_torn_one_counts(path: Path) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("n", [0, 1, 3, 10_000])
-def test_latest_lines_of_a_file_larger_than_one_read(
+def test_latest_lines_are_found_in_a_large_file(
     path: Path, monkeypatch: pytest.MonkeyPatch, n: int, chunk: int
 ) -> None:
     monkeypatch.setattr(lines, "CHUNK_BYTES", chunk)
@@ -63,7 +63,7 @@ def test_latest_lines_of_a_file_larger_than_one_read(
     assert [line["step"] for line in metrics.read_latest(path, n)] == expected
 
 
-def test_no_file_means_no_lines(path: Path) -> None:
+def test_missing_file_has_no_lines(path: Path) -> None:
     assert metrics.read(path) == metrics.read_latest(path, 3) == []
     assert metrics.newest(metrics.read_latest(path, 9)) == {}
     metrics.cut(path, 3)
@@ -83,7 +83,7 @@ def test_latest_keeps_the_newest_evaluation(path: Path) -> None:
     }
 
 
-def test_an_older_evaluation_and_one_column_are_found_without_parsing_lines(path: Path) -> None:
+def test_latest_evaluation_and_single_columns_are_found_fast(path: Path) -> None:
     writer = metrics.MetricsWriter(path)
     writer.write({"step": 0, "eval/reward": 0.1, "time/total": 1.5})
     writer.write({"step": 1, "eval/reward": 0.2, "time/total": 1e-3, "a/time/total": 7.0})
@@ -97,7 +97,9 @@ def test_an_older_evaluation_and_one_column_are_found_without_parsing_lines(path
 
 
 @pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
-def test_cut_drops_later_steps_and_the_torn_end(path: Path, last: int, kept: list[int]) -> None:
+def test_cut_drops_later_steps_and_an_incomplete_end(
+    path: Path, last: int, kept: list[int]
+) -> None:
     write(path, 0, 1, 2, 3)
     with path.open("ab") as file:
         file.write(b'{"step": 4')
@@ -106,13 +108,13 @@ def test_cut_drops_later_steps_and_the_torn_end(path: Path, last: int, kept: lis
     assert not path.read_bytes() or path.read_bytes().endswith(b"}\n")
 
 
-def test_cut_drops_what_an_older_master_wrote_between(path: Path) -> None:
+def test_cut_drops_lines_of_an_older_master(path: Path) -> None:
     write(path, 1, 2, 9, 3, 4, 5)
     metrics.cut(path, 4)
     assert steps(path) == [1, 2, 3, 4]
 
 
-def test_the_recorder_continues_after_the_last_commit(tmp_path: Path) -> None:
+def test_recorder_continues_after_the_last_commit(tmp_path: Path) -> None:
     """Lines of an older version have no time. It is no curve, and the line given stays as it is."""
     paths = RunPaths(tmp_path)
     write(paths.metrics, 1, 2, 3)

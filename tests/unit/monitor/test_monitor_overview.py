@@ -51,9 +51,7 @@ ENDS: dict[str, Callable[[FakeRun], None]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_list_shows_the_truth_about_an_ended_trial_without_reading_its_history(
-    run: FakeRun, end: str
-) -> None:
+def test_list_shows_an_ended_trial_without_reading_its_history(run: FakeRun, end: str) -> None:
     ENDS[end](run)
     truth = shown(run.paths, collect)
     assert overview.read_overview(run.paths) is None
@@ -82,7 +80,7 @@ CHANGES: dict[str, Callable[[FakeRun], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_without_a_new_overview_is_seen(run: FakeRun, change: str) -> None:
+def test_list_detects_a_change_after_the_overview(run: FakeRun, change: str) -> None:
     ENDS["cancelled"](run)
     overview.keep_overview(run.paths)
     assert overview.read_overview(run.paths) is not None
@@ -94,21 +92,19 @@ def test_a_change_without_a_new_overview_is_seen(run: FakeRun, change: str) -> N
     assert shown(run.paths, glance) == shown(run.paths, collect)
 
 
-def test_a_live_trial_gets_none(run: FakeRun) -> None:
+def test_overview_is_not_written_for_a_live_trial(run: FakeRun) -> None:
     overview.keep_overview(run.paths)
     assert not run.paths.overview.exists()
 
 
-def test_a_trial_that_cannot_be_read_ends_without_an_overview(run: FakeRun) -> None:
+def test_overview_is_not_written_for_an_unreadable_trial(run: FakeRun) -> None:
     ENDS["cancelled"](run)
     run.paths.submission_request(1).write_text("[")
     overview.keep_overview(run.paths)
     assert not run.paths.overview.exists()
 
 
-def test_an_overview_that_the_file_system_does_not_give_hides_nothing(
-    run: FakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_overview_hides_no_trial(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a list nor the end of a job fails by it."""
     ENDS["cancelled"](run)
     overview.keep_overview(run.paths)

@@ -46,7 +46,7 @@ def read(folder: Path, *, evaluation: bool = False) -> dict[int, str]:
     return found
 
 
-def test_samples_of_many_steps_take_few_files(tmp_path: Path) -> None:
+def test_samples_of_many_steps_use_few_files(tmp_path: Path) -> None:
     keep(tmp_path, 1, 1, 1000)
     keep(tmp_path, 1, 1, 50, evaluation=True)
     names = ["00000001.1.index", "eval-step-00000001.1.jsonl", "step-00000001.1.jsonl"]
@@ -68,7 +68,7 @@ def test_samples_continue_in_another_file_after_the_limit(
     assert list(read(tmp_path)) == [1, 2, 3, 7], "a user may remove files"
 
 
-def test_repeated_steps_are_those_of_newest_incarnation(tmp_path: Path) -> None:
+def test_repeated_steps_come_from_the_newest_incarnation(tmp_path: Path) -> None:
     """The second incarnation continues from the commit of step 4, the third from that of step 2,
     because the checkpoint of step 4 is damaged. The first one still lives and writes.
     """
@@ -82,7 +82,7 @@ def test_repeated_steps_are_those_of_newest_incarnation(tmp_path: Path) -> None:
     assert read(tmp_path) == {**dict.fromkeys(range(3), "by 1"), 3: "by 10"}
 
 
-def test_files_of_single_steps_are_read_until_resumed(tmp_path: Path) -> None:
+def test_older_files_of_single_steps_are_read(tmp_path: Path) -> None:
     """Earlier versions wrote them."""
     for step in (1, 2, 3):
         (tmp_path / f"step-{step:08d}.jsonl").write_bytes(rows(step, "old"))
@@ -93,7 +93,7 @@ def test_files_of_single_steps_are_read_until_resumed(tmp_path: Path) -> None:
     assert read(tmp_path, evaluation=True) == dict.fromkeys((1, 2), "judged")
 
 
-def test_whole_steps_are_found_after_kill_at_any_operation(tmp_path: Path) -> None:
+def test_complete_steps_are_readable_after_a_kill_at_any_operation(tmp_path: Path) -> None:
     for at in count():
         folder, written = tmp_path / str(at), []
         writer = KeptSampleWriter(folder, 1, 1, calls=Faulty(at, errno.EIO, times=10**6))
@@ -131,7 +131,7 @@ class FullDisk(SystemCalls):
 
 
 @pytest.mark.parametrize("period", [3, 4, 5])
-def test_samples_are_whole_after_full_disk(tmp_path: Path, period: int) -> None:
+def test_samples_are_complete_after_a_full_disk(tmp_path: Path, period: int) -> None:
     writer = KeptSampleWriter(tmp_path, 1, 1, calls=FullDisk(period))
     for step in range(1, 9):
         for _ in range(10):
@@ -143,7 +143,7 @@ def test_samples_are_whole_after_full_disk(tmp_path: Path, period: int) -> None:
     assert read(tmp_path) == dict.fromkeys(range(1, 9), "by 1")
 
 
-def test_samples_written_into_removed_folder(tmp_path: Path) -> None:
+def test_samples_are_written_after_their_directory_was_removed(tmp_path: Path) -> None:
     """A purge of empty folders must not stop a run."""
     folder = tmp_path / "samples"
     writer = keep(folder, 1, 1, 2)
@@ -164,7 +164,7 @@ def test_samples_written_into_removed_folder(tmp_path: Path) -> None:
         ["step", 2],
     ],
 )
-def test_damaged_line_of_index_is_left_out(tmp_path: Path, line: object) -> None:
+def test_damaged_index_line_is_left_out(tmp_path: Path, line: object) -> None:
     keep(tmp_path, 1, 1, 1)
     (tmp_path.parent / "metrics.jsonl").write_text("{}\n")
     with (tmp_path / "00000001.1.index").open("ab") as file:

@@ -46,7 +46,7 @@ PROGRAM = "tests.support.sink_incarnation"
         ("mlflow-skinny", Logging(mlflow=Mlflow(experiment="e"))),
     ],
 )
-def test_a_missing_package_is_named_with_the_remedy(
+def test_missing_package_is_named_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, package: str, logging: Logging
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -54,7 +54,7 @@ def test_a_missing_package_is_named_with_the_remedy(
         sinks.check(logging)
 
 
-def test_the_small_package_of_mlflow_knows_no_databases(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_database_uri_needs_the_full_mlflow_package(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "sqlalchemy" else found(name)
@@ -63,13 +63,15 @@ def test_the_small_package_of_mlflow_knows_no_databases(monkeypatch: pytest.Monk
         sinks.check(DATABASE)
 
 
-def test_nothing_is_needed_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_package_is_needed_without_sinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     sinks.check(Logging())
     assert not sinks.make_feeders(RunPaths(tmp_path), Logging(), committed=-1, incarnation=None)
 
 
-def test_mlflow_tells_nobody(tmp_path: Path) -> None:
+def test_mlflow_telemetry_is_disabled(tmp_path: Path) -> None:
     """The library decides while it is imported whether it sends what clusters do to its makers."""
     code = (
         "import sys; from pathlib import Path; from slurmrl.config.schema import Logging, Mlflow; "
@@ -89,7 +91,7 @@ def test_mlflow_tells_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["https://me:secret@host/mlflow", "mlruns", "ftp://host"])
-def test_a_tracking_uri_that_cannot_work_is_refused(uri: str) -> None:
+def test_unusable_tracking_uri_is_rejected(uri: str) -> None:
     with pytest.raises(ValueError, match=r"variables_file|must be a URL"):
         Mlflow(experiment="e", tracking_uri=uri)
 
@@ -103,7 +105,7 @@ def test_only_numbers_are_plotted() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_all_sinks_hold_each_committed_step_once_after_kills(
+def test_each_sink_has_each_committed_step_once_despite_kills(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed when the steps are handed over, and half-way through that.
@@ -148,7 +150,7 @@ def test_all_sinks_hold_each_committed_step_once_after_kills(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_sink_without_what_it_held_gets_all_steps(
+def test_emptied_or_new_sink_gets_all_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its files were removed, or the trial was resumed with another experiment."""
@@ -176,7 +178,7 @@ def test_a_sink_without_what_it_held_gets_all_steps(
     assert sorted(map(len, held)) == [2, 4]
 
 
-def test_the_newest_step_in_torn_files_of_wandb(tmp_path: Path) -> None:
+def test_newest_step_is_found_in_incomplete_wandb_files(tmp_path: Path) -> None:
     assert held_by(tmp_path, "a", "p", -1) == -1
     assert held_by(tmp_path, "a", "p", 7) == 7, "the files were sent and removed"
     run = tmp_path / "offline-run-1-a"
@@ -185,7 +187,7 @@ def test_the_newest_step_in_torn_files_of_wandb(tmp_path: Path) -> None:
     assert held_by(tmp_path, "a", "p", -1) == -1
 
 
-def test_steps_that_another_project_of_wandb_has_do_not_count(tmp_path: Path) -> None:
+def test_steps_of_another_wandb_project_are_ignored(tmp_path: Path) -> None:
     def write(number: int, project: str, *steps: int) -> None:
         history = [messages.HistoryRecord(step={"num": step}) for step in steps]
         found = [messages.Record(run={"project": project, "run_id": "a"})]
@@ -264,7 +266,7 @@ def ended(feeder: Feeder) -> None:
     assert not feeder.is_behind
 
 
-def test_a_sink_of_a_trial_that_fell_back_is_opened_before_the_steps_that_come_again(
+def test_sink_restarts_at_an_older_commit_after_a_rollback(
     tmp_path: Path,
 ) -> None:
     """The newest commits were damaged."""
@@ -274,7 +276,7 @@ def test_a_sink_of_a_trial_that_fell_back_is_opened_before_the_steps_that_come_a
     assert [sink.after for sink in fed.opened] == [-1, 5]
 
 
-def test_a_sink_that_fails_is_opened_again(
+def test_failed_sink_is_reopened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("slurmrl.watch.sinks.feeder.PAUSES_S", (0.001, 0.001))
@@ -286,7 +288,7 @@ def test_a_sink_that_fails_is_opened_again(
     assert "logging.s lacks steps up to 2: no answer" in caplog.text
 
 
-def test_an_old_incarnation_writes_nothing_and_one_of_an_ended_trial_the_rest(
+def test_only_current_incarnation_or_ended_trial_feeds_sinks(
     tmp_path: Path,
 ) -> None:
     def raising(error: Exception) -> Any:
@@ -302,7 +304,7 @@ def test_an_old_incarnation_writes_nothing_and_one_of_an_ended_trial_the_rest(
     assert fed.steps == [0, 1, 2]
 
 
-def test_metrics_between_two_steps(tmp_path: Path) -> None:
+def test_metrics_between_two_steps_are_read_once_in_order(tmp_path: Path) -> None:
     """Each once, the newest line, in order; lines behind that are not read."""
     path = tmp_path / "metrics.jsonl"
     lines: list[Mapping[str, Any]] = [{"step": 1}, {"step": 2}, {"step": 4, "a": 1}, {"step": 3}]
@@ -312,7 +314,7 @@ def test_metrics_between_two_steps(tmp_path: Path) -> None:
     assert metrics.read_between(tmp_path / "none", -1, 9) == []
 
 
-def test_the_recorder_names_the_sinks_that_lack_steps(tmp_path: Path) -> None:
+def test_recorder_names_sinks_that_lack_steps(tmp_path: Path) -> None:
     recorder = MetricsRecorder(RunPaths(tmp_path), Logging(tensorboard=True), last_step=-1)
     recorder.write({"step": 1, "reward": 0.5})
     recorder.write({"step": 2, "reward": 1.5})

@@ -56,7 +56,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return files
 
 
-def test_how_much_is_read_does_not_grow_with_the_life_of_a_trial(
+def test_status_reads_do_not_grow_with_the_age_of_a_trial(
     tmp_path: Path, opened: list[Any]
 ) -> None:
     counts = []
@@ -74,7 +74,7 @@ def test_how_much_is_read_does_not_grow_with_the_life_of_a_trial(
     assert len(opened) < 80
 
 
-def test_looking_changes_nothing(tmp_path: Path) -> None:
+def test_status_changes_no_file(tmp_path: Path) -> None:
     run = live(tmp_path, 3)
     before = {path: path.stat().st_mtime_ns for path in run.paths.run.rglob("*")}
     assemble(read(run.paths, DETAILED), [])
@@ -82,7 +82,7 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", "{", '{"time": 1}', '{"time": "x", "kind": 3}', "\x00\xff"])
-def test_torn_events_are_passed_over(tmp_path: Path, torn: str) -> None:
+def test_incomplete_events_are_skipped(tmp_path: Path, torn: str) -> None:
     run = live(tmp_path, 1)
     run.paths.event_file("master.1").write_text(torn + "\n")
     run.paths.event_file("supervisor.trainer.1.0").write_text(torn)
@@ -92,7 +92,7 @@ def test_torn_events_are_passed_over(tmp_path: Path, torn: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["events", "metrics.jsonl", "plan.json", "export", "submissions"])
-def test_parts_that_are_not_there_yet(tmp_path: Path, part: str) -> None:
+def test_status_works_before_all_files_exist(tmp_path: Path, part: str) -> None:
     """Whoever makes a run directory may have come only so far, or a cache shows only so much."""
     run = live(tmp_path, 2)
     (run.paths.run / part).rename(tmp_path / "away")
@@ -102,7 +102,7 @@ def test_parts_that_are_not_there_yet(tmp_path: Path, part: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"groups": 3}', "\0", '{"groups": [{}]}'])
-def test_status_is_that_without_a_plan_where_it_is_damaged(tmp_path: Path, text: str) -> None:
+def test_damaged_plan_is_treated_like_a_missing_plan(tmp_path: Path, text: str) -> None:
     run = live(tmp_path, 2)
     run.paths.plan.unlink()
     expected = assemble(replace(read(run.paths, DETAILED), now=0.0, free_bytes=1), [])
@@ -118,7 +118,7 @@ def test_status_is_that_without_a_plan_where_it_is_damaged(tmp_path: Path, text:
         ("{", "plan.json is not JSON"),
     ],
 )
-def test_stacks_are_refused_without_a_plan(tmp_path: Path, text: str | None, message: str) -> None:
+def test_stacks_are_rejected_without_a_plan(tmp_path: Path, text: str | None, message: str) -> None:
     run = live(tmp_path, 1)
     run.paths.plan.unlink()
     if text is not None:
@@ -127,7 +127,7 @@ def test_stacks_are_refused_without_a_plan(tmp_path: Path, text: str | None, mes
         Request.make(run.paths, 1, None)
 
 
-def test_a_claim_whose_content_a_cache_hides(
+def test_attempt_hidden_by_a_cache_is_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The listing shows a newer attempt, its file is not seen yet."""
@@ -143,14 +143,14 @@ def test_a_claim_whose_content_a_cache_hides(
     assert [row["job_id"] for row in status["incarnations"]] == ["41_1", "41_2"]
 
 
-def test_files_that_are_not_ours_are_named(tmp_path: Path) -> None:
+def test_foreign_files_are_named(tmp_path: Path) -> None:
     run = live(tmp_path, 1)
     run.name(keys.attempt("trainer", 0, 7), attempt=3)
     with pytest.raises(CorruptFileError, match="attempt/trainer/0/7"):
         read(run.paths)
 
 
-def test_a_host_of_any_length_fills_no_page(tmp_path: Path) -> None:
+def test_message_about_a_huge_host_name_is_short(tmp_path: Path) -> None:
     run = live(tmp_path, 1)
     run.attempt("41_0", number=7, host="x" * 100_000)
     with pytest.raises(CorruptFileError, match="'host', expected the name of a file") as error:
@@ -159,13 +159,13 @@ def test_a_host_of_any_length_fills_no_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["tasks", "step", "phase", "metrics", "checkpoint", "doing"])
-def test_null_in_what_the_master_published_counts_as_missing(tmp_path: Path, field: str) -> None:
+def test_null_in_published_status_counts_as_missing(tmp_path: Path, field: str) -> None:
     run = live(tmp_path, 1)
     run.say(1, **{field: None})
     assert assemble(read(run.paths, DETAILED), [])["step"] is not None
 
 
-def test_an_export_is_found_behind_later_records(tmp_path: Path) -> None:
+def test_export_is_found_before_later_records(tmp_path: Path) -> None:
     run = live(tmp_path, 2)
     run.paths.export(4).mkdir()
     run.append(Kind.EXPORT, step=4, directory="step-00000004")

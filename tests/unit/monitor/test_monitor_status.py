@@ -55,7 +55,7 @@ def look(run: FakeRun, *tasks: TaskState, **more: Any) -> dict[str, Any]:
     return assemble(read(run.paths), tasks, **more)
 
 
-def test_rollout_tasks_while_the_trial_runs(run: FakeRun) -> None:
+def test_status_shows_rollout_tasks_of_a_running_trial(run: FakeRun) -> None:
     """As the master tells; the pace is the mean of what a task has counted."""
     incarnation = run.begin()
     run.attempt("41_1")
@@ -113,7 +113,9 @@ def test_rollout_tasks_have_their_own_last_error(run: FakeRun) -> None:
     )
 
 
-def test_the_documented_object_of_a_running_trial(run: FakeRun, tmp_path: Path) -> None:
+def test_status_of_a_running_trial_equals_the_documented_object(
+    run: FakeRun, tmp_path: Path
+) -> None:
     incarnation = run.begin()
     run.commit(10)
     run.attempt("41_1")
@@ -161,11 +163,11 @@ def test_the_documented_object_of_a_running_trial(run: FakeRun, tmp_path: Path) 
     }
 
 
-def test_fields_are_only_added(run: FakeRun) -> None:
+def test_status_has_exactly_the_documented_fields(run: FakeRun) -> None:
     assert set(look(run)) == {*CONTRACT, *ADDED}
 
 
-def test_a_trial_that_waits(run: FakeRun) -> None:
+def test_status_of_a_pending_trial(run: FakeRun) -> None:
     status = look(run, task(0, PENDING, reason="Resources"), task(1, PENDING))
     assert (status["state"], status["step"], status["incarnation"]) == ("PENDING", 0, 0)
     assert status["checkpoint"] is None
@@ -182,7 +184,7 @@ def test_a_trial_that_waits(run: FakeRun) -> None:
     assert "unconfirmed" not in status
 
 
-def test_hosts_of_a_job_are_those_of_its_tasks(tmp_path: Path) -> None:
+def test_hosts_of_a_job_come_from_its_tasks(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, hosts=2)
     run.submission()
     run.attempt("41_0", task=1, host="n7")
@@ -190,14 +192,14 @@ def test_hosts_of_a_job_are_those_of_its_tasks(tmp_path: Path) -> None:
     assert [one["host"] for one in status["groups"][0]["tasks"]] == ["n3", "n7"]
 
 
-def test_an_attempt_of_an_earlier_link_is_not_this_ones(run: FakeRun) -> None:
+def test_attempt_of_an_earlier_job_is_not_shown_for_the_current_one(run: FakeRun) -> None:
     run.attempt("41_0", number=0, host="old")
     status = look(run, task(0, FAILED), task(1, PENDING))
     (shown,) = status["groups"][0]["tasks"]
     assert (shown["job_id"], shown["attempt"], shown["host"]) == ("41_1", None, None)
 
 
-def test_newest_attempt_chosen_by_number(run: FakeRun) -> None:
+def test_newest_attempt_is_chosen_by_number(run: FakeRun) -> None:
     for number in range(11):
         run.attempt(f"41_{number}", number=number)
     assert read(run.paths).attempts["trainer", 0].attempt == 10
@@ -211,7 +213,7 @@ def test_newest_attempt_chosen_by_number(run: FakeRun) -> None:
         (Kind.CANCELLED, "CANCELLED"),
     ],
 )
-def test_the_history_says_how_a_trial_ended(run: FakeRun, kind: Kind, state: str) -> None:
+def test_end_of_a_trial_comes_from_the_history(run: FakeRun, kind: Kind, state: str) -> None:
     run.begin()
     run.commit(20)
     run.paths.export(20).mkdir()
@@ -226,7 +228,7 @@ def test_the_history_says_how_a_trial_ended(run: FakeRun, kind: Kind, state: str
     assert "unconfirmed" not in status
 
 
-def test_tasks_of_an_ended_trial_ended_with_it(run: FakeRun) -> None:
+def test_tasks_of_an_ended_trial_have_ended(run: FakeRun) -> None:
     run.begin()
     run.attempt("41_0")
     run.end(Kind.FAILED, reason="x")
@@ -234,14 +236,14 @@ def test_tasks_of_an_ended_trial_ended_with_it(run: FakeRun) -> None:
     assert (shown["job_id"], shown["state"]) == ("41_0", "FAILED")
 
 
-def test_a_resumed_trial_has_not_ended(run: FakeRun) -> None:
+def test_resumed_trial_has_not_ended(run: FakeRun) -> None:
     run.begin()
     run.end(Kind.CANCELLED)
     run.resume()
     assert look(run, task(0, PENDING))["state"] == "PENDING"
 
 
-def test_without_jobs_and_without_an_end_it_was_interrupted_at_its_commit(run: FakeRun) -> None:
+def test_trial_without_jobs_and_end_is_interrupted_at_its_commit(run: FakeRun) -> None:
     incarnation = run.begin()
     run.commit(10)
     run.say(incarnation, step=13, checkpoint={"step": 10, "age_s": 5.0}, tasks={})
@@ -250,7 +252,7 @@ def test_without_jobs_and_without_an_end_it_was_interrupted_at_its_commit(run: F
     assert status["checkpoint"] == {"step": 10, "age_s": None}
 
 
-def test_what_an_earlier_incarnation_said_does_not_count(run: FakeRun) -> None:
+def test_status_of_an_earlier_incarnation_is_ignored(run: FakeRun) -> None:
     first = run.begin()
     run.commit(10)
     run.say(first, step=15, checkpoint={"step": 10, "age_s": 1.0}, tasks={})
@@ -260,14 +262,14 @@ def test_what_an_earlier_incarnation_said_does_not_count(run: FakeRun) -> None:
     assert status["checkpoint"]["age_s"] is None
 
 
-def test_a_running_trial_whose_lease_does_not_advance_is_unconfirmed(run: FakeRun) -> None:
+def test_running_trial_with_a_stale_lease_is_unconfirmed(run: FakeRun) -> None:
     run.attempt("41_0", job="7.0.0")
     assert look(run, task(0, RUNNING), alive=False)["unconfirmed"] is True
     assert "unconfirmed" not in look(run, task(0, RUNNING)), "nobody looked"
 
 
 @pytest.mark.parametrize("now", [task(1, RUNNING), task(0, RUNNING, restarts=1)])
-def test_a_job_that_has_just_started_has_no_heartbeat_yet(run: FakeRun, now: TaskState) -> None:
+def test_just_started_job_needs_no_heartbeat(run: FakeRun, now: TaskState) -> None:
     run.attempt("41_0", job="7.0.0")
     status = look(run, now, alive=False)
     assert "unconfirmed" not in status
@@ -276,7 +278,7 @@ def test_a_job_that_has_just_started_has_no_heartbeat_yet(run: FakeRun, now: Tas
 
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "RUNNING"), (False, "INTERRUPTED")])
-def test_where_the_scheduler_does_not_answer_the_lease_decides(
+def test_lease_decides_if_the_scheduler_does_not_answer(
     run: FakeRun, alive: bool, state: str
 ) -> None:
     status = look(run, alive=alive, problem="squeue did not answer")
@@ -284,14 +286,14 @@ def test_where_the_scheduler_does_not_answer_the_lease_decides(
     assert status.get("unconfirmed", False) is not alive
 
 
-def test_a_trial_that_was_never_submitted(tmp_path: Path) -> None:
+def test_status_of_a_trial_that_was_never_submitted(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.paths.plan.unlink()
     status = look(run)
     assert (status["state"], status["total_steps"], status["groups"]) == ("INTERRUPTED", None, [])
 
 
-def test_the_newest_submission_with_a_request_counts(run: FakeRun) -> None:
+def test_newest_submission_with_a_request_is_used(run: FakeRun) -> None:
     for number in range(2, 12):
         run.submission(number, scheduler="slurm")
     run.paths.submission(12).mkdir()
@@ -309,13 +311,13 @@ def test_the_newest_submission_with_a_request_counts(run: FakeRun) -> None:
         ([JobState.CANCELLED, JobState.CANCELLED], 1),
     ],
 )
-def test_present_link(states: list[JobState], present: int) -> None:
+def test_current_job_of_a_chain_is_found(states: list[JobState], present: int) -> None:
     link = present_link([task(index, state) for index, state in enumerate(states)])
     assert link is not None
     assert link.element == present
 
 
-def test_every_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
+def test_each_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
     run.paths.plan.write_text('{"groups": [{"name": "rollout", "hosts": 2, "elastic": true}]}')
     elements = [
         task(0, RUNNING, group="rollout", hosts=("n1",)),
@@ -331,7 +333,7 @@ def test_every_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
     assert group["links_left"] == 0
 
 
-def test_job_of_a_task_has_the_reason_of_its_end_in_words(run: FakeRun) -> None:
+def test_ended_job_of_a_task_has_its_reason_in_words(run: FakeRun) -> None:
     run.paths.plan.write_text('{"groups": [{"name": "rollout", "hosts": 2, "elastic": true}]}')
     words = "used more memory than it requested"
     ends = {"group": "rollout", "words": words, "reason": "NonZeroExitCode"}
@@ -373,7 +375,7 @@ def trained(step: int, skipped: float, updates: float = 2.0) -> dict[str, Any]:
         ),
     ],
 )
-def test_skipped_updates_reported_for_last_steps(
+def test_skipped_updates_are_reported_for_the_last_steps(
     run: FakeRun, lines: list[dict[str, Any]], wanted: tuple[int, str] | None
 ) -> None:
     run.begin()
@@ -382,7 +384,7 @@ def test_skipped_updates_reported_for_last_steps(
     assert found == (None if wanted is None else {"steps": wanted[0], "model": wanted[1]})
 
 
-def test_a_short_trial_that_learned_nothing(run: FakeRun) -> None:
+def test_short_trial_without_updates_is_reported(run: FakeRun) -> None:
     run.begin()
     run.metrics(trained(1, 2), trained(2, 2))
     run.end(Kind.FINISHED, step=2)
@@ -401,7 +403,7 @@ def test_a_short_trial_that_learned_nothing(run: FakeRun) -> None:
         ([], None),
     ],
 )
-def test_unjudged_completions_of_newest_steps_reported(
+def test_unscored_completions_of_the_newest_steps_are_reported(
     run: FakeRun, shares: list[float], wanted: dict[str, float] | None
 ) -> None:
     run.begin()
@@ -409,7 +411,7 @@ def test_unjudged_completions_of_newest_steps_reported(
     assert look(run, task(0, RUNNING))["unjudged"] == wanted
 
 
-def test_steps_that_follow_from_the_dataset_are_those_that_the_master_reports(
+def test_total_steps_of_an_offline_pass_come_from_the_master(
     tmp_path: Path,
 ) -> None:
     run = FakeRun(tmp_path)
@@ -419,7 +421,7 @@ def test_steps_that_follow_from_the_dataset_are_those_that_the_master_reports(
     assert look(run)["total_steps"] == 7
 
 
-def test_a_pass_that_ends_before_its_limit_has_the_steps_of_its_dataset(tmp_path: Path) -> None:
+def test_finished_pass_has_the_number_of_steps_of_its_dataset(tmp_path: Path) -> None:
     """Also in a trial that an older version has submitted with the limit.
 
     A submission with another one counts before its master reports.
@@ -438,7 +440,7 @@ def test_a_pass_that_ends_before_its_limit_has_the_steps_of_its_dataset(tmp_path
     assert look(run)["total_steps"] == 200
 
 
-def test_results_shown_once_files_exist(run: FakeRun) -> None:
+def test_results_are_shown_once_their_files_exist(run: FakeRun) -> None:
     assert look(run)["results"] is None
     run.paths.results.touch()
     file = str(run.paths.results)

@@ -34,7 +34,9 @@ def commit(seconds: Any, stall_s: Any = None) -> dict[str, Any]:
         ([50.0, *([1.0] * 20)], [], 1.0),
     ],
 )
-def test_pace(times: list[float | None], events: list[Any], expected: float | None) -> None:
+def test_step_time_is_estimated_from_recent_steps(
+    times: list[float | None], events: list[Any], expected: float | None
+) -> None:
     assert present.step_time_s(lines(*times), events) == expected
 
 
@@ -42,13 +44,13 @@ def test_pace(times: list[float | None], events: list[Any], expected: float | No
     ("pace", "step", "total", "expected"),
     [(2.0, 12, 60, 96.0), (2.0, 61, 60, 0.0), (None, 1, 60, None), (2.0, 1, None, None)],
 )
-def test_time_left(
+def test_remaining_time_is_step_time_times_remaining_steps(
     pace: float | None, step: int, total: int | None, expected: float | None
 ) -> None:
     assert present.time_left_s(pace, step, total) == expected
 
 
-def test_commits() -> None:
+def test_commit_times_are_means_of_the_newest_commits() -> None:
     assert present.commit_times([]) == (None, None)
     old = [commit(99.0, 50.0)]
     new = [commit(1.0, 0.1), commit(3.0, 0.2), commit("x"), commit(2.0), commit(1.0)]
@@ -56,7 +58,7 @@ def test_commits() -> None:
 
 
 @pytest.mark.parametrize(("event", "expected"), [(ready(0), 40.0), (ready(0, seconds=9.5), 9.5)])
-def test_start(event: dict[str, Any], expected: float) -> None:
+def test_start_time_lasts_until_the_ready_event(event: dict[str, Any], expected: float) -> None:
     assert present.start_time_s(60.0, [event]) == expected
     assert present.start_time_s(60.0, []) is None
 
@@ -72,13 +74,15 @@ def test_start(event: dict[str, Any], expected: float) -> None:
         (90.0, 100.0, 150.0, 1.0),
     ],
 )
-def test_effective_ratio(
+def test_effective_ratio_is_training_time_over_elapsed_time(
     trained: float | None, first: float | None, until: float | None, expected: float | None
 ) -> None:
     assert present.effective_ratio(trained, first, until) == expected
 
 
-def test_the_ratio_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_effective_ratio_of_a_run_with_two_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two starts; the first was ready for steps 100 s before the end, and 80 s went into steps."""
     now = [1000.0]
     monkeypatch.setattr("time.time", lambda: now[0])

@@ -26,14 +26,14 @@ def store(tmp_path: Path) -> NameStore:
     return NameStore(tmp_path)
 
 
-def test_add_and_get(store: NameStore) -> None:
+def test_added_value_is_read(store: NameStore) -> None:
     store.add("a", "1")
     assert store.get("a") == "1"
     with pytest.raises(NameNotFoundError, match="'b'"):
         store.get("b")
 
 
-def test_add_rejected_for_existing_key(store: NameStore) -> None:
+def test_add_is_rejected_for_an_existing_key(store: NameStore) -> None:
     store.add("a", "1")
     with pytest.raises(NameExistsError, match="'a'"):
         store.add("a", "1")
@@ -42,7 +42,7 @@ def test_add_rejected_for_existing_key(store: NameStore) -> None:
     assert (store.get("a"), store.get("b")) == ("2", "3")
 
 
-def test_subtrees(store: NameStore) -> None:
+def test_subtree_lists_its_keys_and_values(store: NameStore) -> None:
     for key in ("run/b", "run/a/x", "run", "runner", "run/a", "other"):
         store.add(key, f"value of {key}")
     keys = ["run", "run/a", "run/a/x", "run/b"]
@@ -52,7 +52,7 @@ def test_subtrees(store: NameStore) -> None:
     assert store.find_subtree("") == store.find_subtree("/") == sorted([*keys, "runner", "other"])
 
 
-def test_subentries_have_names_of_their_own(store: NameStore) -> None:
+def test_subentries_get_unique_names(store: NameStore) -> None:
     keys = {store.add_subentry("root/", number) for number in range(50)}
     assert len(keys) == 50
     assert sorted(map(int, store.get_subtree("root"))) == list(range(50))
@@ -79,7 +79,7 @@ def test_wait_returns_value_that_another_process_adds(store: NameStore, tmp_path
         NameStore(tmp_path / "gone").wait("a", timeout_s=0.05)
 
 
-def test_callback_called_once_after_the_last_name_is_deleted(store: NameStore) -> None:
+def test_callback_runs_once_after_the_last_name_is_deleted(store: NameStore) -> None:
     calls: list[int] = []
     for key in ("a", "b", "c"):
         store.add(key, "")
@@ -117,7 +117,7 @@ def test_reset_deletes_only_keys_marked_for_it(store: NameStore, tmp_path: Path)
     ("name", "same"),
     [("a/", "a"), ("a//b", "a/b"), ("./a", "a"), ("a/./b/", "a/b"), ("/a", "a"), ("//a", "a")],
 )
-def test_keys_normalized_to_one_form(store: NameStore, name: str, same: str) -> None:
+def test_keys_are_normalized_to_one_form(store: NameStore, name: str, same: str) -> None:
     store.add(name, "1")
     assert store.get(same) == store.get(name) == "1"
     assert store.find_subtree("") == [same]
@@ -128,7 +128,7 @@ def test_keys_normalized_to_one_form(store: NameStore, name: str, same: str) -> 
 @pytest.mark.parametrize(
     "name", ["", "/", ".", "..", "../a", "a/..", "a/../../b", "a\nb", "a\x00", "\ud800", None, 3]
 )
-def test_hostile_names_are_refused(store: NameStore, name: str) -> None:
+def test_hostile_names_are_rejected(store: NameStore, name: str) -> None:
     for use in (lambda: store.add(name, "1"), lambda: store.get(name)):
         with pytest.raises(InvalidNameError):
             use()
@@ -137,13 +137,13 @@ def test_hostile_names_are_refused(store: NameStore, name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["a/" * 100 + "key", "测试/键", " !@#$%^&*()_+-=[]{}|;:'\",.<>?`~", ".a"]
 )
-def test_unusual_names_are_taken(store: NameStore, name: str) -> None:
+def test_unusual_names_are_accepted(store: NameStore, name: str) -> None:
     store.add(name, "x" * 10_000)
     assert store.get(name) == "x" * 10_000
     assert store.find_subtree("") == [name]
 
 
-def test_limits_have_clear_errors(store: NameStore) -> None:
+def test_names_beyond_limits_give_clear_errors(store: NameStore) -> None:
     store.add("a" * 255, "1")
     with pytest.raises(InvalidNameError, match="256 bytes encoded, at most 255"):
         store.add("a" * 256, "1")
@@ -158,7 +158,7 @@ def test_limits_have_clear_errors(store: NameStore) -> None:
 
 @settings(deadline=None)
 @given(st.text())
-def test_encoding_is_one_to_one(name: str) -> None:
+def test_key_encoding_is_one_to_one(name: str) -> None:
     try:
         key = normalize(name)
     except InvalidNameError:
@@ -168,7 +168,7 @@ def test_encoding_is_one_to_one(name: str) -> None:
     assert not encode(key).startswith(".")
 
 
-def test_stores_share_a_directory_and_nothing_else(tmp_path: Path) -> None:
+def test_stores_in_one_directory_are_independent(tmp_path: Path) -> None:
     ours, theirs = NameStore(tmp_path), NameStore(tmp_path)
     ours.add("a", "1")
     assert theirs.get("a") == "1"
@@ -206,13 +206,13 @@ def test_hostile_content_is_reported(tmp_path: Path, content: bytes) -> None:
         NameStore(tmp_path).get("a")
 
 
-def test_files_of_others_are_no_keys(tmp_path: Path) -> None:
+def test_files_of_other_users_are_not_keys(tmp_path: Path) -> None:
     for name in (b".tmp.left", b"..x", b"%zz", b"\xff", b"new\nline", b".nfs0001"):
         Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).touch()
     assert NameStore(tmp_path).find_subtree("") == []
 
 
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_store_directory_is_an_error(tmp_path: Path) -> None:
     store = NameStore(tmp_path / "gone")
     assert store.find_subtree("a") == store.get_subtree("a") == []
     with pytest.raises(NameNotFoundError):
@@ -222,7 +222,7 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     assert not (tmp_path / "gone").exists()
 
 
-def test_listing_a_subtree_decodes_its_names_only(
+def test_subtree_listing_decodes_only_its_own_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = NameStore(tmp_path)

@@ -81,7 +81,7 @@ def test_forward_and_backward_equal_float64(
         assert (ours - exact).abs().max() < 1e-5
 
 
-def test_equal_lengths_side_by_side_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_equal_lengths_use_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     plain = attention_module.F.scaled_dot_product_attention
 
@@ -98,13 +98,13 @@ def test_equal_lengths_side_by_side_are_one_call(monkeypatch: pytest.MonkeyPatch
     assert calls == [(100, 2, 3, 8), (50, 2, 7, 8)]
 
 
-def test_lengths_that_do_not_fit_are_refused() -> None:
+def test_inconsistent_lengths_are_rejected() -> None:
     q = random_heads(6, 2, 0)
     with pytest.raises(UsageError, match="6 packed tokens, but cu_seqlens ends at 5"):
         packed_attention(q, q, q, Packing(cu_of((2, 3)), 3), SCALE)
 
 
-def test_a_window_never_makes_a_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_attention_never_builds_a_full_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = []
     plain = attention_module.F.scaled_dot_product_attention
 
@@ -150,7 +150,7 @@ class FlashAttn(ModuleType):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_an_installed_flash_attn_is_asked_first(
+def test_installed_flash_attn_is_preferred(
     window: int | None, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has to be asked for gradients that do not depend on the order of additions."""
@@ -171,7 +171,7 @@ def test_an_installed_flash_attn_is_asked_first(
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("release", ["2.11", "2.13"])
-def test_varlen_attn_of_every_release_of_torch(
+def test_varlen_attn_works_with_every_torch_release(
     release: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch 2.11 takes shared key heads without `enable_gqa`, which 2.13 requires."""
@@ -200,13 +200,15 @@ def test_varlen_attn_of_every_release_of_torch(
     assert torch.equal(out, reference(q, k, v, lengths, None))
 
 
-def test_kernels_take_what_they_can() -> None:
+def test_flash_attention_is_not_used_on_cpus() -> None:
     assert not attention.flash_fits(torch.zeros(3, 2, 64, dtype=torch.bfloat16))  # not on a GPU
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 4, 40])
-def test_one_cached_token_equals_the_last_of_a_sequence(kv_heads: int, window: int | None) -> None:
+def test_decoding_one_token_equals_the_last_token_of_a_sequence(
+    kv_heads: int, window: int | None
+) -> None:
     lengths = (5, 1, 12, 3)
     tokens = sum(lengths)
     q, k, v = random_heads(tokens, 4, 0), *(random_heads(tokens, kv_heads, i) for i in (1, 2))

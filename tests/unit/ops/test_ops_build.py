@@ -82,7 +82,7 @@ def test_cuda_flags_cover_known_and_later_architectures() -> None:
     assert flags[-1] == f"-gencode=arch=compute_{newest},code=compute_{newest}"
 
 
-def test_the_library_needs_no_cuda_library() -> None:
+def test_operator_library_links_no_cuda_library() -> None:
     path = libraries.library(
         libraries.make(Half.CUDA, libraries.find_toolchain()),
         libraries.cache_folder(),
@@ -101,11 +101,11 @@ def test_the_library_needs_no_cuda_library() -> None:
         {"half": Half.CUDA},
     ],
 )
-def test_the_key_follows_what_the_library_is_made_from(made: Recipe, changes: Any) -> None:
+def test_cache_key_depends_on_the_build_inputs(made: Recipe, changes: Any) -> None:
     assert dataclasses.replace(made, **changes).key != made.key
 
 
-def test_the_key_follows_the_sources_and_nothing_else(
+def test_cache_key_depends_only_on_the_sources(
     made: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = made.key
@@ -131,7 +131,7 @@ def lines(log: Path) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-def test_many_builders_of_one_host_and_one_is_killed(
+def test_concurrent_builds_on_one_host_survive_a_killed_builder(
     made: Recipe, cache: Path, host: Path, tmp_path: Path
 ) -> None:
     """32 processes request the library at once.
@@ -169,7 +169,7 @@ def test_many_builders_of_one_host_and_one_is_killed(
     assert [path.name for path in host.iterdir()] == [f"{made.key}.lock"]
 
 
-def test_hosts_that_share_a_cache_agree_on_the_first_library(
+def test_hosts_sharing_a_cache_use_the_first_library(
     made: Recipe, cache: Path, tmp_path: Path
 ) -> None:
     """Each host has its own lock, so both build; the first to publish wins."""
@@ -195,7 +195,7 @@ def test_hosts_that_share_a_cache_agree_on_the_first_library(
     assert [path.name for path in cache.iterdir()] == [f"{made.key}.so"]
 
 
-def test_a_failed_build_is_not_tried_once_more_by_each_who_waited(
+def test_waiting_processes_do_not_repeat_a_failed_build(
     made: Recipe, cache: Path, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, asked, go = tmp_path / "began", tmp_path / "asked", tmp_path / "go"
@@ -228,14 +228,14 @@ def test_a_failed_build_is_not_tried_once_more_by_each_who_waited(
     assert len(lines(began)) == 2, "who comes later tries again"
 
 
-def test_what_others_may_write_to_is_not_loaded(made: Recipe, cache: Path, host: Path) -> None:
+def test_library_writable_by_others_is_not_loaded(made: Recipe, cache: Path, host: Path) -> None:
     cache.mkdir(mode=0o700)
     cache.chmod(0o777)
     with pytest.raises(OwnershipError, match="has mode 0777"):
         libraries.library(made, cache, host)
 
 
-def test_a_compiler_that_fails_is_quoted(made: Recipe, cache: Path, host: Path) -> None:
+def test_output_of_a_failed_compiler_is_quoted(made: Recipe, cache: Path, host: Path) -> None:
     broken = dataclasses.replace(made, cxx_flags=("--no-such-flag",))
     with pytest.raises(EnvironmentFailure, match="no-such-flag"):
         libraries.library(broken, cache, host)
@@ -243,7 +243,7 @@ def test_a_compiler_that_fails_is_quoted(made: Recipe, cache: Path, host: Path) 
     assert not list(host.glob("*.build.*"))
 
 
-def test_without_compilers_the_reason_says_how_to_get_them() -> None:
+def test_message_about_missing_compilers_says_what_to_install() -> None:
     with pytest.raises(EnvironmentFailure, match=r"no C\+\+ compiler here: install one"):
         libraries.make(Half.CPU, Toolchain(cxx="", nvcc=""))
     with pytest.raises(EnvironmentFailure, match="no nvcc here: install the CUDA toolkit"):
@@ -259,7 +259,7 @@ def bare_host(forget: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("bare_host")
-def test_one_warning_and_torch_instead(
+def test_torch_fallback_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "auto")
@@ -281,7 +281,7 @@ def test_one_warning_and_torch_instead(
     assert "there is no C++ compiler here" in caplog.text
 
 
-def test_small_batches_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_do_not_trigger_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> Any:
         raise AssertionError("a library was asked for")
 
@@ -295,7 +295,7 @@ def test_small_batches_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bare_host")
-def test_native_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_choice_without_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "native")
     with pytest.raises(EnvironmentFailure, match=r"there is no C\+\+ compiler"):
         loading.operators(torch.device("cpu"), 1)
@@ -308,7 +308,7 @@ print(discounted_sums(torch.ones(3), torch.tensor([0, 3]), 1.0).tolist())
 """
 
 
-def test_a_host_without_compilers_takes_what_another_one_made(
+def test_host_without_compilers_uses_the_library_of_another_host(
     bare_host: Path, made: Recipe, tmp_path: Path
 ) -> None:
     """In a separate process, because a library can be loaded only once."""
@@ -333,7 +333,7 @@ def test_a_host_without_compilers_takes_what_another_one_made(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_library_is_probed_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_is_probed_before_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old driver or an unsupported GPU is reported at loading, not in a trial."""
     monkeypatch.setenv("SLURMRL_OPS", "auto")
     with pytest.raises(RuntimeError, match="this device does not run the kernels: "):
@@ -342,13 +342,13 @@ def test_a_library_is_probed_before_it_is_used(monkeypatch: pytest.MonkeyPatch) 
         loading._ready(torch.device("cuda", 0))
 
 
-def test_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_operator_choice_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "cuda")
     with pytest.raises(UsageError, match="one of auto, torch, native is allowed"):
         loading.operators(torch.device("cpu"), 1)
 
 
-def test_build_ops_says_where_the_library_is(tmp_path: Path) -> None:
+def test_build_command_prints_the_library_path(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "build-ops"
     done = subprocess.run([script, "cpu"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -390,7 +390,7 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
 
 
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
-def test_the_loops_under_sanitizers(made: Recipe) -> None:
+def test_cpu_loops_pass_sanitizers(made: Recipe) -> None:
     """The CPU kernels pass the address and undefined-behavior sanitizers, in a program without
     torch.
     """
@@ -417,7 +417,7 @@ def without_launch_syntax(source: Path) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
-def test_the_cuda_kernels_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path) -> None:
+def test_cuda_kernels_run_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path) -> None:
     """The GPU kernels, run thread by thread in fibers, give right numbers, stay within their
     tensors and wait correctly between blocks.
     """
@@ -430,7 +430,7 @@ def test_the_cuda_kernels_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path
     assert said == "all kernels as expected\n"
 
 
-def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
+def test_operators_build_from_the_wheel(tmp_path: Path) -> None:
     """The wheel has the sources: its library has the same key as this tree's."""
     installed = tmp_path / "installed"
     pip("wheel", tmp_path, "-w", str(tmp_path))
@@ -451,7 +451,7 @@ def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == wanted, done.stderr
 
 
-def test_build_is_announced_in_the_log_with_the_command_that_does_it_before(
+def test_log_announces_a_build_and_the_command_to_do_it_earlier(
     made: Recipe, cache: Path, host: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compile_at_once(_: Recipe, folder: Path) -> Path:
@@ -468,7 +468,7 @@ def test_build_is_announced_in_the_log_with_the_command_that_does_it_before(
     assert second.startswith("compiled the operators in")
 
 
-def test_rank_shows_that_it_compiles_or_waits_for_a_compilation(
+def test_rank_status_shows_compilation_or_waiting_for_one(
     cache: Path, host: Path, made: Recipe
 ) -> None:
     """Only while it does, and then what it did before, whether the build fails or not."""

@@ -12,7 +12,7 @@ from slurmrl.tensors.ops.products import grouped_linear
     [(8, 12, torch.float32), (5, 7, torch.float32), (8, 12, torch.float64)],
     ids=["kernel", "loop", "no kernel"],
 )
-def test_each_token_meets_its_experts_matrix(
+def test_each_token_is_multiplied_with_its_experts_matrix(
     counts: tuple[int, ...], inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)

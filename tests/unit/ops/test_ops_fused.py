@@ -63,7 +63,7 @@ def assert_near(actual: Tensor | None, exact: Tensor | None, dtype: torch.dtype)
 @pytest.mark.parametrize(
     ("tokens", "vocabulary", "chunk"), [(5, 7, 2), (3, fused.ROW_BLOCK + 5, 3), (2, 8200, 1)]
 )
-def test_log_probabilities_and_their_gradients(
+def test_fused_logprobs_and_gradients_equal_torch(
     tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, launched: list[str]
 ) -> None:
     hidden, weight = random(tokens, 6, dtype=dtype, scale=3.0), random(vocabulary, 6, dtype=dtype)
@@ -84,7 +84,7 @@ def test_log_probabilities_and_their_gradients(
         assert_near(actual, exact, torch.float32 if precise else dtype)
 
 
-def test_a_target_of_another_rank_adds_nothing() -> None:
+def test_target_of_another_rank_contributes_zero() -> None:
     hidden, weight = random(4, 6), random(9, 6)
     z = hidden @ weight.t()
     normalizer = z.logsumexp(-1)
@@ -100,7 +100,7 @@ def test_a_target_of_another_rank_adds_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_products_and_their_gradients(
+def test_fused_gated_products_and_gradients_equal_torch(
     activation: str, dtype: torch.dtype, launched: list[str]
 ) -> None:
     inner = fused.BLOCK + 5
@@ -129,7 +129,9 @@ def test_gated_products_and_their_gradients(
 
 @pytest.mark.parametrize("shape", [(5, 3, 8), (3, 17, 96), (1, 1, 2)])
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_rotations_and_back(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_fused_rotation_and_its_gradient_equal_torch(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     angles = random(shape[0], 1, shape[2] // 2).double()
     cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
     sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
@@ -145,7 +147,7 @@ def test_rotations_and_back(shape: tuple[int, int, int], dtype: torch.dtype) -> 
         assert_near(actual, exact_result, dtype)
 
 
-def test_the_environment_variable_turns_them_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variable_disables_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused.fits(torch.zeros(2))
     assert not fused.fits(torch.zeros(2, dtype=torch.float64))
     assert not fused.fits(torch.zeros(0))

@@ -84,7 +84,7 @@ def sequence(draw: st.DrawFn) -> tuple[list[float], list[float], bool]:
     st.sampled_from(sorted(DTYPES, key=str)),
     st.sampled_from([torch.int32, torch.int64]),
 )
-def test_it_is_the_definition(
+def test_gae_equals_its_definition(
     sequences: Sequences, gamma: float, lam: float, dtype: torch.dtype, offsets: torch.dtype
 ) -> None:
     sequences = rounded(sequences, dtype)
@@ -108,7 +108,9 @@ def test_it_is_the_definition(
 
 
 @given(st.lists(sequence(), max_size=6), shares, shares)
-def test_values_aligned_with_the_steps(sequences: Sequences, gamma: float, lam: float) -> None:
+def test_gae_accepts_values_aligned_with_the_steps(
+    sequences: Sequences, gamma: float, lam: float
+) -> None:
     rewards, values, cu_seqlens, truncated = pack(sequences, torch.float64)
     inner = [x for rewards, values, _ in sequences for x in values[: len(rewards)]]
     ends = [values[-1] for _, values, _ in sequences]
@@ -125,7 +127,7 @@ def test_values_aligned_with_the_steps(sequences: Sequences, gamma: float, lam: 
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_long_sequences_in_float32() -> None:
+def test_gae_of_long_sequences_is_accurate_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [1, 1000, 2500, 7]
     sequences = [
@@ -163,7 +165,7 @@ def many(sequences: int, longest: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(("sequences", "longest"), [(3, 90_000), (400, 700), (60_000, 3)])
-def test_the_number_of_threads_changes_no_bit(sequences: int, longest: int) -> None:
+def test_gae_is_identical_with_any_number_of_threads(sequences: int, longest: int) -> None:
     packed = many(sequences, longest)
     threads = torch.get_num_threads()
     try:
@@ -179,7 +181,7 @@ def test_the_number_of_threads_changes_no_bit(sequences: int, longest: int) -> N
         assert torch.equal(result[1], wanted[1])
 
 
-def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+def test_nan_does_not_spread_to_other_sequences() -> None:
     nan = float("nan")
     sequences: Sequences = [([1.0], [0.5, nan], False), ([nan, 1.0], [0.0, 0.0, 0.0], True)]
     advantages, _ = packed_gae(*pack(sequences, torch.float32), 1.0, 1.0)
@@ -188,7 +190,7 @@ def test_what_is_not_a_number_stays_in_its_sequence() -> None:
     assert advantages[2] == 1.0
 
 
-def test_tensors_with_strides() -> None:
+def test_strided_tensors_are_accepted() -> None:
     rewards, values, cu_seqlens, truncated = many(5, 50)
     wide = torch.stack([rewards, rewards], 1)[:, 0]
     assert not wide.is_contiguous()
@@ -198,7 +200,7 @@ def test_tensors_with_strides() -> None:
 
 
 @pytest.mark.parametrize("aligned", [False, True])
-def test_gradients(aligned: bool) -> None:
+def test_gae_gradients_pass_gradcheck(aligned: bool) -> None:
     rewards, values, cu_seqlens, truncated = many(4, 5)
     rewards = rewards.double().requires_grad_()
     ends = None
@@ -216,7 +218,7 @@ def test_gradients(aligned: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("aligned", [False, True])
-def test_opcheck(dtype: torch.dtype, aligned: bool) -> None:
+def test_gae_passes_opcheck(dtype: torch.dtype, aligned: bool) -> None:
     rewards, values, cu_seqlens, truncated = many(4, 5)
     rewards, values = rewards.to(dtype).requires_grad_(), values.to(dtype).requires_grad_()
     ends = values.detach()[:4].clone() if aligned else None
@@ -225,7 +227,7 @@ def test_opcheck(dtype: torch.dtype, aligned: bool) -> None:
     torch.library.opcheck(torch.ops.slurmrl.gae.default, packed)
 
 
-def test_it_compiles_without_graph_breaks() -> None:
+def test_gae_compiles_without_graph_breaks() -> None:
     packed = many(4, 5)
     compiled = torch.compile(packed_gae, fullgraph=True, backend="aot_eager")
     for found, wanted in zip(
@@ -263,12 +265,12 @@ GOOD = {
         ("lam", float("nan"), "lam must be between 0 and 1, not nan"),
     ],
 )
-def test_an_error_names_the_argument(name: str, value: Any, message: str) -> None:
+def test_gae_error_names_the_argument(name: str, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         packed_gae(**{**GOOD, name: value})
 
 
-def test_a_tensor_of_another_device_is_named() -> None:
+def test_tensor_on_another_device_is_named() -> None:
     with pytest.raises(UsageError, match="values must be on cpu like the first argument, not meta"):
         check_vector(
             "values", torch.zeros(5, device="meta"), 5, (torch.float32,), torch.device("cpu")

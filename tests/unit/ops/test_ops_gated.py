@@ -26,7 +26,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gradients_equal_those_of_autograd(activation: str) -> None:
+def test_gated_gradients_equal_autograd(activation: str) -> None:
     inputs = [random(TOKENS, INNER), random(INNER, TOKENS).t(), random(HIDDEN, INNER)]
     mix = random(TOKENS, HIDDEN)
     value = ACTIVATIONS[activation].value
@@ -51,7 +51,7 @@ def test_gradients_equal_those_of_autograd(activation: str) -> None:
         torch.testing.assert_close(ours.double(), exact_result, rtol=2e-6, atol=2e-5)
 
 
-def test_a_block_keeps_two_activations_of_its_inner_size() -> None:
+def test_gated_block_keeps_two_activations_of_its_inner_size() -> None:
     """The gate and the other half; neither the activated gate nor the product."""
     architecture = {
         "model_type": "llama",
@@ -76,7 +76,7 @@ def test_a_block_keeps_two_activations_of_its_inner_size() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_products_are_summed_and_returned_wide(dtype: torch.dtype) -> None:
+def test_products_are_accumulated_in_float32(dtype: torch.dtype) -> None:
     a, b = random(5, 700, dtype=dtype), random(700, 6, dtype=dtype)
     exact = a.double() @ b.double()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -96,7 +96,7 @@ def test_products_are_summed_and_returned_wide(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-2, atol=1e-4)
 
 
-def test_without_a_compiler_torch_is_used_after_one_warning(
+def test_torch_is_used_after_one_warning_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:

@@ -18,7 +18,7 @@ TRITON = "SLURMRL_TRITON"
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["test_ops_fused.py", "test_ops_paged_kernels.py"])
-def test_the_interpreter_finds_their_numbers_right(name: str) -> None:
+def test_fused_kernels_are_correct_in_the_triton_interpreter(name: str) -> None:
     folder = os.environ.get(TRITON)
     if folder is None:
         pytest.skip(f"{TRITON} is unset")

@@ -88,7 +88,7 @@ def test_moving_average_with_conversion(
 
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
-def test_conversions_round_as_torch_does(source: torch.dtype, target: torch.dtype) -> None:
+def test_conversions_round_like_torch(source: torch.dtype, target: torch.dtype) -> None:
     """All 16-bit patterns and the midpoints between them: ties, subnormals, infinities."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     every = torch.cat([bits.view(torch.float16).float(), bits.view(torch.bfloat16).float()])
@@ -110,7 +110,7 @@ def test_touching_intervals_are_merged() -> None:
     assert not Intervals.of([(0, 3), (2, 4)]).disjoint
 
 
-def test_offsets_beyond_32_bits() -> None:
+def test_offsets_may_exceed_32_bits() -> None:
     far = 2**32
     intervals = Intervals.of([(far, far + 7), (3, 5)])
     assert intervals.starts.tolist() == [far, 3]
@@ -121,7 +121,7 @@ def test_offsets_beyond_32_bits() -> None:
     assert gather(flat, intervals).tolist() == [0, 1, 2, 3, 4, 5, 6, 9, 9]
 
 
-def test_many_threads_share_one_long_interval() -> None:
+def test_one_long_interval_is_divided_among_threads() -> None:
     source = numbers(300_000, torch.float32)
     intervals = Intervals.of([(1, 290_000), (290_003, 290_004)])
     threads = torch.get_num_threads()
@@ -142,7 +142,7 @@ def test_gradient_of_gather_adds_up_where_intervals_overlap() -> None:
     assert source.grad.tolist() == [0, 1, 1, 2, 1, 0]
 
 
-def test_opcheck() -> None:
+def test_interval_operators_pass_opcheck() -> None:
     intervals = Intervals.of([(1, 4), (5, 6)])
     source = torch.randn(8, requires_grad=True)
     where = (intervals.starts, intervals.offsets)
@@ -154,7 +154,7 @@ def test_opcheck() -> None:
         torch.library.opcheck(torch.ops.slurmrl.scatter_intervals.default, mixed)
 
 
-def test_it_compiles_without_graph_breaks() -> None:
+def test_interval_operators_compile_without_graph_breaks() -> None:
     intervals = Intervals.of([(1, 4), (5, 6)])
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -189,13 +189,13 @@ INTERVALS = Intervals.of([(1, 3)])
         ({"packed": torch.zeros(2, requires_grad=True)}, "scatter has no gradient"),
     ],
 )
-def test_an_error_names_the_argument(changes: dict[str, Any], message: str) -> None:
+def test_interval_error_names_the_argument(changes: dict[str, Any], message: str) -> None:
     good = {"target": torch.zeros(4), "intervals": INTERVALS, "packed": torch.zeros(2)}
     with pytest.raises(UsageError, match=message):
         scatter(**{**good, **changes})
 
 
-def test_packed_may_not_lie_in_the_target() -> None:
+def test_packed_tensor_must_not_overlap_the_target() -> None:
     target = torch.zeros(8)
     with pytest.raises(UsageError, match="packed must not share memory with target"):
         scatter(target, INTERVALS, target[4:6])
@@ -211,6 +211,6 @@ def test_packed_may_not_lie_in_the_target() -> None:
         ([(0.5, 1.5)], "intervals must be int32 or int64, not torch.float32"),
     ],
 )
-def test_what_is_no_interval(pairs: Any, message: str) -> None:
+def test_invalid_intervals_are_rejected(pairs: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Intervals.of(pairs)

@@ -35,7 +35,7 @@ def reference(
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 @pytest.mark.parametrize("chunk", [None, 1, 7, 50, 1000])
 @pytest.mark.parametrize("parts", [(1.0, 0.0), (0.0, 1.0), (0.7, -1.3)])
-def test_values_and_gradients_equal_float64(
+def test_logprobs_and_gradients_equal_float64(
     temperature: float, chunk: int | None, parts: tuple[float, float]
 ) -> None:
     hidden, weight, targets = random_inputs()
@@ -57,7 +57,7 @@ def test_values_and_gradients_equal_float64(
         assert (ours - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max().item())
 
 
-def test_gradient_of_one_input_alone() -> None:
+def test_gradient_may_be_taken_for_one_input() -> None:
     hidden, weight, targets = random_inputs()
     hidden.requires_grad_()
     logprobs_and_entropy(hidden, weight, targets)[0].sum().backward()
@@ -84,7 +84,7 @@ def test_logits_of_bfloat16_inputs_are_float32() -> None:
         assert (ours - exact).abs().max() < 1e-5
 
 
-def test_logits_are_never_kept_whole() -> None:
+def test_full_logits_are_never_kept() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(400, 4, generator=generator, requires_grad=True)
     weight = torch.randn(90, 4, generator=generator, requires_grad=True)
@@ -115,7 +115,7 @@ class LogitsAtProducts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_of_one_chunk_are_freed_before_the_next_ones_are_computed(
+def test_logits_of_a_chunk_are_freed_before_the_next_chunk(
     dtype: torch.dtype,
 ) -> None:
     hidden, weight, targets = random_inputs(dtype)

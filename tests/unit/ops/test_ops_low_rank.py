@@ -12,7 +12,7 @@ def drawn(tokens: int, first: int = 0, rate: float = 0.3) -> Dropout:
     return Dropout(keys, salt=5, rate=rate, first=first)
 
 
-def test_gradients_are_those_of_the_plain_products() -> None:
+def test_low_rank_gradients_equal_plain_products() -> None:
     """Also by finite differences, with dropout, whose mask the backward pass draws again."""
     generator = torch.Generator().manual_seed(0)
     x, a, b = (
@@ -28,14 +28,14 @@ def test_gradients_are_those_of_the_plain_products() -> None:
         assert torch.autograd.gradcheck(low_rank_linear, (x, a, b, 0.7, use))
 
 
-def test_dropout_keeps_the_mean_at_its_rate() -> None:
+def test_dropout_drops_at_its_rate_and_keeps_the_mean() -> None:
     found = drawn(4000)(torch.ones(4000, 50))
     assert abs(float((found == 0).float().mean()) - 0.3) < 0.005
     assert abs(float(found.mean()) - 1.0) < 0.01
     assert found.unique().tolist() == [0.0, float(torch.tensor(65536 / (65536 - 19661)))]
 
 
-def test_dropout_depends_on_token_and_column_alone() -> None:
+def test_dropout_depends_only_on_token_and_column() -> None:
     """Ranks that have some of the tokens, in any order, or some of the columns, draw the same."""
     whole = drawn(9)(torch.ones(9, 30))
     for begin, end in ((0, 7), (5, 14), (14, 30)):

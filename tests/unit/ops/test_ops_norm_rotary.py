@@ -30,14 +30,14 @@ def test_norm_equals_float64(shape: tuple[int, ...], offset: float) -> None:
         assert torch.allclose(ours.double(), expected, atol=2e-6, rtol=1e-5)
 
 
-def test_norm_keeps_half_precision_and_counts_in_float32() -> None:
+def test_norm_keeps_half_precision_and_accumulates_in_float32() -> None:
     x = torch.full((2, 4096), 300.0, dtype=torch.bfloat16)  # squares sum to far above 2^16
     out = rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-6)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, torch.ones_like(out))
 
 
-def test_a_small_weight_beside_an_offset_is_not_rounded_away() -> None:
+def test_small_norm_weight_next_to_an_offset_is_not_rounded_away() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 64, generator=generator).bfloat16()
     weight = (torch.randn(64, generator=generator) * 0.01).bfloat16()
@@ -52,7 +52,7 @@ def angles(tokens: int, pairs: int) -> Tensor:
     return torch.rand(tokens, 1, pairs, generator=torch.Generator().manual_seed(3)) * 6
 
 
-def test_rotation_turns_pairs_as_complex_numbers() -> None:
+def test_rotation_equals_complex_multiplication() -> None:
     x = torch.randn(6, 3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     x.requires_grad_()
     theta = angles(6, 4).double()

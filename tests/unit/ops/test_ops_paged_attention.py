@@ -15,7 +15,7 @@ OPTIONS: dict[str, Any] = {"page": PAGE, "longest": 64, "scale": 0.3, "window": 
 
 @pytest.mark.parametrize("window", [None, 1, 7])
 @pytest.mark.parametrize("size", [6, 16, 20, 64, 70])
-def test_each_token_attends_to_its_cells(size: int, window: int | None) -> None:
+def test_each_token_attends_to_its_own_cells(size: int, window: int | None) -> None:
     inputs = case(LENGTHS, ROWS, 4, 2, size, unread=1e4)
     wanted = exact(inputs, 0.3, window)
     found = paged_attention(*inputs, **{**OPTIONS, "window": window})
@@ -31,7 +31,7 @@ def test_large_scores_do_not_overflow() -> None:
     assert (found - exact(inputs, 1.0, None)).abs().max() < 1e-4
 
 
-def test_a_token_does_not_depend_on_the_others() -> None:
+def test_token_output_does_not_depend_on_other_tokens() -> None:
     """Bit for bit in the compiled form, whatever else is in the call."""
     q, keys, values, tables, rows, lengths = case(LENGTHS, ROWS, 4, 2, 20)
     together = paged_attention(q, keys, values, tables, rows, lengths, **OPTIONS)

@@ -64,7 +64,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (out_of_memory, "RuntimeError: out of resource: shared memory, Required: 300000"),
     ],
 )
-def test_attention_that_is_wrong_or_fails_is_not_used(
+def test_wrong_or_failing_attention_kernel_is_not_used(
     kernel: Callable[..., Tensor],
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,7 +85,7 @@ def test_attention_that_is_wrong_or_fails_is_not_used(
         paged_attention(*inputs, **BOUNDS)
 
 
-def test_attention_that_is_right_is_tried_once_for_each_kind(
+def test_correct_attention_kernel_is_checked_once_per_kind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[int] = []
@@ -110,7 +110,7 @@ def test_attention_that_is_right_is_tried_once_for_each_kind(
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_writes_are_tried_too(
+def test_cache_write_kernel_is_checked_too(
     failing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[int] = []

@@ -66,7 +66,7 @@ CHUNKS = ((5, 3), (60, 9), (296, 5), (16, 1), (0, 1))
     ],
 )
 @pytest.mark.parametrize("chunked", [False, True])
-def test_attention_equals_float64(
+def test_paged_attention_equals_float64(
     heads: int,
     kv_heads: int,
     size: int,
@@ -99,7 +99,7 @@ def test_attention_equals_float64(
     assert splits == 2 if processors == MANY_PROCESSORS and window is None else splits <= 2
 
 
-def test_queries_may_be_a_part_of_a_wider_tensor_and_scores_large() -> None:
+def test_queries_may_be_slices_and_scores_may_be_large() -> None:
     q, *others = case((40, 200), (0, 1), 4, 2, 32)
     wider = torch.cat((q, torch.full_like(q, torch.nan)), 1)[:, :4]
     assert not wider.is_contiguous()
@@ -110,7 +110,7 @@ def test_queries_may_be_a_part_of_a_wider_tensor_and_scores_large() -> None:
     assert none.shape == (0, 4, 32)
 
 
-def test_many_splits_of_one_long_row(
+def test_one_long_row_may_be_split_many_times(
     launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those that are left without cells, since the bound of a graph is not reached."""
@@ -124,7 +124,7 @@ def test_many_splits_of_one_long_row(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_writes_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_cache_writes_equal_torch(dtype: torch.dtype) -> None:
     """Parts of a wider tensor are written where they belong, and nothing else is."""
     wider = torch.randn(5, 7, 1000).to(dtype)
     k, v = wider[:, 2:4], wider[:, 4:6]
@@ -147,7 +147,7 @@ def generated(name: str, options: GenerationOptions, limits: Limits) -> Generati
 
 
 @pytest.mark.parametrize(("name", "graphs"), [("qwen3", True), ("qwen2-windows", False)])
-def test_completions_are_those_of_torch(
+def test_completions_equal_torch(
     name: str, graphs: bool, launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With prompts that are read in parts, shared prompts, and decode in graphs of fixed shapes."""

@@ -60,7 +60,7 @@ def inputs(kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "near"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)]
 )
-def test_it_equals_attention_over_whole_sequences(
+def test_prefix_attention_equals_attention_over_whole_sequences(
     kv_heads: int, dtype: torch.dtype, near: float
 ) -> None:
     assert prefix_attention_works()

@@ -9,7 +9,7 @@ from slurmrl.tensors.ops.products import PackedMatrix, packable
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(0, 3), (6, 5), (24, 40), (128, 37), (384, 256)])
 @pytest.mark.parametrize("rows", [0, 1, 2, 13, 133])
-def test_a_packed_matrix_multiplies_like_the_matrix(
+def test_packed_matrix_multiplies_like_the_original(
     rows: int, inputs: int, outputs: int, bias: bool
 ) -> None:
     """With its bias, and added to another tensor that it leaves as it is.
@@ -40,7 +40,9 @@ def test_a_packed_matrix_multiplies_like_the_matrix(
         torch.set_num_threads(1)
 
 
-def test_what_has_no_compiled_products_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matrices_without_compiled_multiplication_are_not_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert not packable(torch.zeros(2, 2, dtype=torch.float64))
     assert not packable(torch.zeros(2, 2, dtype=torch.bfloat16))
     monkeypatch.setenv("SLURMRL_OPS", "torch")

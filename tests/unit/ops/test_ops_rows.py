@@ -73,7 +73,7 @@ def cases() -> Iterator[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
             yield f"rotation {tokens} {size}", turn, (numbers(tokens, 3, size),)
 
 
-def test_they_equal_the_torch_forms_in_float64() -> None:
+def test_row_operators_equal_torch_in_float64() -> None:
     assert elementwise.cpu_fits(torch.ones(1))
     for name, function, inputs in cases():
         found = results(function, *inputs)
@@ -84,7 +84,7 @@ def test_they_equal_the_torch_forms_in_float64() -> None:
             assert torch.allclose(ours.double(), expected, rtol=1e-5, atol=atol), name
 
 
-def test_a_rows_bits_depend_on_that_row_alone_and_on_no_number_of_threads() -> None:
+def test_row_result_depends_only_on_its_row() -> None:
     x, weight, size = numbers(600, 130), numbers(130), 64
     gate, up, heads = numbers(600, 130), numbers(600, 130, seed=1), numbers(600, 2, size)
     cos, sin = angles(600, size)
@@ -108,7 +108,7 @@ def test_a_rows_bits_depend_on_that_row_alone_and_on_no_number_of_threads() -> N
     assert all(map(torch.equal, one, several))
 
 
-def test_gates_of_any_size() -> None:
+def test_gate_is_accurate_for_any_magnitude() -> None:
     gate = torch.tensor([[-1e30, -100.0, -87.5, -1e-30, 0.0, 1e-30, 87.5, 100.0, 1e30]])
     product, gradients = elementwise.cpu_gated_gradient(
         gate, torch.ones_like(gate), torch.ones_like(gate)
@@ -125,7 +125,7 @@ def test_gates_of_any_size() -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("size", [30, 32])
-def test_attention_turns_heads_and_writes_cells(
+def test_fused_attention_rotates_heads_and_writes_the_cache(
     size: int, turned: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, kv_heads, page = 7, 2, 4

@@ -26,12 +26,12 @@ def uniforms(count: int, position: int = 0) -> Tensor:
     return keyed_uniform(1, 2, torch.arange(count), position)
 
 
-def test_splitmix_is_the_published_one() -> None:
+def test_splitmix_equals_the_published_algorithm() -> None:
     assert splitmix(0) == 0xE220A8397B1DCDAF  # first output of the reference code for seed 0
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, -3])
-def test_numbers_equal_plain_integer_arithmetic(seed: int) -> None:
+def test_random_numbers_equal_plain_integer_arithmetic(seed: int) -> None:
     keys = torch.tensor([0, 5, -1, 2**62, -(2**63)])
     positions = torch.tensor([3, 0, 9, 1, 2])
     numbers = keyed_uniform(seed, 4, keys, positions)
@@ -44,7 +44,7 @@ def test_numbers_equal_plain_integer_arithmetic(seed: int) -> None:
         assert number == (splitmix(state ^ position) >> 11) / 2**53
 
 
-def test_numbers_are_uniform_and_unrelated() -> None:
+def test_random_numbers_are_uniform_and_uncorrelated() -> None:
     grid = torch.stack([uniforms(4000, position) for position in range(5)])
     assert grid.min() >= 0
     assert grid.max() < 1
@@ -56,7 +56,7 @@ def test_numbers_are_uniform_and_unrelated() -> None:
     assert (grid[:, :-1] * grid[:, 1:]).mean() - 0.25 < 0.01
 
 
-def test_a_number_depends_on_each_of_its_four_keys() -> None:
+def test_random_number_depends_on_each_of_its_four_keys() -> None:
     keys = torch.tensor([3, 4])
     base = keyed_uniform(1, 2, keys, 5)
     assert base[0] != base[1]
@@ -80,7 +80,7 @@ LOGITS = torch.tensor([1.0, -2.0, 3.0, 0.5, 2.9, -30.0, 1.0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_frequencies_follow_the_softmax(temperature: float) -> None:
+def test_sampled_frequencies_follow_the_softmax(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(-1)
     assert (frequencies(LOGITS, temperature=temperature) - expected).abs().max() < 0.01
 
@@ -103,18 +103,18 @@ def test_top_p_keeps_the_smallest_set_that_holds_p() -> None:
         assert (seen - expected).abs().max() < 0.01
 
 
-def test_top_p_counts_what_top_k_left() -> None:
+def test_top_p_applies_to_tokens_kept_by_top_k() -> None:
     assert frequencies(LOGITS, top_k=2, top_p=0.5).nonzero().tolist() == [[2]]
 
 
-def test_greedy_takes_the_most_likely_allowed_token() -> None:
+def test_greedy_takes_the_most_probable_allowed_token() -> None:
     tokens, _, _ = sample(LOGITS[None], uniforms(1), greedy=True)
     assert tokens.tolist() == [2]
     tokens, _, _ = sample(LOGITS[None], uniforms(1), greedy=True, banned=torch.tensor([2, 0]))
     assert tokens.tolist() == [4]
 
 
-def test_banned_tokens_are_never_drawn() -> None:
+def test_banned_tokens_are_never_sampled() -> None:
     seen = frequencies(LOGITS, banned=torch.tensor([2, 4]))
     assert seen[[2, 4]].sum() == 0
     allowed = LOGITS.softmax(-1) * torch.tensor([1, 1, 0, 1, 0, 1, 1])
@@ -129,13 +129,13 @@ def test_logprobs_are_of_the_full_distribution() -> None:
     assert (logp - expected).abs().max() < 1e-6
 
 
-def test_the_ends_of_the_interval_draw_possible_tokens() -> None:
+def test_interval_ends_sample_possible_tokens() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 1.0, -torch.inf]]).expand(2, -1)
     tokens, _, _ = sample(logits, torch.tensor([0.0, 1 - 2.0**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 3]
 
 
-def test_the_tokens_that_were_left_are_recorded() -> None:
+def test_kept_tokens_are_recorded_as_sampling_mask() -> None:
     """Ascending; of equally likely ones as many as top-k allows, those with lower ids first."""
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, -torch.inf], [5.0, 0.0, 0.0, 0.0, 4.0, 0.0]])
     options = {"record": True, "support": True}
@@ -154,7 +154,7 @@ def test_the_tokens_that_were_left_are_recorded() -> None:
     assert sample(logits, uniforms(2), top_k=3, greedy=True, **options).support is None
 
 
-def test_draws_without_a_record_have_none_unless_others_beside_them_have_one() -> None:
+def test_joined_samples_have_masks_only_if_one_was_recorded() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0]])
     plain, recorded = (
         sample(logits, uniforms(1), top_k=2, record=record) for record in (False, True)

@@ -55,7 +55,7 @@ def loop(
     st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
     st.integers(0, 2**32),
 )
-def test_sums_are_the_loop(
+def test_discounted_sums_equal_a_loop(
     lengths: list[int], factor: float, decays: bool, tails: bool, dtype: torch.dtype, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -71,14 +71,14 @@ def test_sums_are_the_loop(
     assert torch.equal(found, scan_reference(x, offsets(lengths), factor, decay, tail))
 
 
-def test_a_zero_hides_what_is_behind() -> None:
+def test_zero_decay_hides_later_values() -> None:
     x = torch.tensor([1.0, 2.0, float("inf")])
     decay = torch.tensor([1.0, 0.0, 1.0])
     found = discounted_sums(x, offsets([3]), 1.0, decay, torch.tensor([float("nan")]))
     assert found[:2].tolist() == [3.0, 2.0]
 
 
-def test_forward_sums() -> None:
+def test_forward_sums_equal_a_loop() -> None:
     x = torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
     decay = torch.tensor([0.5, 0.25, 7.0, 9.0], dtype=torch.float64)
     assert forward_sums(x, offsets([3, 0, 1]), 1.0, decay).tolist() == [1.0, 2.5, 4.625, 8.0]
@@ -86,7 +86,7 @@ def test_forward_sums() -> None:
 
 @pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("tails", [False, True])
-def test_gradients_of_sums(decays: bool, tails: bool) -> None:
+def test_gradients_of_sums_pass_gradcheck(decays: bool, tails: bool) -> None:
     lengths = [3, 0, 1, 4]
     generator = torch.Generator().manual_seed(2)
 
@@ -109,7 +109,7 @@ def test_gradients_of_sums(decays: bool, tails: bool) -> None:
     assert torch.autograd.gradcheck(sums, inputs)
 
 
-def test_opcheck_of_sums() -> None:
+def test_discounted_sums_pass_opcheck() -> None:
     x = torch.randn(8, requires_grad=True)
     decay, tail = torch.rand(8, requires_grad=True), torch.rand(4, requires_grad=True)
     cu_seqlens = offsets([3, 0, 1, 4])
@@ -126,14 +126,14 @@ def test_opcheck_of_sums() -> None:
         ({"factor": -0.1}, "factor must be between 0 and 1, not -0.1"),
     ],
 )
-def test_an_error_names_the_argument(arguments: dict[str, Any], message: str) -> None:
+def test_error_of_sums_names_the_argument(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         discounted_sums(
             **{"x": torch.zeros(3), "cu_seqlens": offsets([3]), "factor": 0.9, **arguments}
         )
 
 
-def test_discounted_returns() -> None:
+def test_discounted_returns_equal_their_definition() -> None:
     rewards = torch.tensor([1.0, 0.0, 2.0, 5.0])
     assert discounted_returns(rewards, offsets([3, 1]), 0.5).tolist() == [1.5, 1.0, 2.0, 5.0]
     ends = torch.tensor([4.0, 2.0])
@@ -151,7 +151,7 @@ STEPS = torch.zeros(3)
         ((STEPS, offsets([3]), 0.9, torch.zeros(2)), r"bootstrap_values must have shape \[1\]"),
     ],
 )
-def test_an_error_of_returns_names_the_argument(arguments: Any, message: str) -> None:
+def test_error_of_returns_names_the_argument(arguments: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         discounted_returns(*arguments)
 

@@ -61,7 +61,7 @@ def assert_close(ours: Tensor | None, expected: Tensor | None) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_values_and_gradients_are_those_of_the_restricted_distribution(
+def test_masked_logprobs_equal_the_restricted_distribution(
     temperature: float, chunk: int | None
 ) -> None:
     hidden, weight, targets, support = inputs()
@@ -82,7 +82,7 @@ def test_values_and_gradients_are_those_of_the_restricted_distribution(
         assert_close(ours, expected)
 
 
-def test_packed_sequences_have_the_support_of_each_token_itself() -> None:
+def test_packed_sequences_keep_the_mask_of_each_token() -> None:
     """Not that of the token before it, whose hidden state it is drawn from; from hidden states
     and from logits.
     """
@@ -110,7 +110,7 @@ class _Ranks:
         return self._rank
 
 
-def test_ranks_with_parts_of_the_vocabulary_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_parallel_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a rank has no token of a support.
 
     Each rank's statistics are computed first, and given to all as the group would.
@@ -150,7 +150,7 @@ def test_ranks_with_parts_of_the_vocabulary_agree(monkeypatch: pytest.MonkeyPatc
     assert_close(torch.cat([grad for _, grad in grads.values()]), w.grad)
 
 
-def test_a_rank_has_the_ids_of_its_part_of_the_vocabulary() -> None:
+def test_rank_keeps_mask_ids_of_its_vocabulary_part() -> None:
     """Tokens whose support lies elsewhere stay restricted."""
     _, _, _, support = inputs()
     local = support.within(100, 50)

@@ -42,7 +42,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         AssertionError("libcudart functions unavailable. It looks like you have a broken build?"),
     ],
 )
-def test_a_gpu_that_torch_cannot_use_is_the_hosts_failure_with_torchs_reason(
+def test_gpu_unusable_for_torch_is_a_host_failure_with_the_reason(
     cuda: pytest.MonkeyPatch, reason: Exception
 ) -> None:
     """Another host may have a newer driver.
@@ -60,7 +60,7 @@ def test_a_gpu_that_torch_cannot_use_is_the_hosts_failure_with_torchs_reason(
     assert device.describe_gpu() == "GPU GPU-1234"
 
 
-def test_a_cpu_build_of_torch_is_a_user_error_where_workers_need_gpus(
+def test_cpu_build_of_torch_is_a_user_error_for_gpu_workers(
     cuda: pytest.MonkeyPatch,
 ) -> None:
     """Every host runs the environment that submitted: no other start would do better."""
@@ -69,7 +69,7 @@ def test_a_cpu_build_of_torch_is_a_user_error_where_workers_need_gpus(
         device.choose(1)
 
 
-def test_workers_without_gpus_compute_on_the_cpu_and_touch_no_gpu(
+def test_workers_without_gpus_use_only_the_cpu(
     cuda: pytest.MonkeyPatch,
 ) -> None:
     cuda.setattr(torch.cuda, "is_available", lambda: True)
@@ -80,7 +80,7 @@ def test_workers_without_gpus_compute_on_the_cpu_and_touch_no_gpu(
     assert (chosen.device.type, chosen.backend) == ("cpu", "gloo")
 
 
-def test_a_worker_with_a_gpu_computes_there(cuda: pytest.MonkeyPatch) -> None:
+def test_worker_with_a_gpu_computes_on_the_gpu(cuda: pytest.MonkeyPatch) -> None:
     chosen = device.choose(1)
     assert (str(chosen.device), chosen.backend) == ("cuda:0", "nccl")
 
@@ -96,14 +96,14 @@ def test_a_worker_with_a_gpu_computes_there(cuda: pytest.MonkeyPatch) -> None:
         ("of unknown version", None),
     ],
 )
-def test_the_newest_cuda_of_a_driver(
+def test_newest_cuda_version_of_a_driver_is_known(
     version: str, newest: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "nvidia_smi", lambda: None)
     assert gpu.newest_cuda(version) == newest
 
 
-def test_a_newer_libcuda_beside_an_older_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_version_includes_forward_compatibility(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVIDIA's forward compatibility (cuda-compat), of which only nvidia-smi knows."""
     head = "| NVIDIA-SMI 535.54.03    Driver Version: 535.54.03    CUDA Version: 13.0     |"
     monkeypatch.setattr(gpu, "nvidia_smi", lambda: head)
@@ -114,7 +114,7 @@ def test_a_newer_libcuda_beside_an_older_driver_counts(monkeypatch: pytest.Monke
     ("deterministic", "of_user", "in_force"),
     [(True, None, b":4096:8"), (True, ":16:8", b":16:8"), (False, None, None)],
 )
-def test_deterministic_runs_give_cublas_the_workspace_that_torch_demands(
+def test_deterministic_runs_set_the_required_cublas_workspace(
     deterministic: bool,
     of_user: str | None,
     in_force: bytes | None,

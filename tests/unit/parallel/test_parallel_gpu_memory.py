@@ -49,7 +49,7 @@ class Card:
         return self.now
 
 
-def test_memory_of_a_process_that_is_still_exiting_is_waited_for(
+def test_worker_waits_for_memory_of_an_exiting_process(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Even where not so much as a context fits at first."""
@@ -59,13 +59,13 @@ def test_memory_of_a_process_that_is_still_exiting_is_waited_for(
 
 
 @pytest.mark.parametrize("held", [0.0, 0.6, 3.9])
-def test_a_context_of_our_own_is_no_reason_to_wait(
+def test_worker_does_not_wait_for_its_own_cuda_context(
     monkeypatch: pytest.MonkeyPatch, held: float
 ) -> None:
     assert Card(monkeypatch, lambda now: held).wait() == 0
 
 
-def test_memory_that_never_becomes_free_is_the_hosts_failure_and_its_holder_is_named(
+def test_permanently_occupied_gpu_is_a_host_failure_naming_the_holder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another host may serve, instead of an out-of-memory error of the user's."""
@@ -77,18 +77,20 @@ def test_memory_that_never_becomes_free_is_the_hosts_failure_and_its_holder_is_n
         assert words in str(caught.value)
 
 
-def test_a_gpu_that_several_may_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_gpu_is_used_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """One's own machine: two small trials may share its GPU."""
     assert Card(monkeypatch, lambda now: 37).wait(exclusive=False) == device.WAIT_S
 
 
-def test_a_gpu_that_shares_the_hosts_memory_is_not_waited_for(
+def test_gpu_with_host_memory_is_used_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert Card(monkeypatch, lambda now: 37, integrated=1).wait() == 0
 
 
-def test_a_fault_while_looking_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_error_during_the_memory_check_is_raised_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     card = Card(monkeypatch, lambda now: 0)
     fault = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
 

@@ -50,7 +50,7 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU
 
 
 @needs_two
-def test_all_threads_and_children_are_bound_to_the_allowed_cpus_of_the_node(tmp_path: Path) -> None:
+def test_threads_and_children_are_bound_to_allowed_cpus_of_the_node(tmp_path: Path) -> None:
     """CPUs of the node that this process may not use are left out."""
     first = min(os.sched_getaffinity(0))
     for cpus in (f"{first}", f"{first},4096-4100"):
@@ -59,16 +59,14 @@ def test_all_threads_and_children_are_bound_to_the_allowed_cpus_of_the_node(tmp_
 
 
 @pytest.mark.parametrize("cpus", ["4096-8191", "", "a-b", None])
-def test_nothing_changes_where_no_allowed_cpu_is_known_to_be_near(
-    tmp_path: Path, cpus: str | None
-) -> None:
+def test_affinity_is_unchanged_without_a_near_cpu(tmp_path: Path, cpus: str | None) -> None:
     everywhere = str(sorted(os.sched_getaffinity(0)))
     sysfs = tmp_path if cpus is None else tree(tmp_path, cpus)
     assert bound(sysfs) == ["None", everywhere, everywhere]
 
 
 @needs_two
-def test_nothing_changes_where_the_node_has_too_few_cpus_or_all(tmp_path: Path) -> None:
+def test_affinity_is_unchanged_if_the_node_has_too_few_or_all_cpus(tmp_path: Path) -> None:
     """A worker is not squeezed onto fewer CPUs than the plan gives it."""
     allowed = sorted(os.sched_getaffinity(0))
     assert bound(tree(tmp_path / "few", str(allowed[0])), least=2)[0] == "None"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
 
-def test_what_is_outside_is_refused_with_the_range() -> None:
+def test_coordinate_outside_the_grid_is_rejected_with_the_range() -> None:
     topology = ProcessTopology(("dp", "tp"), (2, 3))
     with pytest.raises(ValueError, match="rank 6 is outside 0 … 5"):
         topology.coordinates(6)
@@ -30,7 +30,7 @@ def test_what_is_outside_is_refused_with_the_range() -> None:
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
-def test_any_grid_against_brute_force(sizes: list[int], data: st.DataObject) -> None:
+def test_any_grid_agrees_with_brute_force(sizes: list[int], data: st.DataObject) -> None:
     axes = [f"a{index}" for index in range(len(sizes))]
     topology = ProcessTopology(axes, sizes)
     points = list(itertools.product(*(range(size) for size in sizes)))
@@ -57,7 +57,7 @@ def test_any_grid_against_brute_force(sizes: list[int], data: st.DataObject) -> 
     ]
 
 
-def test_groups_along_several_axes_are_products() -> None:
+def test_groups_along_several_axes_are_cartesian_products() -> None:
     topology = ProcessTopology(("dp", "cp", "tp"), (2, 2, 2))
     assert topology.blocks(("cp", "tp")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert topology.blocks(("dp", "cp")) == [[0, 2, 4, 6], [1, 3, 5, 7]]
