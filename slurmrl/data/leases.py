@@ -69,13 +69,6 @@ class Admission:
         return max(0, room)
 
 
-@dataclass
-class _Held:
-    holder: str
-    items: set[int]
-    oldest: str
-
-
 class SampleLedger(Ledger):
     """A ledger that starts with all items queued, or from the record of a commit.
 
@@ -95,11 +88,11 @@ class SampleLedger(Ledger):
         self._incarnation = incarnation
         self._lineage = lineage
         self._granted = 0
-        self._leases: dict[str, _Held] = {}
+        self._leases: dict[str, LeasedItems] = {}
         self._by_holder: dict[str, list[str]] = {}
         """The names of the leases of each holder that has any, in the order of their grants."""
         for lease in record.leased:
-            self._hold(lease.lease, _Held(lease.holder, set(lease.items), lease.oldest))
+            self._hold(lease)
         self._finished = {one.item: one for one in record.samples if self._counts(one)}
         self._oldest = {item: oldest_step(one) for item, one in self._finished.items()}
         """The step of the oldest weights of each finished item."""
@@ -110,7 +103,7 @@ class SampleLedger(Ledger):
         self._used_by: deque[int] = deque(maxlen=USED_STEPS)
         """Number of items that each of the last steps used."""
         for held in self._leases.values():
-            self._queued_again -= held.items
+            self._queued_again.difference_update(held.items)
         self._queued_again -= self._finished.keys()
 
     # -- rollout tasks -----------------------------------------------------------------------
@@ -128,7 +121,7 @@ class SampleLedger(Ledger):
     @property
     def leases(self) -> tuple[LeasedItems, ...]:
         """All leases that hold items."""
-        return tuple(map(self._lease_named, self._leases))
+        return tuple(self._leases.values())
 
     @property
     def oldest(self) -> frozenset[str]:
@@ -136,11 +129,11 @@ class SampleLedger(Ledger):
         return frozenset(held.oldest for held in self._leases.values())
 
     def leases_of(self, holder: str) -> tuple[LeasedItems, ...]:
-        return tuple(map(self._lease_named, self._by_holder.get(holder, ())))
+        return tuple(self._leases[lease] for lease in self._by_holder.get(holder, ()))
 
     def leased_by(self, holder: str) -> int:
         """Number of items that a holder has leased."""
-        return sum(len(self._leases[lease].items) for lease in self._by_holder.get(holder, ()))
+        return sum(len(lease.items) for lease in self.leases_of(holder))
 
     @property
     def finished(self) -> Sequence[StoredGroup]:
@@ -163,12 +156,13 @@ class SampleLedger(Ledger):
 
         Raises ValueError as `take`.
         """
-        items = self._dequeue(count)
+        items = tuple(self._dequeue(count))
         self._granted += 1
-        lease = f"{self._incarnation}.{self._granted}"
+        name = f"{self._incarnation}.{self._granted}"
+        lease = LeasedItems(lease=name, holder=holder, items=items, oldest=oldest)
         if items:
-            self._hold(lease, _Held(holder, set(items), oldest))
-        return LeasedItems(lease=lease, holder=holder, items=tuple(items), oldest=oldest)
+            self._hold(lease)
+        return lease
 
     def finish(self, lease: str, sample: StoredGroup) -> bool:
         """Take the sample of a leased item.
@@ -176,7 +170,7 @@ class SampleLedger(Ledger):
         Return whether it counts (see `refused`). If the sample is rolled back, queue its item
         again.
         """
-        if not self._release(lease, sample.item):
+        if not self._release(lease, (sample.item,)):
             self.refused[LATE] += 1
             return False
         if not self._counts(sample):
@@ -187,7 +181,7 @@ class SampleLedger(Ledger):
 
     def return_items(self, lease: str, items: Iterable[int]) -> list[int]:
         """Queue again the items that the lease still holds, and return them; ignore others."""
-        returned = [item for item in items if self._release(lease, item)]
+        returned = self._release(lease, items)
         self._queued_again.update(returned)
         return returned
 
@@ -308,14 +302,9 @@ class SampleLedger(Ledger):
         self.refused[ROLLED_BACK] += 1
         return False
 
-    def _lease_named(self, lease: str) -> LeasedItems:
-        held = self._leases[lease]
-        items = tuple(sorted(held.items))
-        return LeasedItems(lease=lease, holder=held.holder, items=items, oldest=held.oldest)
-
-    def _hold(self, lease: str, held: _Held) -> None:
-        self._leases[lease] = held
-        self._by_holder.setdefault(held.holder, []).append(lease)
+    def _hold(self, lease: LeasedItems) -> None:
+        self._leases[lease.lease] = lease
+        self._by_holder.setdefault(lease.holder, []).append(lease.lease)
 
     def _finish(self, sample: StoredGroup) -> None:
         self._finished[sample.item] = sample
@@ -326,18 +315,21 @@ class SampleLedger(Ledger):
         del self._oldest[item]
         return self._finished.pop(item)
 
-    def _release(self, lease: str, item: int) -> bool:
-        """Remove an item from a lease. Return whether the lease held it."""
+    def _release(self, lease: str, items: Iterable[int]) -> list[int]:
+        """Remove items from a lease. Return the items that the lease held."""
         held = self._leases.get(lease)
-        if held is None or item not in held.items:
-            return False
-        held.items.remove(item)
-        if not held.items:
+        if held is None:
+            return []
+        named = set(items)
+        released = [item for item in held.items if item in named]
+        left = tuple(item for item in held.items if item not in named)
+        self._leases[lease] = replace(held, items=left)
+        if not left:
             del self._leases[lease]
             self._by_holder[held.holder].remove(lease)
             if not self._by_holder[held.holder]:
                 del self._by_holder[held.holder]
-        return True
+        return released
 
     def _landed(self, items: Iterable[int]) -> list[int]:
         landed = super()._landed(items)
