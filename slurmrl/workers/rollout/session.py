@@ -47,20 +47,6 @@ logger = log.get(__name__)
 
 
 @dataclass(frozen=True)
-class Work:
-    """An item to make."""
-
-    lease: str
-    row: RequestedItem
-    oldest: VersionId
-    """Oldest weight version that may sample its tokens."""
-
-    @property
-    def key(self) -> Key:
-        return self.lease, self.row.item
-
-
-@dataclass(frozen=True)
 class Retirement:
     reason: str
     until: float
@@ -89,8 +75,10 @@ class Session:
         self.retirement: Retirement | None = None
         self._most_begun, self._most_unwritten = most_begun, most_unwritten
         self._confirmed = self._expired = False
-        self._waiting: dict[Key, Work] = {}
-        self._begun: dict[Key, Work] = {}
+        self._oldest: dict[str, VersionId] = {}
+        """The oldest weight version that may sample tokens of each lease."""
+        self._waiting: dict[Key, RequestedItem] = {}
+        self._begun: dict[Key, RequestedItem] = {}
         self._sampled: dict[Key, SampleGroup] = {}
         """Items whose tokens are sampled but not yet scored."""
         self._finished: dict[Key, SampleGroup] = {}
@@ -147,17 +135,16 @@ class Session:
 
     # -- what to do --------------------------------------------------------------------------
 
-    def begin(self) -> list[Work]:
+    def begin(self) -> dict[Key, RequestedItem]:
         """Return items to make from now on."""
         if not self._confirmed or self.paused or self.held is None or self.retirement is not None:
-            return []
+            return {}
         room = self._most_begun - len(self._begun)
         if len(self._sampled) + len(self._finished) >= self._most_unwritten:
             room = 0
-        ready = [work for work in self._waiting.values() if not self.held < work.oldest]
-        chosen = ready[: max(room, 0)]
-        for work in chosen:
-            self._begun[work.key] = self._waiting.pop(work.key)
+        ready = [key for key in self._waiting if not self.held < self._oldest[key[0]]]
+        chosen = {key: self._waiting.pop(key) for key in ready[: max(room, 0)]}
+        self._begun |= chosen
         return chosen
 
     def aborted(self) -> list[Key]:
@@ -243,16 +230,16 @@ class Session:
             self._generate(lease)
 
     def _generate(self, request: GenerateItems) -> None:
-        oldest = VersionId.parse(request.oldest)
+        self._oldest[request.lease] = VersionId.parse(request.oldest)
         for row in request.items:
-            work = Work(request.lease, row, oldest)
+            key = request.lease, row.item
             known = (self._begun, self._sampled, self._finished, self._returned, self._answered)
-            if any(work.key in each for each in known):
+            if any(key in each for each in known):
                 continue
-            if work.key in self._recording:
-                self._finished[work.key] = self._recording[work.key]
+            if key in self._recording:
+                self._finished[key] = self._recording[key]
             else:
-                self._waiting[work.key] = work
+                self._waiting[key] = row
         if self.retirement is not None:
             self._return(self._waiting)
 
@@ -266,10 +253,10 @@ class Session:
             ):
                 each.pop(key, None)
 
-    def _return(self, works: dict[Key, Work]) -> None:
+    def _return(self, items: dict[Key, RequestedItem]) -> None:
         assert self.retirement is not None, "items are given back by a task that retires"
-        self._returned |= dict.fromkeys(works, self.retirement.reason)
-        works.clear()
+        self._returned |= dict.fromkeys(items, self.retirement.reason)
+        items.clear()
 
 
 class ResultWriter:

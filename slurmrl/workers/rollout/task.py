@@ -20,7 +20,7 @@ from slurmrl.run.channel.message_log import LogReader
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import Identity
 from slurmrl.tensors.weights.format import VersionId
-from slurmrl.workers.rollout.session import Key, ResultWriter, Session, TaskBell, Work
+from slurmrl.workers.rollout.session import Key, ResultWriter, Session, TaskBell
 from slurmrl.workers.rollout.task_generation import Generation, Scoring
 from slurmrl.workers.rollout.task_weights import TaskWeights
 from slurmrl.workers.rollout_messages import (
@@ -30,6 +30,7 @@ from slurmrl.workers.rollout_messages import (
     Hears,
     Holds,
     Leaving,
+    RequestedItem,
     RolloutCounts,
     RolloutResult,
     Unreadable,
@@ -230,8 +231,8 @@ class TaskAtWork:
             self._session.expire(now)
             for key in self._session.aborted():
                 self._abort(self._making.pop(key, None))
-            for work in self._session.begin():
-                self._making[work.key] = group.create_task(self._make(work))
+            for key, row in self._session.begin().items():
+                self._making[key] = group.create_task(self._make(key, row))
             retirement = self._session.retirement
             left_s = None if retirement is None else retirement.until - now
             await self._news(seen, left_s)
@@ -243,18 +244,18 @@ class TaskAtWork:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _make(self, work: Work) -> None:
+    async def _make(self, key: Key, row: RequestedItem) -> None:
         if self._ending:  # the engine may know requests of the same row
             await asyncio.wait(set(self._ending))
         held = self._session.held
         assert held is not None, "items begin once there are weights"
-        group = await self._generation.group(work.lease, work.row, held.name)
-        self._session.drew(work.key, group)
+        group = await self._generation.group(key[0], row, held.name)
+        self._session.drew(key, group)
         if self._scoring is not None:
             await self._tell()  # now generation may begin another item
-            group = await self._scoring.scored(work.row, group)
-        self._making.pop(work.key)
-        self._session.finish(work.key, group)
+            group = await self._scoring.scored(row, group)
+        self._making.pop(key)
+        self._session.finish(key, group)
         await self._tell()
 
     async def _record_results(self) -> None:

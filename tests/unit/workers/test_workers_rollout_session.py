@@ -158,7 +158,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.making.discard(key)
             self.judging.discard(key)
         assert not self.doomed
-        begun = [work.key for work in self.session.begin()]
+        begun = list(self.session.begin())
         if begun:
             assert self.confirmed
             assert not self.session.paused
@@ -278,11 +278,11 @@ def test_a_task_leaves_at_its_deadline_if_no_master_says_which_leases_hold() -> 
     session.serve(1)
     session.held = VersionId(0, 0)
     session.take(Confirm(leases=lease_of({("1.1", 0), ("1.1", 1)}, 0)), 0.0)
-    (work,) = session.begin()
-    session.drew(work.key, small_group(0, "1.1"))
-    session.finish(work.key, small_group(0, "1.1"))
+    (key,) = session.begin()
+    session.drew(key, small_group(0, "1.1"))
+    session.finish(key, small_group(0, "1.1"))
     session.serve(2)
-    assert (session.to_record(), session.begin()) == ([], [])
+    assert (session.to_record(), session.begin()) == ([], {})
     session.retire("warning", 5.0, 0.0)
     session.expire(4.9)
     assert not session.over
