@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 from slurmrl.display.terminal import first_line, plain
 from slurmrl.run.events import Event
@@ -43,10 +43,8 @@ JOB_ENDS = {
 }
 
 
-class End(NamedTuple):
-    cause: str
-    """See `status`."""
-    how: str
+RowEnd: TypeAlias = tuple[str, str]
+"""The fields ``cause`` and ``how`` of a row (see `status`)."""
 
 
 def rows(
@@ -118,7 +116,7 @@ def _row(
     begun, newest = traces.begun, traces.begun.number == snapshot.state.incarnation
     running = newest and state == "RUNNING" and traces.failure is None and _in_job(traces, tasks)
     reported = _reported(traces, after)
-    end = _running(snapshot) if running else ending(traces, reported, [*tasks, *past])
+    cause, how = _running(snapshot) if running else ending(traces, reported, [*tasks, *past])
     until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
     commit = begun.commit.data["step"] if begun.commit else None
     first = _from_step(traces)
@@ -135,8 +133,8 @@ def _row(
         "to_step": last,
         "commit": commit,
         "lost_steps": 0 if running else last - kept,
-        "cause": end.cause,
-        "how": end.how + reported.damages,
+        "cause": cause,
+        "how": how + reported.damages,
         "seconds": max(until - begun.time, 0.0),
     }
 
@@ -158,9 +156,9 @@ def is_start_of(task: TaskState, tag: JobTag) -> bool:
     return tag.restarts is None or task.restarts <= tag.restarts
 
 
-def _running(snapshot: TrialSnapshot) -> End:
+def _running(snapshot: TrialSnapshot) -> RowEnd:
     phase = snapshot.said.get("phase", "starting")
-    return End("running", "starting" if phase == "starting" else "running")
+    return ("running", "starting" if phase == "starting" else "running")
 
 
 def _from_step(traces: Traces) -> int:
@@ -219,12 +217,12 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
     return list(dict.fromkeys(agent.host for agent in agents if agent.host))
 
 
-def ending(traces: Traces, reported: Ending, tasks: Sequence[TaskState]) -> End:
+def ending(traces: Traces, reported: Ending, tasks: Sequence[TaskState]) -> RowEnd:
     """Return how an incarnation that no longer runs ended."""
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
-        return End("finished", "finished")
+        return ("finished", "finished")
     if reported.is_own_fault:
-        return End(reported.cause, failure_words(reported.failure) + _explained(reported))
+        return (reported.cause, failure_words(reported.failure) + _explained(reported))
     if _was_cancelled(traces):
         return _cancelled(traces)
     if reported.warned is not None:
@@ -232,7 +230,7 @@ def ending(traces: Traces, reported: Ending, tasks: Sequence[TaskState]) -> End:
         end = _contradicted(traces, tasks, reported.warned)
         return end or _warned(traces, reported.warned, preempted=preempted)
     if reported.cause:
-        return End(reported.cause, failure_words(reported.failure))
+        return (reported.cause, failure_words(reported.failure))
     return _unsaid(traces) or _by_scheduler(traces, tasks) or _silent(traces)
 
 
@@ -271,24 +269,24 @@ def _was_preempted(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     )
 
 
-def _warned(traces: Traces, warned: Warned, *, preempted: bool) -> End:
+def _warned(traces: Traces, warned: Warned, *, preempted: bool) -> RowEnd:
     cause, words = warned.cause or "unknown", warning(warned, preempted=preempted)
     stopped = _newest(traces.master, "stopped")
     if stopped:
-        return End(cause, f"{words}, handed over at step {stopped.get('step')}")
-    return End(cause, words if traces.begun.commit else f"{words}, before it could commit")
+        return (cause, f"{words}, handed over at step {stopped.get('step')}")
+    return (cause, words if traces.begun.commit else f"{words}, before it could commit")
 
 
-def _unsaid(traces: Traces) -> End | None:
+def _unsaid(traces: Traces) -> RowEnd | None:
     """Return an end without a published failure, from the history or the master's last event."""
     if traces.begun.end is not None:
         if traces.begun.end.kind is Kind.CANCELLED:
             return _cancelled(traces)
-        return End("gave_up", f"gave up: {first_line(traces.begun.end.data.get('reason'))}")
+        return ("gave_up", f"gave up: {first_line(traces.begun.end.data.get('reason'))}")
     if stopped := _newest(traces.master, "stopped"):
-        return End("interrupt", f"interrupted, handed over at step {stopped.get('step')}")
+        return ("interrupt", f"interrupted, handed over at step {stopped.get('step')}")
     if failed := _newest(traces.master, "failed"):
-        return End("master", first_line(failed.get("reason")) or "the master failed")
+        return ("master", first_line(failed.get("reason")) or "the master failed")
     return None
 
 
@@ -303,12 +301,12 @@ def _was_cancelled(traces: Traces) -> bool:
     return end.time < last_word(traces) + CLOCKS_S
 
 
-def _cancelled(traces: Traces) -> End:
+def _cancelled(traces: Traces) -> RowEnd:
     end = traces.begun.end
-    return End("cancelled", (first_line(end.data.get("reason")) if end else "") or "cancelled")
+    return ("cancelled", (first_line(end.data.get("reason")) if end else "") or "cancelled")
 
 
-def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
+def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> RowEnd | None:
     """Return the scheduler's state of the job, while it remembers the job.
 
     The state of an element that waits or runs does not show an earlier end, unless it is ending.
@@ -317,7 +315,7 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
     cause = JOB_ENDS.get(task.ending or task.state) if task else None
     if task is None or cause is None:
         return None
-    return End(cause, f"job {task.job_id}: {task.words or task.reason or task.state.value}")
+    return (cause, f"job {task.job_id}: {task.words or task.reason or task.state.value}")
 
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
@@ -330,7 +328,7 @@ def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
     return next((task for task in found if is_start_of(task, _tag(traces))), None)
 
 
-def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> End | None:
+def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> RowEnd | None:
     """Return the scheduler's reason if it contradicts a reason guessed from a signal.
 
     Steps of a killed or cancelled job get the same signals as the steps of a preempted job.
@@ -341,13 +339,13 @@ def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) ->
     if (task.ending or task.state) is JobState.FAILED and task.signal is None:
         return None  # the exit code is our own
     end = _by_scheduler(traces, tasks)
-    return end if end is not None and end.cause != warned.cause else None
+    return end if end is not None and end[0] != warned.cause else None
 
 
-def _silent(traces: Traces) -> End:
+def _silent(traces: Traces) -> RowEnd:
     if end := _newest(traces.supervisor, "end"):
-        return End("unknown", f"its agents ended: {end.get('why') or end.get('code')}")
-    return End("killed", "ended without a report: its batch process or host was killed")
+        return ("unknown", f"its agents ended: {end.get('why') or end.get('code')}")
+    return ("killed", "ended without a report: its batch process or host was killed")
 
 
 def _newest(events: Sequence[Event], kind: str) -> Event | None:
