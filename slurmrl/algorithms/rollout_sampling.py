@@ -19,8 +19,7 @@ from slurmrl.config.schema import Config
 from slurmrl.data.sample import SequenceSample, pictures_of
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.episode_runner import EpisodeRunner
-from slurmrl.rollouts.episodes import make_episode
+from slurmrl.rollouts.episodes import EpisodeRunner, make_episode
 from slurmrl.rollouts.generation.base import GenerationOptions, RolloutEngine
 from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, TokenSampling, Waiting
 from slurmrl.rollouts.tools import make_tools

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from slurmrl.engines.hf_batch import HFBatch
 from slurmrl.rollouts.generation.base import Decode
+from slurmrl.rollouts.generation.native.native_rollout import SplitRollout
 from slurmrl.rollouts.generation.native.split_batch import SplitRanks
-from slurmrl.rollouts.generation.native.split_rollout import SplitRollout
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel

@@ -31,9 +31,8 @@ from slurmrl.models.architecture import Head
 from slurmrl.models.base import PackedModel
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
-from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout, SplitRollout
 from slurmrl.rollouts.generation.native.split_batch import SplitRanks
-from slurmrl.rollouts.generation.native.split_rollout import SplitRollout
 from slurmrl.tensors.layout import Layout
 from slurmrl.tensors.parallel.groups import ParallelContext
 

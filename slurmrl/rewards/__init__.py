@@ -17,9 +17,9 @@ REWARDS = Registry(
     "reward",
     {
         "code": "slurmrl.rewards.code:CodeReward",
-        "exact_match": "slurmrl.rewards.rules:ExactMatch",
+        "exact_match": "slurmrl.rewards.base:ExactMatch",
         "math": "slurmrl.rewards.math:MathReward",
-        "model": "slurmrl.rewards.rules:ModelReward",
+        "model": "slurmrl.rewards.base:ModelReward",
     },
 )
 

@@ -173,7 +173,7 @@ def test_outcome_unchanged_when_a_process_is_killed(
 
 ONCE = '''
 from pathlib import Path
-from slurmrl.rewards.rules import ExactMatch
+from slurmrl.rewards.base import ExactMatch
 
 class Once(ExactMatch):
     """Raises once in the life of a trial, at its fifth judgement."""

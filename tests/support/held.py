@@ -21,7 +21,7 @@ from pathlib import Path
 from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.sft_schema import SFT
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.rules import ExactMatch
+from slurmrl.rewards.base import ExactMatch
 from slurmrl.run import metrics
 
 

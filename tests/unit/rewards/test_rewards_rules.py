@@ -14,11 +14,11 @@ import pytest
 from slurmrl.errors import UnknownNameError, UnusableRowError, UsageError
 from slurmrl.rewards import make
 from slurmrl.rewards import process_pool as process_pool
+from slurmrl.rewards.base import ExactMatch
 from slurmrl.rewards.math import MathReward, tail
 from slurmrl.rewards.math_answer import marked_answer
 from slurmrl.rewards.math_excluded import with_unequal_signs
 from slurmrl.rewards.process_pool import PoolProgram, Unanswered
-from slurmrl.rewards.rules import ExactMatch
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_exact_match_ignores_white_space_only() -> None:
 
 
 def test_names_and_options_are_checked() -> None:
-    for name in ("exact_match", "slurmrl.rewards.rules:ExactMatch"):
+    for name in ("exact_match", "slurmrl.rewards.base:ExactMatch"):
         assert make(name, {}).score(["p"], ["64 "], [{"answer": "64"}], ["1"]) == [1.0]
     with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
         make("exactmatch", {})

@@ -18,8 +18,7 @@ from slurmrl.config.schema import Dataset, EpisodeSettings
 from slurmrl.errors import EpisodeError, RunFailedError
 from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
 from slurmrl.rollouts.completions import Completions
-from slurmrl.rollouts.episode_runner import EpisodeRunner
-from slurmrl.rollouts.episodes import MultiTurn, SingleTurn
+from slurmrl.rollouts.episodes import EpisodeRunner, MultiTurn, SingleTurn
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.rollouts.policy import Dialogue, EpisodeLimits, Policy, TokenSampling, Waiting
 from slurmrl.rollouts.sample_files import SampleGroup
