@@ -14,7 +14,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.failures import explain
 
 
-def test_pauses_grow_to_the_last_and_start_again_after_a_reset() -> None:
+def test_pauses_grow_to_the_maximum_and_reset() -> None:
     slept: list[float] = []
     backoff = Backoff(0.001, 0.05, sleep=slept.append)
     for _ in range(30):
@@ -26,7 +26,7 @@ def test_pauses_grow_to_the_last_and_start_again_after_a_reset() -> None:
     assert backoff.next_s() <= 0.001
 
 
-def test_the_global_random_numbers_are_not_touched() -> None:
+def test_global_random_state_is_unchanged() -> None:
     random.seed(1)
     expected = random.random()
     random.seed(1)
@@ -34,7 +34,7 @@ def test_the_global_random_numbers_are_not_touched() -> None:
     assert random.random() == expected
 
 
-def test_an_interval_is_due_once_each_time_it_has_passed() -> None:
+def test_interval_is_due_once_per_period() -> None:
     now = [100.0]
     at_once, later = Interval(5.0, lambda: now[0]), Interval(5.0, lambda: now[0], after_s=2.0)
     assert [at_once.due(), at_once.due(), later.due()] == [True, False, False]
@@ -44,7 +44,7 @@ def test_an_interval_is_due_once_each_time_it_has_passed() -> None:
     assert [at_once.due(), at_once.due()] == [True, False]
 
 
-def test_the_pauses_lie_between_the_attempts() -> None:
+def test_retry_pauses_only_between_attempts() -> None:
     slept: list[float] = []
     seen = [(last, len(slept)) for last in attempts((1.0, 2.0), slept.append)]
     assert seen == [(False, 0), (False, 1), (True, 2)]
@@ -53,7 +53,7 @@ def test_the_pauses_lie_between_the_attempts() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENOTDIR])
-def test_retry_gives_up_where_something_else_is_in_the_place_of_a_file(
+def test_retry_ends_if_a_file_was_replaced_by_something_else(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     """A directory that does not answer is waited for without limit."""

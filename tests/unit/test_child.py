@@ -72,7 +72,7 @@ def test_request_kills_its_child_if_the_caller_stops_reading(module: str) -> Non
         ("import time; time.sleep(600)", 0.1, child.ChildEnd(None)),
     ],
 )
-def test_run_returns_the_end_of_a_command(code: str, limit_s: float, ended: child.ChildEnd) -> None:
+def test_run_returns_exit_code_and_output(code: str, limit_s: float, ended: child.ChildEnd) -> None:
     assert child.run([sys.executable, "-c", code], limit_s) == ended
 
 

@@ -201,7 +201,7 @@ def torch_free_modules() -> list[str]:
     return free
 
 
-def test_rooms_import_only_the_rooms_that_they_name() -> None:
+def test_rooms_import_only_declared_rooms() -> None:
     assert {room_of(module) for module in filter(None, modules())} == set(rooms())
     wrong = [
         f"{place} imports {imported}"
@@ -214,13 +214,13 @@ def test_rooms_import_only_the_rooms_that_they_name() -> None:
     assert named - set(arrows()) == set(), "rooms name others that they do not import"
 
 
-def test_rooms_have_no_circles_and_few_floors() -> None:
+def test_rooms_have_no_import_cycles_and_few_levels() -> None:
     assert (
         max(floors({name: room.imports for name, room in rooms().items()}).values()) < MOST_FLOORS
     )
 
 
-def test_the_room_check_sees_what_it_forbids() -> None:
+def test_room_check_detects_forbidden_imports() -> None:
     assert room_of("run.history.slots") == "run"
     assert room_of("fsio.atomic") == room_of("errors") == BASE
     assert "backoff" in {one.imported for one in imports("run.channel.follower")}
@@ -231,7 +231,7 @@ def test_the_room_check_sees_what_it_forbids() -> None:
         floors({"a": ["b"], "b": ["a"]})
 
 
-def test_modules_have_no_circles() -> None:
+def test_modules_have_no_import_cycles() -> None:
     """Imports for type checkers count too."""
     floors(
         {module: {one.imported for one in imports(module)} - {module, ""} for module in modules()}
@@ -275,7 +275,7 @@ def test_rooms_keep_their_budgets() -> None:
     assert sum(room.lines for room in rooms().values()) <= MOST_LINES
 
 
-def test_the_base_needs_only_the_standard_library() -> None:
+def test_base_room_imports_only_the_standard_library() -> None:
     for module in modules():
         if not module or room_of(module) != BASE:
             continue
@@ -312,7 +312,7 @@ def test_every_entry_of_the_tables_names_modules() -> None:
     assert matched == list(TORCH_FREE)
 
 
-def test_torch_free_modules() -> None:
+def test_declared_modules_import_no_torch() -> None:
     free = torch_free_modules()
     assert {"errors", "run.history.slots", "config"} <= set(free)
     command = [sys.executable, "-c", IMPORT_ALL, *(f"slurmrl.{module}" for module in free)]
@@ -378,12 +378,12 @@ def test_no_two_modules_share_a_name() -> None:
     assert {name for name, count in names.items() if count > 1} <= SHARED_NAMES
 
 
-def test_no_catch_all_folder() -> None:
+def test_package_has_no_catch_all_directory() -> None:
     for module in modules():
         assert not set(module.split(".")) & FORBIDDEN_NAMES, module
 
 
-def test_sizes() -> None:
+def test_modules_and_functions_keep_their_size_limits() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert {name: count for name, count in lines.items() if count > 500} == {}
     assert statistics.median(lines.values()) < 250

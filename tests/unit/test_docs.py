@@ -78,7 +78,7 @@ def texts() -> tuple[str, ...]:
     )
 
 
-def test_the_navigation_has_each_page_once() -> None:
+def test_navigation_has_each_page_once() -> None:
     named = list(leaves(YAML(typ="safe").load(ROOT / "mkdocs.yml")["nav"]))
     own = sorted(page for page in named if not page.startswith("files/"))
     assert own == PAGES, "mkdocs.yml: nav"
@@ -109,7 +109,7 @@ def test_examples_page_links_every_example() -> None:
     )
 
 
-def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+def test_troubleshooting_messages_occur_in_the_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(messages) >= 30
@@ -134,7 +134,7 @@ def test_troubleshooting_lists_each_finding_of_status() -> None:
     assert sorted(listed) == sorted(codes)
 
 
-def test_the_map_has_every_entry_of_a_run_directory() -> None:
+def test_run_directory_page_lists_every_entry() -> None:
     page = (DOCS / "run-directory.md").read_text(encoding="utf-8")
     paths = RunPaths(Path("run"))
     for name, kind in vars(RunPaths).items():
@@ -143,7 +143,7 @@ def test_the_map_has_every_entry_of_a_run_directory() -> None:
             assert re.search(rf"^\|.*`{re.escape(str(entry))}[`/]", page, re.MULTILINE), name
 
 
-def test_each_mark_belongs_to_a_block_and_has_a_reason() -> None:
+def test_each_skip_mark_belongs_to_a_block_and_has_a_reason() -> None:
     for page in PAGES:
         text = (DOCS / page).read_text(encoding="utf-8")
         marked = [block for block in blocks(page) if block.mark]
@@ -164,7 +164,7 @@ def commands(page: str) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
-def test_the_commands_of_a_page_work(page: str, tmp_path: Path) -> None:
+def test_commands_of_each_page_work(page: str, tmp_path: Path) -> None:
     """All blocks of bash but those marked ``not run``, in one shell beside the examples.
 
     A block marked ``file`` is the content of that file.
@@ -210,12 +210,12 @@ gpus data rewards algorithms/policy-gradients algorithms/dpo"""
 
 
 @pytest.mark.parametrize("page", SHOWING.split())
-def test_page_shows_output_or_picture(page: str) -> None:
+def test_each_guide_shows_output_or_a_picture(page: str) -> None:
     text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
     assert re.search(r"^ *```(text|console)$|!\[[^]]+\]\(\S+\.(svg|png)", text, re.MULTILINE)
 
 
-def test_words_are_spelled_correctly() -> None:
+def test_docs_words_are_spelled_correctly() -> None:
     pytest.importorskip("codespell_lib", reason="codespell is not installed here")
     where = ["README.md", "CHANGELOG.md", "docs", "examples", "slurmrl", "scripts", "cuda", ".ci"]
     done = subprocess.run(
@@ -228,7 +228,7 @@ def test_words_are_spelled_correctly() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_prose_gets_no_harder_to_read() -> None:
+def test_language_counts_do_not_rise() -> None:
     """Turns of phrase that readers must read twice only get fewer."""
     command = [sys.executable, str(ROOT / "scripts" / "check-language")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

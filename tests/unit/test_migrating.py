@@ -108,7 +108,7 @@ def problems_of(key: str, value: str, algorithm: str, folder: Path) -> list[str]
 
 
 @pytest.mark.parametrize("page", SCRIPTS)
-def test_page_translates_every_setting_of_the_scripts(page: str) -> None:
+def test_migration_page_translates_every_script_setting(page: str) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
     translated = {name for row in rows(page) for name in row.settings}
     for script, given in SCRIPTS[page].items():
@@ -120,7 +120,7 @@ def test_page_translates_every_setting_of_the_scripts(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", SCRIPTS)
-def test_row_names_a_key_another_way_or_none(page: str) -> None:
+def test_migration_row_names_a_key_an_alternative_or_none(page: str) -> None:
     for row in rows(page):
         keys = list(spans(row.key, row.algorithm))
         if row.key in NO_KEY:
@@ -135,7 +135,7 @@ def test_row_names_a_key_another_way_or_none(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", [*SCRIPTS, "../migrating.md"])
-def test_keys_of_page_exist_and_their_values_are_valid(page: str, tmp_path: Path) -> None:
+def test_migration_page_keys_exist_with_valid_values(page: str, tmp_path: Path) -> None:
     others = {name for row in rows(page) for name in row.settings}
     algorithms = {row.algorithm for row in rows(page)} | {"grpo", "sft", "dpo", "distill"}
     anywhere = frozenset[str]().union(*(known(name) for name in algorithms))
@@ -172,7 +172,7 @@ def default(key: str, algorithm: str) -> Any:
 
 
 @pytest.mark.parametrize("page", SCRIPTS)
-def test_defaults_of_slurmrl_are_those_of_the_schema(page: str) -> None:
+def test_migration_page_defaults_equal_the_schema(page: str) -> None:
     text = (PAGES / page).read_text(encoding="utf-8")
     table = text.partition("### Other defaults")[2].partition("\n#")[0]
     stated = re.findall(r"^\| `([\w.]+)`(?: \(`(\w+)`\))? \| .* \| `(.+)` \|$", table, re.MULTILINE)

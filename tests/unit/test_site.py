@@ -158,7 +158,7 @@ def test_call_outs_and_tabs_of_plain_markdown_are_rendered() -> None:
 
 
 @pytest.mark.parametrize("latex", [r"\begin{aligned} a &= b \end{aligned}", r"\unknown x"])
-def test_formula_that_the_site_cannot_show_is_refused(latex: str) -> None:
+def test_unsupported_formula_is_rejected(latex: str) -> None:
     mathml = runpy.run_path(str(ROOT / "scripts" / "site_formulas.py"))["mathml"]
     assert "<mfrac>" in mathml(r"\frac{1}{T} \log p", "block")
     with pytest.raises(ValueError, match="cannot convert"):

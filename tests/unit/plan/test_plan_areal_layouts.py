@@ -45,7 +45,7 @@ def test_archon_layout_is_planned_with_a_note(plan_ppo: Load, layout: str, runs_
         ("vllm:d2t2p2", "does not split 'p'; allowed: d, t"),
     ],
 )
-def test_layout_that_no_engine_of_the_task_runs_is_rejected(layout: str, message: str) -> None:
+def test_layout_unsupported_by_the_task_engine_is_rejected(layout: str, message: str) -> None:
     """The message names other engines only for the same task."""
     with pytest.raises(AllocationError) as caught:
         rules_of(parse(layout))

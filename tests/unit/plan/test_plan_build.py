@@ -21,7 +21,7 @@ from tests.unit.plan.conftest import Load
         ("local", 2, ["cluster.workers_per_host=1"], 1, 2),
     ],
 )
-def test_workers_fill_their_hosts(
+def test_workers_are_placed_on_as_few_hosts_as_possible(
     load_ppo: Load,
     scheduler: str,
     workers: int,
@@ -46,7 +46,7 @@ def test_workers_fill_their_hosts(
         ([{}, {}], "none twice"),
     ],
 )
-def test_the_trainers_are_the_one_fixed_group(
+def test_plan_needs_exactly_one_fixed_trainer_group(
     load_ppo: Load, changes: list[dict[str, Any]], problem: str
 ) -> None:
     """Every process of a run finds the trainers' world by this."""

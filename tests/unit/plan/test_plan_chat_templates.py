@@ -28,7 +28,7 @@ TEXT = '{"id": "1", "prompt": "1+1=", "answer": "2"}\n'
         ("\x1f\x8b", "null", None),
     ],
 )
-def test_first_row_decides_where_no_chat_template_is_set(
+def test_first_row_decides_if_chat_template_is_not_set(
     load_ppo: Load, folder: Path, content: str, given: str, decision: bool | None
 ) -> None:
     (folder / "train.jsonl").write_text(content, encoding="latin-1")
@@ -37,7 +37,7 @@ def test_first_row_decides_where_no_chat_template_is_set(
     assert config.held_out.chat_template is False
 
 
-def test_trial_keeps_the_decision_whatever_its_file_holds_later(
+def test_trial_keeps_the_decision_if_its_file_changes(
     load_ppo: Load, folder: Path, tmp_path: Path
 ) -> None:
     (folder / "train.jsonl").write_text(MESSAGES)
@@ -49,7 +49,7 @@ def test_trial_keeps_the_decision_whatever_its_file_holds_later(
     assert load_ppo(text=text).config.dataset.chat_template is True
 
 
-def test_suites_decide_for_themselves(load_ppo: Load, folder: Path) -> None:
+def test_each_suite_decides_by_its_own_rows(load_ppo: Load, folder: Path) -> None:
     (folder / "chat.jsonl").write_text(MESSAGES)
     suites = {
         "a": {"dataset": {"type": "prompt", "path": str(folder / "chat.jsonl")}},
@@ -64,7 +64,7 @@ def test_suites_decide_for_themselves(load_ppo: Load, folder: Path) -> None:
     assert [note.partition(":")[0] for note in told] == ["evaluation.suites.b.dataset"]
 
 
-def test_sources_that_differ_need_a_decision(load_ppo: Load, folder: Path) -> None:
+def test_differing_sources_need_an_explicit_setting(load_ppo: Load, folder: Path) -> None:
     (folder / "chat.jsonl").write_text(MESSAGES)
     sources = json.dumps({"old": {"path": "train.jsonl"}, "new": {"path": "chat.jsonl"}})
     text = (folder / "ppo.yaml").read_text().replace("path: train.jsonl", f"sources: {sources}")
@@ -77,7 +77,7 @@ def test_sources_that_differ_need_a_decision(load_ppo: Load, folder: Path) -> No
 
 
 @pytest.mark.parametrize(("content", "allowed"), [(MESSAGES, True), (TEXT, False)])
-def test_system_prompt_needs_messages_where_no_chat_template_is_set(
+def test_system_prompt_needs_messages_if_chat_template_is_not_set(
     load_ppo: Load, folder: Path, content: str, allowed: bool
 ) -> None:
     (folder / "train.jsonl").write_text(content)

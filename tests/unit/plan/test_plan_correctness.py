@@ -26,7 +26,7 @@ GAME = "rollout.episode={name: multi_turn, environment: {name: guess_number}}"
         TOOLS,
     ],
 )
-def test_a_score_of_1_is_correct_where_scores_are_1_or_0(load_ppo: Load, reward: str) -> None:
+def test_score_of_1_is_correct_if_scores_are_1_or_0(load_ppo: Load, reward: str) -> None:
     """The default stands in the configuration of the run, with its metrics."""
     settings = load_ppo(SEVERAL, reward)
     assert settings.config.evaluation is not None
@@ -48,9 +48,7 @@ def test_a_score_of_1_is_correct_where_scores_are_1_or_0(load_ppo: Load, reward:
         GAME,
     ],
 )
-def test_other_scores_have_no_rates_unless_the_configuration_says_what_is_correct(
-    load_ppo: Load, reward: str
-) -> None:
+def test_other_scores_have_rates_only_with_pass_score(load_ppo: Load, reward: str) -> None:
     """A rate of scores that are never 1 would be 0, whatever the model can do.
 
     One line names the setting.
@@ -69,11 +67,11 @@ def test_other_scores_have_no_rates_unless_the_configuration_says_what_is_correc
     assert settings.notes == ()
 
 
-def test_one_completion_needs_no_note(load_ppo: Load) -> None:
+def test_single_completion_gives_no_note(load_ppo: Load) -> None:
     assert load_ppo("reward.name=own:length").notes == ()
 
 
-def test_an_evaluation_of_a_whole_dataset_has_the_same_default(load_ppo: Load) -> None:
+def test_offline_evaluation_has_the_same_pass_score_default(load_ppo: Load) -> None:
     """Its estimates are the rates as well, if scores tell what is correct."""
     whole = ("algorithm={name: evaluate, batch_size: 8}", "evaluation=null", "total_steps=null")
     records = [{"id": "a", "completions": [{"text": "x", "reward": 0.5}] * 2}]
@@ -102,7 +100,7 @@ def _metrics(settings: Settings) -> list[str]:
         (("total_steps=4", "ref.optimizer.warmup_steps=100"), []),
     ],
 )
-def test_note_on_learning_rates_that_the_run_never_reaches(
+def test_unreached_part_of_a_learning_rate_schedule_gives_a_note(
     load_ppo: Load, overrides: tuple[str, ...], notes: list[str]
 ) -> None:
     settings = load_ppo("algorithm.n_minibatches=2", "algorithm.batch_size=8", *overrides)

@@ -104,7 +104,7 @@ WIDE = replace(shape_of(LLAMA_8B), hidden=64, inner=64, heads=1, kv_heads=1, hea
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_parameters_are_the_decoders(tied: bool, head: Any) -> None:
+def test_parameter_count_equals_the_decoder(tied: bool, head: Any) -> None:
     values = {**LLAMA_8B, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     with torch.device("meta"):
         decoder = Decoder(ModelConfig.from_hf(values), head=head)
@@ -115,12 +115,12 @@ def test_parameters_are_the_decoders(tied: bool, head: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "billions"), [(LLAMA_8B, 8.030), (QWEN3_30B_A3B, 30.53)], ids=["llama", "qwen3-moe"]
 )
-def test_parameters_are_the_published_ones(values: dict[str, Any], billions: float) -> None:
+def test_parameter_count_equals_published_numbers(values: dict[str, Any], billions: float) -> None:
     own = parameters(shape_of(values), parse("fsdp:d1"), "lm").total
     assert own / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
-def test_a_prompt_is_read_once_for_all_of_its_completions() -> None:
+def test_prompt_is_prefilled_once_for_all_its_completions() -> None:
     """Each completion costs the forward pass of its sequence but, after the first one, that of the
     prompt. Other calls read whole sequences.
     """
@@ -133,7 +133,7 @@ def test_a_prompt_is_read_once_for_all_of_its_completions() -> None:
     assert call_flops(shape, "lm", Method.INFERENCE, group, passes=1) == inference
 
 
-def test_only_the_experts_of_a_token_count() -> None:
+def test_flops_count_only_active_experts() -> None:
     per_token = call_flops(
         shape_of(QWEN3_30B_A3B), "lm", Method.INFERENCE, Lengths(1, 1, 0, False), passes=1
     )
@@ -144,7 +144,9 @@ def test_only_the_experts_of_a_token_count() -> None:
     ("backend", "per_parameter"),
     [("megatron:d1", 18), ("megatron:d2", 6 + 12 / 2), ("megatron:d8", 6 + 12 / 8), ("fsdp:d8", 2)],
 )
-def test_standing_bytes_per_parameter(backend: str, per_parameter: float) -> None:
+def test_model_state_takes_the_documented_bytes_per_parameter(
+    backend: str, per_parameter: float
+) -> None:
     """Megatron-LM's table for bfloat16 weights with float32 gradients: 18, or 6 + 12/d; ZeRO's 16/d
     with everything in shards.
     """
@@ -162,7 +164,7 @@ def test_standing_bytes_per_parameter(backend: str, per_parameter: float) -> Non
         ({"name": "sgd", "momentum": 0.9}, 1),
     ],
 )
-def test_what_the_optimizer_keeps_counts(options: dict[str, Any], kept: int) -> None:
+def test_memory_counts_the_moments_of_each_optimizer(options: dict[str, Any], kept: int) -> None:
     model = Model(dtype="bfloat16", optimizer=Optimizer(**options))
     count = parameters(shape_of(LLAMA_8B), parse("fsdp:d1"), "lm").total
     for backend, each in (("fsdp:d8", 4 * kept), ("megatron:d8", 4 + 4 * kept)):
@@ -187,7 +189,7 @@ def test_what_the_optimizer_keeps_counts(options: dict[str, Any], kept: int) -> 
         (TIED, "full", 16384, 6.73),
     ],
 )
-def test_peaks_are_those_that_were_measured_on_the_null_gpu(
+def test_estimated_peaks_equal_the_peaks_measured_on_the_null_gpu(
     architecture: dict[str, Any], mode: Any, tokens: int, measured_gib: float
 ) -> None:
     """Allocated bytes of one of eight FSDP ranks with 7.6 or 1.5 billion parameters, for one
@@ -199,12 +201,12 @@ def test_peaks_are_those_that_were_measured_on_the_null_gpu(
     assert found.together / 2**30 == pytest.approx(measured_gib, rel=0.05)
 
 
-def test_a_chunk_of_logits_is_as_large_as_the_operator_makes_it() -> None:
+def test_logit_chunk_has_the_size_used_by_the_operator() -> None:
     assert memory.LOGITS == logprobs.CHUNK_ELEMENTS
     assert memory.LOGIT_TOKENS == logprobs.CHUNK_TOKENS
 
 
-def test_gradients_count_beside_activations_where_an_update_has_several_micro_batches() -> None:
+def test_gradients_and_activations_coexist_with_several_micro_batches() -> None:
     """Those of the first micro-batch are there while the second one computes."""
     one = Lengths(sequences=32, longest=4096, new_tokens=0, assumed=False)
     several = Lengths(sequences=64, longest=4096, new_tokens=0, assumed=False)
@@ -218,7 +220,7 @@ def test_gradients_count_beside_activations_where_an_update_has_several_micro_ba
     assert split == alone
 
 
-def test_keys_and_values_of_a_token() -> None:
+def test_kv_cache_takes_the_known_bytes_per_token() -> None:
     """128 KiB for Llama 3 8B in 16 bits: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
     shape = shape_of(LLAMA_8B)
     assert kv_bytes_per_token(shape, parse("sglang:d1"), "bfloat16") == 131072
@@ -228,14 +230,14 @@ def test_keys_and_values_of_a_token() -> None:
     assert found.kv_cache == 16 * 1024 * 131072
 
 
-def test_a_limited_cache_counts_no_more_than_its_limit() -> None:
+def test_limited_cache_counts_at_most_its_limit() -> None:
     """Neither more where sequences wait for it, nor more than all sequences need."""
     whole = job(LLAMA_8B, "sglang:d4", trained=False, computes=False, generates=True)
     assert estimate(replace(whole, cache_bytes=2**30)).kv_cache == 2**30
     assert estimate(replace(whole, cache_bytes=2**40)) == estimate(whole)
 
 
-def test_generation_needs_a_micro_batch_of_prompts_or_the_logits_of_one_token_each() -> None:
+def test_generation_peak_is_prefill_or_logits_of_one_token_each() -> None:
     """Prompts are read ``max_tokens_per_microbatch`` at a time, or one longer prompt by itself."""
 
     def besides_cache_and_weights(tokens: int) -> float:
@@ -265,7 +267,7 @@ def resident() -> int:
     [(False, False), (True, False), (False, True)],
     ids=["untied", "tied", "with adapters"],
 )
-def test_copies_for_generation_on_cpus_are_as_large_as_measured(tied: bool, split: bool) -> None:
+def test_generation_copies_on_cpus_have_the_measured_size(tied: bool, split: bool) -> None:
     values = {
         "model_type": "llama",
         "vocab_size": 16384,
@@ -291,7 +293,7 @@ def test_copies_for_generation_on_cpus_are_as_large_as_measured(tied: bool, spli
     assert more == pytest.approx(grown, rel=0.05)
 
 
-def test_copies_for_generation_count_where_they_are_made() -> None:
+def test_generation_copies_count_only_if_made() -> None:
     """Not on GPUs, in bfloat16, of models of transformers, or of models above the limit."""
     assert memory.PACKED_BYTES == inference.PACKED_BYTES
     values = {**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 100}
@@ -309,7 +311,7 @@ def test_copies_for_generation_count_where_they_are_made() -> None:
     assert memory.packed_bytes(halves) > 0
 
 
-def test_tensor_ranks_of_transformers_have_some_parts_whole() -> None:
+def test_tensor_ranks_of_transformers_hold_some_tensors_whole() -> None:
     """Its plans split no attention of olmo2. Each rank has rows for all experts of a token."""
     split = parse("fsdp:t8")
 
@@ -340,12 +342,14 @@ def test_tensor_ranks_of_transformers_have_some_parts_whole() -> None:
         (None, "512", 512 * 2**20),
     ],
 )
-def test_memory_of_a_gpu(kind: str | None, memory: str | None, size: int | None) -> None:
+def test_gpu_memory_comes_from_setting_or_gpu_type(
+    kind: str | None, memory: str | None, size: int | None
+) -> None:
     cluster = Cluster(gpu_memory=memory, slurm=Slurm(gpu_type=kind))
     assert call_costs.memory_bytes(cluster) == size
 
 
-def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> None:
+def test_gpu_memory_is_all_model_states_plus_the_largest_call(plan_ppo: Load) -> None:
     settings = plan_ppo()
     found = call_costs.memories(settings)
     fullest = worker_memory.fullest_gpu(settings)
@@ -361,7 +365,7 @@ def costs(settings: Settings) -> dict[str, call_costs.CallCost | None]:
     return {call.name: call_costs.cost(settings, call, placed) for call in calls}
 
 
-def test_seconds_are_reported_for_a_known_gpu(plan_ppo: Load) -> None:
+def test_step_seconds_are_reported_for_a_known_gpu(plan_ppo: Load) -> None:
     for kind, known in (("h100", True), ("unheard", False)):
         found = costs(plan_ppo(f"cluster.slurm.gpu_type={kind}"))
         assert found.pop("reward_inf") is None
@@ -388,14 +392,12 @@ def test_checkpointing_slows_only_training(plan_ppo: Load) -> None:
         before = first
 
 
-def test_an_architecture_without_numbers_is_not_estimated() -> None:
+def test_architecture_without_sizes_is_not_estimated() -> None:
     assert read({"model_type": "llama", "hidden_size": 8}) is None
     assert read({"model_type": "new", **{k: v for k, v in LLAMA_8B.items() if k != "model_type"}})
 
 
-def test_a_reference_without_export_has_the_architecture_it_will_have(
-    plan_ppo: Load, folder: Any
-) -> None:
+def test_reference_without_export_uses_its_future_architecture(plan_ppo: Load, folder: Any) -> None:
     (folder / "start.yaml").write_text(
         "experiment: start\nactor:\n  architecture: {model_type: llama, vocab_size: 8, "
         "hidden_size: 8, intermediate_size: 8, num_hidden_layers: 3, num_attention_heads: 2}\n"

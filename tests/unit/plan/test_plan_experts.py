@@ -33,7 +33,7 @@ KV = 2 * 4 * 128 * 2 * LAYERS
 """Bytes of a token's keys and values in bfloat16."""
 
 
-def test_the_estimate_counts_what_engines_hold() -> None:
+def test_estimate_counts_expert_records_held_by_engines() -> None:
     """Of a micro-batch of 8 tokens that is the whole batch."""
     layers = pytest.importorskip("slurmrl.engines.megatron.layers")
     shape, tokens = shape_of({**QWEN3_30B_A3B, "num_hidden_layers": 3}), 8
@@ -48,7 +48,7 @@ def test_the_estimate_counts_what_engines_hold() -> None:
         assert found == samples + sum(tensor.nbytes for tensor in held), backend
 
 
-def test_a_mask_of_all_experts_is_what_megatron_needs_most_for() -> None:
+def test_expert_masks_dominate_replay_memory_on_megatron() -> None:
     """100 MB at 16,384 tokens. A stage has its layers alone, of more micro-batches at a time."""
     bare = estimate(job(QWEN3_30B_A3B, "megatron:d1"))
     for backend in ("megatron:d1", "megatron:d1p2"):
@@ -61,7 +61,7 @@ def test_a_mask_of_all_experts_is_what_megatron_needs_most_for() -> None:
     assert found.together == found.standing + found.activations + found.experts
 
 
-def test_the_built_in_engine_keeps_them_beside_keys_and_values() -> None:
+def test_built_in_engine_keeps_expert_records_with_the_kv_cache() -> None:
     sizes = [
         estimate(
             job(QWEN3_30B_A3B, "native:d1", generates=True, trained=False, replays_experts=asked)
@@ -80,7 +80,7 @@ def served(plan_ppo: Load, *overrides: str) -> Settings:
     )
 
 
-def test_a_server_s_host_memory_is_counted_where_it_is(plan_ppo: Load) -> None:
+def test_expert_records_of_a_server_count_as_its_host_memory(plan_ppo: Load) -> None:
     """SGLang has a number of 32 bits for each layer and expert of each token that it can cache."""
     beside = ("rollout.backend=sglang:d8", "rollout.gpus=0-7")
     settings, plain = (
@@ -100,7 +100,7 @@ def test_a_server_s_host_memory_is_counted_where_it_is(plan_ppo: Load) -> None:
     assert (task_bytes(apart) or 0) - (task_bytes(without) or 0) == two > 0
 
 
-def test_a_plan_shows_both(plan_ppo: Load) -> None:
+def test_plan_shows_expert_records_on_gpu_and_host(plan_ppo: Load) -> None:
     settings = served(plan_ppo, "rollout.backend=sglang:d8", "rollout.gpus=0-7")
     shown = report(settings, make_plan(settings, scheduler="slurm"))
     actor = shown["models"]["actor"]["memory"]
@@ -115,7 +115,7 @@ def test_a_plan_shows_both(plan_ppo: Load) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp:d2t2", "megatron:d2p2e2"])
-def test_engines_that_train_replay_experts(layout: str, plan_ppo: Load) -> None:
+def test_every_training_engine_replays_experts(layout: str, plan_ppo: Load) -> None:
     layouts = (f"actor.backend={layout}", "rollout.backend=native:d4")
     found = plan_ppo("rollout.replay_experts=true", *layouts, architecture=EXPERTS)
     calls = {call.name: call for call in found.algorithm.calls(found.config)}

@@ -71,7 +71,7 @@ def test_own_profile_replaces_the_shipped_one(own_folder: Path) -> None:
     assert known(hardware_of(cluster())).efficiency.products == 0.625, "the file was changed"
 
 
-def test_own_profile_does_not_count_with_profile_none(
+def test_own_profile_is_ignored_with_profile_none(
     own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (own_folder / "h100.yaml").write_text(OWN)
@@ -79,13 +79,13 @@ def test_own_profile_does_not_count_with_profile_none(
     assert hardware_of(cluster()) == shipped("h100")
 
 
-def test_own_profile_under_another_name_is_refused(own_folder: Path) -> None:
+def test_own_profile_under_another_name_is_rejected(own_folder: Path) -> None:
     (own_folder / "a100.yaml").write_text(OWN)
     with pytest.raises(UsageError, match="is a profile of h100: rename the file"):
         hardware_of(cluster("a100"))
 
 
-def test_own_profile_makes_other_hardware_known(own_folder: Path) -> None:
+def test_own_profile_adds_new_hardware(own_folder: Path) -> None:
     (own_folder / "cpu.yaml").write_text("hardware: cpu\nmeasured: {flops_per_s: 4e10}\n")
     (own_folder / "mi300.yaml").write_text("hardware: mi300\nvendor: {flops_per_s: 1.3e15}\n")
     found = known(hardware_of(Cluster(gpus_per_worker=0)))
@@ -114,7 +114,7 @@ def test_own_profile_makes_other_hardware_known(own_folder: Path) -> None:
         ("measured: {", "not valid YAML"),
     ],
 )
-def test_wrong_profile_is_refused_with_line_and_key(
+def test_invalid_profile_is_rejected_with_line_and_key(
     tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "own.yaml"
@@ -125,7 +125,7 @@ def test_wrong_profile_is_refused_with_line_and_key(
     assert str(caught.value).startswith(f"{path}:")
 
 
-def test_missing_or_other_profile_is_refused(tmp_path: Path) -> None:
+def test_missing_or_mismatched_profile_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     with pytest.raises(UnreadableInputError, match="No such file"):
         hardware_of(cluster(hardware=str(path)))
@@ -142,7 +142,7 @@ def test_missing_or_other_profile_is_refused(tmp_path: Path) -> None:
         hardware_of(cluster(hardware=str(path)))
 
 
-def test_profile_of_another_known_gpu_is_refused(tmp_path: Path) -> None:
+def test_profile_of_another_known_gpu_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "own.yaml"
     path.write_text("hardware: a100\n")
     with pytest.raises(
@@ -156,7 +156,7 @@ def test_profile_of_another_known_gpu_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", hardware.shipped_names())
-def test_own_profile_may_be_like_any_shipped_one(tmp_path: Path, name: str) -> None:
+def test_copy_of_any_shipped_profile_is_a_valid_own_profile(tmp_path: Path, name: str) -> None:
     path = tmp_path / "own.yaml"
     for own in (name, "cluster-1"):
         path.write_text(f"hardware: {own}\nlike: {name}\nmeasured: {{links: 0.5}}\n")

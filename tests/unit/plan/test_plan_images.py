@@ -74,7 +74,7 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
     ],
     ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
 )  # fmt: skip
-def test_settings_that_read_no_images_are_rejected(
+def test_settings_incompatible_with_images_are_rejected(
     folder: Path, overrides: list[str], key: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:

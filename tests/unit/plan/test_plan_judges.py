@@ -30,7 +30,7 @@ def problems(load: Callable[..., Any], *overrides: str) -> list[tuple[str, str]]
     return [(problem.key, problem.message) for problem in caught.value.problems]
 
 
-def test_a_reward_model_scores_completions_before_they_are_judged(load: Load) -> None:
+def test_reward_model_runs_before_the_reward_function(load: Load) -> None:
     """It is a frozen model with a value head and the actor's layout, in training and in
     evaluations.
     """
@@ -48,7 +48,7 @@ def test_a_reward_model_scores_completions_before_they_are_judged(load: Load) ->
         assert judge.role is None
 
 
-def test_an_unused_model_of_a_resumed_trial_is_left_alone(load: Load, folder: Path) -> None:
+def test_unused_model_section_is_accepted_in_a_resumed_trial(load: Load, folder: Path) -> None:
     """An older slurmrl accepted the section, whose settings would be ignored."""
     with pytest.raises(ConfigError, match="remove the section"):
         load("teacher.path=judge")
@@ -58,7 +58,7 @@ def test_an_unused_model_of_a_resumed_trial_is_left_alone(load: Load, folder: Pa
     assert resumed.config.teacher is not None
 
 
-def test_a_teacher_gives_logprobs_of_the_completions(load: Load) -> None:
+def test_teacher_computes_logprobs_of_the_completions(load: Load) -> None:
     """A reward is needed only to judge completions of evaluations; without one they measure the
     divergence alone.
     """
@@ -74,7 +74,7 @@ def test_a_teacher_gives_logprobs_of_the_completions(load: Load) -> None:
     assert [call.name for call in plan.evaluation_calls] == ["actor_gen", "teacher_inf"]
 
 
-def test_teachers_and_reward_models_have_weights_of_their_own(load: Load) -> None:
+def test_teachers_and_reward_models_have_their_own_weights(load: Load) -> None:
     """They never are a silent copy of the actor."""
     required = "a path or an architecture is required"
     assert problems(load, "reward.name=model") == [("reward_model", required)]

@@ -58,7 +58,7 @@ def planned(settings: Settings) -> Plan:
     return make_plan(settings, scheduler="slurm")
 
 
-def test_the_reference_is_the_actor_without_its_adapters(load: Load) -> None:
+def test_reference_is_the_actor_without_adapters(load: Load) -> None:
     """It has no model in the plan; its call runs on the actor's ranks."""
     settings = load(LORA, "actor.offload=true")
     plan = planned(settings)
@@ -84,9 +84,7 @@ def test_the_reference_is_the_actor_without_its_adapters(load: Load) -> None:
         "ref.ema=0.5",
     ],
 )
-def test_a_reference_that_differs_has_a_model_of_its_own(
-    load: Load, folder: Path, own: str
-) -> None:
+def test_differing_reference_is_a_separate_model(load: Load, folder: Path, own: str) -> None:
     """The setting is in force, instead of being ignored."""
     (folder / "other").mkdir()
     (folder / "other" / "config.json").write_text(json.dumps(LARGE))
@@ -114,7 +112,7 @@ def test_estimates_count_frozen_weights_and_trained_adapters(load: Load) -> None
 
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj", "up_proj"]])
-def test_the_number_of_trained_parameters_is_exact(load: Load, head: Any, targets: Any) -> None:
+def test_number_of_trained_parameters_is_exact(load: Load, head: Any, targets: Any) -> None:
     settings = load(f"actor.lora={{rank: 4, targets: {json.dumps(targets)}}}")
     lora, shape = settings.config.actor.lora, read(LARGE)
     assert lora is not None
@@ -131,7 +129,7 @@ def test_the_number_of_trained_parameters_is_exact(load: Load, head: Any, target
     assert adapted_parameters(settings.config.actor, shape) == adapted
 
 
-def test_hosts_of_versions_have_room_for_adapters_and_merged_weights(load: Load) -> None:
+def test_rollout_hosts_have_space_for_adapters_and_merged_weights(load: Load) -> None:
     """Trainers keep copies of the adapters alone.
 
     A task keeps the frozen weights, and twice those that it merges: with all-linear all but the
@@ -163,7 +161,7 @@ def test_hosts_of_versions_have_room_for_adapters_and_merged_weights(load: Load)
     assert 0 < saved[1] < saved[0] / 20
 
 
-def test_the_planned_layout_has_the_role_s_dtype(load: Load) -> None:
+def test_planned_layout_has_the_dtype_of_the_role(load: Load) -> None:
     """What moves to generation is the merged weights in that type."""
     settings = load(LORA, "actor.dtype=bfloat16")
     model = planned(settings).models["actor"]
@@ -226,7 +224,7 @@ def test_adapters_of_transformers_models_are_counted(
         ("targets: [gate_up_proj]", DEEPSEEK, "of all experts as one tensor"),
     ],
 )
-def test_wrong_targets_of_transformers_models_are_refused(
+def test_wrong_adapter_targets_of_transformers_models_are_rejected(
     load: Load, setting: str, architecture: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -235,7 +233,7 @@ def test_wrong_targets_of_transformers_models_are_refused(
     assert message in problem.message, problem.message
 
 
-def test_wrong_targets_of_the_decoder_are_refused(load: Load) -> None:
+def test_wrong_adapter_targets_of_the_decoder_are_rejected(load: Load) -> None:
     for name in ("qkv", "lm_head", "embed_tokens", "input_layernorm"):
         with pytest.raises(ConfigError, match=f"no linear layer '{name}'; it has q_proj, k_proj"):
             load(f"actor.lora={{targets: [{name}]}}")
@@ -265,7 +263,7 @@ MERGE = r"slurmrl export other/1 --step {} --form merged"
         (["4-critic-adapter"], "", r"first let that trial finish: slurmrl submit <.*>$"),
     ],
 )
-def test_an_adapter_is_no_start_model(
+def test_adapter_directory_is_rejected_as_start_model(
     load: Load, folder: Path, names: list[str], reference: str, message: str
 ) -> None:
     """The message says how to make one, by a command that does it: of that step, and whole.
@@ -291,7 +289,7 @@ def test_an_adapter_is_no_start_model(
         ("actor: [", False),
     ],
 )
-def test_a_trial_that_will_export_an_adapter_is_no_start_model(
+def test_trial_that_exports_an_adapter_is_rejected_as_start_model(
     load: Load, folder: Path, values: str, merges: bool
 ) -> None:
     """Its configuration says so before it has an export, if it can be read."""

@@ -35,7 +35,7 @@ def message_of(plan_ppo: Load, *overrides: str) -> str:
     return message
 
 
-def test_the_margin_counts(plan_ppo: Load) -> None:
+def test_memory_margin_is_included(plan_ppo: Load) -> None:
     """3 GiB and a tenth of the estimate are left for CUDA, NCCL and fragmentation."""
     needed = fullest_gpu(plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)).size
     assert margin(needed) == 3 * GIB + needed // 10
@@ -46,7 +46,7 @@ def test_the_margin_counts(plan_ppo: Load) -> None:
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
-def test_the_weakest_checkpointing_that_fits_is_suggested(plan_ppo: Load, mode: str) -> None:
+def test_least_checkpointing_that_fits_is_suggested(plan_ppo: Load, mode: str) -> None:
     """A layout with the suggestion is accepted; the next weaker mode is not."""
     key = f"[actor,critic].gradient_checkpointing={mode}"
     modes = [f"{role}.gradient_checkpointing={mode}" for role in ("actor", "critic")]
@@ -61,13 +61,13 @@ def test_the_weakest_checkpointing_that_fits_is_suggested(plan_ppo: Load, mode: 
     assert messages(plan_ppo(*LAYOUT, *modes, limit, architecture=SEVEN_BILLION)) == []
 
 
-def test_no_checkpointing_is_suggested_where_none_fits(plan_ppo: Load) -> None:
+def test_checkpointing_is_not_suggested_if_none_fits(plan_ppo: Load) -> None:
     said = message_of(plan_ppo, "cluster.gpu_memory=4G")
     assert "gradient_checkpointing" not in said
     assert "lower max_tokens_per_microbatch, or split the models over more GPUs" in said
 
 
-def test_an_assumed_length_is_named_as_the_reason(plan_ppo: Load) -> None:
+def test_assumed_length_is_named_as_the_cause(plan_ppo: Load) -> None:
     """Without a limit on prompts the model's positions are the limit, and the message says so."""
     architecture = {**SEVEN_BILLION, "max_position_embeddings": 131072}
     settings = plan_ppo(
@@ -80,7 +80,7 @@ def test_an_assumed_length_is_named_as_the_reason(plan_ppo: Load) -> None:
     assert re.search(r"set dataset.max_prompt_tokens .*131072 tokens", said)
 
 
-def test_the_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
+def test_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
     """A layout with the suggestion is accepted, and the plan marks what is too much."""
     batch = ("algorithm.batch_size=256", "cluster.gpu_memory=40G")
     few = (*LAYOUT, *batch, "actor.gradient_checkpointing=full", "actor.backend=fsdp:d4")
@@ -97,7 +97,7 @@ def test_the_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
     assert " TOO MUCH" in shown
 
 
-def test_a_worker_refuses_what_cannot_fit_into_its_gpu(plan_ppo: Load) -> None:
+def test_worker_rejects_models_that_exceed_its_gpu(plan_ppo: Load) -> None:
     """The refusal names models, parts, the GPU and what to change.
 
     It counts neither a margin nor assumed lengths, and ``cluster.gpu_memory`` takes precedence.
@@ -126,7 +126,7 @@ def test_a_worker_refuses_what_cannot_fit_into_its_gpu(plan_ppo: Load) -> None:
 GENERATION = ("actor.backend=fsdp:d8", "rollout.backend=native:d8", "rollout.gpus=0-7")
 
 
-def test_generation_in_a_layout_of_its_own_adds_its_weights(plan_ppo: Load) -> None:
+def test_separate_generation_layout_adds_its_weights(plan_ppo: Load) -> None:
     """With ``offload: false`` both copies of the weights are there in every call."""
     sizes = {
         offload: fullest_gpu(
@@ -144,7 +144,7 @@ def test_generation_in_a_layout_of_its_own_adds_its_weights(plan_ppo: Load) -> N
     assert sizes["false"].size == sizes["true"].size + weights
 
 
-def test_an_offloaded_model_is_on_the_gpu_only_during_its_calls(plan_ppo: Load) -> None:
+def test_offloaded_model_uses_gpu_memory_only_during_its_calls(plan_ppo: Load) -> None:
     """Then it needs host memory, which a worker requests."""
     kept = plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)
     away = plan_ppo(*LAYOUT, "ref.offload=true", architecture=SEVEN_BILLION)

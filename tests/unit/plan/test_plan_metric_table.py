@@ -81,7 +81,7 @@ def matches(documented: str, name: str) -> bool:
     return re.fullmatch("[^/]+".join(parts), name) is not None
 
 
-def test_metrics_page_lists_what_runs_record_and_nothing_else(
+def test_metrics_page_lists_exactly_the_recorded_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documented = sections(DOCS / "reference" / "metrics.md")

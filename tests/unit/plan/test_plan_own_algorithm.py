@@ -99,7 +99,7 @@ def broken(load_own: Load, code: Path, *changes: tuple[str, str]) -> str:
     return "; ".join(problem.message for problem in found)
 
 
-def test_a_file_of_ones_own_is_an_algorithm(load_own: Load, folder: Path) -> None:
+def test_custom_file_defines_an_algorithm(load_own: Load, folder: Path) -> None:
     """Its settings are validated, its role has a section, and the trial gets the code."""
     settings = load_own("algorithm.strength=2.5", "models.judge.backend=fsdp:d1")
     assert settings.algorithm.name == "my_algorithm:Mine"
@@ -112,7 +112,7 @@ def test_a_file_of_ones_own_is_an_algorithm(load_own: Load, folder: Path) -> Non
     assert found.paths == (folder / "my_algorithm.py",)
 
 
-def test_the_copy_of_the_trial_is_what_a_run_loads(load_own: Load, tmp_path: Path) -> None:
+def test_run_loads_the_trials_copy_of_a_custom_algorithm(load_own: Load, tmp_path: Path) -> None:
     """The resolved configuration names the module, not a file that may change."""
     copy = tmp_path / "copy"
     copy.mkdir()
@@ -137,7 +137,7 @@ def test_the_copy_of_the_trial_is_what_a_run_loads(load_own: Load, tmp_path: Pat
     assert done.stdout.split() == ["1.0", str(copy / "my_algorithm.py")]
 
 
-def test_a_policy_gradient_of_ones_own_has_the_defaults_of_its_preset(load_own: Load) -> None:
+def test_custom_policy_gradient_has_the_defaults_of_its_preset(load_own: Load) -> None:
     settings = load_own("algorithm.name=my_algorithm.py:Grouped", "algorithm.bonus=0.5")
     assert settings.config.rollout.n == 8
     assert settings.config.algorithm["advantage"] == "group"
@@ -151,7 +151,7 @@ def test_a_policy_gradient_of_ones_own_has_the_defaults_of_its_preset(load_own: 
         ("own = f", "import torch; own = f", "on the login node (my_algorithm.py, line 19)"),
     ],
 )
-def test_torch_on_the_login_node_is_refused_with_its_line(
+def test_custom_schema_that_imports_torch_is_rejected_with_its_line(
     folder: Path, code: Path, old: str, new: str, message: str
 ) -> None:
     """In a process that has not imported it: commands stay fast, and need no torch."""
@@ -198,12 +198,12 @@ def test_wrong_setting_is_one_problem_at_its_key(
     assert message in problem.message
 
 
-def test_only_an_algorithm_of_ones_own_has_further_roles(load_ppo: Load) -> None:
+def test_additional_roles_need_a_custom_algorithm(load_ppo: Load) -> None:
     with pytest.raises(ConfigError, match="only an algorithm of your own has such roles"):
         load_ppo("models.judge.backend=fsdp:d1")
 
 
-def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> None:
+def test_custom_file_must_not_shadow_a_module(load_own: Load, folder: Path) -> None:
     for name in ("queue", "click"):
         (folder / f"{name}.py").write_text(CODE)
         (problem,) = problems(load_own, f"algorithm.name={name}.py:Mine")
@@ -240,15 +240,13 @@ def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> No
         ('ClassVar = "grpo"', 'ClassVar = "grop"', "is 'grop', not a preset; did you mean 'grpo'?"),
     ],
 )
-def test_what_breaks_the_contract_is_one_problem_at_submission(
+def test_contract_violation_is_one_problem_at_submission(
     load_own: Load, code: Path, old: str, new: str, message: str
 ) -> None:
     assert message in broken(load_own, code, (old, new))
 
 
-def test_an_algorithm_that_replays_reads_what_generation_records(
-    load_own: Load, code: Path
-) -> None:
+def test_replaying_algorithm_must_read_recorded_keys(load_own: Load, code: Path) -> None:
     """Else its losses would silently be those of the whole vocabulary."""
     declared = "strength: PositiveFloat = 1.0\n    replays: ClassVar = True"
     code.write_text(CODE.replace("strength: PositiveFloat = 1.0", declared))
@@ -259,7 +257,7 @@ def test_an_algorithm_that_replays_reads_what_generation_records(
     load_own("rollout.top_k=20", "algorithm.name=my_algorithm.py:Replaying")
 
 
-def test_what_a_run_cannot_record_is_refused(load_own: Load, code: Path) -> None:
+def test_only_one_call_of_an_algorithm_may_record_results(load_own: Load, code: Path) -> None:
     """One call of a step records; a pass over the dataset has no other items for a filter."""
     both = (("Method.INFERENCE", "Method.RECORD"), ("Method.TRAIN_STEP", "Method.RECORD"))
     assert "the calls judge_inf, train record results; at most one" in broken(load_own, code, *both)
@@ -268,7 +266,7 @@ def test_what_a_run_cannot_record_is_refused(load_own: Load, code: Path) -> None
     assert "with one_pass, a step cannot replace" in broken(load_own, code, passing, filtering)
 
 
-def test_measures_are_those_of_evaluations(load_own: Load, code: Path) -> None:
+def test_stop_condition_may_name_custom_evaluation_measures(load_own: Load, code: Path) -> None:
     """A stop condition may name them; without evaluations the algorithm is not asked for them."""
     measures = 'return {f"beauty of {config.evaluation.n}": Measure.MEAN}'
     text = CODE.replace("import Call,", "import Call, Measure,").replace(
@@ -281,14 +279,14 @@ def test_measures_are_those_of_evaluations(load_own: Load, code: Path) -> None:
     assert load_own("evaluation=null").config.evaluation is None
 
 
-def test_training_in_a_single_pass_needs_a_number_of_steps(load_own: Load, code: Path) -> None:
+def test_single_pass_training_needs_total_steps(load_own: Load, code: Path) -> None:
     """Learning rates depend on it."""
     code.write_text(CODE.replace("strength:", "one_pass: ClassVar = True\n    strength:"))
     found = problems(load_own, "total_steps=null", "evaluation=null")
     assert [problem.key for problem in found] == ["total_steps"]
 
 
-def test_a_validator_of_ones_own_is_not_run_without_values(load_own: Load, code: Path) -> None:
+def test_custom_validator_is_not_run_without_values(load_own: Load, code: Path) -> None:
     """The check of the defaults gives none."""
     validator = """
     @model_validator(mode="before")
@@ -304,7 +302,7 @@ def test_a_validator_of_ones_own_is_not_run_without_values(load_own: Load, code:
     assert attrgetter("algorithm.strength")(load_own("algorithm.strength=0.5")) == 1.0
 
 
-def test_a_validator_that_raises_does_not_hide_a_wrong_default(load_own: Load, code: Path) -> None:
+def test_failing_validator_does_not_hide_a_wrong_default(load_own: Load, code: Path) -> None:
     validator = """
     @field_validator("strength", mode="before")
     @classmethod
@@ -324,15 +322,15 @@ def test_a_validator_that_raises_does_not_hide_a_wrong_default(load_own: Load, c
     )
 
 
-def test_an_inherited_list_of_names_is_explained(load_own: Load, code: Path) -> None:
+def test_message_about_an_inherited_name_list_explains_the_remedy(
+    load_own: Load, code: Path
+) -> None:
     code.write_text(CODE.replace("    name: str\n", ""))
     (problem,) = problems(load_own, "algorithm.name=my_algorithm.py:Grouped")
     assert "declare in it: name: str" in problem.message
 
 
-def test_a_layout_of_a_role_may_change_and_its_weights_may_not(
-    load_own: Load, folder: Path
-) -> None:
+def test_role_layout_may_change_but_role_weights_may_not(load_own: Load, folder: Path) -> None:
     write_model(folder / "other")
     before = load_own().config
     assert differences(before, load_own("models.judge.backend=fsdp:d1").config) == []
@@ -340,7 +338,9 @@ def test_a_layout_of_a_role_may_change_and_its_weights_may_not(
     assert line.startswith("models.judge.path: ")
 
 
-def test_the_module_of_an_interface_is_copied_too(load_own: Load, code: Path, folder: Path) -> None:
+def test_interface_module_is_copied_into_the_trial(
+    load_own: Load, code: Path, folder: Path
+) -> None:
     (folder / "losses.py").write_text("import torch\n")
     code.write_text(CODE.replace('f"{__name__}:Own"', '"losses:Own"'))
     settings = load_own()

@@ -30,7 +30,7 @@ def plan(load: Load, *overrides: str) -> Plan:
     return make_plan(load(*overrides), scheduler="slurm")
 
 
-def test_one_gpu_has_different_places_in_different_models(plan_ppo: Load) -> None:
+def test_one_gpu_has_a_place_in_each_model(plan_ppo: Load) -> None:
     found = plan(plan_ppo, *SEED)
     [group] = found.groups
     assert (group.hosts, group.workers_per_host) == (1, 4)
@@ -43,7 +43,7 @@ def test_one_gpu_has_different_places_in_different_models(plan_ppo: Load) -> Non
     assert [sorted(on) for on in at.values()] == [[0, 1], [2, 3], [0, 1, 2, 3]]
 
 
-def test_the_groups_of_separate_and_shared_models(plan_ppo: Load) -> None:
+def test_rank_groups_of_separate_and_shared_models(plan_ppo: Load) -> None:
     groups = {group.ranks: group.uses for group in process_groups(plan(plan_ppo, *SEED))}
     assert groups == {
         (0, 1, 2, 3): ("global", "model ref"),
@@ -54,7 +54,7 @@ def test_the_groups_of_separate_and_shared_models(plan_ppo: Load) -> None:
     }
 
 
-def test_experts_have_groups_of_their_own(plan_ppo: Load) -> None:
+def test_experts_have_their_own_rank_groups(plan_ppo: Load) -> None:
     text = "actor.backend=megatron:(attn:d2t2|ffn:t1e2)"
     found = make_plan(plan_ppo(text, architecture=EXPERTS), scheduler="slurm")
     assert found.models["actor"].expert_sizes == {"pp": 1, "dp": 2, "ep": 2, "tp": 1}
@@ -64,7 +64,7 @@ def test_experts_have_groups_of_their_own(plan_ppo: Load) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [("0-3", (0, 1, 2, 3)), ("4-7", (4, 5, 6, 7))])
-def test_native_generation_has_a_layout_of_its_own_in_the_trainers_job(
+def test_native_generation_has_its_own_layout_in_the_trainers_job(
     plan_ppo: Load, gpus: str, ranks: tuple[int, ...]
 ) -> None:
     settings = plan_ppo(
@@ -103,7 +103,7 @@ def test_models_are_offloaded_after_their_calls(
     assert found.offloaded == set(hooks.values())
 
 
-def test_a_reference_that_follows_the_actor_does_so_after_training(plan_ppo: Load) -> None:
+def test_reference_average_is_updated_after_training(plan_ppo: Load) -> None:
     found = plan(plan_ppo, "ref.ema=0.25", "ref.offload=true")
     hook = Reallocation(source="actor", target="ref", eta=0.25)
     after = {call.name: call.post_hooks for call in found.calls}
@@ -116,7 +116,7 @@ def test_a_reference_that_follows_the_actor_does_so_after_training(plan_ppo: Loa
     assert Plan.from_json(found.to_json()) == found
 
 
-def test_weights_of_running_servers_are_gathered_on_the_first_gpus(plan_ppo: Load) -> None:
+def test_weights_for_external_servers_are_gathered_on_the_first_gpus(plan_ppo: Load) -> None:
     """The servers themselves have no place in the plan, and no cache there."""
     running = "rollout.servers=[http://host:30000]"
     for backend, ranks in (("sglang", (0,)), ("vllm:t2", (0, 1))):
@@ -139,13 +139,11 @@ def test_weights_of_running_servers_are_gathered_on_the_first_gpus(plan_ppo: Loa
         (9, [1], 3),
     ],
 )
-def test_equal_hosts_keep_tensor_groups_together(
-    workers: int, tp: list[int], per_host: int
-) -> None:
+def test_tensor_groups_stay_on_one_host(workers: int, tp: list[int], per_host: int) -> None:
     assert workers_per_host(workers, tp) == per_host
 
 
-def test_a_tensor_group_that_lies_on_two_hosts_is_reported(plan_ppo: Load) -> None:
+def test_tensor_group_across_two_hosts_is_reported(plan_ppo: Load) -> None:
     text = ("actor.backend=fsdp:d2", "critic.backend=megatron:t4", "critic.gpus=2-5")
     small = plan(plan_ppo, *text, "cluster.workers_per_host=3")
     assert split_over_hosts(small) == []  # it would fit into no host
@@ -164,7 +162,7 @@ def test_a_tensor_group_that_lies_on_two_hosts_is_reported(plan_ppo: Load) -> No
         ({"actor": "0-11", "rollout": "0,4,8"}, {"actor": {0, 1, 2}, "rollout": {0, 1, 2}}),
     ],
 )
-def test_roles_are_on_hosts_of_their_gpus(
+def test_roles_are_placed_on_the_hosts_of_their_gpus(
     plan_ppo: Load, placement: dict[str, str], hosts: dict[str, set[int]]
 ) -> None:
     """GPUs are numbered across hosts, of four GPUs here."""
@@ -179,7 +177,7 @@ def test_roles_are_on_hosts_of_their_gpus(
     assert on == hosts
 
 
-def test_every_rank_of_a_table_is_where_the_topology_says(plan_ppo: Load) -> None:
+def test_printed_rank_places_equal_the_topology(plan_ppo: Load) -> None:
     found = plan(plan_ppo, "actor.backend=megatron:d2t2p2c2")
     table = rows(found, found.models["actor"])
     places = [tuple(row.coordinates.values()) for row in table]
@@ -188,7 +186,7 @@ def test_every_rank_of_a_table_is_where_the_topology_says(plan_ppo: Load) -> Non
     assert [(row.host, row.gpu) for row in table] == [(rank // 8, rank % 8) for rank in range(16)]
 
 
-def test_copies_of_a_server_lie_on_neighbors() -> None:
+def test_ranks_of_a_server_are_adjacent_gpus() -> None:
     assert place("vllm:d2t2p2", "").ranks == (0, 1, 4, 5, 2, 3, 6, 7)
     assert place("vllm:d2t1p2", "4-7").ranks == (4, 6, 5, 7)
     assert place("fsdp:d2", "6-7").ranks == (6, 7)
@@ -203,7 +201,7 @@ n4|idle|(null)|16|64000
 """
 
 
-def test_sinfo_is_read() -> None:
+def test_cluster_resources_are_read_from_sinfo() -> None:
     assert cluster_hosts(SINFO) == [
         HostRow("n1", "idle", 8, 128, 1_031_000),
         HostRow("n2", "down*", 8, 64, 0),
@@ -241,7 +239,7 @@ def test_no_finding_without_sinfo(plan_ppo: Load, monkeypatch: pytest.MonkeyPatc
     assert build.lacking(make_plan(settings, scheduler="slurm"), settings.config, None) == []
 
 
-def test_layouts_in_the_words_of_megatron(plan_ppo: Load) -> None:
+def test_megatron_parallelism_settings_are_accepted(plan_ppo: Load) -> None:
     sizes = (
         "actor.backend=megatron",
         "actor.model.tensor_model_parallel_size=2",
@@ -260,7 +258,7 @@ def test_layouts_in_the_words_of_megatron(plan_ppo: Load) -> None:
     )
 
 
-def test_cluster_without_gpus_is_answered_with_a_way_to_compute_on_cpus(plan_ppo: Load) -> None:
+def test_message_about_missing_gpus_explains_cpu_training(plan_ppo: Load) -> None:
     settings = plan_ppo("actor.backend=fsdp:d1")
     hosts = {"trainer": [HostRow("n1", "idle", 0)]}
     [line] = build.lacking(make_plan(settings, scheduler="slurm"), settings.config, hosts)
@@ -268,7 +266,7 @@ def test_cluster_without_gpus_is_answered_with_a_way_to_compute_on_cpus(plan_ppo
     assert line.endswith("compute on CPUs: cluster.gpus_per_worker=0")
 
 
-def test_components_lie_one_after_the_other(plan_ppo: Load) -> None:
+def test_components_get_consecutive_gpus(plan_ppo: Load) -> None:
     text = "fsdp[actor]:d4|fsdp[ref]:t4+fsdp[critic]:d2+sglang[rollout]:d2"
     config = plan_ppo('actor.backend=""', f'allocation_mode="{text}"').config
     assert config.critic is not None
@@ -285,7 +283,7 @@ def test_components_lie_one_after_the_other(plan_ppo: Load) -> None:
         ("sglang.d4|d2t2", "0-3", "fsdp:d2t2"),
     ],
 )
-def test_settings_written_instead_of_an_older_mode_are_accepted(
+def test_settings_suggested_for_a_legacy_mode_are_accepted(
     plan_ppo: Load, mode: str, gpus: str, actor: str
 ) -> None:
     python = "rollout.python=/bin/sh"
@@ -299,14 +297,14 @@ def test_settings_written_instead_of_an_older_mode_are_accepted(
     assert not any(key.startswith(("rollout", "allocation", "actor.backend")) for key in keys)
 
 
-def test_servers_of_an_older_mode_get_jobs_of_their_own_with_tasks(plan_ppo: Load) -> None:
+def test_servers_of_a_legacy_mode_run_in_rollout_tasks(plan_ppo: Load) -> None:
     mode = "allocation_mode=sglang.d2+d2"
     config = plan_ppo('actor.backend=""', mode, "rollout.tasks={}", "rollout.python=/bin/sh").config
     assert config.rollout.gpus == ""
 
 
 @pytest.mark.parametrize("mode", ["sglang.d4+eval", "sglang:d4", "sglang.d4"])
-def test_servers_alone_are_a_layout_of_an_evaluation(plan_ppo: Load, mode: str) -> None:
+def test_server_only_layout_is_accepted_for_evaluations(plan_ppo: Load, mode: str) -> None:
     evaluation = ("algorithm={name: evaluate, batch_size: 16}", "critic=", "ref=", "evaluation=")
     more = ('actor.backend=""', f"allocation_mode={mode}", "rollout.python=/bin/sh")
     config = plan_ppo(*evaluation, *more).config
@@ -314,6 +312,6 @@ def test_servers_alone_are_a_layout_of_an_evaluation(plan_ppo: Load, mode: str) 
     assert config.rollout.gpus == "0-3"
 
 
-def test_a_rollout_in_the_words_of_rlinf(plan_ppo: Load) -> None:
+def test_rlinf_rollout_settings_are_accepted(plan_ppo: Load) -> None:
     config = plan_ppo("rollout.backend=sglang", "rollout.tensor_parallel_size=4").config
     assert config.rollout.backend == "sglang:t4"

@@ -33,7 +33,7 @@ POWER = "processor\t: 0\ncpu\t\t: POWER10, altivec supported\n"
         ("", None),
     ],
 )
-def test_instructions_are_read_from_the_system(
+def test_bfloat16_support_is_read_from_cpuinfo(
     tmp_path: Path, text: str, answer: bool | None
 ) -> None:
     (tmp_path / "cpuinfo").write_text(text)
@@ -49,7 +49,7 @@ def test_instructions_are_read_from_the_system(
         (["cluster.gpus_per_worker=0"], []),
     ],
 )
-def test_models_in_bfloat16_are_those_without_gpus(
+def test_bfloat16_models_on_cpus_are_listed(
     tmp_path: Path, overrides: list[str], models: list[str]
 ) -> None:
     settings = load_settings(write_config(tmp_path), overrides, root=tmp_path / "runs")
@@ -57,7 +57,7 @@ def test_models_in_bfloat16_are_those_without_gpus(
     assert precision.bfloat16_models(settings.config, plan, plan.groups) == models
 
 
-def test_host_that_does_not_tell_is_not_called_slow(tmp_path: Path) -> None:
+def test_host_without_cpu_information_is_not_called_slow(tmp_path: Path) -> None:
     file = tmp_path / "cpuinfo"
     for text in (POWER, X86.format("", " avx512_bf16")):
         file.write_text(text)

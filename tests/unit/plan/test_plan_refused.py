@@ -100,7 +100,7 @@ def test_all_errors_are_reported_at_once(plan_ppo: Load) -> None:
 
 @pytest.mark.parametrize("implementation", ["hf", "builtin"])
 @pytest.mark.parametrize(("new", "fits"), [(256, True), (257, False)])
-def test_sequences_do_not_exceed_learned_positions(
+def test_sequences_beyond_learned_positions_are_rejected(
     plan_ppo: Load, implementation: str, new: int, fits: bool
 ) -> None:
     small = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
@@ -143,7 +143,7 @@ LONGROPE = {
         (["actor.architecture.rope_scaling=", "dataset.max_prompt_tokens="], None, ""),
     ],
 )
-def test_lengths_of_transformers_models_are_bounded_where_batches_would_matter(
+def test_transformers_lengths_are_limited_if_outputs_depend_on_batches(
     plan_ppo: Load, overrides: list[str], key: str | None, message: str
 ) -> None:
     settings = plan_ppo(
@@ -157,7 +157,7 @@ def test_lengths_of_transformers_models_are_bounded_where_batches_would_matter(
     assert all(message in problem.message for problem in found)
 
 
-def test_evaluation_is_named_as_the_cause_where_only_it_generates_on_the_trainers(
+def test_message_names_evaluation_if_only_it_generates_on_trainers(
     plan_ppo: Load,
 ) -> None:
     tasks = (f"{MEGATRON}d1", "rollout.backend=vllm:d1", "rollout.tasks={}")

@@ -66,7 +66,7 @@ def test_default_precision_is_bfloat16_on_expected_gpus_and_float32_on_cpus(
     assert {config.actor.dtype, config.critic.dtype, config.ref.dtype} == {dtype}
 
 
-def test_the_plan_says_which_precision_is_used_and_why(plan_ppo: Load) -> None:
+def test_plan_gives_precision_and_reason(plan_ppo: Load) -> None:
     """Each role's precision comes with the key that sets it, or as a default."""
     on_slurm = "cluster.scheduler=slurm"
     for overrides, expected in [
@@ -97,7 +97,7 @@ def test_the_plan_says_which_precision_is_used_and_why(plan_ppo: Load) -> None:
         (None, ("cluster.gpus_per_worker=0", "cluster.cpus_per_worker=5"), 5),
     ],
 )
-def test_a_gpu_gets_eight_cores_or_its_share_of_a_small_host(
+def test_each_gpu_gets_eight_cores_or_its_share_of_a_small_host(
     plan_ppo: Load, hosts: list[HostRow] | None, overrides: tuple[str, ...], cpus: int
 ) -> None:
     settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
@@ -118,7 +118,7 @@ def test_a_gpu_gets_eight_cores_or_its_share_of_a_small_host(
         (None, ("cluster.gpus_per_worker=0",), None),
     ],
 )
-def test_the_estimated_host_memory_is_requested_as_far_as_hosts_have_it(
+def test_host_memory_request_is_the_estimate_up_to_the_host_size(
     plan_ppo: Load, hosts: list[HostRow] | None, overrides: tuple[str, ...], memory: str | None
 ) -> None:
     """Nothing is requested where Slurm does not know its hosts' memory, which it would refuse, or
@@ -142,7 +142,7 @@ def test_host_memory_includes_checkpoint_copies_if_asynchronous(plan_ppo: Load) 
     assert worker_bytes(plan_ppo(*shape, blocking, architecture=SEVEN_BILLION)) == WORKER
 
 
-def test_host_memory_for_weight_versions_is_that_of_two_copies(plan_ppo: Load) -> None:
+def test_weight_versions_need_host_memory_for_two_copies(plan_ppo: Load) -> None:
     """A copy of 7.6 billion parameters in bfloat16 takes 1.77 GiB on each of eight ranks.
 
     Whole versions need no copy of the one before.
@@ -161,7 +161,7 @@ def test_host_memory_for_weight_versions_is_that_of_two_copies(plan_ppo: Load) -
     ("torch_release", "container", "factor"),
     [("2.13.0+cu130", False, 1), ("2.13.0", True, 2), ("2.12.1", False, 2)],
 )
-def test_offloaded_models_are_counted_as_torch_locks_them(
+def test_offloaded_models_count_with_pinned_allocation_sizes(
     plan_ppo: Load,
     monkeypatch: pytest.MonkeyPatch,
     torch_release: str,
@@ -185,7 +185,7 @@ def test_offloaded_models_are_counted_as_torch_locks_them(
     assert (found - WORKER) / GIB == pytest.approx(10.64 / 3 * (2 * factor + 2), rel=0.01)
 
 
-def test_an_offloaded_average_of_the_actor_has_float32_weights(plan_ppo: Load) -> None:
+def test_offloaded_actor_average_has_float32_weights(plan_ppo: Load) -> None:
     fixed = ("cluster.gpus_per_worker=1", "checkpoint.asynchronous=false", "actor.dtype=bfloat16")
     plain, average = (
         worker_bytes(plan_ppo(*fixed, "ref.cpu_offload=true", *more))
@@ -194,7 +194,7 @@ def test_an_offloaded_average_of_the_actor_has_float32_weights(plan_ppo: Load) -
     assert ((average or 0) - WORKER) == 2 * ((plain or 0) - WORKER) > 0
 
 
-def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
+def test_requests_beyond_any_host_are_rejected(plan_ppo: Load) -> None:
     """The message has the number, what hosts have, and the key to change."""
     for key, value, expected in [
         (
@@ -224,7 +224,7 @@ def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
             assert word in line
 
 
-def test_more_workers_per_host_than_there_are(plan_ppo: Load) -> None:
+def test_workers_per_host_above_the_world_size_is_lowered(plan_ppo: Load) -> None:
     """Two trainers on hosts with 8 GPUs, of which the others are free."""
     settings = plan_ppo("cluster.workers_per_host=8")
     (trainers,) = make_plan(settings, scheduler="slurm").jobs
@@ -240,7 +240,7 @@ def test_more_workers_per_host_than_there_are(plan_ppo: Load) -> None:
         ("gpu", [LARGE_HOST], ""),
     ],
 )
-def test_a_partition_that_slurm_lacks_is_named_with_those_that_it_has(
+def test_unknown_partition_is_reported_with_existing_partitions(
     plan_ppo: Load,
     monkeypatch: pytest.MonkeyPatch,
     partition: str,

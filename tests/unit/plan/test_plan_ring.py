@@ -34,7 +34,7 @@ def communication(length: int, layout: str = "fsdp:c3", machine: Machine = EXPOS
 
 
 @pytest.mark.parametrize("length", [9216, 4608, 1100, 97])
-def test_predicted_transfers_bound_those_of_the_schedule(length: int) -> None:
+def test_predicted_transfers_are_an_upper_bound_of_the_schedule(length: int) -> None:
     """The prediction is exact for one sequence; boundaries of chunks may cut others anywhere."""
     moved = sent_tokens(length) * PAIR * 2 * LLAMA_8B["num_hidden_layers"]
     sent = moved / EXPOSED.exchange(RANKS, 1)
@@ -55,7 +55,7 @@ def test_backward_pass_returns_gradients_in_float32() -> None:
     assert training(job, EXPOSED)["communication"] == pytest.approx(4 * forward)
 
 
-def test_ring_needs_memory_where_feed_forward_blocks_are_narrow() -> None:
+def test_ring_needs_extra_memory_if_feed_forward_blocks_are_narrow() -> None:
     narrow = {**LLAMA_8B, "intermediate_size": 256}
     ring, heads = (
         estimate(test_plan_estimates.job(narrow, f"fsdp:c{c}")).activations * c for c in (3, 2)

@@ -54,7 +54,7 @@ def kept_bytes(tokens: int) -> int:
     return (LAYERS * (4 * H + 2 * H + 2 * H + 2 * INNER) + 3 * H) * tokens * 4
 
 
-def test_memory_of_cpus_counts_the_rows_of_the_data(tmp_path: Path) -> None:
+def test_cpu_memory_uses_row_lengths_of_the_data(tmp_path: Path) -> None:
     """Within what the backward pass adds for one layer.
 
     A full micro-batch would need 16,384 tokens.
@@ -74,14 +74,14 @@ def test_memory_of_cpus_counts_the_rows_of_the_data(tmp_path: Path) -> None:
     assert f"with the rows of the data: at most {row} tokens in a sequence" in shown
 
 
-def test_memory_counts_what_the_configuration_allows_where_rows_are_longer(tmp_path: Path) -> None:
+def test_memory_uses_configured_limits_if_rows_are_longer(tmp_path: Path) -> None:
     found = reported(settings_of(tmp_path, "dataset.max_tokens=5"))
     assert found["memory"]["longest_row"] is None
     tokens = BATCH // RANKS * 5
     assert found["models"]["actor"]["memory"]["activations_bytes"] < kept_bytes(tokens) * 1.5
 
 
-def test_memory_of_gpus_counts_what_the_configuration_allows(tmp_path: Path) -> None:
+def test_gpu_memory_uses_configured_limits(tmp_path: Path) -> None:
     """It decides whether a layout is refused."""
     settings = settings_of(tmp_path, "cluster.gpus_per_worker=1")
     found = report(settings, make_plan(settings, scheduler="slurm"))
@@ -108,9 +108,7 @@ def test_row_is_bounded_by_its_bytes(
     assert longest_row(dataset) == size + TEMPLATES + MARKS
 
 
-def test_rows_that_are_not_known_give_no_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_rows_give_no_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bound(path: Path, **changes: Any) -> int | None:
         return longest_row(Dataset(type="prompt", path=str(path), **changes))
 

@@ -68,7 +68,9 @@ def published() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "error"), [("training", 0.15), ("rl", 0.25)])
-def test_published_steps_are_predicted(published: dict[str, Any], kind: str, error: float) -> None:
+def test_published_step_times_are_predicted(
+    published: dict[str, Any], kind: str, error: float
+) -> None:
     """The even rows were not used to fit anything."""
     rows = [row for row in published["compare"]() if row.kind == kind]
     assert published["median_error"](rows, first=1) <= error
@@ -76,14 +78,14 @@ def test_published_steps_are_predicted(published: dict[str, Any], kind: str, err
     assert right >= 0.9 * pairs > 30
 
 
-def test_a_step_is_not_faster_than_the_peak_and_not_slower_than_a_tenth_of_it() -> None:
+def test_predicted_speed_is_between_a_tenth_of_the_peak_and_the_peak() -> None:
     one = job()
     assert one.shape is not None
     flops = 6 * 7.5e9 * one.tokens
     assert flops / H100.gpu.flops_per_s < step(one) < 10 * flops / H100.gpu.flops_per_s
 
 
-def test_parts_follow_their_causes() -> None:
+def test_predicted_parts_grow_with_their_causes() -> None:
     plain = training(job(), H100)
     assert plain["bubble"] == plain["communication"] == 0
     far = training(job("fsdp:d64", tokens=8192, microbatch=2048), H100)
@@ -103,7 +105,7 @@ def test_parts_follow_their_causes() -> None:
     assert training(job("megatron:d8e8", MOE), H100)["communication"] > 0
 
 
-def test_frozen_weights_need_no_gradients_and_no_optimizer() -> None:
+def test_frozen_weights_need_no_gradient_or_optimizer_time() -> None:
     assert step(job(frozen=True)) < 0.8 * step(job())
     assert "optimizer" not in training(job(frozen=True), H100)
     assert sum(inference(job(), H100).values()) < 0.4 * step(job())
@@ -111,7 +113,7 @@ def test_frozen_weights_need_no_gradients_and_no_optimizer() -> None:
 
 
 @pytest.mark.parametrize("mean", [3, 100, 500, 900])
-def test_a_length_distribution_has_its_mean(mean: float) -> None:
+def test_length_distribution_has_the_given_mean(mean: float) -> None:
     lengths = LengthDistribution(mean, 1000)
     shares = [lengths.longer(tokens) for tokens in range(1000)]
     assert sum(shares) == pytest.approx(mean, abs=0.6)

@@ -47,7 +47,7 @@ def load(plan_ppo: Load, *overrides: str) -> Settings:
     return plan_ppo(*LAYOUT, *overrides, architecture=SEVEN_BILLION)
 
 
-def test_a_server_that_sleeps_gets_what_the_models_keep_between_their_calls(
+def test_sleeping_server_gets_all_memory_not_kept_between_calls(
     plan_ppo: Load,
 ) -> None:
     """Where GPUs are shared it sleeps by default.
@@ -87,7 +87,7 @@ def test_server_memory_leaves_room_for_largest_call_without_offload(plan_ppo: Lo
     assert fullest.size + fullest.margin == GPU
 
 
-def test_a_server_with_gpus_of_its_own_leaves_room_for_weights_that_move(plan_ppo: Load) -> None:
+def test_server_on_its_own_gpus_reserves_memory_for_incoming_weights(plan_ppo: Load) -> None:
     gpus = trainers_gpus(load(plan_ppo, *APART))
     assert not gpus.server_sleeps
     weights = gpus.sizes["rollout"].weights
@@ -95,7 +95,7 @@ def test_a_server_with_gpus_of_its_own_leaves_room_for_weights_that_move(plan_pp
     assert gpus.server_bytes() == GPU - moving - margin(moving)
 
 
-def test_a_share_of_the_users_is_theirs_and_counts(plan_ppo: Load) -> None:
+def test_memory_share_set_by_the_user_is_kept_and_counted(plan_ppo: Load) -> None:
     """slurmrl then gives the server none, and refuses one that leaves too little to train."""
     small = load(plan_ppo, *SHARED, "rollout.server_args=[--mem-fraction-static, '0.4']")
     assert trainers_gpus(small).server_bytes() == round(0.4 * GPU)
@@ -105,7 +105,7 @@ def test_a_share_of_the_users_is_theirs_and_counts(plan_ppo: Load) -> None:
     assert "server 76.0 GiB" in problem.message
 
 
-def test_what_leaves_a_server_too_little_is_refused_with_the_remedy(plan_ppo: Load) -> None:
+def test_too_little_server_memory_is_rejected_with_the_remedy(plan_ppo: Load) -> None:
     """At submission where the GPU's size is known, else by the worker before anything starts."""
     tight = ("actor.backend=fsdp:d8", "rollout.backend=vllm:d8", "rollout.gpus=0-7")
     known = load(plan_ppo, *tight, "rollout.offload=false", "cluster.gpu_memory=48G")
@@ -117,7 +117,7 @@ def test_what_leaves_a_server_too_little_is_refused_with_the_remedy(plan_ppo: Lo
     assert "server" in said
 
 
-def test_assumed_lengths_do_not_take_a_servers_share(plan_ppo: Load) -> None:
+def test_assumed_lengths_do_not_reduce_the_server_share(plan_ppo: Load) -> None:
     """Without a limit on prompts, the longest sequence that the model takes would leave nothing."""
     settings = load(plan_ppo, *SHARED, "rollout.offload=false", "cluster.gpu_memory=")
     unbounded = plan_ppo(
@@ -134,7 +134,7 @@ def test_assumed_lengths_do_not_take_a_servers_share(plan_ppo: Load) -> None:
     assert bounded >= needed >= computing(GPU)
 
 
-def test_the_host_of_a_server_holds_one_version_if_it_sleeps(plan_ppo: Load) -> None:
+def test_host_of_a_sleeping_server_holds_one_version(plan_ppo: Load) -> None:
     """Otherwise two, while one is read; all parts of a split model are on the leader's host."""
     settings = {
         offload: load(plan_ppo, *SHARED, f"rollout.offload={offload}")
@@ -160,13 +160,13 @@ def test_the_host_of_a_server_holds_one_version_if_it_sleeps(plan_ppo: Load) -> 
         (("--mem-fraction-static",), None),
     ],
 )
-def test_memory_share_found_in_server_arguments(
+def test_memory_share_is_found_in_server_arguments(
     arguments: tuple[str, ...], share: float | None
 ) -> None:
     assert own_share(arguments) == share
 
 
-def test_the_share_becomes_the_engines_own_fractions() -> None:
+def test_memory_share_is_converted_to_each_servers_fraction() -> None:
     """vLLM's is of the whole GPU.
 
     SGLang's is of what is free when it starts, for weights and caches alone, so that they are the
@@ -205,7 +205,7 @@ SHORT = ("evaluation.dataset.max_prompt_tokens=10", "evaluation.max_new_tokens=1
         ((*SFT, *RUNNING, *SHORT), 20),
     ],
 )
-def test_servers_must_take_what_they_generate(
+def test_server_context_covers_only_sequences_that_it_generates(
     load_ppo: Load, overrides: tuple[str, ...], context: int
 ) -> None:
     """Not what the trainers read or generate themselves, nor what trials of their own do."""
@@ -241,7 +241,7 @@ def test_plan_shows_precision_of_server_from_its_arguments(
 
 
 @pytest.mark.parametrize(("kind", "narrowed"), [("sglang", "float16"), ("vllm", "bfloat16")])
-def test_server_that_chooses_its_type_narrows_float32(
+def test_server_with_automatic_dtype_rounds_float32(
     plan_ppo: Load, kind: str, narrowed: str
 ) -> None:
     choice = (f"rollout.backend={kind}:d16", "rollout.server_args=[--dtype, auto]")

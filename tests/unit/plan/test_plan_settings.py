@@ -24,7 +24,7 @@ def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
     return list(caught.value.problems)
 
 
-def test_a_right_configuration_is_resolved(load_ppo: Load, folder: Path) -> None:
+def test_valid_configuration_is_resolved(load_ppo: Load, folder: Path) -> None:
     settings = load_ppo()
     config = settings.config
     assert config.root == str(folder / "runs")
@@ -35,7 +35,7 @@ def test_a_right_configuration_is_resolved(load_ppo: Load, folder: Path) -> None
     assert config.algorithm["clip_ratio"] == 0.2
 
 
-def test_critic_and_reference_take_from_the_actor_what_they_do_not_say(load_ppo: Load) -> None:
+def test_critic_and_reference_inherit_unset_fields_from_the_actor(load_ppo: Load) -> None:
     config = load_ppo(
         "actor.dtype=bfloat16",
         "actor.max_tokens_per_microbatch=100",
@@ -59,7 +59,7 @@ def test_critic_and_reference_take_from_the_actor_what_they_do_not_say(load_ppo:
     assert config.ref.optimizer.lr == 1e-5
 
 
-def test_a_critic_with_weights_of_its_own_keeps_them(load_ppo: Load, folder: Path) -> None:
+def test_critic_with_its_own_weights_keeps_them(load_ppo: Load, folder: Path) -> None:
     (folder / "model").rename(folder / "other")
     (folder / "model").symlink_to("other")
     config = load_ppo("critic.path=" + str(folder / "other")).config
@@ -67,7 +67,7 @@ def test_a_critic_with_weights_of_its_own_keeps_them(load_ppo: Load, folder: Pat
     assert config.critic.path == str(folder / "other")
 
 
-def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -> None:
+def test_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -> None:
     settings = load_ppo("algorithm.clip_ratio=0.3", "critic.optimizer.lr=3e-4")
     paths = RunPaths(folder / "run")
     paths.run.mkdir()
@@ -99,7 +99,7 @@ def test_problems_of_all_kinds_are_reported_together(load_ppo: Load, folder: Pat
     ]
 
 
-def test_an_actor_without_weights_is_reported_at_the_actor(load_ppo: Load, folder: Path) -> None:
+def test_missing_actor_weights_are_reported_at_the_actor(load_ppo: Load, folder: Path) -> None:
     text = (folder / "ppo.yaml").read_text().replace("  path: model\n", "")
     found = problems(load_ppo, text=text)
     assert [(problem.key, problem.where) for problem in found] == [
@@ -108,7 +108,7 @@ def test_an_actor_without_weights_is_reported_at_the_actor(load_ppo: Load, folde
     ]
 
 
-def test_a_folder_without_a_readable_model_is_refused_with_the_reason(
+def test_unreadable_model_directory_is_rejected_with_the_reason(
     load_ppo: Load, folder: Path
 ) -> None:
     config = folder / "model" / "config.json"
@@ -134,7 +134,7 @@ def test_loading_settings_imports_no_torch(folder: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_of_two_grammars_the_one_that_reads_further_explains_an_allocation_mode() -> None:
+def test_error_of_an_allocation_mode_comes_from_the_closer_grammar() -> None:
     """Whatever words the string itself holds."""
     with pytest.raises(AllocationError) as caught:
         inherited_settings.read("fsdp:d2z at character 99", HostShape(1, 8))
@@ -142,13 +142,13 @@ def test_of_two_grammars_the_one_that_reads_further_explains_an_allocation_mode(
     assert caught.value.reason == "expected a dimension of fsdp: d, t, c"
 
 
-def test_a_greedy_rollout_has_nothing_to_compare(load_ppo: Load) -> None:
+def test_greedy_rollout_is_rejected_for_group_advantages(load_ppo: Load) -> None:
     """A preset's number of completions does not slip past the refusal of several greedy ones."""
     with pytest.raises(ConfigError, match=r"rollout\.n: 1 is not allowed with algorithm"):
         load_ppo("algorithm.name=grpo", "rollout.greedy=true")
 
 
-def test_the_plan_says_which_settings_are_in_force_and_why(load_ppo: Load) -> None:
+def test_plan_gives_chosen_settings_and_reasons(load_ppo: Load) -> None:
     """Every setting once, under the configuration, the preset or the defaults."""
     settings = load_ppo("algorithm.name=grpo", "algorithm.kl.coef=0.1", "algorithm.clip_ratio=0.3")
     shown = in_force(settings)
@@ -163,13 +163,13 @@ def test_the_plan_says_which_settings_are_in_force_and_why(load_ppo: Load) -> No
     assert len(keys) == len(set(keys))
 
 
-def test_folder_of_runs_is_refused_for_a_colon(folder: Path) -> None:
+def test_root_with_a_colon_is_rejected(folder: Path) -> None:
     (folder / "ppo.yaml").write_text(PPO)
     with pytest.raises(ConfigError, match="separates the entries of PYTHONPATH"):
         load_settings(folder / "ppo.yaml", root=folder / "a:b" / "runs")
 
 
-def test_folder_whose_name_is_not_utf8_is_refused(folder: Path) -> None:
+def test_path_that_is_not_utf8_is_rejected(folder: Path) -> None:
     """Neither a script nor the trial's own configuration could name it."""
     odd = folder / os.fsdecode(b"\xff")
     odd.mkdir()
@@ -181,7 +181,7 @@ def test_folder_whose_name_is_not_utf8_is_refused(folder: Path) -> None:
         load_settings(odd / "ppo.yaml", root=folder / "runs")
 
 
-def test_wrong_path_of_data_is_named_with_its_kind_or_a_near_name(
+def test_wrong_data_path_is_reported_with_file_kind_or_similar_name(
     load_ppo: Load, folder: Path
 ) -> None:
     os.mkfifo(folder / "pipe")
@@ -203,7 +203,7 @@ def test_wrong_path_of_data_is_named_with_its_kind_or_a_near_name(
     }
 
 
-def test_missing_data_reported_if_its_folder_cannot_be_listed(
+def test_missing_data_is_reported_if_its_directory_is_unreadable(
     load_ppo: Load, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list_names = os.listdir

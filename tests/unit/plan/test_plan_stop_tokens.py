@@ -73,7 +73,7 @@ CHATML = ["<|endoftext|>", "a", "<|im_start|>", "<|im_end|>"]
         (GEMMA, "<eos>", {"eos_token_id": 50256}, {"eos_token_id": [-1]}, ["<eos>"]),
     ],
 )
-def test_stop_tokens_are_those_of_all_files(
+def test_stop_tokens_come_from_all_files(
     load_ppo: Load,
     folder: Path,
     tokens: list[str],
@@ -109,9 +109,7 @@ def test_stop_tokens_are_checked_at_submission(
     assert message in problem.message
 
 
-def test_a_file_that_does_not_answer_is_no_mistake_of_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_file_is_no_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object, **options: object) -> int:
         raise OSError(errno.EIO, "no answer")
 

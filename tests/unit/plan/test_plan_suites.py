@@ -33,7 +33,7 @@ def suite(config: Config, name: str) -> tuple[object, ...]:
     return shown.n, shown.samples, shown.greedy, shown.pass_score, own.reward.title
 
 
-def test_a_suite_has_its_own_settings_and_else_those_of_the_evaluation(load_ppo: Load) -> None:
+def test_suite_inherits_unset_fields_from_the_evaluation(load_ppo: Load) -> None:
     suites = {"easy": HELD_OUT, "hard": HARD}
     settings = load_ppo(text=text({"n": 4, "samples": 9, "suites": suites}))
     config = settings.config
@@ -45,7 +45,7 @@ def test_a_suite_has_its_own_settings_and_else_those_of_the_evaluation(load_ppo:
     assert list(config.datasets()) == [("dataset",), *keys]
 
 
-def test_a_resumed_trial_has_the_same_suites(load_ppo: Load) -> None:
+def test_resumed_trial_has_the_same_suites(load_ppo: Load) -> None:
     settings = load_ppo(text=text({"pass_score": 0.5, "suites": {"easy": HELD_OUT, "hard": HARD}}))
     file = settings.source.path.with_name("resolved.yaml")
     file.write_text(dump(settings.config))
@@ -55,7 +55,7 @@ def test_a_resumed_trial_has_the_same_suites(load_ppo: Load) -> None:
     assert load(file).values["evaluation"]["dataset"] is None
 
 
-def test_each_suite_has_its_calls_and_its_metrics(load_ppo: Load, folder: Path) -> None:
+def test_each_suite_has_its_own_calls_and_metrics(load_ppo: Load, folder: Path) -> None:
     """A reward model that only a suite uses has its place in the plan."""
     own = {**HELD_OUT, "n": 2}
     settings = load_ppo(
@@ -75,7 +75,7 @@ def test_each_suite_has_its_calls_and_its_metrics(load_ppo: Load, folder: Path) 
     assert not {"eval/reward", "eval/b/pass@2", "eval/a/reward/m", "reward/m"} & metrics
 
 
-def test_trainers_have_no_models_and_no_calls_of_evaluations_in_trials_of_their_own(
+def test_trainers_omit_models_and_calls_of_separate_evaluation_trials(
     load_ppo: Load, folder: Path
 ) -> None:
     """The reward model that the suite needs is not placed beside them, but must be there."""

@@ -45,7 +45,7 @@ SERVERS = (
         (("rollout.tasks={max: 3}", "rollout.backend=native:t2"), 3, 2),
     ],
 )
-def test_tasks_generate_and_the_trainers_read(
+def test_rollout_tasks_generate_and_trainers_read_samples(
     plan_ppo: Load, overrides: tuple[str, ...], tasks: int, ranks: int
 ) -> None:
     settings = plan_ppo(*overrides)
@@ -64,7 +64,7 @@ def test_tasks_generate_and_the_trainers_read(
     assert Plan.from_json(found.to_json()) == found
 
 
-def test_tasks_on_gpus_of_the_trainers_job_fill_its_hosts(plan_ppo: Load) -> None:
+def test_tasks_in_the_trainers_job_use_its_remaining_gpus(plan_ppo: Load) -> None:
     """The job requests GPUs for both, and there is no other job."""
     settings = plan_ppo(
         "cluster.gpus_per_worker=1", "actor.backend=fsdp:d12", "rollout.tasks={}",
@@ -91,7 +91,7 @@ def test_tasks_on_gpus_of_the_trainers_job_fill_its_hosts(plan_ppo: Load) -> Non
     assert (trainers.slots_per_host, rollout.hosts, rollout.workers_per_host) == (8, 2, 2)
 
 
-def test_a_server_in_the_trainers_job_has_several_gpus(plan_ppo: Load) -> None:
+def test_server_in_the_trainers_job_may_use_several_gpus(plan_ppo: Load) -> None:
     """The job requests host memory for workers or tasks, whichever need more."""
     settings = plan_ppo(
         *SERVERS, "rollout.tasks={}", "actor.backend=fsdp:d32", "rollout.gpus=32-63",
@@ -109,7 +109,7 @@ def test_a_server_in_the_trainers_job_has_several_gpus(plan_ppo: Load) -> None:
     assert worker < task // 2
 
 
-def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
+def test_rollout_array_has_its_own_slurm_options(plan_ppo: Load) -> None:
     """What is left out is that of the trainers, and an empty text is nothing; the same once the
     resolved configuration is read again. The hosts are those of its own partition.
     """
@@ -133,7 +133,7 @@ def test_the_array_has_options_of_its_own(plan_ppo: Load) -> None:
     assert "the rollout group needs 1 host with 1 GPU, partition preemptible has 0" in line
 
 
-def test_a_task_of_servers_has_one_worker_with_all_its_gpus(plan_ppo: Load) -> None:
+def test_server_task_has_one_worker_with_all_gpus(plan_ppo: Load) -> None:
     """Its job requests the cores of all of them, and host memory for two versions of the weights.
 
     The plan shows where each part of the model lies, and what of a GPU the server gets.
@@ -156,7 +156,7 @@ def test_a_task_of_servers_has_one_worker_with_all_its_gpus(plan_ppo: Load) -> N
     assert document(found)
 
 
-def test_a_server_that_does_not_fit_into_the_gpus_of_its_task_is_refused(plan_ppo: Load) -> None:
+def test_server_larger_than_the_gpus_of_its_task_is_rejected(plan_ppo: Load) -> None:
     """At submission where the GPU's size is known, else by the task's worker."""
     small = (*SERVERS, "rollout.backend=vllm:d2")
     known = plan_ppo(*small, "cluster.gpu_memory=16G", architecture=SEVEN_BILLION)

@@ -79,7 +79,7 @@ def contents(root: Path) -> dict[Path, int]:
 
 
 @pytest.mark.parametrize(("text", "step"), [("@8", 8), ("@last", 12)])
-def test_a_model_that_is_not_trained_is_a_checkpoint_itself(
+def test_frozen_model_is_read_from_the_checkpoint_itself(
     judge: Judge, text: str, step: int
 ) -> None:
     """Without a copy of its files, and of its role alone; also once the run has deleted them.
@@ -110,7 +110,7 @@ def test_a_model_that_is_not_trained_is_a_checkpoint_itself(
     assert len(list(judge.exports.iterdir())) == 1, "nothing is exported"
 
 
-def test_an_export_of_the_step_comes_first(judge: Judge) -> None:
+def test_existing_export_of_the_step_is_preferred(judge: Judge) -> None:
     for name in ("step-00000008", "step-00000012", ".tmp.step-00000099"):
         write_model(judge.exports / name)
     for text, step in (("", 12), ("@8", 8), ("@last", 12)):
@@ -119,7 +119,7 @@ def test_an_export_of_the_step_comes_first(judge: Judge) -> None:
         )
 
 
-def test_a_trial_keeps_its_checkpoint_once_it_has_a_commit(judge: Judge) -> None:
+def test_trial_keeps_its_referenced_checkpoint_after_a_commit(judge: Judge) -> None:
     """The same command continues it while the other trial goes on."""
     config = judge.load("trial:sft/1@last").config
     run = FakeRun(judge.root, "judged")
@@ -145,11 +145,11 @@ def test_a_trial_keeps_its_checkpoint_once_it_has_a_commit(judge: Judge) -> None
         ("@", "expected trial:EXPERIMENT/TRIAL"),
     ],
 )
-def test_what_is_not_there_is_explained(judge: Judge, text: str, words: str) -> None:
+def test_missing_trial_checkpoint_or_role_is_explained(judge: Judge, text: str, words: str) -> None:
     assert words in judge.problem(f"trial:sft/1{text}")
 
 
-def test_a_trial_without_checkpoints_is_to_be_submitted(judge: Judge) -> None:
+def test_reference_to_a_trial_without_checkpoints_suggests_submit(judge: Judge) -> None:
     message = judge.problem("trial:other/1@last")
     assert "other/1 has no checkpoint yet; first submit it: slurmrl submit <the conf" in message
 
@@ -163,7 +163,7 @@ def test_a_trial_without_checkpoints_is_to_be_submitted(judge: Judge) -> None:
         ("trial: a", "1", " trial=1"),
     ],
 )
-def test_the_command_that_is_proposed_makes_the_trial_that_is_missing(
+def test_suggested_command_creates_the_missing_trial(
     judge: Judge, own: str, trial: str, which: str
 ) -> None:
     """Also where the configuration of its experiment makes another one by default."""
@@ -174,7 +174,7 @@ def test_the_command_that_is_proposed_makes_the_trial_that_is_missing(
         assert f"slurmrl submit {file}{which};" in f"{judge.problem(f'trial:other/{trial}{at}')};"
 
 
-def test_a_model_that_is_trained_starts_from_an_export(judge: Judge) -> None:
+def test_trained_model_starts_from_an_export(judge: Judge) -> None:
     """A frozen one beside it may be a checkpoint, and so may all models of a trial without
     steps.
     """
@@ -193,7 +193,7 @@ def test_a_model_that_is_trained_starts_from_an_export(judge: Judge) -> None:
     assert config.actor.path == str(judge.exports / "step-00000012.1-checkpoint")
 
 
-def test_a_checkpoint_that_goes_meanwhile_is_not_half_there(
+def test_checkpoint_deleted_during_linking_leaves_no_files(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest is chosen again; of a step there is a message. Nothing else is left."""
@@ -216,7 +216,7 @@ def test_a_checkpoint_that_goes_meanwhile_is_not_half_there(
     judge.load("trial:sft/1@4")
 
 
-def test_the_newest_checkpoint_is_chosen_again_if_it_goes(
+def test_newest_checkpoint_is_chosen_again_after_a_deletion(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slurmrl.plan.resolve import trial_references
@@ -237,7 +237,7 @@ def _deleting(commits: Callable[[RunPaths], Any], paths: RunPaths, judge: Judge)
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_damaged_checkpoint_is_refused(judge: Judge, damage: str) -> None:
+def test_damaged_checkpoint_is_rejected(judge: Judge, damage: str) -> None:
     file = judge.source.paths.checkpoint(8, 1) / "actor.1.safetensors"
     if damage == "missing":
         file.unlink()
@@ -250,7 +250,7 @@ def test_a_damaged_checkpoint_is_refused(judge: Judge, damage: str) -> None:
     assert list(judge.exports.iterdir()) == []
 
 
-def test_a_checkpoint_to_evaluate_has_a_place_of_its_own(judge: Judge) -> None:
+def test_evaluated_checkpoint_has_its_own_directory(judge: Judge) -> None:
     """The files stay when their trial deletes it, and the trial that evaluates is named as by
     hand.
     """
@@ -266,7 +266,7 @@ def test_a_checkpoint_to_evaluate_has_a_place_of_its_own(judge: Judge) -> None:
     assert list(judge.exports.iterdir()) == []
 
 
-def test_the_ranks_verify_it_before_they_load(judge: Judge) -> None:
+def test_ranks_verify_a_referenced_checkpoint_before_loading(judge: Judge) -> None:
     """A file of the right size with other bytes ends the trial with a message."""
     settings = judge.load("trial:sft/1@8")
     waited: list[str] = []
@@ -280,7 +280,7 @@ def test_the_ranks_verify_it_before_they_load(judge: Judge) -> None:
         verify_pinned(settings, 0, 1, waited.append)
 
 
-def test_a_model_without_an_actor_that_is_trained_has_no_checkpoint(judge: Judge) -> None:
+def test_trial_without_a_trained_model_has_no_checkpoint(judge: Judge) -> None:
     run = FakeRun(judge.root, "judged", "7")
     config = judge.load("trial:sft/1@8", "trial=7")
     run.paths.config.write_text(dump(config.config))

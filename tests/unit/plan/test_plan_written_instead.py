@@ -54,6 +54,6 @@ def test_settings_that_a_plan_recommends_are_accepted(
 
 
 @pytest.mark.parametrize("text", ["eval", "sglang.d2|eval", "d2|d2", "sglang.d2|critic:d2"])
-def test_string_without_a_layout_is_refused(text: str) -> None:
+def test_string_without_a_layout_is_rejected(text: str) -> None:
     with pytest.raises(AllocationError):
         explain(text)

@@ -40,7 +40,7 @@ def write_samples(
     writer.write(step, ("\n".join(lines) + "\n").encode(), evaluation=evaluation)
 
 
-def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
+def test_report_reads_a_trial_from_its_files(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.submission()
     run.paths.config.write_text("algorithm: {name: grpo}\nactor: {optimizer: {lr: 0.001}}\n")
@@ -90,7 +90,7 @@ def test_a_trial_is_read_from_its_files(tmp_path: Path) -> None:
     assert found.diffs == {"slurmrl": "+ new\n"}
 
 
-def test_what_is_missing_or_damaged_is_left_out(tmp_path: Path) -> None:
+def test_report_leaves_out_missing_and_damaged_files(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     (run.paths.code / "environment.json").write_text('{"command": 3}')
     write_samples(run, 1, {"prompt": "p", "completion": "c", "turns": "none"})
@@ -118,7 +118,7 @@ def test_thinning_keeps_every_peak_and_the_order() -> None:
     assert (points[12_345], points[33_333]) == (9.0, -9.0)
 
 
-def test_of_many_samples_first_and_newest_steps_stay_and_long_texts_are_cut(tmp_path: Path) -> None:
+def test_first_and_newest_samples_are_kept_and_long_texts_cut(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     for step in range(1, 101):
         write_samples(run, step, *[{"prompt": "p", "completion": "x" * (MOST_TEXT + 5)}] * 2)
@@ -129,7 +129,7 @@ def test_of_many_samples_first_and_newest_steps_stay_and_long_texts_are_cut(tmp_
     assert found.rows[0]["completion"].endswith("x … 5 more characters")
 
 
-def test_samples_of_evaluations_follow_those_of_training_and_take_no_more_than_half(
+def test_evaluation_samples_follow_training_samples_and_take_at_most_half(
     tmp_path: Path,
 ) -> None:
     run = FakeRun(tmp_path)
@@ -143,7 +143,7 @@ def test_samples_of_evaluations_follow_those_of_training_and_take_no_more_than_h
     assert [row["step"] for row in found.rows[5:]][-1] == 12
 
 
-def test_values_of_tokens_are_those_of_the_newest_samples(tmp_path: Path) -> None:
+def test_token_values_come_from_the_newest_samples(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     told = {"prompt": "p", "completion": "c", "tokens": ["t"] * (MOST_TOKENS // 2), "left_out": 1}
     versions = {"names": ["1.1"], "drawn_by": [0]}
@@ -157,13 +157,13 @@ def test_values_of_tokens_are_those_of_the_newest_samples(tmp_path: Path) -> Non
     assert set(rows[0]) == {"step", "prompt", "completion"}
 
 
-def test_settings_differ_by_dotted_key_and_names_do_not_count() -> None:
+def test_setting_differences_are_listed_by_key_without_names() -> None:
     one = flat({"trial": "1", "a": {"b": 1, "c": []}, "only": [1]})
     two = flat({"trial": "2", "a": {"b": 2, "c": []}})
     assert differences([one, two]) == {"a.b": [1, 2], "only": [[1], None]}
 
 
-def test_of_a_section_that_a_trial_lacks_only_what_the_others_set_is_a_difference() -> None:
+def test_missing_section_differs_only_in_fields_that_others_set() -> None:
     rows = {"type": "prompt", "path": "/rows"}
 
     def resolved(**changes: Any) -> dict[str, Any]:

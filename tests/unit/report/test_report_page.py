@@ -138,7 +138,7 @@ def fake_trial(root: Path, trial: str, *, steps: int, rows: int) -> FakeRun:
     return run
 
 
-def test_no_text_of_a_trial_becomes_part_of_the_page(tmp_path: Path) -> None:
+def test_trial_texts_are_escaped_in_the_page(tmp_path: Path) -> None:
     fake_trial(tmp_path, "1", steps=20, rows=16)
     file = tmp_path / "report.html"
     assert main(["report", "add/1", "--root", str(tmp_path), "--output", str(file)]) == 0
@@ -156,14 +156,14 @@ def test_no_text_of_a_trial_becomes_part_of_the_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), 1e400])
-def test_embedded_number_that_json_lacks_is_text(number: float) -> None:
+def test_non_finite_numbers_are_embedded_as_strings(number: float) -> None:
     """A file of the trial may hold 1e400."""
     found = json.loads(embedded({"settings": {"lr": [number], "seed": 1}}))
     assert found["settings"]["seed"] == 1
     assert found["settings"]["lr"][0] in ("Infinity", "-Infinity", "NaN")
 
 
-def test_embedded_data_has_no_character_that_ends_it() -> None:
+def test_embedded_data_cannot_close_its_element() -> None:
     text = embedded({"text": HOSTILE, "key</script>": [HOSTILE]})
     assert not set("<>&\u2028\u2029") & set(text)
     assert json.loads(text) == {"text": HOSTILE, "key</script>": [HOSTILE]}
@@ -172,7 +172,7 @@ def test_embedded_data_has_no_character_that_ends_it() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_large_report_is_usable_in_a_browser(
+def test_large_report_is_usable_in_a_browser(
     tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """50,000 steps and 10,000 samples."""

@@ -46,7 +46,7 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def test_predictions_follow_the_lengths_of_the_trial(tmp_path: Path, profile: Path) -> None:
+def test_predictions_use_the_lengths_of_the_trial(tmp_path: Path, profile: Path) -> None:
     paths = trial(tmp_path, "sft", f"cluster.hardware={profile}")
     mean, short, source = predicted_calls(paths, lines(tokens=256 * 4))
     _, long, _ = predicted_calls(paths, lines(tokens=256 * 8))
@@ -77,7 +77,7 @@ def test_generation_by_tasks_is_not_compared_with_the_time_to_read_samples(
     assert "actor_gen" not in predicted_calls(paths, given)[1]
 
 
-def test_what_is_missing_for_predictions_is_said(tmp_path: Path, profile: Path) -> None:
+def test_report_names_missing_inputs_of_predictions(tmp_path: Path, profile: Path) -> None:
     paths = trial(tmp_path, "sft")
     assert predicted_calls(paths, lines(tokens=256))[1:] == (
         {},

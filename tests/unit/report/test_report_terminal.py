@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_trials_are_drawn_in_one_chart_per_metric(
+def test_each_metric_has_one_chart_with_all_trials(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plot", "add/1", "add/2", "reward", "e*/kl", "--root", str(root)]) == 0
@@ -41,7 +41,7 @@ def test_trials_are_drawn_in_one_chart_per_metric(
     assert {"add/1", "add/2"} <= set(text.split())
 
 
-def test_a_wrong_metric_is_refused_with_the_near_one(
+def test_wrong_metric_is_rejected_with_a_similar_name(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plot", "add/1", "rewrd", "--root", str(root)]) == 2
@@ -50,7 +50,7 @@ def test_a_wrong_metric_is_refused_with_the_near_one(
     assert "eval/kl" in error
 
 
-def test_a_chart_has_the_size_that_it_is_given() -> None:
+def test_chart_has_the_given_size() -> None:
     curve = Curve(x=range(300), y=[float(x) for x in range(300)])
     text = chart("a\x1b[31mb", {"t": curve}, width=200, height=9, colored=False)
     lines = text.splitlines()
@@ -65,7 +65,9 @@ def test_smoothing_starts_at_the_first_value_and_keeps_gaps() -> None:
     assert smoothed([0.7] * 50, 0.9) == [0.7] * 50
 
 
-def test_two_trials_are_compared(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_shows_settings_and_metrics_of_two_trials(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["compare", "add/1", "add/2", "--root", str(root)]
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -114,7 +116,7 @@ def test_step_ticks_are_whole_numbers(low: int, high: int, ticks: list[int]) -> 
     assert [int(word) for word in text.splitlines()[-1].split()] == ticks
 
 
-def test_a_section_that_one_trial_lacks_is_one_line(
+def test_section_missing_in_one_trial_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held_out = "{dataset: {type: prompt, path: /held}, n: 4, greedy: false, samples: 512}"
@@ -135,7 +137,7 @@ def sample(index: int, reward: float, completion: str, **more: object) -> dict[s
     }
 
 
-def test_samples_printed_by_prompt_with_rewards(
+def test_samples_are_printed_by_prompt_with_rewards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = FakeRun(tmp_path)
@@ -180,7 +182,7 @@ def test_samples_printed_by_prompt_with_rewards(
         (["--evaluation"], "no samples of evaluation yet (logging.samples)"),
     ],
 )
-def test_samples_of_missing_step_refused(
+def test_samples_of_a_missing_step_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
     run = FakeRun(tmp_path)

@@ -72,7 +72,9 @@ def judge(reward: CodeReward, row: dict[str, Any], programs: Sequence[str]) -> l
         ),
     ],
 )
-def test_every_form_of_tests(make: Make, row: dict[str, Any], right: str, wrong: str) -> None:
+def test_every_form_of_tests_scores_right_and_wrong_programs(
+    make: Make, row: dict[str, Any], right: str, wrong: str
+) -> None:
     """A right program scores 1; a wrong one, an empty one and one that ends before its tests 0."""
     reward = make()
     assert reward.check_rows([row]) == [""]
@@ -81,7 +83,7 @@ def test_every_form_of_tests(make: Make, row: dict[str, Any], right: str, wrong:
     assert reward.stats() == {"reward_unjudged": (0.0, 4.0)}
 
 
-def test_the_share_of_tests_that_pass(make: Make) -> None:
+def test_partial_score_is_the_share_of_passed_tests(make: Make) -> None:
     """Later tests run although earlier ones fail or take too long."""
     row = {"tests": [{"input": str(n), "output": str(n)} for n in range(4)]}
     slow = "n = int(input())\nwhile n == 1: pass\nprint(0 if n == 2 else n)"
@@ -89,7 +91,7 @@ def test_the_share_of_tests_that_pass(make: Make) -> None:
     assert judge(make(test_timeout_s=2.0), row, [slow, "print(input())"]) == [0.0, 1.0]
 
 
-def test_a_prefix_from_the_row_is_completed(make: Make) -> None:
+def test_prefix_of_the_row_is_prepended_to_the_program(make: Make) -> None:
     row = {**HUMAN, "prompt": "def add(a, b):\n"}
     assert judge(make(prefix_key="prompt"), row, ["    return a + b", "    pass"]) == [1.0, 0.0]
 
@@ -114,7 +116,7 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("namespaces", ["auto", "off"])
-def test_no_program_affects_another_one(make: Make, namespaces: str) -> None:
+def test_programs_do_not_affect_each_other(make: Make, namespaces: str) -> None:
     """Each scores 0 (the first is right), ends within its time, leaves no process and no file, and
     the sandbox still judges.
     """
@@ -183,7 +185,7 @@ def test_programs_have_no_network_and_cannot_change_files(make: Make, tmp_path: 
 
 
 @pytest.mark.parametrize("namespaces", ["auto", "off"])
-def test_a_program_finds_nothing_that_an_earlier_one_left(make: Make, namespaces: str) -> None:
+def test_files_of_earlier_programs_are_removed(make: Make, namespaces: str) -> None:
     """Also where the earlier one wrote beside its folder, filled it, or made it hard to remove."""
     reward = make(namespaces=namespaces, files_mib=16)
     programs = {
@@ -209,7 +211,7 @@ def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm"], indirect=True)
-def test_temporary_files_are_private_wherever_python_lies(make: Make, folder: Path) -> None:
+def test_temporary_files_are_private_for_any_python_location(make: Make, folder: Path) -> None:
     """Programs write to /tmp and /dev/shm and find nothing of others there, except the
     interpreter and its modules, which they cannot change.
     """
@@ -303,7 +305,7 @@ def test_results_of_numpy_are_compared_as_numbers(make: Make) -> None:
         "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach()); print(1)",
     ],
 )
-def test_what_a_program_has_written_is_its_output(make: Make, program: str) -> None:
+def test_written_text_is_the_output_of_a_program(make: Make, program: str) -> None:
     assert judge(make(), {"tests": [{"input": "", "output": "1"}]}, [program]) == [1.0]
 
 
@@ -324,7 +326,7 @@ class Tests(unittest.TestCase):
         "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Tests))",
     ],
 )
-def test_unittest_decides_however_it_is_run(make: Make, end: str) -> None:
+def test_unittest_decides_in_every_form_of_call(make: Make, end: str) -> None:
     """Its tests must all pass. A program that ends before them, or within them, has failed."""
     row = {"tests": UNITTEST + end}
     programs = [
@@ -349,13 +351,13 @@ def test_unittest_decides_however_it_is_run(make: Make, end: str) -> None:
         "import unittest\nunittest.main = unittest.TestCase.run = lambda *given: None",
     ],
 )
-def test_tests_fail_where_a_program_makes_them_pass(make: Make, cheat: str) -> None:
+def test_tests_fail_if_a_program_tampers_with_them(make: Make, cheat: str) -> None:
     programs = [f"def add(a, b): return 0\n{cheat}"]
     for tests in (["assert add(1, 2) == 3"], UNITTEST + "unittest.main()"):
         assert judge(make(), {"tests": tests}, programs) == [0.0]
 
 
-def test_tests_pass_where_a_class_compares_its_objects(make: Make) -> None:
+def test_tests_pass_for_a_class_with_its_own_equality(make: Make) -> None:
     program = (
         "class Point:\n"
         "  def __init__(self, x): self.x = x\n"
@@ -368,7 +370,7 @@ def test_tests_pass_where_a_class_compares_its_objects(make: Make) -> None:
     assert judge(make(), {"tests": ["assert Point(1) == Point(1)"]}, [program]) == [1.0]
 
 
-def test_a_pool_of_processes_works_in_a_program(make: Make) -> None:
+def test_program_may_use_a_process_pool(make: Make) -> None:
     """Its semaphores are files in /dev/shm."""
     program = (
         "from concurrent.futures import ProcessPoolExecutor\n"
@@ -417,13 +419,13 @@ def test_start_method_of_a_program_is_fork(make: Make, method: str) -> None:
         ),
     ],
 )
-def test_a_program_runs_as_python_runs_it(make: Make, program: str, score: float) -> None:
+def test_program_runs_like_in_python(make: Make, program: str, score: float) -> None:
     """Annotations are evaluated, and `sys.exit` waits for threads and for what is registered."""
     row = {"tests": [{"input": "", "output": "1"}]}
     assert judge(make(), row, [program]) == [score]
 
 
-def test_required_isolation_is_an_error_where_there_is_none(make: Make) -> None:
+def test_required_isolation_is_an_error_if_unavailable(make: Make) -> None:
     reward = make(namespaces="required")
     reward._pool.facts = {"protections": {"files": True, "processes": True}}
     reward._pool.start = lambda: reward._pool.facts  # type: ignore[method-assign]
@@ -431,7 +433,7 @@ def test_required_isolation_is_an_error_where_there_is_none(make: Make) -> None:
         judge(reward, {"tests": SUM}, [ADDS])
 
 
-def test_a_container_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
+def test_sandbox_runs_in_a_container(make: Make, tmp_path: Path) -> None:
     """The command gets the interpreter with its program; nothing else must be in the image."""
     container = tmp_path / "container"
     container.write_text(f'#!/bin/sh\necho "$2" "$3" >> {tmp_path}/used\nshift\nexec "$@"\n')
@@ -441,7 +443,7 @@ def test_a_container_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "used").read_text() == f"{sys.executable} -I\n"
 
 
-def test_a_real_apptainer_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
+def test_sandbox_runs_in_a_real_apptainer(make: Make, tmp_path: Path) -> None:
     """Programs are judged in a container of Apptainer, where root has no privileges and cannot set
     the users of a namespace.
     """
@@ -451,7 +453,7 @@ def test_a_real_apptainer_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may be without its privileges")
-def test_root_without_privileges_runs_the_sandbox(make: Make) -> None:
+def test_sandbox_runs_as_root_without_privileges(make: Make) -> None:
     """Where a namespace of users can be made but not used, programs run without namespaces, and
     the sandbox reports what is missing.
     """
@@ -460,7 +462,7 @@ def test_root_without_privileges_runs_the_sandbox(make: Make) -> None:
     assert not any(isolated(reward).values())
 
 
-def test_the_batch_has_a_time_limit(make: Make) -> None:
+def test_batch_of_programs_has_a_time_limit(make: Make) -> None:
     reward = make(batch_timeout_s=1.0)
     row = {"tests": [{"input": "", "output": "x"}]}
     assert judge(reward, row, ["while True: pass"] * 3) == [0.0] * 3
@@ -482,13 +484,13 @@ def test_the_batch_has_a_time_limit(make: Make) -> None:
         ({"tests": [{"input": "", "output": "x" * (1 << 21)}]}, "more than 1048576 characters"),
     ],
 )
-def test_rows_without_usable_tests_are_refused(row: dict[str, Any], why: str) -> None:
+def test_rows_without_usable_tests_are_rejected(row: dict[str, Any], why: str) -> None:
     reward = CodeReward()
     [problem] = reward.check_rows([row])
     assert why in problem
 
 
-def test_options_are_checked() -> None:
+def test_code_reward_options_are_checked() -> None:
     for limit in (-1, float("nan"), float("inf"), True, "5"):
         with pytest.raises(UsageError, match=f"memory_mib {limit!r} is not allowed: limits"):
             CodeReward(memory_mib=limit)  # type: ignore[arg-type]
@@ -543,7 +545,7 @@ def test_results_are_compared_as_json(value: Any, expected: Any, same: bool) -> 
     assert same_value(value, expected) is same
 
 
-def test_a_row_that_cannot_be_used_is_named(make: Make) -> None:
+def test_unusable_row_is_named(make: Make) -> None:
     with pytest.raises(UnusableRowError) as error:
         make()(["p"] * 2, ["", ""], [{"tests": SUM}, {}])
     assert error.value.index == 1

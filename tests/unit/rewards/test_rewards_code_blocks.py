@@ -42,7 +42,7 @@ from slurmrl.rewards.code_cases import cases_of, program_of
         ("[BEGIN]\n```python\nx = 1\n```\n[DONE]", "x = 1"),
     ],
 )
-def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
+def test_last_python_block_is_the_program(completion: str, program: str) -> None:
     assert program_of(completion) == program
 
 
@@ -95,7 +95,7 @@ MAIN = "python\nimport sys\ndef main():\n    print(sum(map(int, sys.stdin.read()
         (SILENT, ("python\ndef f(): return 3\nprint(f())", "python\nf()"), 0),
     ],
 )
-def test_program_is_the_block_that_the_tests_are_about(
+def test_program_is_the_block_that_defines_the_tested_names(
     row: dict[str, Any], blocks: Sequence[str], chosen: int
 ) -> None:
     """What it defines counts, or that it reads and prints; of equals the last one."""
@@ -129,7 +129,7 @@ CALLS = "python\nprint(solve(*map(int, input().split())))"
         (SCRIPT, ("python\ndef solve(a, b):\n    return a + b", CALLS), (0, 1)),
     ],
 )
-def test_program_has_earlier_blocks_that_make_names_it_lacks(
+def test_program_includes_earlier_blocks_that_define_missing_names(
     row: dict[str, Any], blocks: Sequence[str], used: Sequence[int]
 ) -> None:
     program = program_of(fenced(*blocks), cases_of(row, row["tests"]))

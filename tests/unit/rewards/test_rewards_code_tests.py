@@ -57,7 +57,7 @@ def reward() -> Iterator[CodeReward]:
         f"globals()['add'](1, 2)\n{TEST}",
     ],
 )
-def test_tests_decide_whoever_calls_them(reward: CodeReward, tests: Any) -> None:
+def test_tests_decide_in_each_form_of_call(reward: CodeReward, tests: Any) -> None:
     row = {"tests": tests}
     assert reward.check_rows([row]) == [""]
     assert reward(["p"] * 3, [RIGHT, WRONG, PASS], [row] * 3) == [1.0, 0.0, 0.0]
@@ -88,13 +88,13 @@ def test_tests_decide_whoever_calls_them(reward: CodeReward, tests: Any) -> None
         ("def check(candidate): pass", "needs the name of a function: entry_point"),
     ],
 )
-def test_row_is_refused_where_every_program_would_pass(tests: Any, why: str) -> None:
+def test_row_whose_tests_pass_any_program_is_rejected(tests: Any, why: str) -> None:
     [problem] = CodeReward().check_rows([{"tests": tests}])
     assert re.search(why, problem)
 
 
 @pytest.mark.parametrize("test", [TEST.replace("add", "candidate"), "return candidate(1, 2) == 3"])
-def test_check_gets_a_method(reward: CodeReward, test: str) -> None:
+def test_check_function_may_receive_a_method(reward: CodeReward, test: str) -> None:
     row = {"test": f"def check(candidate): {test}", "entry_point": "Solution().add"}
     programs = [f"class Solution:\n  {each.replace('(a', '(self, a')}" for each in (RIGHT, WRONG)]
     assert reward(["p"] * 3, [*programs, PASS], [row] * 3) == [1.0, 0.0, 0.0]
@@ -114,7 +114,7 @@ CALL = TEST.replace("add", "candidate")
         f"candidate = add\n{CALL}",
     ],
 )
-def test_candidate_is_the_entry_point_in_other_tests(reward: CodeReward, tests: Any) -> None:
+def test_candidate_is_the_entry_point_in_plain_tests(reward: CodeReward, tests: Any) -> None:
     """A program may have a helper of that name."""
     row = {"tests": tests, "entry_point": "add"}
     programs = [f"def candidate(): pass\n{RIGHT}", RIGHT, WRONG, f"{PASS}\ncandidate = sum"]
@@ -123,19 +123,19 @@ def test_candidate_is_the_entry_point_in_other_tests(reward: CodeReward, tests: 
 
 
 @pytest.mark.parametrize("entry_point", ["", "add two", 3])
-def test_row_is_refused_where_the_entry_point_is_no_name(entry_point: Any) -> None:
+def test_row_with_an_invalid_entry_point_is_rejected(entry_point: Any) -> None:
     [problem] = CodeReward().check_rows([{"tests": CALL, "entry_point": entry_point}])
     assert "they use candidate, so the row needs the name of a function: entry_point" in problem
 
 
-def test_function_of_python_must_be_the_programs(reward: CodeReward) -> None:
+def test_tested_built_in_name_must_be_defined_by_the_program(reward: CodeReward) -> None:
     """Python's own functions pass tests of a function with the same name."""
     row = {"tests": ["assert pow(2, 3) == 8"]}
     programs = ["def pow(a, b): return a ** b", "def pow(a, b): return a", PASS]
     assert reward(["p"] * 3, programs, [row] * 3) == [1.0, 0.0, 0.0]
 
 
-def test_skipped_tests_pass_no_program(reward: CodeReward) -> None:
+def test_skipped_tests_do_not_pass(reward: CodeReward) -> None:
     tests = (
         "import unittest\nclass A(unittest.TestCase):\n"
         f"  @unittest.skip('')\n  def test_a(self): {TEST}"
@@ -143,11 +143,11 @@ def test_skipped_tests_pass_no_program(reward: CodeReward) -> None:
     assert reward(["p"], [RIGHT], [{"tests": tests}]) == [0.0]
 
 
-def test_calls_of_tests_take_no_names_from_programs() -> None:
+def test_calls_in_tests_do_not_use_names_of_the_program() -> None:
     assert not (preamble().keys() - MODULES) & set(re.findall(r"\w+", CALL_TESTS + CHECK_EQUALITY))
 
 
-def test_block_is_the_one_that_tests_import() -> None:
+def test_program_is_the_block_that_tests_import() -> None:
     completion = f"```python\n{RIGHT}\n```\n```python\nprint(add(1, 2))\n```"
     tests = f"from solution import add\ndef test_a(): {TEST}"
     assert program_of(completion, cases_of({}, tests)) == RIGHT

@@ -72,29 +72,29 @@ def test_verdicts_come_in_the_order_of_the_requests(make: Make, processes: int) 
     assert verdicts(pool, [{"x": 1}]) == [False]
 
 
-def test_long_requests_pass(make: Make) -> None:
+def test_long_requests_are_answered(make: Make) -> None:
     assert verdicts(make(), [{"x": 2, "text": "a" * 1_000_000}]) == [True]
 
 
-def test_a_judge_that_was_killed_while_idle_changes_no_verdict(make: Make) -> None:
+def test_idle_judge_that_was_killed_changes_no_verdict(make: Make) -> None:
     pool = make()
     assert verdicts(pool, [{"x": 2}]) == [True]
     os.kill(pool.pids[0], signal.SIGKILL)
     assert verdicts(pool, [{"x": 2}, {"x": 3}]) == [True, False]
 
 
-def test_a_program_that_never_starts_is_an_error(make: Make) -> None:
+def test_judge_program_that_never_starts_is_an_error(make: Make) -> None:
     with pytest.raises(WorkerDiedError, match="failed to start three times"):
         make(text="raise SystemExit(1)").ask([{"x": 1}])
 
 
-def test_a_program_that_does_not_exist_is_named() -> None:
+def test_missing_judge_program_is_named() -> None:
     pool = ProcessPool(PoolProgram("the judge", ["/no/such/program"]), 1.0)
     with pytest.raises(EnvironmentFailure, match="cannot start the judge with '/no/such/program'"):
         pool.ask([{}])
 
 
-def test_an_interrupted_call_leaves_no_verdict_for_the_next_one(make: Make) -> None:
+def test_interrupted_call_leaves_no_verdict_for_the_next_call(make: Make) -> None:
     """Its judge may still answer the old request, with the same index."""
     pool = make()
     with pytest.raises(TypeError):
@@ -102,7 +102,7 @@ def test_an_interrupted_call_leaves_no_verdict_for_the_next_one(make: Make) -> N
     assert verdicts(pool, [{"x": 3}, {"x": 3}]) == [False, False]
 
 
-def test_the_judge_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
+def test_judge_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
     pool = make()
     pool.start()
     [pid] = pool.pids
@@ -113,7 +113,7 @@ def test_the_judge_of_an_abandoned_call_is_stopped_at_once(make: Make) -> None:
         os.kill(pid, 0)
 
 
-def test_no_more_judges_than_requests(make: Make) -> None:
+def test_at_most_one_judge_per_request_is_started(make: Make) -> None:
     pool = make(None)
     verdicts(pool, [{"x": 2}] * 3, most=8)
     assert len(pool.pids) == 3

@@ -29,7 +29,7 @@ def score(name: str, **options: Any) -> list[float]:
     "form",
     ["list", "ints", "tuple", "generator", "tensor", "array", "list of tensors", "list of numpy"],
 )
-def test_numbers_in_any_form_are_scores(form: str) -> None:
+def test_numbers_of_any_type_are_scores(form: str) -> None:
     scores = score("returning", what=form)
     assert scores == [0.0, 1.0, 2.0]
     assert {type(one) for one in scores} == {float}
@@ -45,7 +45,7 @@ def test_functions_may_be_async_and_take_options() -> None:
 
 
 @pytest.mark.parametrize("name", ["counted", "Counting", "Wrapping"])
-def test_stats_count_wherever_they_are_set(name: str) -> None:
+def test_stats_are_read_wherever_they_are_set(name: str) -> None:
     """A submission rejects a metric of ``stop_when`` that no ``stats`` may record."""
     assert not make(f"{MODULE}:returning", {}).has_stats
     reward = make(f"{MODULE}:{name}", {})
@@ -54,7 +54,7 @@ def test_stats_count_wherever_they_are_set(name: str) -> None:
     assert reward.stats() == {"seen": (1.0, 1.0)}
 
 
-def test_objects_need_only_look_like_rewards() -> None:
+def test_rewards_need_no_base_class() -> None:
     reward = make(f"{MODULE}:Looks", {"scale": 2})
     assert reward.score(["p"], ["a"], [{}], PLACES[:1]) == [2.0]
     assert reward.score(["p"], ["a"], [{}], PLACES[:1]) == [2.0], "in the same event loop"
@@ -82,7 +82,7 @@ def test_objects_need_only_look_like_rewards() -> None:
         ("unprintable", "returned int of thousands of digits for rows.jsonl:1"),
     ],
 )
-def test_what_is_no_score_is_named(form: str, message: str) -> None:
+def test_invalid_score_is_named(form: str, message: str) -> None:
     with pytest.raises(RewardError, match=f"reward {MODULE}:returning {message}"):
         score("returning", what=form)
 
@@ -110,12 +110,16 @@ def test_completions_are_shortened_in_messages() -> None:
         (f"{MODULE}.further:f", {}, "there is no module"),
     ],
 )
-def test_what_is_no_reward_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_objects_that_are_no_rewards_are_rejected(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         make(name, options)
 
 
-def test_modules_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_cannot_be_imported_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "needs_more.py").write_text("import a_package_that_is_not_here\n")
     (tmp_path / "not_python.py").write_text("def f(:\n")
@@ -126,14 +130,14 @@ def test_modules_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["WrongStats", "HugeStats"])
-def test_stats_that_are_none(name: str) -> None:
+def test_missing_stats_are_accepted(name: str) -> None:
     reward = make(f"{MODULE}:{name}", {})
     with pytest.raises(RewardError, match=r"stats\(\) returned .* name to \(sum, count\)"):
         reward.stats()
 
 
 @pytest.mark.parametrize("folder", ["slurmrl", "slurmrl/code/slurmrl", "importlib"])
-def test_errors_are_placed_in_the_users_file_wherever_it_lies(tmp_path: Path, folder: str) -> None:
+def test_errors_name_the_line_in_the_users_file(tmp_path: Path, folder: str) -> None:
     file = tmp_path / folder / "my_rewards.py"
     space: dict[str, Any] = {}
     exec(compile("def score(*_):\n    raise KeyError('x')", str(file), "exec"), space)
@@ -158,7 +162,7 @@ def test_errors_are_placed_in_the_users_file_wherever_it_lies(tmp_path: Path, fo
         ("def f(:\n", "invalid syntax (faulty_code.py, line 1)"),
     ],
 )
-def test_own_module_is_refused_with_the_line_of_its_fault(
+def test_faulty_module_is_rejected_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
 ) -> None:
     (tmp_path / "faulty_code.py").write_text(text)

@@ -56,7 +56,7 @@ FAILURES = {
 }
 
 
-def test_a_failure_costs_its_own_completion(
+def test_failure_affects_only_its_own_completion(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others get their scores; a failed one gets `unjudged_score`, is counted, and is logged
@@ -75,7 +75,7 @@ def test_a_failure_costs_its_own_completion(
         assert re.search(f": .*{why}.*; it gets the score -1$", message)
 
 
-def test_the_log_shows_some_failures_and_counts_all(
+def test_log_shows_some_failures_and_counts_all(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -84,21 +84,21 @@ def test_the_log_shows_some_failures_and_counts_all(
     assert "20 of 21 completions could not be scored and get no score" in caplog.text
 
 
-def test_a_hang_ends_with_its_time(make: Make) -> None:
+def test_hanging_reward_ends_at_its_time_limit(make: Make) -> None:
     assert judge(make(timeout_s=3.0), ["spin", "aaa"]) == [None, 3.0]
 
 
-def test_standard_streams_are_not_the_protocol(make: Make) -> None:
+def test_reward_output_does_not_disturb_the_protocol(make: Make) -> None:
     assert judge(make(), ["print", "read"]) == [5.0, 4.0]
 
 
-def test_a_forked_copy_of_the_reward_answers_nothing(make: Make) -> None:
+def test_forked_reward_process_sends_no_answers(make: Make) -> None:
     """It returns from the reward as well, and would answer the same and later requests again."""
     completions = [*["split"] * 3, *("x" * length for length in range(1, 20))]
     assert judge(make(), completions) == [float(len(each)) for each in completions]
 
 
-def test_processes_left_behind_neither_delay_nor_survive(make: Make, tmp_path: Path) -> None:
+def test_leftover_processes_are_killed_without_delay(make: Make, tmp_path: Path) -> None:
     """They hold the judge's pipes open and ignore SIGTERM."""
     reward = make(options={"folder": str(tmp_path)})
     assert judge(reward, ["fork", "leave"]) == [None, 5.0]
@@ -108,18 +108,18 @@ def test_processes_left_behind_neither_delay_nor_survive(make: Make, tmp_path: P
     wait_until(f"the end of {pids}", lambda: not any(map(alive, pids)))
 
 
-def test_a_request_whose_process_died_is_tried_again(make: Make, tmp_path: Path) -> None:
+def test_request_whose_process_died_is_retried(make: Make, tmp_path: Path) -> None:
     assert judge(make("once", {"folder": str(tmp_path)}), ["a"]) == [1.0]
 
 
-def test_no_scores_at_all_are_an_error(make: Make) -> None:
+def test_batch_without_any_score_is_an_error(make: Make) -> None:
     """The cause is then the reward, not a completion; the message has one."""
     reward = make()
     with pytest.raises(RewardError, match=r"any of 3 completions .* KeyError: 'nothing'"):
         judge(reward, ["raise"] * 3)
 
 
-def test_single_failures_are_an_error_once_they_do_not_end(make: Make) -> None:
+def test_endless_single_failures_are_an_error(make: Make) -> None:
     """A call of one completion may fail, as in a small batch on many ranks."""
     reward = make()
     assert judge(reward, ["raise"]) == [None]
@@ -130,7 +130,7 @@ def test_single_failures_are_an_error_once_they_do_not_end(make: Make) -> None:
         judge(reward, ["raise"])
 
 
-def test_a_batch_has_a_time_limit_of_its_own(make: Make) -> None:
+def test_each_batch_has_its_own_time_limit(make: Make) -> None:
     """Each completion may take a minute, so those that hang would take half an hour together."""
     reward = make(batch_timeout_s=3.0)
     assert judge(reward, ["a", *["sleep"] * 30]) == [1.0] + [None] * 30
@@ -138,7 +138,7 @@ def test_a_batch_has_a_time_limit_of_its_own(make: Make) -> None:
     assert judge(reward, ["a", "aa"]) == [1.0, 2.0], "the next batch is judged"
 
 
-def test_async_functions_and_classes(make: Make, tmp_path: Path) -> None:
+def test_async_functions_and_classes_are_supported(make: Make, tmp_path: Path) -> None:
     assert judge(make("asynchronous"), ["a"]) == [2.0]
     careful = make("Careful", {"folder": str(tmp_path)})
     assert judge(careful, ["a", "b"], step=7, siblings=[["a"], ["b"]]) == [7.0, 7.0]
@@ -148,7 +148,7 @@ def test_async_functions_and_classes(make: Make, tmp_path: Path) -> None:
     assert (tmp_path / "closed").exists(), "close() is called"
 
 
-def test_options_arrive_as_they_are_written(make: Make) -> None:
+def test_options_arrive_unchanged(make: Make) -> None:
     """JSON has no infinity."""
     assert judge(make("bounded", {"bound": float("inf")}), ["a"]) == [1.0]
 
@@ -162,7 +162,7 @@ def test_options_arrive_as_they_are_written(make: Make) -> None:
         ("no_module_here:f", UnreadableInputError, "there is no module 'no_module_here'"),
     ],
 )
-def test_a_reward_that_cannot_be_made_is_refused(
+def test_reward_that_cannot_be_created_is_rejected(
     name: str, kind: type[Exception], message: str
 ) -> None:
     reward = PooledReward(name, {}, RewardPool(processes=1), cores=1)

@@ -28,12 +28,12 @@ def judged() -> Iterator[MathReward]:
     reward.close()
 
 
-def test_exact_match_ignores_white_space_only() -> None:
+def test_exact_match_ignores_only_white_space() -> None:
     rows = [{"answer": "64"}, {"answer": "64 "}, {"answer": "64"}, {"answer": 64}]
     assert ExactMatch()(["p"] * 4, [" 64\n", "64", "6 4", "64"], rows) == [1.0, 1.0, 0.0, 1.0]
 
 
-def test_names_and_options_are_checked() -> None:
+def test_reward_names_and_options_are_checked() -> None:
     for name in ("exact_match", "slurmrl.rewards.base:ExactMatch"):
         assert make(name, {}).score(["p"], ["64 "], [{"answer": "64"}], ["1"]) == [1.0]
     with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
@@ -98,7 +98,7 @@ def wrong_verdicts(reward: MathReward, pairs: Sequence[Pair], *, finished: bool)
     return [pair for pair, score in zip(pairs, scores, strict=True) if score != pair.score]
 
 
-def test_math_agrees_with_verdicts_by_hand(judged: MathReward) -> None:
+def test_math_agrees_with_hand_made_verdicts(judged: MathReward) -> None:
     pairs = read_pairs()
     truncated = [pair for pair in pairs if pair.kind.startswith("truncated:")]
     literal = [pair for pair in pairs if pair.kind.startswith("literal:")]
@@ -111,7 +111,7 @@ def test_math_agrees_with_verdicts_by_hand(judged: MathReward) -> None:
     assert wrong == []
 
 
-def test_unequal_sign_after_a_long_number_is_read() -> None:
+def test_inequality_sign_after_a_long_number_is_read() -> None:
     digits = "1" * 5000  # Python converts at most 4300 digits to an integer
     assert with_unequal_signs(f"{digits}!=1") == rf"{digits} \neq 1"
     began = time.process_time()
@@ -143,14 +143,14 @@ def test_math_takes_answer_from_last_brackets_with_the_option() -> None:
 
 
 @pytest.mark.parametrize("blank", [" ", "\n", " \n"])
-def test_answer_found_in_flood_of_white_space(judged: MathReward, blank: str) -> None:
+def test_answer_is_found_among_much_white_space(judged: MathReward, blank: str) -> None:
     flood = blank * 3000
     forms = ["42%s", "#### 42%s", r"\boxed{42}%s", r"\boxed{%s42}", "%s42", "The answer is%s42."]
     pairs = [Pair("", 1.0, "42", form % flood) for form in forms]
     assert wrong_verdicts(judged, pairs, finished=True) == []
 
 
-def test_each_reference_agrees_with_its_own_box(judged: MathReward) -> None:
+def test_each_reference_equals_itself_in_a_box(judged: MathReward) -> None:
     references = list(dict.fromkeys(pair.reference for pair in read_pairs()))
     rows = [{"answer": reference} for reference in references]
     assert judged.check_rows(rows) == [""] * len(rows)
@@ -171,7 +171,7 @@ def test_each_reference_agrees_with_its_own_box(judged: MathReward) -> None:
         ("x+" * 200 + "1", "more than 300 characters"),
     ],
 )
-def test_references_without_an_answer_are_refused(
+def test_references_without_an_answer_are_rejected(
     judged: MathReward, reference: str, why: str
 ) -> None:
     rows = [{"answer": "7"}, {"answer": reference}]
@@ -183,7 +183,7 @@ def test_references_without_an_answer_are_refused(
     assert refused.value.index == 1
 
 
-def test_long_completions_are_judged_by_their_end(
+def test_long_completions_are_scored_by_their_end(
     judged: MathReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     completions = ["12 " * 10_000, "1+" * 4_000, "12 " * 10_000 + "\nso it is \\boxed{7}."]
@@ -202,7 +202,7 @@ def test_long_completions_are_judged_by_their_end(
     assert max(len(request["completion"]) for request in asked) == 2000
 
 
-def test_box_found_anywhere_in_long_completion(judged: MathReward) -> None:
+def test_box_is_found_anywhere_in_a_long_completion(judged: MathReward) -> None:
     rest = "which confirms the result. " * 100
     completions = {
         f"\\boxed{{7}}, {rest}": 1.0,
@@ -214,7 +214,7 @@ def test_box_found_anywhere_in_long_completion(judged: MathReward) -> None:
     assert scores == list(completions.values())
 
 
-def test_a_tail_begins_with_a_line_where_that_costs_little() -> None:
+def test_text_tail_begins_at_a_line_if_few_characters_are_lost() -> None:
     assert tail("short", 10) == "short"
     assert tail("x" * 50 + "\n" + "y" * 8, 10) == "y" * 8
     assert tail("x" * 50 + "\ny", 10) == "x" * 8 + "\ny"
@@ -223,7 +223,7 @@ def test_a_tail_begins_with_a_line_where_that_costs_little() -> None:
 @pytest.mark.parametrize(
     ("cores", "options", "judges"), [(3, {}, 3), (64, {}, 8), (64, {"processes": 9}, 9)]
 )
-def test_cores_decide_how_many_judges_there_are(
+def test_number_of_judges_follows_the_cores(
     cores: int,
     options: dict[str, int],
     judges: int,
@@ -254,5 +254,5 @@ def test_cores_decide_how_many_judges_there_are(
     assert len(started) == judges
 
 
-def test_no_completions_are_judged_at_once(judged: MathReward) -> None:
+def test_empty_batch_is_scored_without_a_judge(judged: MathReward) -> None:
     assert judged([], [], [], finished=[]) == []

@@ -48,7 +48,7 @@ def judge(made: WeightedReward, completions: Sequence[str]) -> JudgedCompletions
     return made.judge(["p"] * count, completions, ROWS[:count], places)
 
 
-def test_scores_are_added_with_weights_and_each_part_is_a_metric(reward: Make) -> None:
+def test_weighted_sum_adds_scores_and_reports_each_part(reward: Make) -> None:
     """The metrics are means before the weight, so that they do not depend on it."""
     parts = {
         "right": {"name": "exact_match"},
@@ -67,12 +67,12 @@ def test_scores_are_added_with_weights_and_each_part_is_a_metric(reward: Make) -
     assert judged.parts[1] == {"right": 0.0, "short": 3.0, "watched": 2.0}
 
 
-def test_a_reward_that_is_no_sum_has_no_part_metrics(reward: Make) -> None:
+def test_single_reward_has_no_part_metrics(reward: Make) -> None:
     judged = judge(reward(name="exact_match"), ["a", "c", "x"])
     assert (judged.scores, judged.metrics()) == ((1.0, 0.0, 1.0), {})
 
 
-def test_rows_choose_their_parts(reward: Make) -> None:
+def test_row_chooses_its_parts_of_the_sum(reward: Make) -> None:
     """Environments: each row is judged by the parts that are meant for it, and a row without any is
     refused, at submission and in a run.
     """
@@ -111,7 +111,7 @@ def test_fields_are_compared_as_json(
     assert applies(RewardPart(name="exact_match", where=where), row) is judged
 
 
-def test_a_pool_and_its_statistics_are_part_of_the_sum(reward: Make) -> None:
+def test_pooled_part_contributes_scores_and_statistics(reward: Make) -> None:
     pool = {"processes": 1, "unjudged_score": -2.0}
     made = reward(parts={"a": {"name": FAILING, "pool": pool, "weight": 10.0}})
     judged = judge(made, ["xx", "raise"])
@@ -136,9 +136,7 @@ def test_a_pool_and_its_statistics_are_part_of_the_sum(reward: Make) -> None:
         ),
     ],
 )
-def test_a_sum_that_is_no_float32_is_an_error(
-    reward: Make, values: dict[str, Any], why: str
-) -> None:
+def test_sum_outside_float32_is_an_error(reward: Make, values: dict[str, Any], why: str) -> None:
     """It would be infinite on the ranks, and every advantage of its group no number."""
     with pytest.raises(RewardError, match=why):
         judge(reward(**values), ["x", "raise"])
@@ -157,14 +155,12 @@ def test_a_sum_that_is_no_float32_is_an_error(
         ({"parts": {"a": {"name": "math", "where": {"x": None}}}}, "where"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    values: dict[str, Any], message: str
-) -> None:
+def test_contradictory_reward_settings_are_rejected(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Reward.model_validate(values)
 
 
-def test_the_limits_of_a_pool_may_change_when_a_trial_is_resumed() -> None:
+def test_pool_limits_may_change_on_resume() -> None:
     """A trial that ends because a limit is too low could not continue otherwise."""
 
     def config(timeout_s: float, name: str = f"{MODULE}:asynchronous") -> Config:

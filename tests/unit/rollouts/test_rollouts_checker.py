@@ -117,7 +117,7 @@ def problems(folder: Path, story: Story) -> list[str]:
 
 
 @pytest.mark.parametrize("filtered", [False, True])
-def test_nothing_is_found_where_all_holds(tmp_path: Path, filtered: bool) -> None:
+def test_model_check_finds_no_violation_in_a_correct_run(tmp_path: Path, filtered: bool) -> None:
     story = Story(filtered=filtered)
     story.versions[4] = "2.2"  # one step behind
     assert problems(tmp_path, story) == []
@@ -163,7 +163,7 @@ VIOLATIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("said", VIOLATIONS)
 @pytest.mark.parametrize("filtered", [False, True])
-def test_a_violation_is_found(tmp_path: Path, said: str, filtered: bool) -> None:
+def test_model_check_finds_each_violation(tmp_path: Path, said: str, filtered: bool) -> None:
     story = Story(filtered=filtered)
     for name, value in VIOLATIONS[said].items():
         before = getattr(story, name)

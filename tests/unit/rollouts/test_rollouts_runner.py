@@ -113,7 +113,7 @@ def rounds(count: int) -> Any:
     return episode
 
 
-def test_metrics_are_the_same_of_samples_in_files(tokenizer: Any) -> None:
+def test_metrics_survive_sample_files(tokenizer: Any) -> None:
     """Episodes side by side count their own calls, also one that fails behind them."""
 
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
@@ -146,7 +146,7 @@ def test_metrics_are_the_same_of_samples_in_files(tokenizer: Any) -> None:
     }
 
 
-def test_drawn_tokens_are_kept_where_the_text_would_be_other_tokens(tokenizer: Any) -> None:
+def test_sampled_tokens_are_kept_if_their_text_tokenizes_differently(tokenizer: Any) -> None:
     """The policy samples ``a`` and ``b``, which would be encoded as ``ab``.
 
     The next request and the result have the two drawn ids and the template's own pieces as ids
@@ -164,20 +164,20 @@ def test_drawn_tokens_are_kept_where_the_text_would_be_other_tokens(tokenizer: A
     assert completions.finished
 
 
-def test_a_message_cannot_pretend_to_be_a_turn(tokenizer: Any) -> None:
+def test_message_text_cannot_imitate_a_turn(tokenizer: Any) -> None:
     """Names of special tokens in a message are text, in the tool's output as well as anywhere."""
     dialogue = Dialogue(Dataset(type="prompt", path="x"), tokenizer)
     assert not {1, 2, 3} & set(dialogue.encode("a<end><bot>b"))
 
 
-def test_stop_token_added_to_truncated_turn(tokenizer: Any) -> None:
+def test_stop_token_is_added_to_a_truncated_turn(tokenizer: Any) -> None:
     engine = ScriptedEngine(say(4, 4))
     run(rounds(2), engine, tokenizer, items(1), chat=True, most=2)
     assert engine.requests[1].prompt == (4, 4, 4, STOP, 2, 6, 1, 3)
 
 
 @pytest.mark.parametrize(("drawn", "text"), [((4, 5), "ab"), ((4, 5, STOP), "ab")])
-def test_the_text_of_a_turn_has_the_stop_string_that_ended_it(
+def test_turn_text_includes_its_stop_string(
     drawn: tuple[int, ...], text: str, tokenizer: Any
 ) -> None:
     """Unlike a stop token. Either ends an episode as finished."""
@@ -200,7 +200,7 @@ def test_the_text_of_a_turn_has_the_stop_string_that_ended_it(
     ("limits", "written", "requests"),
     [({"turns": 2}, 4, 2), ({"tokens": 7}, 5, 3), ({"tokens": 3}, 2, 1)],
 )
-def test_limits_end_an_episode_unfinished(
+def test_limit_ends_an_episode_as_unfinished(
     limits: dict[str, int], written: int, requests: int, tokenizer: Any
 ) -> None:
     """It keeps its tokens, is no failure, and never has more tokens than it may."""
@@ -214,7 +214,7 @@ def test_limits_end_an_episode_unfinished(
     assert len(engine.requests) == requests
 
 
-def test_a_limit_that_the_episode_catches_still_leaves_it_unfinished(tokenizer: Any) -> None:
+def test_episode_that_catches_a_limit_is_still_unfinished(tokenizer: Any) -> None:
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         completions = Completions(item.prompt)
         try:
@@ -257,7 +257,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e39, -3e38, 10**5000, "1", None], ids=type)
-def test_a_turn_earns_finite_numbers(
+def test_turn_rewards_must_be_finite(
     value: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also in sum (-3e38 twice), as rewards are float32. The log says what was wrong."""
@@ -277,7 +277,7 @@ def test_a_turn_earns_finite_numbers(
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_an_episode_that_fails_costs_itself(
+def test_failed_episode_does_not_affect_others(
     how: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others are complete and in order; the failed one has its prompt alone, and the log says
@@ -301,7 +301,7 @@ def test_an_episode_that_fails_costs_itself(
     assert "s1@0" in caplog.text
 
 
-def test_all_episodes_failing_is_the_episodes_fault(tokenizer: Any) -> None:
+def test_failure_of_all_episodes_is_an_episode_error(tokenizer: Any) -> None:
     async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
         raise KeyError("broken")
 
@@ -309,7 +309,7 @@ def test_all_episodes_failing_is_the_episodes_fault(tokenizer: Any) -> None:
         run(episode, ScriptedEngine(say(4, STOP)), tokenizer, items(3))
 
 
-def test_an_engine_that_fails_is_not_the_episodes_fault(tokenizer: Any) -> None:
+def test_engine_failure_is_not_an_episode_error(tokenizer: Any) -> None:
     def lost(_: GenerationRequest) -> tuple[int, ...]:
         raise RunFailedError("the server is gone")
 
@@ -317,14 +317,14 @@ def test_an_engine_that_fails_is_not_the_episodes_fault(tokenizer: Any) -> None:
         run(rounds(1), ScriptedEngine(lost), tokenizer, items(3))
 
 
-def test_waiting_for_the_engine_is_not_counted(tokenizer: Any) -> None:
+def test_episode_time_excludes_waiting_for_the_engine(tokenizer: Any) -> None:
     """Three answers take longer than the episode may; only time in tools counts."""
     engine = ScriptedEngine(say(4, STOP), delay_s=0.5)
     (outcome,) = run(rounds(3), engine, tokenizer, items(1), timeout_s=1.0)
     assert outcome.turns == 3
 
 
-def test_as_many_episodes_as_allowed_run_at_once_and_results_keep_their_order(
+def test_concurrency_is_limited_and_results_keep_their_order(
     tokenizer: Any,
 ) -> None:
     order: list[int] = []
@@ -353,7 +353,7 @@ class Echo(Environment):
         return Reply(text="more", reward=0.5)
 
 
-def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
+def test_environment_answers_and_rewards_turns(tokenizer: Any) -> None:
     """Rewards are at the last tokens of their turns; what the policy reads last is left out.
 
     Later turns are more urgent than episodes that have not begun.
@@ -372,14 +372,14 @@ def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
     assert len(set(urgency)) == len(urgency)
 
 
-def test_a_turn_that_was_cut_is_not_shown_to_the_environment(tokenizer: Any) -> None:
+def test_truncated_turn_is_not_shown_to_the_environment(tokenizer: Any) -> None:
     engine = ScriptedEngine(say(7, 7, 7, 7))
     (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1), most=4)
     assert (outcome.turns, outcome.finished) == (1, False)
     assert sum(outcome.rewards) == 0.0
 
 
-def test_another_turn_from_the_same_place_is_another_draw(tokenizer: Any) -> None:
+def test_branches_of_an_episode_sample_different_turns(tokenizer: Any) -> None:
     """Branches of an episode do not repeat each other, and the first one is the sample's own
     stream.
     """

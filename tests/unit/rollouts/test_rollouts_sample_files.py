@@ -77,7 +77,7 @@ def assert_same(found: SampleGroup, group: SampleGroup) -> None:
     ),
     st.booleans(),
 )
-def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) -> None:
+def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> None:
     ended = [made(prompt, turns) for prompt, turns in rows]
     for number, each in enumerate(ended):
         each.failure = "" if each.turns else "why"
@@ -131,14 +131,12 @@ def test_completions_come_back_as_they_were_made(rows: list[Any], judged: bool) 
         ({"input_ids": np.full(5, -1, np.int32)}, "negative"),
     ],
 )
-def test_groups_that_contradict_themselves_are_refused(
-    change: dict[str, Any], problem: str
-) -> None:
+def test_contradictory_groups_are_rejected(change: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         replace(small_group(1), **change)
 
 
-def test_each_reader_reads_its_groups_only(tmp_path: Path) -> None:
+def test_each_reader_reads_only_its_groups(tmp_path: Path) -> None:
     groups = [small_group(item) for item in range(3)]
     stored = SampleWriter(tmp_path / "samples").write(groups)
     path = tmp_path / "samples" / stored[0].file
@@ -181,14 +179,14 @@ DAMAGE: dict[str, Callable[[Path, StoredGroup], StoredGroup]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_one_error(tmp_path: Path, kind: str) -> None:
+def test_damaged_sample_file_is_one_error(tmp_path: Path, kind: str) -> None:
     stored = SampleWriter(tmp_path).write([small_group(1), small_group(2)])[1]
     stored = DAMAGE[kind](tmp_path / stored.file, stored)
     with pytest.raises(SampleFileError, match=stored.file):
         read_group(tmp_path, stored)
 
 
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     [stored] = SampleWriter(tmp_path).write([small_group(1)])
     path = tmp_path / stored.file
     data = path.read_bytes()
@@ -200,13 +198,13 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
             read_group(tmp_path, replace(stored, length=place))
 
 
-def test_a_document_without_the_right_arrays_is_damage() -> None:
+def test_document_with_wrong_arrays_is_damage() -> None:
     for data in (b"", b"\x00" * 8, small_group(1).to_bytes()[:-1], b"\xff" * 64):
         with pytest.raises(ValueError, match=r"\w"):
             SampleGroup.from_bytes(data)
 
 
-def test_a_file_that_is_not_visible_yet_is_awaited(tmp_path: Path) -> None:
+def test_reader_waits_for_a_file_not_yet_visible(tmp_path: Path) -> None:
     class Caching(Faulty):
         def caches(self, directory: Path) -> bool:
             return True
@@ -221,7 +219,7 @@ def test_a_file_that_is_not_visible_yet_is_awaited(tmp_path: Path) -> None:
         read_group(tmp_path, stored, calls=Faulty(0, errno.EACCES))
 
 
-def test_a_full_disk_leaves_no_file_and_the_groups_are_written_again(tmp_path: Path) -> None:
+def test_groups_are_written_again_after_a_full_disk(tmp_path: Path) -> None:
     calls = Faulty()
     writer = SampleWriter(tmp_path, calls=calls)
     calls.at, calls.error = calls.count + calls_until(tmp_path, "pwrite"), errno.ENOSPC
@@ -232,7 +230,7 @@ def test_a_full_disk_leaves_no_file_and_the_groups_are_written_again(tmp_path: P
     assert read_group(tmp_path, stored).item == 1
 
 
-def test_removed_sample_folder_made_again_by_its_writer(tmp_path: Path) -> None:
+def test_writer_recreates_a_removed_sample_directory(tmp_path: Path) -> None:
     """A user's `rm -rf`, or a purge of empty folders, during a run."""
     folder = tmp_path / "attempt" / "samples"
     writer = SampleWriter(folder)
@@ -245,7 +243,7 @@ def test_removed_sample_folder_made_again_by_its_writer(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_removed_attempt_not_made_again_by_its_writer(tmp_path: Path) -> None:
+def test_writer_does_not_recreate_a_removed_attempt_directory(tmp_path: Path) -> None:
     """The master has lost it; the agent ends such a task."""
     folder = tmp_path / "attempt" / "samples"
     writer = SampleWriter(folder)
@@ -264,7 +262,7 @@ def calls_until(folder: Path, name: str) -> int:
     return calls.names.index(name) - calls.names.index("open")
 
 
-def test_a_batch_costs_as_many_operations_as_one_group(tmp_path: Path) -> None:
+def test_batch_takes_as_many_operations_as_one_group(tmp_path: Path) -> None:
     calls = Faulty()
     writer = SampleWriter(tmp_path, calls=calls)
     before = calls.count
@@ -272,7 +270,7 @@ def test_a_batch_costs_as_many_operations_as_one_group(tmp_path: Path) -> None:
     assert calls.names[before:] == ["open", "pwrite", "fsync", "close", "fsync_directory"]
 
 
-def test_files_are_removed_when_no_group_needs_them(tmp_path: Path) -> None:
+def test_sample_files_are_removed_once_no_group_needs_them(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path)
     names = [writer.write([small_group(item)])[0].file for item in range(5)]
     (tmp_path / "not ours").touch()

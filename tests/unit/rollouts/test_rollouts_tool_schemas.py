@@ -56,7 +56,7 @@ def unknown(word: Missing) -> str:  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.mark.parametrize("tool", [Lookup, Lookup(path="x"), Lookup(path="x").__call__])
-def test_schema_made_of_signature_and_docstring_under_name_of_call(tool: Any) -> None:
+def test_schema_comes_from_signature_and_docstring(tool: Any) -> None:
     if not isinstance(tool, Lookup | type):
         tool.__func__.__doc__ = Lookup.__doc__
     function = tool_schema("find", tool)["function"]
@@ -79,7 +79,9 @@ def test_schema_made_of_signature_and_docstring_under_name_of_call(tool: Any) ->
         (lambda word: word, "for find because it has no docstring"),
     ],
 )
-def test_schema_refused_with_what_the_tool_lacks(tool: Callable[..., Any], lacks: str) -> None:
+def test_rejected_schema_names_missing_parts_of_the_tool(
+    tool: Callable[..., Any], lacks: str
+) -> None:
     with pytest.raises(UsageError) as caught:
         tool_schema("find", tool)
     assert lacks in str(caught.value)
@@ -108,9 +110,7 @@ def test_tools_without_schema_have_a_reason_and_others_their_schema() -> None:
         ({"name": "verifiers"}, False),
     ],
 )
-def test_schemas_made_only_where_the_policy_calls_in_json(
-    episode: dict[str, Any], described: bool
-) -> None:
+def test_schemas_are_made_only_for_json_calls(episode: dict[str, Any], described: bool) -> None:
     made = ToolSchemas(EpisodeSettings(tools={"calculator": {}}, **episode))
     assert bool(made.schemas) == described
     assert made.reason("calculator") == ""

@@ -51,7 +51,7 @@ def turn(text: str) -> PolicyTurn:
         ("2**200 - 2**200 + 1", "1"),
     ],
 )
-def test_a_calculator_computes(expression: str, value: str) -> None:
+def test_calculator_computes_arithmetic(expression: str, value: str) -> None:
     assert wait(Calculator()(expression)) == value
 
 
@@ -73,12 +73,12 @@ def test_a_calculator_computes(expression: str, value: str) -> None:
         ("\0", "not an expression"),
     ],
 )
-def test_a_calculator_refuses_what_is_no_arithmetic(expression: str, why: str) -> None:
+def test_calculator_rejects_other_expressions(expression: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         wait(Calculator()(expression))
 
 
-def test_what_a_tool_raises_is_its_result() -> None:
+def test_exception_of_a_tool_is_its_result() -> None:
     """The episode continues with the reason; calls and failures are counted."""
 
     def broken(x: int) -> int:
@@ -103,7 +103,7 @@ def test_what_a_tool_raises_is_its_result() -> None:
     assert (tools.calls, tools.failures) == (4, 3)
 
 
-def test_a_tool_that_blocks_does_not_stop_the_others() -> None:
+def test_blocking_tool_does_not_stop_other_tools() -> None:
     """A function runs in a thread; the loop keeps running; nobody awaits a cancelled call."""
     released = []
 
@@ -126,7 +126,7 @@ def test_a_tool_that_blocks_does_not_stop_the_others() -> None:
     released.append(True)
 
 
-def test_tools_are_made_with_their_options() -> None:
+def test_tools_are_created_with_their_options() -> None:
     tools = make_tools(
         {
             "add": ToolChoice(name=f"{OWN}:Adder", options={"more": 1}),
@@ -162,14 +162,16 @@ def with_tool(name: str, **options: Any) -> dict[str, Any]:
         (multi_turn("tools", message="{x}"), "results"),
     ],
 )
-def test_what_cannot_be_made_is_refused_with_the_reason(settings: dict[str, Any], why: str) -> None:
+def test_tool_that_cannot_be_created_is_rejected_with_the_reason(
+    settings: dict[str, Any], why: str
+) -> None:
     """Before a run starts: `submit` makes the episode in its checks."""
     configured = EpisodeSettings(**settings)
     with pytest.raises(UsageError, match=why):
         make_episode(configured, make_tools(configured.tools))
 
 
-def test_a_missing_module_is_named() -> None:
+def test_missing_tool_module_is_named() -> None:
     with pytest.raises(UnreadableInputError, match="no module 'nowhere_at_all'"):
         make_episode(EpisodeSettings(name="nowhere_at_all:x"), Tools({}))
 
@@ -201,7 +203,7 @@ def test_calls_in_brackets_have_one_argument() -> None:
     assert "at most 8" in wait(environment.step(turn(many))).text
 
 
-def test_the_game_says_where_the_secret_is() -> None:
+def test_guessing_game_answers_lower_or_higher() -> None:
     game = GuessNumber(item("42"), Tools({}))
     replies = [wait(game.step(turn(text))) for text in ("50", "is it 7?", "hm", "9" * 5000, "42!")]
     assert [reply.text for reply in replies[:3]] == [
@@ -215,7 +217,7 @@ def test_the_game_says_where_the_secret_is() -> None:
         GuessNumber(item("forty"), Tools({}))
 
 
-def test_programs_run_in_sandboxes_side_by_side() -> None:
+def test_programs_run_concurrently_in_sandboxes() -> None:
     """Output, errors and time limits; sandboxes serve several loops, and end with the tool."""
     tool = PythonTool(timeout_s=60.0, processes=2)
     tools = Tools({"python": tool})

@@ -19,13 +19,13 @@ __all__ = ["tokenizer"]
 SETTINGS = {"name": "verifiers", "options": {"environment": "words_env", "args": {"most": 3}}}
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_verifiers_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(MissingDependencyError, match="pip install 'verifiers"):
         make_episode(EpisodeSettings(**SETTINGS), Tools({}))
 
 
-def test_a_version_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_verifiers_version_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     other = ModuleType("verifiers")
     other.__version__ = "0.4.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verifiers", other)
@@ -61,7 +61,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_an_environment_of_verifiers_is_an_episode(environment: ModuleType, tokenizer: Any) -> None:
+def test_verifiers_environment_runs_as_an_episode(environment: ModuleType, tokenizer: Any) -> None:
     """Its messages are added behind the tokens that were drawn, and its rubric's reward is that
     of the last turn.
     """
@@ -78,7 +78,9 @@ def test_an_environment_of_verifiers_is_an_episode(environment: ModuleType, toke
     assert sum(completions.rewards) == completions.rewards[-1] == 3.0
 
 
-def test_a_limit_of_ours_ends_it_with_a_reward(environment: ModuleType, tokenizer: Any) -> None:
+def test_turn_limit_ends_a_verifiers_episode_with_a_reward(
+    environment: ModuleType, tokenizer: Any
+) -> None:
     engine = ScriptedEngine(lambda _: (4, STOP))
     episode = make_episode(EpisodeSettings(**SETTINGS), Tools({}))
     (outcome,) = run(

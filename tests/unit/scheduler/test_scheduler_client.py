@@ -32,31 +32,31 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_failure_carries_the_command_and_its_words(commands: Path) -> None:
+def test_failure_message_has_command_and_output(commands: Path) -> None:
     install(commands, "sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     with pytest.raises(SchedulerError, match=r"sbatch .*failed \(1\): .*invalid partition"):
         SlurmClient().submit(Path("script.sh"))
 
 
-def test_a_missing_command_is_named(commands: Path) -> None:
+def test_missing_command_is_named(commands: Path) -> None:
     with pytest.raises(SchedulerError, match="squeue is not on PATH"):
         SlurmClient().queue(["1"])
 
 
-def test_a_command_that_hangs_is_given_up(commands: Path) -> None:
+def test_hanging_command_is_abandoned(commands: Path) -> None:
     install(commands, "scontrol", "while :; do :; done")
     with pytest.raises(SchedulerError, match="did not answer"):
         SlurmClient(timeout_s=0.2).ping()
 
 
-def test_a_job_that_slurm_forgot_is_no_error(commands: Path) -> None:
+def test_job_unknown_to_slurm_is_no_error(commands: Path) -> None:
     install(
         commands, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     )
     assert SlurmClient().queue(["1"]) == []
 
 
-def test_scontrol_answers_where_squeue_is_another(commands: Path) -> None:
+def test_scontrol_is_used_if_squeue_is_another_program(commands: Path) -> None:
     """Some sites put a program of their own in squeue's place."""
     recorded = Path(__file__).with_name("recorded") / "scontrol-24.11.txt"
     install(commands, "squeue", "echo 'squeue: unrecognized option --Format' >&2; exit 2")
@@ -69,7 +69,7 @@ def test_scontrol_answers_where_squeue_is_another(commands: Path) -> None:
         SlurmClient().queue(["41"])
 
 
-def test_signalling_what_has_ended_is_no_error(commands: Path) -> None:
+def test_signaling_an_ended_job_is_no_error(commands: Path) -> None:
     install(commands, "scancel", "exit 1")
     SlurmClient().signal("KILL", ["41_0"], steps=True)
     SlurmClient().cancel(["41_0"])
@@ -78,7 +78,7 @@ def test_signalling_what_has_ended_is_no_error(commands: Path) -> None:
         SlurmClient().cancel(["41_0"])
 
 
-def test_commands_see_no_options_in_their_environment(
+def test_slurm_commands_ignore_option_variables_of_the_environment(
     commands: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")
@@ -93,12 +93,12 @@ def test_commands_see_no_options_in_their_environment(
     assert (row.name, row.reason) == ("/the/conf", "")
 
 
-def test_a_job_inherits_a_short_list() -> None:
+def test_job_inherits_only_listed_variables() -> None:
     environ = {"HOME": "/h", "PATH": "/bin", "TOKEN": "x", "SLURM_CONF": "c", "SBATCH_QOS": "q"}
     assert base.job_environment(environ) == {"HOME": "/h", "PATH": "/bin", "SLURM_CONF": "c"}
 
 
-def test_a_job_inherits_settings_of_nccl() -> None:
+def test_job_inherits_nccl_variables() -> None:
     """On the local scheduler too, and in the jobs that a job submits or requeues."""
     given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_FR_BUFFER_SIZE": "9"}
     environ = {**given, "MY_NCCL_TOKEN": "x", "HF_TOKEN": "y"}
@@ -130,7 +130,7 @@ def test_auto_is_local_without_slurm(commands: Path) -> None:
         ("/nowhere/slurm.conf", "error: s_p_parse_file: cannot stat file /nowhere/slurm.conf"),
     ],
 )
-def test_auto_is_slurm_on_machine_of_cluster_without_controller(
+def test_auto_is_slurm_on_a_cluster_node_without_controller(
     commands: Path, monkeypatch: pytest.MonkeyPatch, conf: str, words: str
 ) -> None:
     """Nothing runs on a login node because its controller does not answer."""
@@ -152,7 +152,7 @@ def test_auto_is_slurm_for_slurm_settings_without_controller(commands: Path) -> 
         make("slurm").check()
 
 
-def test_names_of_schedulers(commands: Path) -> None:
+def test_scheduler_names_are_checked(commands: Path) -> None:
     assert choose("slurm", asks_slurm=False) == "slurm"
     assert isinstance(make("local"), LocalScheduler)
     with pytest.raises(UnknownNameError, match="did you mean 'slurm'"):
@@ -172,7 +172,7 @@ def test_cancel_names_ranges_of_elements(slurm: Slurm, scheduler: SlurmScheduler
     assert slurm.done == ["cancel 41_[2-5,7]", "cancel 41_[3-5,7]"]
 
 
-def test_a_submission_whose_answer_was_lost_is_found_by_name(
+def test_submission_with_a_lost_reply_is_found_by_name(
     tmp_path: Path, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """One that was refused is not looked for."""
@@ -215,13 +215,13 @@ ClusterName=bed Account=poor UserName=me(1000) Partition= Priority=0 ID=5
     ("user", "account", "room"),
     [("me", None, 5), ("me", "lab", 5), ("me", "poor", 0), ("you", None, None)],
 )
-def test_how_many_more_jobs_a_user_may_submit(
+def test_job_limit_gives_the_number_of_additional_jobs(
     user: str, account: str | None, room: int | None
 ) -> None:
     assert extensions.submit_room(ASSOCIATIONS, user, account) == room
 
 
-def test_a_cluster_without_arrays_is_refused_in_words() -> None:
+def test_cluster_without_job_arrays_is_rejected() -> None:
     assert extensions.array_limit({"MaxArraySize": "5"}) == 5
     assert extensions.array_limit({}) is None
     with pytest.raises(EnvironmentFailure, match="job arrays are disabled"):
@@ -229,7 +229,7 @@ def test_a_cluster_without_arrays_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize(("most", "links"), [(None, 6), (3, 3), (1, 1)])
-def test_a_chain_that_is_too_long_is_shortened_and_it_is_said(
+def test_too_long_chain_is_shortened_with_a_message(
     tmp_path: Path,
     slurm: Slurm,
     scheduler: SlurmScheduler,
@@ -248,7 +248,7 @@ def test_a_chain_that_is_too_long_is_shortened_and_it_is_said(
     assert f"accepts only {links} of the" in caplog.text
 
 
-def test_one_link_that_is_refused_is_an_error(
+def test_rejected_single_job_is_an_error(
     tmp_path: Path, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     slurm.most = 0
@@ -256,7 +256,7 @@ def test_one_link_that_is_refused_is_an_error(
         scheduler.submit(request_of(tmp_path, "pass", links=4))
 
 
-def test_what_the_queue_forgot_comes_from_the_accounting_and_is_asked_once(
+def test_accounting_is_queried_once_for_jobs_missing_in_the_queue(
     slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     slurm.rows = [row((2,), "RUNNING"), row((3,), "PENDING")]
@@ -267,7 +267,7 @@ def test_what_the_queue_forgot_comes_from_the_accounting_and_is_asked_once(
     assert slurm.asked == [("41",)]
 
 
-def test_an_element_that_ran_is_known_better_than_the_array_it_was_cancelled_with(
+def test_element_that_ran_overrides_its_cancelled_array_row(
     slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """As sacct of 22.05 shows an array that was cancelled just when its first element started."""
@@ -279,7 +279,7 @@ def test_an_element_that_ran_is_known_better_than_the_array_it_was_cancelled_wit
     assert [(task.element, task.hosts) for task in found] == [(0, ("n0",)), (1, ()), (2, ())]
 
 
-def test_no_accounting_is_no_error(commands: Path) -> None:
+def test_missing_accounting_is_no_error(commands: Path) -> None:
     assert SlurmClient().accounting(["1"]) is None
     install(commands, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     assert SlurmClient().accounting(["1"]) is None

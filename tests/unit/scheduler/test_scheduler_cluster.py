@@ -17,7 +17,7 @@ old|inact|infinite|0|0|0|(null)
 """
 
 
-def test_partitions_as_slurm_prints_them() -> None:
+def test_partitions_are_parsed_from_sinfo_output() -> None:
     found = partitions((RECORDED / "sinfo-partitions-22.05.txt").read_text())
     kinds = (HostKind(2, 8, 16000, 2),)
     assert found == [
@@ -27,7 +27,7 @@ def test_partitions_as_slurm_prints_them() -> None:
     ]
 
 
-def test_partitions_of_several_kinds_of_hosts() -> None:
+def test_partition_with_several_node_kinds_is_parsed() -> None:
     gpu, cpu, old = partitions(MIXED)
     assert (gpu.name, gpu.is_default, gpu.hosts, gpu.most_gpus) == ("gpu", True, 6, 8)
     assert gpu.gpu_types == ("a100", "h100", "h100_mig")
@@ -38,7 +38,7 @@ def test_partitions_of_several_kinds_of_hosts() -> None:
         partitions("gpu up")
 
 
-def test_accounts_as_slurm_prints_them() -> None:
+def test_accounts_are_parsed_from_sacctmgr_output() -> None:
     text = (RECORDED / "sacctmgr-22.05.txt").read_text()
     assert accounts(text) == Accounts(("lab", "poor", "root"), "lab")
     assert accounts("") == Accounts((), "")

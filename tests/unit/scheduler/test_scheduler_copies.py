@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
-def test_copy_has_no_jobs_and_moved_directory_keeps_them(
+def test_copied_run_has_no_jobs_and_moved_run_keeps_its_jobs(
     tmp_path: Path, run: FakeRun, kind: str
 ) -> None:
     scheduler = make(kind)
@@ -39,7 +39,7 @@ def test_copy_has_no_jobs_and_moved_directory_keeps_them(
     assert scheduler.recover(copy, 1) == {"trainer": ("41",)}
 
 
-def test_submission_of_an_older_version_counts_as_its_own(tmp_path: Path, run: FakeRun) -> None:
+def test_submission_of_an_older_version_is_recognized(tmp_path: Path, run: FakeRun) -> None:
     run.submission()
     copy = RunPaths(tmp_path / "copy")
     shutil.copytree(run.paths.run, copy.run)

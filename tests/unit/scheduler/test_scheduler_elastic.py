@@ -37,27 +37,29 @@ def tasks(running: int, queued: int, held: int = 0) -> list[TaskState]:
         (5, 3, 9, 3, Change(throttle=5)),
     ],
 )
-def test_balance(desired: int, running: int, queued: int, throttle: int, change: Change) -> None:
+def test_balance_adjusts_queued_tasks_and_throttle(
+    desired: int, running: int, queued: int, throttle: int, change: Change
+) -> None:
     assert balance(desired, tasks(running, queued), throttle) == change
 
 
-def test_what_is_too_much_runs_on() -> None:
+def test_surplus_running_tasks_are_not_cancelled() -> None:
     """Those who work with the tasks ask some to leave; no other one starts."""
     assert balance(1, tasks(3, 2), 3) == Change(throttle=1)
 
 
-def test_while_none_is_wanted_the_queued_ones_are_held() -> None:
+def test_queued_tasks_are_held_if_none_is_wanted() -> None:
     assert balance(0, tasks(2, 2), 3) == Change(hold=True)
     assert balance(0, tasks(2, 1, held=2), 3) == Change(hold=True)
     assert balance(0, tasks(2, 0, held=2), 3) == balance(0, tasks(2, 0), 3) == Change()
     assert balance(2, tasks(1, 0, held=2), 2) == Change(release=True)
 
 
-def test_an_unknown_throttle_is_set() -> None:
+def test_unknown_throttle_is_set() -> None:
     assert balance(3, tasks(3, 2), None) == Change(throttle=3)
 
 
-def test_a_users_number_holds_until_the_plan_changes(run: RunPaths) -> None:
+def test_task_count_of_the_user_is_kept_until_the_plan_changes(run: RunPaths) -> None:
     assert demand.wanted_tasks(run, "rollout", 4) == 4
     demand.set_wanted_tasks(run, "rollout", 0, 4)
     assert (demand.wanted_tasks(run, "rollout", 4), demand.wanted_tasks(run, "trainer", 4)) == (
@@ -79,7 +81,7 @@ def test_a_users_number_holds_until_the_plan_changes(run: RunPaths) -> None:
         ([], "cancel 41_[3-5]"),  # Slurm has forgotten them
     ],
 )
-def test_queued_tasks_cancelled_without_a_job_of_trainers(
+def test_queued_tasks_are_cancelled_without_a_trainers_job(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     slurm: Slurm,
@@ -95,7 +97,7 @@ def test_queued_tasks_cancelled_without_a_job_of_trainers(
     assert slurm.done == [done]
 
 
-def test_tasks_rest_until_the_trainers_are_back(tmp_path: Path) -> None:
+def test_orphaned_tasks_are_held_until_trainers_return(tmp_path: Path) -> None:
     fake = FakeRun(tmp_path)
     number = fake.begin()
     assert not demand.is_orphaned(fake.paths, "rollout")

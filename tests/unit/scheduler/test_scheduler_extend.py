@@ -20,7 +20,7 @@ from slurmrl.scheduler.states import QueueRow
 from tests.support.scripted_slurm import Slurm
 
 
-def test_an_answer_that_was_lost_is_found_by_name(
+def test_extension_with_a_lost_reply_is_found_by_name(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     slurm.lose = True
@@ -32,7 +32,7 @@ def test_an_answer_that_was_lost_is_found_by_name(
     assert list(slurm.jobs) == ["41", "42"]
 
 
-def test_a_claimant_that_is_about_to_submit_is_waited_for(
+def test_extension_waits_for_a_claimant_about_to_submit(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Their claim is younger than their job; ours would be one array too many."""
@@ -49,9 +49,7 @@ def test_a_claimant_that_is_about_to_submit_is_waited_for(
     assert list(slurm.jobs) == ["41", "42"]
 
 
-def test_a_claim_that_stays_empty_is_void_in_the_end(
-    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
-) -> None:
+def test_empty_claim_becomes_void(run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler) -> None:
     theirs = extensions.Claim(index=1, first=3, count=3, by="x", records=0)
     extensions.take(run, 1, "trainer", theirs)
     times = iter([0.0, 1.0, extensions.SETTLE_S + 1])
@@ -62,7 +60,7 @@ def test_a_claim_that_stays_empty_is_void_in_the_end(
     assert slurm.jobs["42"][1] == [6, 7, 8]
 
 
-def test_arrays_are_known_after_the_first_one_was_forgotten(
+def test_later_arrays_are_found_if_the_first_is_unknown(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Its submitter was killed before it could note the id."""
@@ -74,7 +72,7 @@ def test_arrays_are_known_after_the_first_one_was_forgotten(
     assert slurm.options[-1][-1] == "--dependency=afterany:42"
 
 
-def test_a_void_claim_is_not_looked_for_again(
+def test_void_claim_is_not_searched_again(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Once a later array was submitted, each look costs what it did before."""
@@ -90,7 +88,7 @@ def test_a_void_claim_is_not_looked_for_again(
     assert slurm.jobs["43"][1] == [9, 10, 11], "its numbers stay unused"
 
 
-def test_a_job_of_a_void_claim_that_came_after_all_is_kept(
+def test_late_job_of_a_void_claim_is_kept(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the array that takes its place, or when its claimant wakes up after that."""
@@ -115,7 +113,7 @@ def test_a_job_of_a_void_claim_that_came_after_all_is_kept(
     assert scheduler.recover(run, 1) == {"trainer": ("41", "42", "43", "45", "44")}
 
 
-def test_void_claims_wait_where_squeue_does_not_answer(
+def test_claims_do_not_become_void_if_squeue_does_not_answer(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The array was submitted: that is what counts."""
@@ -160,7 +158,7 @@ def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.Monk
     ElasticGroup(run, 1, "trainer", slurm, by="40_1").keep(2)
 
 
-def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
+def test_upkeep_waits_for_tasks_being_added_by_another_job(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two links of the trainers are alive at once; neither may take the other's claim for its own
@@ -174,7 +172,7 @@ def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
     assert list(slurm.jobs) == ["41", "42"]
 
 
-def test_upkeep_waits_for_another_link_until_its_own_ends(run: RunPaths, slurm: Slurm) -> None:
+def test_upkeep_waits_for_another_job_until_its_own_ends(run: RunPaths, slurm: Slurm) -> None:
     slurm.running = ("41", 2)
     theirs = extensions.Claim(index=1, first=3, count=1, by="40_0", records=0)
     extensions.take(run, 1, "trainer", theirs)
@@ -191,7 +189,7 @@ def test_upkeep_waits_for_another_link_until_its_own_ends(run: RunPaths, slurm: 
     assert list(slurm.jobs) == ["41"]
 
 
-def test_upkeep_adds_nothing_to_what_another_link_added_since_it_looked(
+def test_upkeep_adds_no_tasks_after_a_concurrent_extension(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.running = ("41", 2)
@@ -200,7 +198,7 @@ def test_upkeep_adds_nothing_to_what_another_link_added_since_it_looked(
     assert list(slurm.jobs) == ["41", "42"]
 
 
-def test_array_indices_run_out_in_words(
+def test_exhausted_array_indices_are_reported(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     slurm.array_size = "5"
@@ -210,7 +208,7 @@ def test_array_indices_run_out_in_words(
         scheduler.extend(run, 1, "trainer", by="41_1")
 
 
-def test_links_that_are_added_inherit_what_the_first_ones_did(
+def test_added_jobs_inherit_the_first_environment(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set-up lines of a link have changed its PATH; those of the next do so again."""

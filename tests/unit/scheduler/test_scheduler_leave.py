@@ -96,7 +96,7 @@ def run_leave(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     return run
 
 
-def test_the_host_is_avoided_by_all_that_is_queued_and_the_job_goes_back(
+def test_failed_host_is_excluded_from_queued_jobs_and_job_is_requeued(
     paths: RunPaths, run_leave: Leave
 ) -> None:
     said = run_leave("""slurmrl_leave 'python: "no" such\\file\n'""")
@@ -114,7 +114,7 @@ def test_the_host_is_avoided_by_all_that_is_queued_and_the_job_goes_back(
     assert [path.name for path in paths.hosts.iterdir() if path.name.startswith(".")] == []
 
 
-def test_no_host_is_avoided_whose_loss_would_leave_none(paths: RunPaths, run_leave: Leave) -> None:
+def test_host_is_not_excluded_if_none_would_remain(paths: RunPaths, run_leave: Leave) -> None:
     run_leave("slurmrl_leave broken", host="n1")
     said = run_leave("slurmrl_leave broken", host="n2", restart=1, impossible="n1,n2")
     assert [one.host for one in avoided(paths)] == ["n1"]
@@ -122,7 +122,7 @@ def test_no_host_is_avoided_whose_loss_would_leave_none(paths: RunPaths, run_lea
     assert said[-1] == "scontrol update JobId=41_2 ExcNodeList=n1,n8"
 
 
-def test_pauses_grow_and_there_is_an_end(
+def test_pauses_between_failed_starts_grow_up_to_a_limit(
     paths: RunPaths, run_leave: Leave, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosts, "FIRST_S", 5)
@@ -140,13 +140,15 @@ def test_pauses_grow_and_there_is_an_end(
     assert "scontrol requeue 41_2" in run_leave("slurmrl_leave broken", restart=2)
 
 
-def test_a_job_that_is_being_cancelled_does_not_go_back(paths: RunPaths, run_leave: Leave) -> None:
+def test_job_being_cancelled_is_not_requeued(paths: RunPaths, run_leave: Leave) -> None:
     assert run_leave(f"{EARLY_TRAPS}\nkill -TERM $$\nsleep 1 || exit 1") == []
     assert failed_starts(paths) == []
 
 
 @pytest.mark.parametrize("text", ["false", "exit 9", "exec /nowhere/python"])
-def test_set_up_lines_that_end_the_script(paths: RunPaths, run_leave: Leave, text: str) -> None:
+def test_setup_lines_that_exit_count_as_a_host_failure(
+    paths: RunPaths, run_leave: Leave, text: str
+) -> None:
     assert "scontrol requeue 41_2" in run_leave(f"{EARLY_TRAPS}\n{text}")
     assert [one.host for one in avoided(paths)] == ["n1"]
 
@@ -155,7 +157,7 @@ SETUP = f"{EARLY_TRAPS}\nset -e\nexport A=1\ngrep 'no \"such\"' $A /nowhere\n{AF
 REASON = """cluster.slurm.setup ended with exit code 2 at: grep 'no "such"' $A /nowhere"""
 
 
-def test_a_set_up_line_that_fails_on_several_hosts_is_the_users(
+def test_setup_line_that_fails_on_several_hosts_is_a_user_error(
     paths: RunPaths, run_leave: Leave
 ) -> None:
     """The trial ends with the line in its reason, and no host stays excluded for it."""
@@ -170,7 +172,7 @@ def test_a_set_up_line_that_fails_on_several_hosts_is_the_users(
     assert [one.host for one in avoided(paths)] == ["n7"]
 
 
-def test_a_set_up_line_that_fails_where_no_other_host_can_be_used_is_the_users(
+def test_setup_line_that_fails_on_the_only_host_is_a_user_error(
     paths: RunPaths, run_leave: Leave
 ) -> None:
     assert "scontrol requeue 41_2" in run_leave(SETUP, impossible="n1")
@@ -179,7 +181,9 @@ def test_a_set_up_line_that_fails_where_no_other_host_can_be_used_is_the_users(
 
 
 @pytest.mark.parametrize("why", ["other failures", "it has worked", "not the set-up", "no Python"])
-def test_other_failures_stay_the_hosts(paths: RunPaths, run_leave: Leave, why: str) -> None:
+def test_other_start_failures_are_host_failures(
+    paths: RunPaths, run_leave: Leave, why: str
+) -> None:
     """Hosts that fail in different ways, after the set-up lines, or after an incarnation of this
     submission; and where the trial cannot be ended, the job is requeued.
     """
@@ -199,7 +203,9 @@ def test_other_failures_stay_the_hosts(paths: RunPaths, run_leave: Leave, why: s
     assert len(avoided(paths)) == 4
 
 
-def test_a_set_up_of_another_submission_says_nothing(paths: RunPaths, run_leave: Leave) -> None:
+def test_setup_failures_of_another_submission_are_ignored(
+    paths: RunPaths, run_leave: Leave
+) -> None:
     """A line may have been changed by ``resume``."""
     begun = pack(Record(0, Kind.BEGIN, 1, 0.0, {"job": "1", "submission": 30}), "nonce")
     paths.history.joinpath("00000000").write_bytes(begun)
@@ -208,13 +214,13 @@ def test_a_set_up_of_another_submission_says_nothing(paths: RunPaths, run_leave:
     assert any(line.startswith("fail") for line in said)
 
 
-def test_link_starts_where_set_up_lines_take_srun_from_path(run_leave: Leave) -> None:
+def test_job_starts_if_setup_lines_remove_srun_from_path(run_leave: Leave) -> None:
     attempt = try_module(sys.executable, "slurmrl.workers.supervisor")
     text = f"{EARLY_TRAPS}\nexport PATH=/nowhere\n{AFTER_SETUP}\n{attempt}"
     assert run_leave(f'{text} && echo starts > "$SAID"; trap - EXIT; exit 1') == ["starts"]
 
 
-def test_a_set_up_line_that_breaks_path_uses_up_no_link(
+def test_setup_line_that_breaks_path_requeues_the_job(
     paths: RunPaths, run_leave: Leave, tmp_path: Path
 ) -> None:
     srun = tmp_path / "only_srun" / "srun"
@@ -228,7 +234,7 @@ def test_a_set_up_line_that_breaks_path_uses_up_no_link(
     assert (bad.host, "timeout: " in bad.why) == ("n1", True)
 
 
-def test_a_failure_that_is_no_hosts_is_counted_once(paths: RunPaths, run_leave: Leave) -> None:
+def test_failure_without_host_fault_is_counted_once(paths: RunPaths, run_leave: Leave) -> None:
     run_leave('slurmrl_give_back "srun: no" ""')
     run_leave('slurmrl_give_back "srun: no" ""')
     assert [(one.host, one.why) for one in newest_failed_starts(paths)] == [("", "srun: no")]
@@ -237,7 +243,7 @@ def test_a_failure_that_is_no_hosts_is_counted_once(paths: RunPaths, run_leave: 
 
 @pytest.mark.parametrize("module", ["slurmrl.workers.agent", "slurmrl.no_such_module"])
 @pytest.mark.parametrize("path", [os.environ["PATH"], "/nowhere"], ids=["path", "no path"])
-def test_each_host_tries_its_interpreter(paths: RunPaths, module: str, path: str) -> None:
+def test_each_host_checks_its_interpreter(paths: RunPaths, module: str, path: str) -> None:
     program, *command = guard_command(paths.run, sys.executable, module)
     done = subprocess.run(
         [shutil.which(program) or program, *command, "/bin/echo", "it runs"],
@@ -259,7 +265,7 @@ def test_each_host_tries_its_interpreter(paths: RunPaths, module: str, path: str
         assert bad.why.endswith(why)
 
 
-def test_a_host_is_avoided_after_two_incarnations_failed_there(paths: RunPaths) -> None:
+def test_host_is_excluded_after_two_failed_incarnations(paths: RunPaths) -> None:
     assert not blame(paths, "n1", 3, "lost")
     assert not blame(paths, "n1", 3, "lost")
     assert not blame(paths, "n2", 4, "lost")
@@ -267,7 +273,7 @@ def test_a_host_is_avoided_after_two_incarnations_failed_there(paths: RunPaths) 
     assert blame(paths, "n2", 4, "failed", (0, 1)), "a rollout task counts like an incarnation"
 
 
-def test_hosts_are_used_again(paths: RunPaths) -> None:
+def test_excluded_hosts_are_included_again(paths: RunPaths) -> None:
     for host in ("n1", "n2"):
         avoid(paths, host, "broken")
         record_start(paths, 0, "43.0", host, "broken")
@@ -282,13 +288,13 @@ def test_hosts_are_used_again(paths: RunPaths) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"host": 1}', '{"why": ["n1"]}', "{" * 10_000])
-def test_a_record_that_is_not_ours(paths: RunPaths, text: str) -> None:
+def test_invalid_exclusion_record_is_corrupt(paths: RunPaths, text: str) -> None:
     paths.hosts.joinpath("avoid.n1.json").write_text(text)
     with pytest.raises(CorruptFileError, match=r"avoid\.n1\.json"):
         avoided(paths)
 
 
-def test_what_is_queued_from_now_on_avoids_the_host(run: RunPaths) -> None:
+def test_jobs_queued_later_exclude_the_host(run: RunPaths) -> None:
     assert submission.exclude_option(run, 1, "trainer") == ()
     avoid(run, "n1", json.dumps("broken"))
     assert submission.exclude_option(run, 1, "trainer") == ("--exclude=n1",)
@@ -302,7 +308,7 @@ def test_what_is_queued_from_now_on_avoids_the_host(run: RunPaths) -> None:
         ("Access/permission denied", False),
     ],
 )
-def test_queued_links_get_the_exclusion_or_others_take_their_place(
+def test_queued_jobs_get_the_exclusion_or_are_replaced(
     run: RunPaths,
     slurm: Slurm,
     scheduler: SlurmScheduler,

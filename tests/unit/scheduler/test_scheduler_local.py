@@ -66,7 +66,7 @@ def ask(tmp_path: Path) -> Ask:
     return make  # type: ignore[return-value]
 
 
-def test_no_link_follows_the_end_of_the_trial(scheduler: LocalScheduler, ask: Ask) -> None:
+def test_no_job_follows_the_end_of_the_trial(scheduler: LocalScheduler, ask: Ask) -> None:
     request = ask(STAY, links=3)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: pids(request), "link 0 has started")
@@ -81,7 +81,7 @@ def test_no_link_follows_the_end_of_the_trial(scheduler: LocalScheduler, ask: As
         assert len(pids(request)) == 1
 
 
-def test_links_die_with_their_chain(scheduler: LocalScheduler, ask: Ask) -> None:
+def test_jobs_die_with_their_chain(scheduler: LocalScheduler, ask: Ask) -> None:
     request = ask(STAY)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: pids(request), "link 0 has started")
@@ -94,7 +94,7 @@ def test_links_die_with_their_chain(scheduler: LocalScheduler, ask: Ask) -> None
         assert "killed" in tasks[0].reason
 
 
-def test_what_a_link_leaves_behind_is_killed(scheduler: LocalScheduler, ask: Ask) -> None:
+def test_leftover_processes_of_a_job_are_killed(scheduler: LocalScheduler, ask: Ask) -> None:
     code = "import subprocess; child = subprocess.Popen(['sleep', '600'])\n"
     code += "open('pid', 'a').write(f'{child.pid}\\n')"
     request = ask(code, links=1)
@@ -104,7 +104,7 @@ def test_what_a_link_leaves_behind_is_killed(scheduler: LocalScheduler, ask: Ask
 
 
 @pytest.mark.long
-def test_cancel_kills_a_link_that_ignores_term(scheduler: LocalScheduler, ask: Ask) -> None:
+def test_cancel_kills_a_job_that_ignores_sigterm(scheduler: LocalScheduler, ask: Ask) -> None:
     request = ask("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAY)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: pids(request), "link 0 has started")
@@ -113,7 +113,7 @@ def test_cancel_kills_a_link_that_ignores_term(scheduler: LocalScheduler, ask: A
         assert [task.state for task in scheduler.query(jobs)] == [JobState.CANCELLED] * 2
 
 
-def test_another_process_finds_a_running_chain_by_its_id_alone(
+def test_running_chain_is_found_by_its_id_from_another_process(
     scheduler: LocalScheduler, ask: Ask
 ) -> None:
     with submitted(scheduler, ask(STAY)) as jobs:
@@ -121,7 +121,7 @@ def test_another_process_finds_a_running_chain_by_its_id_alone(
         assert LocalScheduler().query(jobs) == scheduler.query(jobs)
 
 
-def test_two_groups_have_a_chain_each(scheduler: LocalScheduler, ask: Ask) -> None:
+def test_each_group_has_its_own_chain(scheduler: LocalScheduler, ask: Ask) -> None:
     request = ask("print('done')", links=1)
     other = dataclasses.replace(request.groups[0], name="rollout")
     request = dataclasses.replace(request, groups=(*request.groups, other))
@@ -131,7 +131,7 @@ def test_two_groups_have_a_chain_each(scheduler: LocalScheduler, ask: Ask) -> No
         assert [task.group for task in scheduler.query(jobs)] == ["trainer", "rollout"]
 
 
-def test_the_number_of_tasks_follows_its_user(scheduler: LocalScheduler, ask: Ask) -> None:
+def test_number_of_running_tasks_follows_the_request(scheduler: LocalScheduler, ask: Ask) -> None:
     """None, then two, while the trainers live; the chain of tasks ends with theirs."""
     request = ask(STAY, links=1)
     tasks = dataclasses.replace(request.groups[0], name="rollout", links=4, hosts=3, elastic=True)
@@ -149,12 +149,12 @@ def test_the_number_of_tasks_follows_its_user(scheduler: LocalScheduler, ask: As
         assert len(pids(request)) == 3
 
 
-def test_a_chain_that_left_no_trace_is_unknown(scheduler: LocalScheduler) -> None:
+def test_chain_without_traces_is_unknown(scheduler: LocalScheduler) -> None:
     (task,) = scheduler.query({"trainer": (f"local-{os.getpid()}-1",)})
     assert task.state is JobState.UNKNOWN
 
 
-def test_a_chain_on_another_machine_is_believed_but_cannot_be_signalled(
+def test_chain_on_another_machine_is_alive_but_cannot_be_signaled(
     scheduler: LocalScheduler, tmp_path: Path
 ) -> None:
     run = RunPaths(tmp_path)
@@ -172,7 +172,7 @@ def test_a_chain_on_another_machine_is_believed_but_cannot_be_signalled(
         scheduler.cancel(jobs)
 
 
-def test_a_restarted_machine_runs_nothing(scheduler: LocalScheduler, tmp_path: Path) -> None:
+def test_chains_are_ended_after_a_reboot(scheduler: LocalScheduler, tmp_path: Path) -> None:
     run = RunPaths(tmp_path)
     run.submission(1).mkdir(parents=True)
     identity = ProcessId(os.getpid(), 1)
@@ -184,11 +184,11 @@ def test_a_restarted_machine_runs_nothing(scheduler: LocalScheduler, tmp_path: P
     assert [task.state for task in tasks] == [JobState.FAILED, JobState.CANCELLED]
 
 
-def test_more_than_one_host_is_refused(scheduler: LocalScheduler, ask: Ask) -> None:
+def test_more_than_one_host_is_rejected(scheduler: LocalScheduler, ask: Ask) -> None:
     with pytest.raises(SchedulerError, match="requests 2 hosts"):
         scheduler.submit(ask("pass", hosts=2))
 
 
-def test_a_slurm_id_is_refused() -> None:
+def test_slurm_job_id_is_rejected() -> None:
     with pytest.raises(CorruptFileError, match="'41' is not"):
         chain_process("41")

@@ -29,9 +29,7 @@ from slurmrl.scheduler import parse
         ("", []),
     ],
 )
-def test_gpus_are_counted_by_type_in_generic_resources(
-    resources: str, expected: list[tuple[str, int]]
-) -> None:
+def test_gpus_are_counted_by_type_in_gres(resources: str, expected: list[tuple[str, int]]) -> None:
     assert parse.gpus(resources) == expected
     assert parse.gpu_count(resources) == sum(count for _, count in expected)
 
@@ -47,17 +45,17 @@ def test_gpus_are_counted_by_type_in_generic_resources(
         ("", ()),
     ],
 )
-def test_elements(text: str, expected: tuple[int, ...]) -> None:
+def test_array_elements_are_parsed(text: str, expected: tuple[int, ...]) -> None:
     assert parse.elements(text) == expected
 
 
-def test_elements_that_are_cut_short_are_refused() -> None:
+def test_truncated_element_lists_are_rejected() -> None:
     with pytest.raises(SchedulerError, match="not a range"):
         parse.elements("1,3,5,7,...")
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
-def test_element_list_is_read_back(values: set[int]) -> None:
+def test_element_list_survives_a_round_trip(values: set[int]) -> None:
     assert parse.elements(parse.element_list(values)) == tuple(sorted(values))
 
 
@@ -72,7 +70,7 @@ def test_element_list_is_read_back(values: set[int]) -> None:
         ("a-1,b[2]", ("a-1", "b2")),
     ],
 )
-def test_hosts(text: str, expected: tuple[str, ...]) -> None:
+def test_host_lists_are_parsed(text: str, expected: tuple[str, ...]) -> None:
     assert parse.hosts(text) == expected
 
 
@@ -87,12 +85,12 @@ def test_hosts(text: str, expected: tuple[str, ...]) -> None:
         "2026\n41\nbye\n",
     ],
 )
-def test_job_id(text: str) -> None:
+def test_job_id_is_parsed(text: str) -> None:
     assert parse.job_id(text) == "41"
 
 
 @pytest.mark.parametrize("text", ["", "Submitted batch job 41", "x41", "41;a b"])
-def test_job_id_rejected_in_other_output(text: str) -> None:
+def test_job_id_is_rejected_in_other_output(text: str) -> None:
     with pytest.raises(SchedulerError, match="job id"):
         parse.job_id(text)
 
@@ -101,12 +99,12 @@ def test_job_id_rejected_in_other_output(text: str) -> None:
     ("text", "expected"),
     [("768", (3, None)), ("9", (0, 9)), ("0", (0, None)), ("3:0", (3, None)), ("0:15", (0, 15))],
 )
-def test_exit_status(text: str, expected: tuple[int | None, int | None]) -> None:
+def test_exit_status_is_parsed(text: str, expected: tuple[int | None, int | None]) -> None:
     assert parse.exit_status(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "N/A", "1:x"])
-def test_no_exit_status(text: str) -> None:
+def test_missing_exit_status_is_parsed(text: str) -> None:
     assert parse.exit_status(text) == (None, None)
 
 
@@ -121,11 +119,11 @@ def test_no_exit_status(text: str) -> None:
         ("NOT_SET", None),
     ],
 )
-def test_duration(text: str, expected: float | None) -> None:
+def test_duration_is_parsed(text: str, expected: float | None) -> None:
     assert parse.duration_s(text) == expected
 
 
-def test_assignments() -> None:
+def test_assignments_are_parsed() -> None:
     text = (
         "Configuration data as of 2026-11-21\nMaxArraySize            = 1001\nX = a = b\nEmpty = \n"
     )

@@ -42,7 +42,7 @@ def poll(scheduler: FakeScheduler, clock: Clock) -> SchedulerPoll:
     return SchedulerPoll("slurm", scheduler, clock=clock)
 
 
-def test_pauses_grow_while_nothing_changes(
+def test_poll_pauses_grow_while_status_is_unchanged(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
     assert poll.pause_s == 0
@@ -57,7 +57,7 @@ def test_pauses_grow_while_nothing_changes(
     assert scheduler.questions == 10
 
 
-def test_a_change_makes_it_quick_again(
+def test_change_resets_the_poll_pause(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
     for _ in range(4):
@@ -68,7 +68,7 @@ def test_a_change_makes_it_quick_again(
     assert poll.pause_s == SHARED_SHORTEST_S
 
 
-def test_time_that_goes_by_is_no_change(
+def test_elapsed_time_is_no_change(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
     poll.query(JOBS)
@@ -78,7 +78,7 @@ def test_time_that_goes_by_is_no_change(
     assert poll.pause_s > SHARED_SHORTEST_S
 
 
-def test_no_scheduler_is_queried_before_it_is_due(
+def test_scheduler_is_not_queried_before_it_is_due(
     poll: SchedulerPoll, scheduler: FakeScheduler
 ) -> None:
     first = poll.query(JOBS)
@@ -88,7 +88,7 @@ def test_no_scheduler_is_queried_before_it_is_due(
     assert scheduler.questions == 2
 
 
-def test_a_scheduler_that_does_not_answer_is_asked_ever_less_often(
+def test_unresponsive_scheduler_is_queried_less_and_less_often(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
     scheduler.problem = "away"
@@ -101,7 +101,7 @@ def test_a_scheduler_that_does_not_answer_is_asked_ever_less_often(
     assert pauses == sorted(set(pauses))
 
 
-def test_no_answer_is_not_taken_for_no_jobs(
+def test_missing_answer_is_not_mistaken_for_no_jobs(
     poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
 ) -> None:
     """Nor is an older one for other jobs taken for one for these."""

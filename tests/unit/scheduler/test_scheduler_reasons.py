@@ -33,13 +33,13 @@ LIMITS = [
 
 
 @pytest.mark.parametrize("name", [*sorted(PLAIN), *LIMITS])
-def test_every_reason_has_words_and_advice(name: str) -> None:
+def test_every_slurm_reason_has_text_and_advice(name: str) -> None:
     words, semicolon, advice = explain(name).partition("; ")
     assert all((words, semicolon, advice))
     assert "Slurm's reason is" not in words
 
 
-def test_the_table_holds_no_name_that_slurm_does_not_know() -> None:
+def test_reason_table_has_only_names_known_to_slurm() -> None:
     assert set(REASONS) == PLAIN
 
 
@@ -60,11 +60,11 @@ def test_the_table_holds_no_name_that_slurm_does_not_know() -> None:
         ("PartitionTimeLimit", "lower cluster.slurm.time"),
     ],
 )
-def test_limits_say_whose_and_on_what(name: str, expected: str) -> None:
+def test_limit_reasons_name_owner_and_resource(name: str, expected: str) -> None:
     assert expected in explain(name)
 
 
-def test_details_and_free_texts_are_understood() -> None:
+def test_reason_details_and_free_texts_are_parsed() -> None:
     shown = explain("ReqNodeNotAvail, UnavailableNodes:n[1-3]")
     assert "(UnavailableNodes:n[1-3]); see sinfo -R" in shown
     assert explain("RaisedSignal:9(Killed)") == "a signal ended it (9(Killed)); see slurmrl logs"
@@ -77,9 +77,9 @@ def test_details_and_free_texts_are_understood() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "None", "N/A", "(null)", "(None)"])
-def test_no_reason_is_no_words(text: str) -> None:
+def test_missing_reason_gives_empty_text(text: str) -> None:
     assert explain(text) == ""
 
 
-def test_an_unknown_reason_is_quoted() -> None:
+def test_unknown_reason_is_quoted() -> None:
     assert explain("SomethingNew") == "Slurm's reason is 'SomethingNew'"

@@ -23,7 +23,7 @@ def recorded(name: str) -> str:
     return (RECORDED / name).read_text()
 
 
-def test_squeue_of_22_05() -> None:
+def test_squeue_rows_of_22_05_are_parsed() -> None:
     jobs = {"trainer": ("1", "2"), "single": ("3",), "gone": ("9",)}
     found = states.task_states(states.queue(recorded("squeue-22.05.txt")), jobs)
     shown = [(task.group, task.job_id, task.state.value, task.words) for task in found]
@@ -92,7 +92,7 @@ def by_name(found: Iterable[states.QueueRow]) -> dict[tuple[str, int | None], st
 @pytest.mark.parametrize(
     ("command", "read"), [("squeue", states.queue), ("scontrol", states.control)]
 )
-def test_jobs_of_newer_versions(
+def test_job_rows_of_newer_versions_are_parsed(
     version: str, command: str, read: Callable[[str], list[states.QueueRow]]
 ) -> None:
     found = by_name(read(recorded(f"{command}-{version}.txt")))
@@ -111,7 +111,7 @@ def test_jobs_of_newer_versions(
 
 
 @pytest.mark.parametrize("version", NEWER)
-def test_squeue_and_scontrol_say_the_same(version: str) -> None:
+def test_squeue_and_scontrol_give_equal_rows(version: str) -> None:
     one = by_name(states.queue(recorded(f"squeue-{version}.txt")))
     other = by_name(states.control(recorded(f"scontrol-{version}.txt")))
     for key, row in one.items():
@@ -127,7 +127,7 @@ def test_squeue_and_scontrol_say_the_same(version: str) -> None:
             assert row.start == same.start, key
 
 
-def test_scontrol_of_22_05() -> None:
+def test_scontrol_output_of_22_05_is_parsed() -> None:
     jobs = {"trainer": ("1", "2"), "single": ("3",)}
     found = states.task_states(states.control(recorded("scontrol-22.05.txt")), jobs)
     shown = [(task.job_id, task.state.value, task.exit_code, task.signal) for task in found]
@@ -144,7 +144,7 @@ def test_scontrol_of_22_05() -> None:
     assert [task.reason for task in found[3:5]] == ["JobArrayTaskLimit", "Dependency"]
 
 
-def test_sacct_of_22_05() -> None:
+def test_sacct_rows_of_22_05_are_parsed() -> None:
     found = states.accounting(recorded("sacct-22.05.txt"))
     assert {row.job: row.raw for row in found if row.job != "1"} == {
         "2": "TIMEOUT",
@@ -162,7 +162,7 @@ def test_sacct_of_22_05() -> None:
 
 
 @pytest.mark.parametrize("version", NEWER)
-def test_sacct_of_newer_versions(version: str) -> None:
+def test_sacct_rows_of_newer_versions_are_parsed(version: str) -> None:
     """The same jobs a few seconds later, when the arrays have been cancelled."""
     found = by_name(states.accounting(recorded(f"sacct-{version}.txt")))
     assert found.keys() == QUEUED.keys()
@@ -176,20 +176,20 @@ def test_sacct_of_newer_versions(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", NEWER)
-def test_sinfo_of_newer_versions(version: str) -> None:
+def test_sinfo_rows_of_newer_versions_are_parsed(version: str) -> None:
     found = parse.cluster_hosts(recorded(f"sinfo-{version}.txt"))
     assert [(host.name, host.gpus) for host in found] == [(f"n{index}", 2) for index in range(4)]
     assert [host.name for host in found if is_dead(host.state)] == ["n3"]
 
 
 @pytest.mark.parametrize("version", NEWER)
-def test_limits_of_newer_versions(version: str) -> None:
+def test_limits_of_newer_versions_are_parsed(version: str) -> None:
     text = recorded(f"assoc-{version}.txt")
     assert extensions.submit_room(text, "root", "poor") == 3
     assert extensions.submit_room(text, "root", None) is None, "the default account has none"
 
 
-def test_sacct_of_pending_requeued_and_killed_elements() -> None:
+def test_sacct_rows_of_pending_requeued_and_killed_elements_are_parsed() -> None:
     text = (
         "41_[4-6%1]|PENDING|0:0|None assigned|x|Unknown|Priority\n"
         "41_1|OUT_OF_MEMORY|0:125|n[0-1]|x|2026-11-21T14:25:12|OutOfMemory\n"
@@ -203,7 +203,7 @@ def test_sacct_of_pending_requeued_and_killed_elements() -> None:
     assert (het.job, het.elements, het.signal) == ("42", (), 9)
 
 
-def test_cancelled_pending_links_hide_no_other_link() -> None:
+def test_cancelled_pending_elements_do_not_hide_others() -> None:
     """Slurm then shows them as one row without elements."""
     text = "2|N/A|CANCELLED||name|0|10:00|N/A|0|JobArrayTaskLimit|\n"
     running = "2|0|RUNNING|n0|name|0|9:00|2026-11-21T12:26:47|0|None|\n"
@@ -216,14 +216,14 @@ def test_cancelled_pending_links_hide_no_other_link() -> None:
     assert (task.job_id, task.state) == ("3_1", JobState.PENDING)
 
 
-def test_a_reason_may_hold_anything() -> None:
+def test_reason_may_contain_separators() -> None:
     text = "8|4-5%4|PENDING||x|0|10:00|N/A|0|Reserved for |a| user|\n"
     (row,) = states.queue(text)
     assert (row.elements, row.reason) == ((4, 5), "Reserved for |a| user")
 
 
 @pytest.mark.parametrize("text", ["slurm_load_jobs error: Unable to contact slurm controller\n"])
-def test_a_line_that_is_none_is_refused(text: str) -> None:
+def test_invalid_row_is_rejected(text: str) -> None:
     with pytest.raises(SchedulerError, match="slurm_load_jobs"):
         states.queue(text)
     with pytest.raises(SchedulerError, match="slurm_load_jobs"):
@@ -244,7 +244,7 @@ ACCOUNTED = "41_0|COMPLETED|0:0|n0|a|2026-01-01T00:00:00|None"
 
 
 @pytest.mark.parametrize("banner", BANNERS)
-def test_rows_found_among_lines_of_a_wrapper(banner: str) -> None:
+def test_rows_are_found_among_lines_of_a_wrapper(banner: str) -> None:
     assert states.queue(banner.format(ROW)) == states.queue(ROW)
     assert states.control(banner.format(CONTROLLED)) == states.control(CONTROLLED)
     assert states.accounting(banner.format(ACCOUNTED)) == states.accounting(ACCOUNTED)
@@ -265,7 +265,7 @@ def test_rows_found_among_lines_of_a_wrapper(banner: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["the controller is away", BANNERS[0].format("")])
-def test_rows_refused_where_only_others_print(text: str) -> None:
+def test_output_with_only_other_lines_is_rejected(text: str) -> None:
     """An answer without rows would mean that all jobs are gone."""
     for read in (states.queue, states.control, states.accounting):
         with pytest.raises(SchedulerError, match="unexpected line from"):
@@ -274,6 +274,6 @@ def test_rows_refused_where_only_others_print(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["41|0|RUNNING", f"{ROW}\n41|1|PENDING|"])
-def test_row_with_other_fields_refused(text: str) -> None:
+def test_row_with_other_fields_is_rejected(text: str) -> None:
     with pytest.raises(SchedulerError, match="unexpected line from squeue"):
         states.queue(text)

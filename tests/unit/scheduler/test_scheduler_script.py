@@ -148,7 +148,7 @@ def test_script_has_the_directives_of_its_options(tmp_path: Path, name: str) -> 
     subprocess.run(["bash", "-n", str(tmp_path / "script.sh")], check=True)
 
 
-def test_the_local_script_has_another_launcher_and_no_queue_to_go_back_to() -> None:
+def test_local_script_has_another_launcher_and_no_requeue() -> None:
     local = LocalScheduler().scripts(rendered("chain"))["trainer"]
     lines = CHAIN.replace("--launcher srun", "--launcher direct").splitlines()
     assert [line for line in lines if line in local.splitlines()] == local.splitlines()
@@ -173,7 +173,7 @@ while not (here / "warned").exists() and time.monotonic() < deadline:
 
 
 @pytest.mark.parametrize(("sent_in", "import_s"), [("setup", 0.0), ("python", 0.5)])
-def test_a_warning_before_the_supervisor_is_up_is_not_lost(
+def test_warning_before_the_supervisor_starts_is_not_lost(
     tmp_path: Path, sent_in: str, import_s: float
 ) -> None:
     """During the set-up lines (with ``set -eu``), and while Python imports."""
@@ -201,14 +201,16 @@ def test_a_warning_before_the_supervisor_is_up_is_not_lost(
         ("none", "a100", {}),
     ],
 )
-def test_gpus(how: str, kind: str | None, expected: dict[str, str]) -> None:
+def test_gpu_directives_follow_the_settings(
+    how: str, kind: str | None, expected: dict[str, str]
+) -> None:
     table = batch_script.directives(request(gpu_directive=how, gpu_type=kind), GROUP)
     assert {key: value for key, value in table.items() if "g" in key[:1]} == expected
 
 
 @pytest.mark.parametrize("key", batch_script.PASSED)
 @pytest.mark.parametrize("value", ["a\n#SBATCH --wrap=x", "back\\slash", "nul\0"])
-def test_values_that_no_directive_can_hold_are_refused(key: str, value: str) -> None:
+def test_values_invalid_in_a_directive_are_rejected(key: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"--{key}="):
         batch_script.script(request(**{key: value}), GROUP, "srun")
 
@@ -253,7 +255,7 @@ def test_extra_lines_cannot_change_the_protocol(line: str) -> None:
         "-A a -t 5 # --array",
     ],
 )
-def test_extra_lines_may_choose_everything_else(line: str) -> None:
+def test_extra_lines_may_set_all_other_options(line: str) -> None:
     text = batch_script.script(request(extra_lines=[line]), GROUP, "srun")
     assert f"#SBATCH {line}" in text.splitlines()
 
@@ -279,7 +281,9 @@ def test_memory_is_requested_for_all_workers_of_a_host() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])
-def test_modules_are_made_known_where_a_site_has_them(tmp_path: Path, known: bool) -> None:
+def test_environment_modules_are_initialized_if_the_site_has_them(
+    tmp_path: Path, known: bool
+) -> None:
     """As in the batch script, but for the place of the site's file."""
     site = tmp_path / "profile"
     site.write_text("PATH=/usr/bin:/bin; module() { echo site $* $PATH; }\n")

@@ -38,12 +38,12 @@ LATER = ["EXPEDITING", "LAUNCH_FAILED", "POWER_UP_NODE", "RECONFIG_FAIL", "UPDAT
 
 
 @pytest.mark.parametrize("name", [*MANUAL_22_05, *LATER])
-def test_every_state_is_known(name: str) -> None:
+def test_every_slurm_state_is_known(name: str) -> None:
     assert states.interpret(name).state is not JobState.UNKNOWN
     assert (name in states.BASE_STATES) != (name in states.FLAGS)
 
 
-def test_no_state_counts_as_an_end_while_the_job_can_continue() -> None:
+def test_job_that_can_continue_has_not_ended() -> None:
     ended = {
         name
         for table in (states.BASE_STATES, states.FLAGS)
@@ -78,7 +78,7 @@ def test_no_state_counts_as_an_end_while_the_job_can_continue() -> None:
         ("", JobState.UNKNOWN),
     ],
 )
-def test_interpret(raw: str, expected: JobState) -> None:
+def test_slurm_state_is_interpreted(raw: str, expected: JobState) -> None:
     assert states.interpret(raw).state is expected
 
 
@@ -92,7 +92,7 @@ def test_interpret(raw: str, expected: JobState) -> None:
         ("FAILED", "NonZeroExitCode", None),
     ],
 )
-def test_how_a_job_ends_whose_hosts_are_still_busy(
+def test_completing_job_is_reported_by_its_final_state(
     raw: str, reason: str, expected: JobState | None
 ) -> None:
     assert states.ending(raw, reason) is expected

@@ -61,7 +61,7 @@ def ended(looks: Upkeep) -> bool:
     return not any(thread.is_alive() for thread in looks._threads)
 
 
-def test_links_are_added_when_few_are_left_and_the_trial_commits(
+def test_jobs_are_added_when_few_are_left_and_the_trial_commits(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     assert add(link(run, 0), scheduler) is TopUp.ENOUGH
@@ -84,7 +84,7 @@ def test_links_are_added_when_few_are_left_and_the_trial_commits(
     assert scheduler.recover(run, 1) == {"trainer": ("41", "42", "43")}
 
 
-def test_no_links_are_added_to_an_ended_trial(
+def test_no_jobs_are_added_to_an_ended_trial(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Its last link may be at it when the end is written."""
@@ -96,7 +96,7 @@ def test_no_links_are_added_to_an_ended_trial(
     assert list(slurm.jobs) == ["41"]
 
 
-def test_a_user_need_not_wait_for_a_commit(
+def test_user_can_add_jobs_before_a_commit(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     slurm.running = ("41", 2)
@@ -104,7 +104,7 @@ def test_a_user_need_not_wait_for_a_commit(
     assert top_up(link(run, 2), scheduler, by="me", requested=True) == "42"
 
 
-def test_commits_of_an_earlier_submission_do_not_count(
+def test_commits_of_an_earlier_submission_are_ignored(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     writer = begin(History(run.history), {"submission": 0})
@@ -115,7 +115,7 @@ def test_commits_of_an_earlier_submission_do_not_count(
 
 
 @pytest.mark.parametrize("mode", ["requeue", "none"])
-def test_what_is_no_chain_gets_no_links(
+def test_submission_without_a_chain_gets_no_jobs(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, mode: str
 ) -> None:
     run.submission_request(1).write_text(json.dumps({"continue": mode}))
@@ -125,7 +125,7 @@ def test_what_is_no_chain_gets_no_links(
     assert continues(link(run, 2)) is Continue(mode)
 
 
-def test_the_end_cancels_every_array_after_this_link(
+def test_end_of_trial_cancels_every_later_array(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     scheduler.extend(run, 1, "trainer", by="41_0")
@@ -134,7 +134,9 @@ def test_the_end_cancels_every_array_after_this_link(
     assert slurm.done == ["cancel 41_[2]", "cancel 42_[3-5]"]
 
 
-def test_a_link_says_what_follows(run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler) -> None:
+def test_ending_job_reports_the_following_job(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
     assert continue_after(link(run, 0), scheduler) == "41_1 follows, 2 left"
     slurm.running = ("41", 2)
     assert "slurmrl resume" in continue_after(link(run, 2), scheduler)
@@ -142,7 +144,7 @@ def test_a_link_says_what_follows(run: RunPaths, slurm: Slurm, scheduler: SlurmS
     assert "continue: none" in continue_after(link(run, 2), scheduler)
 
 
-def test_only_a_link_in_which_something_began_is_requeued(
+def test_only_a_job_that_started_an_incarnation_is_requeued(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.submission_request(1).write_text('{"continue": "requeue"}')
@@ -155,7 +157,7 @@ def test_only_a_link_in_which_something_began_is_requeued(
     assert "nothing began" in continue_after(again, scheduler)
 
 
-def test_a_link_that_its_user_cancels_does_not_come_back(
+def test_job_cancelled_by_the_user_is_not_requeued(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.submission_request(1).write_text('{"continue": "requeue"}')
@@ -166,7 +168,7 @@ def test_a_link_that_its_user_cancels_does_not_come_back(
     assert slurm.done == []
 
 
-def test_a_chain_that_its_user_cancels_gets_no_more_links(
+def test_chain_cancelled_by_the_user_gets_no_more_jobs(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """The commit is that of the cancelled link, which has some seconds until it is killed."""
@@ -177,7 +179,7 @@ def test_a_chain_that_its_user_cancels_gets_no_more_links(
     assert list(slurm.jobs) == ["41"]
 
 
-def test_a_link_that_is_still_being_extended_is_not_extended_beside_that(
+def test_job_does_not_start_a_second_extension(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     slurm.running = ("41", 2)
@@ -186,7 +188,7 @@ def test_a_link_that_is_still_being_extended_is_not_extended_beside_that(
     assert slurm.tries == 1
 
 
-def test_a_link_without_sbatch_breaks_nothing(
+def test_missing_sbatch_does_not_fail_the_job(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -210,7 +212,7 @@ def _everywhere(monkeypatch: pytest.MonkeyPatch, slurm: Slurm) -> None:
 
 
 @pytest.mark.usefixtures("_everywhere")
-def test_a_running_link_asks_for_more_links_once_there_is_a_commit(
+def test_running_job_requests_more_jobs_after_a_commit(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.running = ("41", 2)
@@ -229,9 +231,7 @@ def test_a_running_link_asks_for_more_links_once_there_is_a_commit(
 
 
 @pytest.mark.usefixtures("_everywhere")
-def test_sbatch_that_is_refused_is_tried_a_few_times_and_when_the_link_ends(
-    run: RunPaths, slurm: Slurm
-) -> None:
+def test_rejected_sbatch_is_retried_a_few_times_and_at_job_end(run: RunPaths, slurm: Slurm) -> None:
     slurm.running = ("41", 2)
     commit(run, 1)
     slurm.refuse, slurm.tries = "sbatch: error: Access/permission denied", 0

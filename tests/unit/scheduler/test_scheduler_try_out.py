@@ -27,7 +27,7 @@ def request(**slurm: object) -> SubmissionRequest:
     )
 
 
-def test_each_refused_directive_is_named() -> None:
+def test_each_rejected_directive_is_named() -> None:
     client = PickySlurm(
         {"--frob": "unrecognized option", "--qos": "qos", "--constraint": "feature"}
     )
@@ -40,7 +40,7 @@ def test_each_refused_directive_is_named() -> None:
     ]
 
 
-def test_refusal_names_no_directive_if_no_single_one_causes_it() -> None:
+def test_no_directive_is_named_if_no_single_one_is_the_cause() -> None:
     found = list(
         refusals(PickySlurm({"": "Requested node configuration is not available"}), request())
     )
@@ -55,7 +55,7 @@ def test_refusal_names_no_directive_if_no_single_one_causes_it() -> None:
         "allocation failure: Required partition not available (inactive or drain)",
     ],
 )
-def test_job_waits_for_hosts_that_are_taken(words: str) -> None:
+def test_busy_hosts_are_no_rejection(words: str) -> None:
     assert Refusal("trainer", words).waits
 
 
@@ -67,7 +67,7 @@ def test_job_waits_for_hosts_that_are_taken(words: str) -> None:
         ("echo \"sbatch: unrecognized option '--test-only'\" >&2; exit 1", None),
     ],
 )
-def test_client_returns_the_words_of_a_refusal(
+def test_client_returns_the_text_of_a_rejection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, expected: str | None
 ) -> None:
     program = tmp_path / "sbatch"

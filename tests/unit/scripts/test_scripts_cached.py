@@ -57,7 +57,7 @@ def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path)
 
 
-def test_only_a_change_costs(cache: Cache) -> None:
+def test_cached_result_is_rebuilt_only_after_a_change(cache: Cache) -> None:
     first = cache.ask("--with", "compiler 1")
     assert (first / "copy").read_text() == "one"
     assert cache.ask("--with", "compiler 1") == first
@@ -71,7 +71,7 @@ def test_only_a_change_costs(cache: Cache) -> None:
     assert cache.times_made() == 4
 
 
-def test_to_find_makes_nothing(cache: Cache) -> None:
+def test_find_option_builds_nothing(cache: Cache) -> None:
     """What it prints is where it will be."""
     found = cache.ask("--find")
     assert cache.times_made() == 0
@@ -80,7 +80,7 @@ def test_to_find_makes_nothing(cache: Cache) -> None:
     assert cache.times_made() == 1
 
 
-def test_a_killed_maker_leaves_nothing_that_is_taken_for_whole(cache: Cache) -> None:
+def test_killed_build_is_not_mistaken_for_complete(cache: Cache) -> None:
     cache.hold.touch()
     killed = cache.start()
     wait_until("the first maker", lambda: cache.times_made() == 1)
@@ -93,7 +93,7 @@ def test_a_killed_maker_leaves_nothing_that_is_taken_for_whole(cache: Cache) -> 
     assert cache.entries() == [made.name]
 
 
-def test_of_many_callers_one_makes_it(cache: Cache) -> None:
+def test_only_one_of_many_callers_builds(cache: Cache) -> None:
     cache.hold.touch()
     callers = [cache.start() for _ in range(4)]
     wait_until("the maker", lambda: cache.times_made() == 1)
@@ -103,7 +103,7 @@ def test_of_many_callers_one_makes_it(cache: Cache) -> None:
     assert cache.times_made() == 1
 
 
-def test_a_failure_is_reported_and_not_cached(cache: Cache) -> None:
+def test_failed_build_is_reported_and_not_cached(cache: Cache) -> None:
     failing = cache.start(fill="touch {folder}/half; echo no such flag >&2; exit 4")
     said, errors = failing.communicate(timeout=120)
     assert (failing.returncode, said) == (3, "")
@@ -114,7 +114,7 @@ def test_a_failure_is_reported_and_not_cached(cache: Cache) -> None:
     assert "--of gone: there is no such file" in missing.communicate(timeout=120)[1]
 
 
-def test_what_others_may_write_to_is_not_used(cache: Cache) -> None:
+def test_cache_writable_by_others_is_not_used(cache: Cache) -> None:
     made = cache.ask()
     made.parent.chmod(0o777)
     refused = cache.start()

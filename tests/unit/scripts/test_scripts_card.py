@@ -57,7 +57,7 @@ print(json.dumps(["skipped", skipped.status, skipped.failed, "", ""]))
 """
 
 
-def test_a_section_that_hangs_or_fails_stops_nothing_and_leaves_nothing(tmp_path: Path) -> None:
+def test_failing_or_hanging_section_does_not_stop_others(tmp_path: Path) -> None:
     """A detached process of a section does not outlive it; a hang ends with its stacks."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(ROOT / "scripts"), str(tmp_path)],
@@ -99,7 +99,7 @@ test_gpu["run_all"](chosen, time.monotonic() + 300, report, found, "")
 """
 
 
-def test_the_report_is_whole_after_each_section(tmp_path: Path) -> None:
+def test_report_is_complete_after_each_section(tmp_path: Path) -> None:
     """A machine that is taken away in the middle leaves the results of what has run."""
     done = subprocess.run(
         [sys.executable, "-c", WHOLE, ROOT / "scripts", tmp_path],
@@ -144,7 +144,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_exit_status_says_whether_a_section_failed(tmp_path: Path, status: int) -> None:
+def test_exit_status_reports_failed_sections(tmp_path: Path, status: int) -> None:
     command = [sys.executable, "-c", MAIN, ROOT / "scripts", tmp_path, str(status)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
@@ -152,7 +152,7 @@ def test_the_exit_status_says_whether_a_section_failed(tmp_path: Path, status: i
     assert "| mfu | passed |" in (tmp_path / "gpu-report.md").read_text()
 
 
-def test_all_sections_name_what_exists_and_fit_into_nine_minutes(
+def test_sections_name_existing_programs_and_fit_into_nine_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Programs, their options, and tests. A wrong name would be found on the card only."""
@@ -174,7 +174,7 @@ def test_all_sections_name_what_exists_and_fit_into_nine_minutes(
             assert f'"{option}"' in source, (section.name, option)
 
 
-def test_a_venv_of_a_venv_has_the_packages_of_both_and_those_of_the_wheels(  # type: ignore[no-untyped-def]
+def test_nested_venv_has_packages_of_both_and_of_the_wheels(  # type: ignore[no-untyped-def]
     environment, tmp_path: Path
 ) -> None:
     """--system-site-packages alone would see those of the first Python and miss torch."""
@@ -217,7 +217,7 @@ def fake_python(path: Path, **facts: object) -> Path:
         ({"reason": "no module named torch"}, "python: no module named torch"),
     ],
 )
-def test_without_a_usable_gpu_it_says_why_and_runs_nothing(
+def test_script_without_a_gpu_prints_the_reason_and_runs_nothing(
     facts: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     python = fake_python(tmp_path / "python", **facts)

@@ -62,7 +62,7 @@ def gather(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[
         (["3.12"], 9, ["transformers", "numpy"], 0),
     ],
 )
-def test_large_packages_are_left_out_where_there_is_no_room(
+def test_large_packages_are_left_out_without_disk_space(
     gather: Callable[..., Any],
     pythons: list[str],
     limit_mb: int,
@@ -85,7 +85,7 @@ def test_large_packages_are_left_out_where_there_is_no_room(
     assert not {"torch", "sympy"} & set(names)
 
 
-def test_wheels_are_those_of_the_constraints_for_each_python(
+def test_wheels_match_the_constraints_for_each_python(
     script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And no source archives, which the other machine could not build."""
@@ -104,7 +104,7 @@ def test_wheels_are_those_of_the_constraints_for_each_python(
         assert "--only-binary=:all:" in command
 
 
-def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
+def test_directory_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("only copy")
     done = subprocess.run(
         [sys.executable, MAKE_WHEELS, tmp_path], capture_output=True, text=True, timeout=60

@@ -20,20 +20,20 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 import models_table
 
 
-def test_ten_tenths_are_all_families() -> None:
+def test_ten_tenths_cover_all_families() -> None:
     shares = [tenth(f"{number:040x}") for number in range(TENTHS)]
     assert sorted(family for share in shares for family in share) == families()
     assert len(families()) >= 40
 
 
-def test_kept_results_are_of_the_installed_versions() -> None:
+def test_kept_results_belong_to_the_installed_versions() -> None:
     """New versions need a new run: scripts/models."""
     found = kept()
     assert found["versions"]["transformers"] == version("transformers")
     assert sorted(found["families"]) == families()
 
 
-def test_difference_reported_if_result_changes_either_way() -> None:
+def test_changed_result_is_reported_in_both_directions() -> None:
     before = {"llama": {"load": "", "lora": "no adapters"}}
     assert not differences({"llama": {"load": "", "lora": "other words"}}, before)
     assert differences({"llama": {"load": "broken"}}, before) == [
@@ -55,7 +55,7 @@ def reasons(folder: Path, family: str, *columns: str) -> dict[str, str]:
     return found
 
 
-def test_checks_fail_for_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_fail_for_a_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = ("load", "logits", "generation")
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
@@ -74,7 +74,7 @@ def test_checks_fail_for_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "generation and training differ by" in found["generation"]
 
 
-def test_tiny_model_has_layer_of_each_kind() -> None:
+def test_tiny_model_has_each_kind_of_layer() -> None:
     made = tiny("qwen3_next")
     assert made["layer_types"] == ["linear_attention", "full_attention"]
     assert made["num_hidden_layers"] == 2

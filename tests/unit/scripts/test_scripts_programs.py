@@ -34,7 +34,7 @@ RESULTS = f"""<testsuites><testsuite>
         (["distributed"], ["no fast test of lane distributed", "none was found"]),
     ],
 )
-def test_a_lane_without_a_passed_test_is_a_failure(
+def test_lane_without_a_passed_test_fails(
     tmp_path: Path, lanes: list[str], said: list[str]
 ) -> None:
     results = tmp_path / "results.xml"
@@ -47,7 +47,7 @@ def test_a_lane_without_a_passed_test_is_a_failure(
     assert bool(done.stderr) == bool(said)
 
 
-def test_summary(tmp_path: Path) -> None:
+def test_summary_gives_rewards_speed_and_end_state(tmp_path: Path) -> None:
     rewards = [0.1, 0.5, 0.7, 0.8, 0.9]
     metrics = [
         {"step": 10 * index, "eval/reward": reward, "tokens_per_s": 1000 + index}
@@ -72,7 +72,7 @@ def test_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cli", "plan", "train"])
-def test_benchmarks_explain_themselves(name: str) -> None:
+def test_benchmarks_print_help_and_reject_unknown_arguments(name: str) -> None:
     """``--help`` prints the description, and an unknown argument is an error of usage."""
     command = [sys.executable, str(ROOT / "scripts" / "bench" / f"{name}.py")]
     for arguments, code, words in ((["--help"], 0, "--rounds"), (["10"], 2, "unrecognized")):

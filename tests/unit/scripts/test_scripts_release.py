@@ -174,7 +174,7 @@ def test_dry_run_shows_the_changelog_and_changes_nothing(repository: Repository)
         ("0.1.9", "0.1.9 is not newer than slurmrl/__init__.py, which has 0.2.1.dev0"),
     ],
 )
-def test_release_refuses_a_version_that_is_wrong_or_not_newer(
+def test_release_rejects_a_wrong_or_older_version(
     repository: Repository, version: str, said: str
 ) -> None:
     done = repository.release(version, "--dry-run")
@@ -182,7 +182,7 @@ def test_release_refuses_a_version_that_is_wrong_or_not_newer(
     assert said in done.stderr
 
 
-def test_release_names_everything_that_is_open_at_once(repository: Repository) -> None:
+def test_release_lists_all_open_points_at_once(repository: Repository) -> None:
     mark = "TO" + "DO"
     (repository.root / "docs/a.md").write_text(f"{mark}: finish\n")
     (repository.root / "changelog.d/b.new.md").write_text("x\n")
@@ -201,7 +201,7 @@ def test_release_names_everything_that_is_open_at_once(repository: Repository) -
         assert said in done.stderr
 
 
-def test_release_refuses_without_results_of_all_lanes_for_this_commit(
+def test_release_needs_results_of_all_lanes_for_the_commit(
     repository: Repository,
 ) -> None:
     head = repository.git("rev-parse", "HEAD")
@@ -224,7 +224,7 @@ def test_release_refuses_without_results_of_all_lanes_for_this_commit(
     assert repository.release("0.2.1", "--dry-run", "--ci-passed", head).returncode == 0
 
 
-def test_release_without_changes_is_refused(repository: Repository) -> None:
+def test_release_without_changes_is_rejected(repository: Repository) -> None:
     (repository.root / "changelog.d/a.added.md").unlink()
     (repository.root / "changelog.d/README.md").touch()
     repository.commit()

@@ -75,7 +75,7 @@ def set_up(tmp_path: Path) -> SetUp:
     return SetUp(tmp_path)
 
 
-def test_a_choice_is_kept_by_set_ups_that_make_none(set_up: SetUp) -> None:
+def test_later_setup_without_choice_keeps_the_earlier_choice(set_up: SetUp) -> None:
     """A user chooses CUDA on a login node; scripts/run there calls scripts/setup without a flag."""
     set_up.run("--torch", "cuda")
     assert set_up.torch == BUILDS["cuda"]
@@ -86,14 +86,14 @@ def test_a_choice_is_kept_by_set_ups_that_make_none(set_up: SetUp) -> None:
 
 
 @pytest.mark.parametrize(("before", "build"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cu126")])
-def test_the_build_that_was_chosen_replaces_another(set_up: SetUp, before: str, build: str) -> None:
+def test_chosen_torch_build_replaces_another(set_up: SetUp, before: str, build: str) -> None:
     set_up.run("--torch", before)
     set_up.run(variable=build)
     assert set_up.torch == BUILDS[build]
     assert set_up.run() == ""
 
 
-def test_setup_keeps_torch_choice_after_kill(set_up: SetUp) -> None:
+def test_setup_keeps_the_torch_choice_after_a_kill(set_up: SetUp) -> None:
     """Also where nothing was installed yet that would tell of it."""
     chosen = "cuda" if HERE == "cpu" else "cpu"
     (set_up.folder / "killed").touch()
@@ -103,7 +103,7 @@ def test_setup_keeps_torch_choice_after_kill(set_up: SetUp) -> None:
     assert set_up.torch == BUILDS[chosen]
 
 
-def test_a_set_up_is_never_silent_for_long(set_up: SetUp) -> None:
+def test_setup_prints_progress_regularly(set_up: SetUp) -> None:
     """Without a terminal pip prints nothing. Here seconds pass at once."""
     tools = set_up.folder / "tools"
     tools.mkdir()
@@ -120,7 +120,7 @@ def test_a_set_up_is_never_silent_for_long(set_up: SetUp) -> None:
     ("versions", "refused"),
     [((3, 10), True), ((3, 15), True), ((3, 11), False), ((3, 14), False)],
 )
-def test_a_python_without_wheels_is_refused(
+def test_python_without_wheels_is_rejected(
     set_up: SetUp, tmp_path: Path, versions: tuple[int, int], refused: bool
 ) -> None:
     """The same versions as those that the package allows and that scripts/make-wheels covers."""
@@ -139,20 +139,20 @@ def test_a_python_without_wheels_is_refused(
     assert (f'"{version}"' in (ROOT / "scripts" / "make-wheels").read_text()) != refused
 
 
-def test_without_a_choice_the_driver_decides_and_the_cpu_build_is_announced(set_up: SetUp) -> None:
+def test_driver_decides_the_default_build_and_cpu_build_is_announced(set_up: SetUp) -> None:
     said = set_up.run()
     assert set_up.torch == BUILDS[HERE]
     assert ("scripts/setup --torch cuda" in said) == (HERE == "cpu")
 
 
-def test_a_cuda_build_that_is_there_stays(set_up: SetUp) -> None:
+def test_installed_cuda_build_is_kept(set_up: SetUp) -> None:
     """Installed by hand, or by a set-up from before builds could be chosen."""
     (set_up.folder / "torch").write_text(f"{set_up.version} 12.6\n")
     set_up.run()
     assert set_up.torch == "12.6"
 
 
-def test_a_cuda_build_that_cannot_be_had_is_an_error(set_up: SetUp) -> None:
+def test_unavailable_cuda_build_is_an_error(set_up: SetUp) -> None:
     """An index that has only CPU builds must not pass for CUDA."""
     (set_up.folder / "pypi").write_text(f"{set_up.version} cpu\n")
     assert "pip installed" in set_up.run("--torch", "cuda", code=3)
@@ -160,6 +160,6 @@ def test_a_cuda_build_that_cannot_be_had_is_an_error(set_up: SetUp) -> None:
 
 
 @pytest.mark.parametrize("wrong", [("--torch", "rocm"), ("--torch",), ("cuda",)])
-def test_what_is_not_known_is_refused(set_up: SetUp, wrong: tuple[str, ...]) -> None:
+def test_unknown_setup_choice_is_rejected(set_up: SetUp, wrong: tuple[str, ...]) -> None:
     assert "torch" in set_up.run(*wrong, code=3)
     assert not (set_up.folder / "torch").exists()

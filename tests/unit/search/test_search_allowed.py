@@ -90,7 +90,7 @@ def test_allowed_changes_are_made_and_marked(
     assert any(kept in line for line in lines)
 
 
-def test_nothing_is_changed_without_permission(
+def test_no_setting_is_changed_without_permission(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     found = searched(capsys, config)
@@ -119,7 +119,7 @@ def test_roles_that_write_float32_change_together(
     assert set(found["answers"][0]["learned"]) == {"actor.dtype", "ref.dtype"}
 
 
-def test_rejected_changes_are_named_with_the_reason_of_the_plan(
+def test_rejected_changes_are_listed_with_the_plans_reason(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     config.write_text(TEXT.replace("ALGORITHM", "sft") + SFT)
@@ -133,7 +133,7 @@ def test_rejected_changes_are_named_with_the_reason_of_the_plan(
     assert narrow["answers"][0]["learned"] == {}
 
 
-def test_staleness_of_tasks_rises_only_from_zero(
+def test_staleness_is_raised_only_from_zero(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     """Without staleness, the tasks generate and the trainers train one after the other."""
@@ -177,7 +177,7 @@ def test_table_names_the_changes_of_the_best_answer(
         ("", "--allow names no change; allowed: precision, staleness"),
     ],
 )
-def test_unknown_change_is_refused(
+def test_unknown_change_is_rejected(
     capsys: pytest.CaptureFixture[str], config: Path, value: str, message: str
 ) -> None:
     assert main(["search", str(config), "--gpus=8", f"--allow={value}"]) == 2

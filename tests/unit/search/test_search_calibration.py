@@ -61,7 +61,7 @@ def test_lengths_and_seconds_of_a_trial_are_used(
     assert capsys.readouterr().out.splitlines()[:8] == shown.splitlines()[:8], "the same answers"
 
 
-def test_trial_without_lengths_or_with_other_options_is_refused(
+def test_trial_without_lengths_or_with_other_options_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = trial(tmp_path, loss=1.0)

@@ -83,7 +83,7 @@ def answers(path: Path, *overrides: str, **settings: Any) -> list[Answer]:
     return search(given, SearchRequest(**{**usual, **settings}), loaded)
 
 
-def test_the_best_answer_is_the_best_of_all_combinations(
+def test_best_answer_is_the_best_of_all_combinations(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All combinations of few candidates, each predicted and compared with the memory."""
@@ -116,7 +116,7 @@ def test_the_best_answer_is_the_best_of_all_combinations(
     assert found[0].step.total == pytest.approx(best)
 
 
-def test_answers_fit_and_can_be_written(config: Path) -> None:
+def test_answers_fit_into_memory_and_are_valid_settings(config: Path) -> None:
     """They come in order, differ in their layouts, and their settings have their predictions."""
     found = answers(config)
     given = load(config)
@@ -134,7 +134,7 @@ def test_answers_fit_and_can_be_written(config: Path) -> None:
         assert step.total == pytest.approx(one.step.total)
 
 
-def test_nothing_that_is_learned_changes(config: Path) -> None:
+def test_search_keeps_settings_that_affect_learning(config: Path) -> None:
     kept = ("dtype", "lora", "optimizer", "architecture")
     before = load(config).config
     for one in answers(config, gpus=(8, 16)):
@@ -145,7 +145,7 @@ def test_nothing_that_is_learned_changes(config: Path) -> None:
 
 
 @pytest.mark.parametrize(("heads", "tensor_ranks"), [(8, {1, 2, 4}), (2, {1, 2})])
-def test_models_of_transformers_get_tensor_ranks_that_fit(
+def test_transformers_models_get_feasible_tensor_ranks(
     config: Path, heads: int, tensor_ranks: set[int]
 ) -> None:
     """Each key and value head is on one rank."""
@@ -161,7 +161,7 @@ def test_models_of_transformers_get_tensor_ranks_that_fit(
 
 
 @pytest.mark.parametrize("layout", ["fsdp:d4", "archon:d4", " archon[actor]:d4"])
-def test_given_engine_searched_by_any_of_its_names(config: Path, layout: str) -> None:
+def test_engine_option_accepts_all_names_of_an_engine(config: Path, layout: str) -> None:
     """Only the given engine is allowed, and ``archon`` is another name for it."""
     found = answers(config, f"actor.backend='{layout}'", engines=frozenset(), results=1)
     assert parse(found[0].backends["actor"]).backend == "fsdp"
@@ -175,7 +175,7 @@ def test_rollout_tasks_and_trainers_share_the_gpus(config: Path) -> None:
         assert one.step.asynchronous == {"actor_gen"}
 
 
-def test_adapters_move_to_other_layouts_with_the_reference_they_share(config: Path) -> None:
+def test_adapters_and_their_shared_reference_change_layout_together(config: Path) -> None:
     lines = TEXT.splitlines()
     first = next(n for n, line in enumerate(lines) if "architecture: {" in line)
     folder = config.with_name("model")
@@ -190,7 +190,7 @@ def test_adapters_move_to_other_layouts_with_the_reference_they_share(config: Pa
     assert all("ref" not in one.backends for one in found)
 
 
-def test_engine_of_evaluations_kept_if_training_does_not_generate() -> None:
+def test_evaluation_engine_is_kept_if_training_does_not_generate() -> None:
     example = Path(__file__).parents[3] / "examples/megatron_moe.yaml"
     found = answers(example, "cluster.slurm.gpu_type=h100", gpus=(4,), mean=MeanTokens(32, 0))
     assert found[0].backends["actor"].startswith("megatron")
@@ -214,7 +214,7 @@ def test_gpu_hours_prefer_fewer_gpus_than_time(config: Path) -> None:
     assert fast.step.total < cheap.step.total
 
 
-def test_the_gpu_must_be_known(config: Path) -> None:
+def test_unknown_gpu_is_rejected(config: Path) -> None:
     with pytest.raises(UsageError, match="gpu_type"):
         answers(config, "cluster.slurm.gpu_type=unheard")
     with pytest.raises(UsageError, match="profile-cluster"):
@@ -229,14 +229,14 @@ def candidate(seconds: float, weights: int = 0) -> Candidate:
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=4))
-def test_combinations_come_in_the_order_of_their_sums(lists: list[list[int]]) -> None:
+def test_combinations_are_sorted_by_their_sums(lists: list[list[int]]) -> None:
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
     found = [sum(one.seconds for one in each) for each in best_layouts._in_order(rows)]
     assert found == sorted(sum(each) for each in product(*lists))
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=2, max_size=3))
-def test_combinations_with_tasks_come_in_the_order_of_the_larger_sum(
+def test_combinations_with_tasks_are_sorted_by_the_larger_sum(
     lists: list[list[int]],
 ) -> None:
     rows = [[candidate(seconds) for seconds in sorted(each)] for each in lists]
@@ -248,7 +248,7 @@ def test_combinations_with_tasks_come_in_the_order_of_the_larger_sum(
     assert found == sorted(max(tasks, sum(others)) for tasks, *others in product(*lists))
 
 
-def test_gpu_hours_limit_all_answers_and_not_only_the_fastest(config: Path) -> None:
+def test_gpu_hour_limit_applies_to_all_answers(config: Path) -> None:
     cheap = answers(config, gpus=(8,), objective="cost")[0].gpu_seconds
     found = answers(config, gpus=(8, 32), gpu_seconds=1.2 * cheap)
     assert found
@@ -279,7 +279,7 @@ def test_seconds_of_candidates_add_up_to_the_seconds_of_a_step(config: Path) -> 
     assert step.total == pytest.approx(total * (1 + shipped("h100").efficiency.rest))
 
 
-def test_a_candidate_that_is_slower_and_larger_is_left_out() -> None:
+def test_slower_and_larger_candidate_is_left_out() -> None:
     kept = unbeaten([candidate(3, 1), candidate(1, 2), candidate(2, 2), candidate(4, 1)])
     assert [(one.seconds, one.memory.weights) for one in kept] == [(1, 2), (3, 1)]
 
@@ -296,7 +296,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, *capsys.readouterr()
 
 
-def test_the_command_writes_the_best_answer_next_to_the_file(
+def test_search_writes_the_best_answer_next_to_the_file(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best = config.with_name("best.yaml")
@@ -316,7 +316,7 @@ def test_the_command_writes_the_best_answer_next_to_the_file(
     assert step.total == pytest.approx(found["answers"][0]["seconds"])
 
 
-def test_given_configuration_named_if_it_does_not_fit(
+def test_given_configuration_that_does_not_fit_is_reported(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ("algorithm.name=grpo", "algorithm.kl.coef=0", "actor.gradient_checkpointing=full")
@@ -342,7 +342,7 @@ def test_written_file_keeps_overrides_and_comments(
     assert load(best).config.algorithm == load(config, *given).config.algorithm
 
 
-def test_file_not_written_if_it_loads_with_other_settings(
+def test_file_that_would_load_differently_is_not_written(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A path of the command line is relative to the current folder."""
@@ -379,7 +379,7 @@ def test_sizes_of_a_range_fill_hosts(limits: tuple[int, int, int], sizes: tuple[
         (("--gpu-hours", "0.001"), "or a larger --gpu-hours"),
     ],
 )
-def test_bad_arguments_are_explained(
+def test_invalid_search_arguments_are_explained(
     config: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
     code, out, error = run(capsys, config, *arguments)
@@ -387,7 +387,7 @@ def test_bad_arguments_are_explained(
     assert message in error
 
 
-def test_a_string_for_all_roles_cannot_be_searched(
+def test_allocation_string_for_all_roles_is_rejected(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config.write_text(TEXT.replace("  backend: fsdp:d4\n", "") + "allocation_mode: fsdp:d4\n")
@@ -396,9 +396,7 @@ def test_a_string_for_all_roles_cannot_be_searched(
     assert "replace allocation_mode by <role>.backend" in error
 
 
-def test_gpus_that_nobody_named_are_assumed(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_gpu_count_is_assumed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(TEXT.replace("cluster: {slurm: {gpu_type: h100}}", ""))
     best = config.with_name("best.yaml")
     code, _, error = run(capsys, config, "--gpus", 8, "--write", best)

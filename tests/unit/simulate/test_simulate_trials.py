@@ -78,7 +78,7 @@ def mean_seconds(found: dict[str, Any]) -> float:
     return total / len(runs)
 
 
-def test_time_is_exact_without_disturbances(
+def test_simulated_time_is_exact_without_disturbances(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     """Two jobs: the first stops at its warning, after 319 to 322 steps, and commits that step."""
@@ -94,7 +94,7 @@ def test_time_is_exact_without_disturbances(
     assert only["runs"][0]["gpu_hours"] == pytest.approx((seconds - 2000) * 8 / 3600)
 
 
-def test_slurm_signals_a_job_up_to_30_s_too_early(
+def test_slurm_may_signal_a_job_30_s_early(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     """Jobs of 3 minutes: 90 s of steps fit before the latest signal, 60 s before the earliest."""
@@ -106,7 +106,9 @@ def test_slurm_signals_a_job_up_to_30_s_too_early(
     assert jobs.count(1) == pytest.approx(100 * 5 / 30, abs=12)
 
 
-def test_parts_add_up_and_seeds_reproduce(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+def test_time_parts_add_up_and_seeds_reproduce_runs(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
     disturbed = (
         *MEASURED,
         "--failures=20",
@@ -149,7 +151,9 @@ def test_failures_cost_as_much_as_the_renewal_formula(
     assert mean_seconds(found) == pytest.approx(50 * each + start_s, rel=0.03)
 
 
-def test_disturbances_only_delay(capsys: pytest.CaptureFixture[str], config: Path) -> None:
+def test_more_disturbances_never_shorten_a_trial(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
     def seconds(*arguments: str) -> float:
         return mean_seconds(simulated(capsys, config, *MEASURED, *arguments, "--runs=20"))
 
@@ -177,7 +181,7 @@ def test_disturbances_only_delay(capsys: pytest.CaptureFixture[str], config: Pat
         ),
     ],
 )
-def test_trial_ends_by_the_rules_of_a_real_one(
+def test_simulated_trial_ends_by_the_rules_of_a_real_trial(
     capsys: pytest.CaptureFixture[str], config: Path, arguments: tuple[str, ...], reason: str
 ) -> None:
     given = (*MEASURED, "checkpoint.every_steps=1000", *arguments, "--runs=1")
@@ -251,7 +255,7 @@ def test_steps_wait_for_their_own_groups_without_staleness(config: Path) -> None
     assert outcome.seconds / given.steps > given.step_s + given.batch_size / 2
 
 
-def test_tasks_with_jobs_shorter_than_a_group_are_refused(config: Path) -> None:
+def test_tasks_with_jobs_shorter_than_a_group_are_rejected(config: Path) -> None:
     given = costs(config, groups_per_s=1e-4)
     assert given.tasks is not None
     slurm = given.tasks.slurm.model_copy(update={"time": "00:10:00"})
@@ -290,7 +294,7 @@ def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_new_job_of_task_has_no_groups_of_its_last_one(config: Path, inside: bool) -> None:
+def test_new_job_of_a_task_starts_without_unfinished_groups(config: Path, inside: bool) -> None:
     given = costs(config, groups_per_s=0.1)
     assert given.tasks is not None
     given = replace(given, steps=40, tasks=replace(given.tasks, inside=inside))
@@ -349,7 +353,7 @@ def test_rollout_tasks_start_in_the_given_seconds(
 # -- options ---------------------------------------------------------------------------------
 
 
-def test_commit_advice_is_youngs_interval(config: Path) -> None:
+def test_commit_advice_equals_youngs_interval(config: Path) -> None:
     given = costs(config)
     assert commit_advice(given, Disturbances()) is None
     daily = commit_advice(given, Disturbances(failures=0.5, crashes=0.5))
@@ -358,7 +362,7 @@ def test_commit_advice_is_youngs_interval(config: Path) -> None:
     assert daily.seconds == pytest.approx(math.sqrt(2 * 1e-3 * 86400), abs=0.5)
 
 
-def test_trace_has_the_waits_of_started_jobs(tmp_path: Path) -> None:
+def test_trace_gives_the_waits_of_started_jobs(tmp_path: Path) -> None:
     path = tmp_path / "sacct.txt"
     path.write_text(TRACE)
     trace = QueueTrace.read(path)
@@ -380,7 +384,7 @@ def test_trace_has_the_waits_of_started_jobs(tmp_path: Path) -> None:
         (TRACE.splitlines()[0], ": no job in it has started"),
     ],
 )
-def test_wrong_trace_is_refused(
+def test_wrong_trace_is_rejected(
     capsys: pytest.CaptureFixture[str], config: Path, text: str, message: str
 ) -> None:
     trace = config.with_name("sacct.txt")
@@ -405,14 +409,14 @@ def test_wrong_trace_is_refused(
         ("--prompt-tokens=9e5", "a mean of 900000 tokens is too long: prompts have at most"),
     ],
 )
-def test_wrong_option_is_refused(
+def test_wrong_option_is_rejected(
     capsys: pytest.CaptureFixture[str], config: Path, argument: str, message: str
 ) -> None:
     assert main(["simulate", str(config), *MEASURED, argument]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_durations_and_waits() -> None:
+def test_durations_and_waits_are_parsed() -> None:
     assert [duration_s(text) for text in ("90s", "1.5m", "2h", "1d")] == [90, 90, 7200, 86400]
     assert given_waits("fixed:1h") == FixedWait(3600)
     assert given_waits("0m") == FixedWait(0)
@@ -423,7 +427,7 @@ def test_durations_and_waits() -> None:
 
 
 @pytest.mark.parametrize("mean", [5.0, 50.0, 95.0])
-def test_lengths_are_drawn_from_the_distribution(mean: float) -> None:
+def test_lengths_are_sampled_from_the_distribution(mean: float) -> None:
     lengths = LengthDistribution(mean, 100)
     for tokens in (1.0, 20.0, 50.0, 99.0):
         assert lengths.exceeded_by(lengths.longer(tokens)) == pytest.approx(tokens, rel=1e-3)

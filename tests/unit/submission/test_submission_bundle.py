@@ -47,7 +47,9 @@ def bundle(tmp_path: Path) -> Path:
     return made.file
 
 
-def test_a_bundle_has_all_that_the_configuration_names(tmp_path: Path, bundle: Path) -> None:
+def test_bundle_contains_everything_that_the_configuration_names(
+    tmp_path: Path, bundle: Path
+) -> None:
     assert bundle.stat().st_mode & 0o777 == 0o600
     assert b"secret\n" not in bundle.read_bytes()
     file = unpack(bundle, tmp_path / "runs")
@@ -63,7 +65,7 @@ def test_a_bundle_has_all_that_the_configuration_names(tmp_path: Path, bundle: P
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_the_same_inputs_make_the_same_bytes_and_unpack_once(
+def test_equal_inputs_give_equal_bundles_that_unpack_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = write_config(tmp_path)
@@ -80,7 +82,7 @@ def test_the_same_inputs_make_the_same_bytes_and_unpack_once(
         unpack(first, tmp_path / "runs")
 
 
-def test_a_trial_of_this_machine_is_refused(tmp_path: Path) -> None:
+def test_reference_to_a_local_trial_is_rejected(tmp_path: Path) -> None:
     """Where it cannot be resolved, that is what is reported."""
     config = write_config(tmp_path)
     with pytest.raises(ConfigError, match="trial:other/1"):
@@ -94,7 +96,7 @@ def test_a_trial_of_this_machine_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / WHOLE).exists()
 
 
-def test_a_site_profile_stays_on_its_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_excludes_the_site_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the configuration sets itself goes along, and the cluster's own profile gives the
     rest.
     """
@@ -129,7 +131,7 @@ def test_a_site_profile_stays_on_its_site(tmp_path: Path, monkeypatch: pytest.Mo
         {"backend": "sglang", "servers": ["http://n:1"], "server_weights": "/cluster/weights"},
     ],
 )
-def test_what_servers_of_the_cluster_need_is_not_looked_for_here(
+def test_server_paths_of_the_cluster_are_not_checked_locally(
     tmp_path: Path, rollout: dict[str, Any]
 ) -> None:
     config = write_config(tmp_path)
@@ -142,7 +144,7 @@ def test_what_servers_of_the_cluster_need_is_not_looked_for_here(
     assert values["rollout"] == {**rollout, "n": 4}
 
 
-def test_files_of_a_subset_have_none(tmp_path: Path) -> None:
+def test_bundled_subset_files_get_no_subset_setting(tmp_path: Path) -> None:
     """Also those of the suites of an evaluation: what was fetched is the subset alone."""
     config = write_config(tmp_path)
     dataset = "{dataset: {type: prompt_answer, path: data.jsonl}}"
@@ -155,7 +157,7 @@ def test_files_of_a_subset_have_none(tmp_path: Path) -> None:
     assert b"subset" not in collect_contents(settings, OwnCode()).config
 
 
-def test_rows_that_name_images_are_not_bundled_without_them(tmp_path: Path) -> None:
+def test_rows_with_unbundled_images_are_rejected(tmp_path: Path) -> None:
     config = write_config(tmp_path)
     rows = '{"prompt": "How many?", "images": ["a.png"], "answer": "2"}\n'
     (tmp_path / "data.jsonl").write_text(rows)
@@ -168,7 +170,7 @@ def test_rows_that_name_images_are_not_bundled_without_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kept", [300, 511, 2048, 6000])
-def test_a_bundle_that_is_cut_is_refused(tmp_path: Path, bundle: Path, kept: int) -> None:
+def test_truncated_bundle_is_rejected(tmp_path: Path, bundle: Path, kept: int) -> None:
     bundle.write_bytes(bundle.read_bytes()[:kept])
     assert is_bundle(bundle)
     with pytest.raises(UsageError, match=r"damaged or incomplete.*copy it again"):
@@ -176,7 +178,7 @@ def test_a_bundle_that_is_cut_is_refused(tmp_path: Path, bundle: Path, kept: int
     assert left(tmp_path) == []
 
 
-def test_a_bit_that_flips_is_found(tmp_path: Path, bundle: Path) -> None:
+def test_flipped_bit_in_a_bundle_is_detected(tmp_path: Path, bundle: Path) -> None:
     data = bundle.read_bytes()
     at = data.index(b'"prompt": "a"')
     bundle.write_bytes(data[:at] + b"\x00" + data[at + 1 :])
@@ -215,7 +217,7 @@ def member(name: str, data: bytes = b"x", **more: Any) -> tuple[tarfile.TarInfo,
         (member("unnamed"), "unnamed differs from bundle.json"),
     ],
 )
-def test_a_hostile_archive_writes_nothing(
+def test_hostile_archive_writes_nothing(
     tmp_path: Path, bundle: Path, hostile: tuple[tarfile.TarInfo, bytes], reason: str
 ) -> None:
     with tarfile.open(bundle, "a") as archive:
@@ -226,7 +228,7 @@ def test_a_hostile_archive_writes_nothing(
     assert not (tmp_path / "escape").exists()
 
 
-def test_what_the_manifest_says_is_checked(tmp_path: Path, bundle: Path) -> None:
+def test_bundle_contents_are_checked_against_the_manifest(tmp_path: Path, bundle: Path) -> None:
     def rewritten(change: Callable[[dict[str, Any]], object]) -> Path:
         path = tmp_path / "changed.tar"
         with tarfile.open(bundle) as old, tarfile.open(path, "w") as new:
@@ -254,7 +256,7 @@ def test_what_the_manifest_says_is_checked(tmp_path: Path, bundle: Path) -> None
     assert left(tmp_path) == []
 
 
-def test_a_full_disk_is_reported_before_anything_is_unpacked(
+def test_full_disk_is_reported_before_unpacking(
     tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "free_bytes", lambda directory: 1 << 20)
@@ -275,7 +277,7 @@ def killed_at(place: int, bundle: Path, root: Path) -> None:
     unpack(bundle, root)
 
 
-def test_a_kill_leaves_nothing_that_is_used(tmp_path: Path, bundle: Path) -> None:
+def test_killed_unpacking_leaves_no_usable_directory(tmp_path: Path, bundle: Path) -> None:
     """Killed at each file; the next one unpacks everything and removes what is left."""
     for place in range(1, 4):
         pid = os.fork()
@@ -292,7 +294,7 @@ def test_a_kill_leaves_nothing_that_is_used(tmp_path: Path, bundle: Path) -> Non
 
 
 @pytest.mark.parametrize("place", [1, 3])
-def test_of_two_at_once_the_slower_one_uses_the_folder_of_the_other(
+def test_concurrent_unpacking_uses_the_first_finished_directory(
     tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     """The faster one takes the part of the slower one for that of a killed process."""
@@ -311,7 +313,7 @@ def test_of_two_at_once_the_slower_one_uses_the_folder_of_the_other(
     assert left(tmp_path) == [config.parent]
 
 
-def test_a_folder_that_others_can_change_is_not_used(tmp_path: Path, bundle: Path) -> None:
+def test_directory_writable_by_others_is_not_used(tmp_path: Path, bundle: Path) -> None:
     """They could have made it before us, where all users share a root."""
     folder = unpack(bundle, tmp_path / "runs").parent
     folder.chmod(0o777)
@@ -327,11 +329,11 @@ def test_a_folder_that_others_can_change_is_not_used(tmp_path: Path, bundle: Pat
         *((name, False) for name in ("x" * 256, "a/" * 600 + "b")),
     ],
 )
-def test_names_of_members(name: str, safe: bool) -> None:
+def test_unsafe_member_names_are_detected(name: str, safe: bool) -> None:
     assert is_safe(name) == safe
 
 
-def test_a_configuration_is_no_bundle(tmp_path: Path) -> None:
+def test_configuration_file_is_not_mistaken_for_a_bundle(tmp_path: Path) -> None:
     assert not is_bundle(write_config(tmp_path))
     assert not is_bundle(tmp_path / "missing.tar")
     assert not is_bundle(tmp_path)
@@ -342,7 +344,7 @@ def test_a_configuration_is_no_bundle(tmp_path: Path) -> None:
 # -- the command line ------------------------------------------------------------------------
 
 
-def test_submit_takes_a_bundle_whose_sources_are_gone(
+def test_submit_accepts_a_bundle_without_its_sources(
     tmp_path: Path,
     bundle: Path,
     scheduler: FakeScheduler,
@@ -370,7 +372,7 @@ def test_submit_takes_a_bundle_whose_sources_are_gone(
     assert list((elsewhere / "runs").glob(f"*/{BUNDLES}/*")) == [unpacked]
 
 
-def test_the_command_says_what_it_made(
+def test_bundle_command_prints_the_created_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -388,7 +390,7 @@ def test_the_command_says_what_it_made(
 # -- wheels ----------------------------------------------------------------------------------
 
 
-def test_packages_of_other_pythons_and_builds_are_asked_for(tmp_path: Path) -> None:
+def test_wheels_are_requested_for_the_target_python_and_build(tmp_path: Path) -> None:
     command = bundling.download_command(
         tmp_path, tmp_path / "c.txt", ["click"], python="3.12", torch="cu126"
     )
@@ -405,7 +407,7 @@ def test_packages_of_other_pythons_and_builds_are_asked_for(tmp_path: Path) -> N
     assert "slurmrl" not in versions
 
 
-def test_a_bundle_has_the_extras_that_its_configuration_needs(
+def test_bundle_includes_extras_needed_by_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which need not be installed where it is made."""
@@ -423,7 +425,7 @@ def test_a_bundle_has_the_extras_that_its_configuration_needs(
     assert bundling.extras_of(config, ["data/a.parquet"]) == ["data"]
 
 
-def test_wheels_refused_without_the_source_of_slurmrl(
+def test_wheels_are_rejected_without_the_slurmrl_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slurmrl.__file__", str(tmp_path / "site-packages/slurmrl/__init__.py"))

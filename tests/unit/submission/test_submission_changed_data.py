@@ -70,7 +70,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_changed_file_named_after_a_commit(site: Site) -> None:
+def test_changed_file_is_reported_after_a_commit(site: Site) -> None:
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
     assert site.findings() == []
     site.files["two"].write_text(OTHER)
@@ -91,13 +91,13 @@ def test_damaged_commit_is_left_to_the_job(site: Site, gone: bool) -> None:
     assert site.findings() == []
 
 
-def test_changed_file_accepted_before_the_first_commit(site: Site) -> None:
+def test_changed_file_is_accepted_before_the_first_commit(site: Site) -> None:
     site.files["two"].write_text(OTHER)
     assert site.findings() == []
 
 
 @pytest.mark.parametrize("state", [{}, {"dataset": None}, {"dataset": {"size": 2}}])
-def test_commit_of_an_older_version_says_nothing_of_files(site: Site, state: Any) -> None:
+def test_commit_of_an_older_version_allows_changed_files(site: Site, state: Any) -> None:
     site.commit(**state)
     site.files["two"].write_text(OTHER)
     assert site.findings() == []

@@ -72,11 +72,11 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_nothing_is_found_in_what_is_right(tmp_path: Path) -> None:
+def test_checks_pass_for_a_valid_configuration(tmp_path: Path) -> None:
     assert look(tmp_path, settings_of(tmp_path)) == []
 
 
-def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
+def test_all_check_errors_are_reported_at_once_with_their_places(tmp_path: Path) -> None:
     rows = write_rows(
         tmp_path / "held.jsonl", {"prompt": "1", "answer": "2"}, {"prompt": None, "answer": "2"}
     )
@@ -101,7 +101,7 @@ def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> 
     assert len(caught.value.problems) == 5
 
 
-def test_a_webhook_that_no_job_would_know_is_a_warning(
+def test_webhook_variable_missing_in_jobs_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jobs do not get it from the shell that submits."""
@@ -116,7 +116,7 @@ def test_a_webhook_that_no_job_would_know_is_a_warning(
     assert trial_checks.places(settings_of(tmp_path, *named)) == []
 
 
-def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
+def test_cpu_build_of_torch_is_rejected_for_gpu_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Set in the configuration or by default; a container has its own torch."""
@@ -143,7 +143,7 @@ def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
     assert problems(cpu, "cluster.slurm.container=apptainer exec image.sif") == []
 
 
-def test_the_build_of_torch_is_read_without_importing_it() -> None:
+def test_torch_build_is_read_without_importing_torch() -> None:
     code = (
         "import sys; from slurmrl.desk.provenance import torch_build; "
         "print(*torch_build()); assert 'torch' not in sys.modules"
@@ -166,7 +166,7 @@ def test_the_build_of_torch_is_read_without_importing_it() -> None:
         ("import sys; sys.exit('no')", "mine:Good", "SystemExit: no (mine.py:1)"),
     ],
 )
-def test_a_reward_that_the_run_could_not_make_is_reported(
+def test_reward_that_cannot_be_created_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, message: str
 ) -> None:
     """The submitting shell's PYTHONPATH does not apply, since a job does not have it."""
@@ -190,7 +190,7 @@ def test_a_reward_that_the_run_could_not_make_is_reported(
         ("pass", None, ""),
     ],
 )
-def test_a_reward_is_tried_on_one_row(
+def test_reward_is_tried_on_one_row(
     tmp_path: Path, body: str, weight: Weight | None, message: str
 ) -> None:
     """A file next to the code is not there in a job, which would fail in its first step."""
@@ -204,7 +204,7 @@ def test_a_reward_is_tried_on_one_row(
     assert all(message in one.message and "first row" in one.message for one in found)
 
 
-def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
+def test_custom_reward_is_created_with_options_and_neighbor_modules(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "beside.py").write_text("X = 1\n")
@@ -234,7 +234,7 @@ STATS = f"{REWARD}    def stats(self):\n        return {{'brief': (1.0, 2.0)}}\n
         (STATS, "", "eval/brief", None, ""),
     ],
 )
-def test_condition_on_metric_checked_with_metrics_of_own_reward(
+def test_condition_is_checked_with_metrics_of_a_custom_reward(
     tmp_path: Path, module: str, pool: str, metric: str, weight: Weight | None, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(module)
@@ -252,7 +252,7 @@ def test_condition_on_metric_checked_with_metrics_of_own_reward(
     assert all(message in one.message for one in found)
 
 
-def test_an_episode_that_the_run_could_not_make_is_reported(tmp_path: Path) -> None:
+def test_episode_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "class Good:\n    async def __call__(self, policy, item, tools): ...\n"
     )
@@ -271,7 +271,7 @@ def test_an_episode_that_the_run_could_not_make_is_reported(tmp_path: Path) -> N
     del sys.modules["mine"]
 
 
-def test_a_chat_template_without_a_place_for_results_is_reported(tmp_path: Path) -> None:
+def test_chat_template_without_tool_results_is_reported(tmp_path: Path) -> None:
     template = tmp_path / "chat.jinja"
     template.write_text(
         "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
@@ -289,7 +289,7 @@ def test_a_chat_template_without_a_place_for_results_is_reported(tmp_path: Path)
     assert "ends a turn with no special token" in unended.message
 
 
-def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path) -> None:
+def test_every_part_of_a_reward_is_created_and_checks_the_rows(tmp_path: Path) -> None:
     """A part in a pool is made in a process of its own."""
     rows = [{"prompt": "1", "answer": "3", "kind": "sum"}, {"prompt": "2", "answer": "4"}]
     path = write_rows(tmp_path / "rows.jsonl", *rows)
@@ -308,7 +308,7 @@ def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path)
     assert "'mine:f' asks for model_scores: add a part with name: model" in found.message
 
 
-def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: Path) -> None:
+def test_reward_model_needs_a_scalar_head_and_the_actors_tokenizer(tmp_path: Path) -> None:
     """Otherwise every score would be 0, or be that of other texts."""
     judge = tmp_path / "judge"
     judge.mkdir()
@@ -343,7 +343,7 @@ def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: 
     assert "has no score.weight: every score would be 0" in silent.message
 
 
-def test_what_takes_too_long_is_ended_and_said_to_be_unchecked(tmp_path: Path) -> None:
+def test_slow_check_is_ended_and_reported_as_skipped(tmp_path: Path) -> None:
     """The child is killed with its processes; problems found before are reported."""
     module = f"""
 import pathlib, subprocess, time
@@ -365,7 +365,7 @@ time.sleep(600)
     wait_until("the end of its process", lambda: not alive(sleeper))
 
 
-def test_an_import_that_only_the_job_s_container_may_have_is_a_warning(tmp_path: Path) -> None:
+def test_import_that_only_the_container_may_have_is_a_warning(tmp_path: Path) -> None:
     """Also where a process of the pool imports it."""
     (tmp_path / "mine.py").write_text("import only_in_the_image\n")
     reward = "reward={name: 'mine:Good', pool: {}}"
@@ -373,7 +373,7 @@ def test_an_import_that_only_the_job_s_container_may_have_is_a_warning(tmp_path:
     assert told(look(tmp_path, settings)) == [("reward", "warning")]
 
 
-def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
+def test_dropped_lines_are_counted(tmp_path: Path) -> None:
     rows = [{"prompt": "1+2=", "answer": "3"}] * 3 + [{"prompt": "11+22=", "answer": "33"}]
     write_rows(tmp_path / "rows.jsonl", *rows)
     path = f"dataset.path={tmp_path / 'rows.jsonl'}"
@@ -384,7 +384,7 @@ def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
     )
 
 
-def test_lines_beyond_the_positions_of_the_model_are_refused(tmp_path: Path) -> None:
+def test_lines_beyond_the_model_positions_are_rejected(tmp_path: Path) -> None:
     """The model would be trained at positions that it does not know, or could not write a token
     after a prompt. Each dataset counts, also a source of several.
     """
@@ -413,7 +413,7 @@ def test_lines_beyond_the_positions_of_the_model_are_refused(tmp_path: Path) -> 
     assert told(inputs(bounded)) == [("data", "warning")]
 
 
-def test_the_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
+def test_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
     """Without the lines that are left out; with those of all sources."""
     passes = "algorithm={name: evaluate, measure: likelihood, batch_size: 2}"
     rows = [{"prompt": "1+2=", "answer": "3"}] * 4 + [{"prompt": "11+22=", "answer": "33"}]
@@ -431,7 +431,7 @@ def test_the_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_built_in_reward_needs_answers(tmp_path: Path) -> None:
+def test_built_in_reward_needs_answers(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "held.jsonl", {"prompt": "1"})
     evaluation = f"evaluation={{dataset: {{type: prompt, path: {rows}}}}}"
     settings = settings_of(tmp_path, evaluation, "reward={name: exact_match}")
@@ -440,7 +440,7 @@ def test_a_built_in_reward_needs_answers(tmp_path: Path) -> None:
     assert "no answers under 'answer'" in found.message
 
 
-def test_of_a_large_file_the_top_is_checked(
+def test_only_the_beginning_of_a_large_file_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(input_checks, "MOST_BYTES", 1024)
@@ -452,7 +452,7 @@ def test_of_a_large_file_the_top_is_checked(
     assert "were checked" in found.message
 
 
-def test_adapters_are_not_evaluated_with_another_model_than_they_were_trained_on(
+def test_adapters_with_another_base_model_are_rejected_in_evaluations(
     tmp_path: Path,
 ) -> None:
     """A checkpoint of adapters has the fingerprint of the weights that they belong to."""
@@ -483,7 +483,7 @@ def test_adapters_are_not_evaluated_with_another_model_than_they_were_trained_on
     assert list(checks["adapters"][1]()) == [], "not again: the model may be large"
 
 
-def test_the_trials_of_several_suites_have_their_checkpoint_compared_once(
+def test_suite_trials_compare_their_checkpoint_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known: list[set[str]] = []
@@ -519,7 +519,7 @@ def settings_of_evaluation(folder: Path, trial: CommittedTrial, step: int) -> Se
     )
 
 
-def test_room_is_needed_for_checkpoints_weight_versions_and_prepared_data(
+def test_disk_space_check_counts_checkpoints_versions_and_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One whole weight version more than is kept; and the data of a trial that has none yet."""
@@ -540,7 +540,7 @@ def test_room_is_needed_for_checkpoints_weight_versions_and_prepared_data(
     assert "tokenized" not in found.message
 
 
-def test_submit_refuses_before_anything_is_written_unless_checks_are_off(
+def test_submit_rejects_before_writing_unless_checks_are_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_config(tmp_path)
@@ -556,7 +556,9 @@ def test_submit_refuses_before_anything_is_written_unless_checks_are_off(
     assert "not checked" in capsys.readouterr().err
 
 
-def test_doctor_finds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_the_same_problems_as_submit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_config(tmp_path)
     write_rows(tmp_path / "data.jsonl", {"prompt": "1", "answer": 42})
     arguments = ["doctor", str(path), "--scheduler", "local", "--root", str(tmp_path / "runs")]
@@ -606,7 +608,7 @@ class Eager(Good):
         ("elsewhere:Good", "there is no module 'elsewhere'"),
     ],
 )
-def test_the_code_behind_a_users_own_algorithm_is_tried(
+def test_code_of_a_custom_algorithm_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str, message: str
 ) -> None:
     """Interfaces are imported as the ranks import them, and implement the method of their call."""
@@ -625,7 +627,7 @@ def test_the_code_behind_a_users_own_algorithm_is_tried(
     assert message in "".join(one.message for one in found)
 
 
-def test_weights_with_nan_are_refused_by_file_and_tensor(tmp_path: Path) -> None:
+def test_weights_with_nan_are_rejected_by_file_and_tensor(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     decoder = build(ModelConfig.from_hf(ARCHITECTURE))
@@ -638,7 +640,7 @@ def test_weights_with_nan_are_refused_by_file_and_tensor(tmp_path: Path) -> None
     assert "model.safetensors: tensor 'model.norm.weight' has 1 NaN and" in found.message
 
 
-def test_a_model_of_transformers_with_integer_constants_is_not_trained(tmp_path: Path) -> None:
+def test_transformers_model_with_integer_constants_is_rejected(tmp_path: Path) -> None:
     """Experts of DeepSeek-V4's first layers come from a table of token ids."""
 
     def found(config: dict[str, Any]) -> list[str]:

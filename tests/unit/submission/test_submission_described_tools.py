@@ -104,7 +104,7 @@ def test_data_show_prints_the_tools_of_episodes(
         ([HELD_OUT % ""], {"dataset": ["calculator"], "evaluation": None}),
     ],
 )
-def test_datasets_get_schemas_by_default_where_a_template_writes_them(
+def test_datasets_get_schemas_if_the_template_writes_them(
     config: Path,
     overrides: list[str],
     expected: dict[str, Any],
@@ -115,12 +115,12 @@ def test_datasets_get_schemas_by_default_where_a_template_writes_them(
 
 
 @pytest.mark.usefixtures("quick")
-def test_datasets_get_no_schemas_where_a_template_drops_tools(config: Path) -> None:
+def test_datasets_get_no_schemas_if_the_template_drops_tools(config: Path) -> None:
     (config.parent / "chat.jinja").write_text(PLAIN)
     assert names(of(config)) == {"dataset": None}
 
 
-def test_schemas_not_made_for_the_file_of_a_trial(config: Path) -> None:
+def test_recorded_trial_configuration_gets_no_new_schemas(config: Path) -> None:
     settings = load_settings(config, root=config.parent / "runs")
     file = config.parent / "config.yaml"
     file.write_text(dump(settings.config))

@@ -77,7 +77,7 @@ def trained(tmp_path: Path) -> Trained:
     return Trained(tmp_path)
 
 
-def test_it_has_what_the_evaluation_has_and_nothing_that_trains(trained: Trained) -> None:
+def test_derived_evaluation_keeps_evaluation_settings_without_training(trained: Trained) -> None:
     trained.write(GRPO)
     named = load(trained.file, (), evaluation_of("sft/1@4", trained.root)).values
     assert (named["actor"]["path"], named["trial"]) == ("trial:sft/1@4", "sft-1-step-4")
@@ -101,7 +101,7 @@ def test_it_has_what_the_evaluation_has_and_nothing_that_trains(trained: Trained
     assert set(make_plan(settings, scheduler="local").models) == {"actor"}
 
 
-def test_problems_have_their_lines_in_the_file(trained: Trained) -> None:
+def test_evaluation_problems_have_their_lines_in_the_file(trained: Trained) -> None:
     lines = json.dumps({**GRPO, "evaluation": {"dataset": {**PROMPTS, "typo": 1}}}, indent=1)
     trained.file.write_text(lines)
     with pytest.raises(ConfigError) as caught:
@@ -112,14 +112,14 @@ def test_problems_have_their_lines_in_the_file(trained: Trained) -> None:
     ]
 
 
-def test_what_is_no_section_is_reported_and_what_is_missing(trained: Trained) -> None:
+def test_invalid_or_missing_evaluation_section_is_reported(trained: Trained) -> None:
     trained.write({**{k: v for k, v in GRPO.items() if k != "experiment"}, "rollout": 5})
     with pytest.raises(ConfigError) as caught:
         trained.evaluation("sft/1")
     assert {problem.key for problem in caught.value.problems} >= {"experiment", "rollout"}
 
 
-def test_a_configuration_of_evaluate_gets_the_model_alone(trained: Trained) -> None:
+def test_evaluate_configuration_changes_only_the_model(trained: Trained) -> None:
     trained.write(
         {
             "experiment": "judged",
@@ -207,7 +207,7 @@ def test_evaluations_in_tasks_have_their_own_layout_and_jobs(trained: Trained) -
         ({"backend": "sglang", "servers": ["http://node:1"]}, None, "sglang:d1"),
     ],
 )
-def test_the_actor_generates_where_the_engine_of_training_does_not_fit(
+def test_evaluation_generates_with_the_actor_if_the_engine_does_not_fit(
     trained: Trained, rollout: dict[str, Any], tasks: dict[str, Any] | None, backend: str
 ) -> None:
     """Rollout tasks, another layout, and running servers whose weights are the trainers'."""
@@ -216,7 +216,7 @@ def test_the_actor_generates_where_the_engine_of_training_does_not_fit(
     assert trained.evaluation("sft/1").config.rollout.backend == backend
 
 
-def test_suites_that_are_not_there_are_refused(trained: Trained) -> None:
+def test_unknown_suites_are_rejected(trained: Trained) -> None:
     trained.write({**GRPO, "evaluation": SUITES})
     assert choose_suites(trained.file, ["hard", "hard"]) == ["hard"]
     with pytest.raises(UsageError, match="--suite hrad: no such suite; did you mean 'hard'"):
@@ -235,7 +235,7 @@ def test_suites_that_are_not_there_are_refused(trained: Trained) -> None:
         ("my_algorithm.py:Mine", "preference", "preferences"),
     ],
 )
-def test_the_type_of_the_dataset_says_what_is_measured(
+def test_dataset_type_determines_the_measure(
     trained: Trained, algorithm: str, dataset: str, measure: str
 ) -> None:
     evaluation = {"dataset": {"type": dataset, "path": "rows.jsonl"}}
@@ -255,7 +255,7 @@ def test_the_type_of_the_dataset_says_what_is_measured(
         ("dpo", "preference", "evaluation.dataset.type", "allowed: prompt, prompt_answer, messa"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(
+def test_trials_that_cannot_be_evaluated_are_rejected(
     trained: Trained, algorithm: str, kind: str | None, key: str, message: str
 ) -> None:
     """The model of DPO has no scalar head, whose scores `evaluate` compares."""
@@ -267,7 +267,7 @@ def test_what_cannot_be_evaluated_is_refused(
     assert [(one.key, message in one.message) for one in caught.value.problems] == [(key, True)]
 
 
-def test_a_model_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_model_path_is_evaluated_under_its_own_name(tmp_path: Path) -> None:
     """The trial that evaluates it has its name, so that the same command finds it again."""
     folder = tmp_path / "qwen 3" / "model..final"
     folder.mkdir(parents=True)

@@ -17,7 +17,9 @@ from slurmrl.scheduler.base import JobState
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 
-def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: FakeScheduler) -> None:
+def test_handle_submits_watches_and_resumes_a_trial(
+    tmp_path: Path, scheduler: FakeScheduler
+) -> None:
     """Another process finds it by its name."""
     root = str(tmp_path / "runs")
     trial = slurmrl.submit(write_config(tmp_path), "trial=7", root=root, scheduler="local")
@@ -44,7 +46,7 @@ def test_a_trial_is_submitted_watched_and_resumed(tmp_path: Path, scheduler: Fak
     assert trial.wait()["state"] == "CANCELLED"
 
 
-def test_a_bundle_is_a_configuration_too(tmp_path: Path, scheduler: FakeScheduler) -> None:
+def test_handle_submits_a_bundle(tmp_path: Path, scheduler: FakeScheduler) -> None:
     file, root = tmp_path / "add.tar", tmp_path / "runs"
     make_bundle(write_config(tmp_path), [], root=None, output=file, packages=None)
     trial = slurmrl.submit(file, "trial=7", root=str(root), scheduler="local", check=False)
@@ -52,9 +54,7 @@ def test_a_bundle_is_a_configuration_too(tmp_path: Path, scheduler: FakeSchedule
     assert path.is_relative_to(root)
 
 
-def test_what_is_wrong_is_raised_before_anything_is_written(
-    tmp_path: Path, scheduler: FakeScheduler
-) -> None:
+def test_handle_raises_problems_before_writing(tmp_path: Path, scheduler: FakeScheduler) -> None:
     config = write_config(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"prompt": 1}\n')
     with pytest.raises(ConfigError):

@@ -37,7 +37,7 @@ def last_link(scheduler: FakeScheduler, queued: int) -> None:
     scheduler.tasks = [task(6, JobState.RUNNING), *waiting]
 
 
-def test_a_live_trial_with_few_links_gets_more(paths: RunPaths, scheduler: FakeScheduler) -> None:
+def test_live_trial_with_few_jobs_gets_more(paths: RunPaths, scheduler: FakeScheduler) -> None:
     last_link(scheduler, queued=1)
     found = add_links(paths)
     assert found is not None
@@ -47,7 +47,9 @@ def test_a_live_trial_with_few_links_gets_more(paths: RunPaths, scheduler: FakeS
     assert scheduler.done == ["extend trainer"]
 
 
-def test_a_dry_run_says_so_and_queues_nothing(paths: RunPaths, scheduler: FakeScheduler) -> None:
+def test_dry_run_reports_added_jobs_and_queues_nothing(
+    paths: RunPaths, scheduler: FakeScheduler
+) -> None:
     last_link(scheduler, queued=1)
     found = add_links(paths, dry_run=True)
     assert found is not None
@@ -55,16 +57,16 @@ def test_a_dry_run_says_so_and_queues_nothing(paths: RunPaths, scheduler: FakeSc
     assert scheduler.done == []
 
 
-def test_one_with_enough_is_live_as_before(paths: RunPaths, scheduler: FakeScheduler) -> None:
+def test_live_trial_with_enough_jobs_rejects_resume(
+    paths: RunPaths, scheduler: FakeScheduler
+) -> None:
     last_link(scheduler, queued=2)
     assert add_links(paths) is None
     with pytest.raises(UsageError, match="is live"):
         submit(propose_resume(paths, []))
 
 
-def test_an_ended_or_interrupted_trial_is_resumed_as_before(
-    paths: RunPaths, scheduler: FakeScheduler
-) -> None:
+def test_ended_or_interrupted_trial_is_resumed(paths: RunPaths, scheduler: FakeScheduler) -> None:
     scheduler.tasks = [task(7, JobState.TIMEOUT)]
     assert add_links(paths) is None
     last_link(scheduler, queued=0)
@@ -73,7 +75,7 @@ def test_an_ended_or_interrupted_trial_is_resumed_as_before(
     assert scheduler.done == []
 
 
-def test_a_single_job_is_no_chain(tmp_path: Path, scheduler: FakeScheduler) -> None:
+def test_single_job_gets_no_further_jobs(tmp_path: Path, scheduler: FakeScheduler) -> None:
     paths = submitted(tmp_path, "cluster.slurm.continue=none")
     assert scheduler.requests[0].groups[0].links == 1
     last_link(scheduler, queued=0)

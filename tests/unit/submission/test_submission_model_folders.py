@@ -67,7 +67,7 @@ def problem(folder: Path, path: str) -> str:
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_folder_is_refused_if_its_config_is_no_such_file(tmp_path: Path, kind: str) -> None:
+def test_directory_with_an_invalid_config_file_is_rejected(tmp_path: Path, kind: str) -> None:
     make, message = FILES[kind]
     (tmp_path / "model").mkdir()
     make(tmp_path / "model" / "config.json")
@@ -82,7 +82,7 @@ def test_folder_is_refused_if_its_config_is_no_such_file(tmp_path: Path, kind: s
         ("file:///models/llama", "write only the path"),
     ],
 )
-def test_url_is_refused_with_the_remedy(tmp_path: Path, path: str, remedy: str) -> None:
+def test_url_is_rejected_with_the_remedy(tmp_path: Path, path: str, remedy: str) -> None:
     found = problem(tmp_path, path)
     assert f"'{path}' is a URL" in found
     assert remedy in found
@@ -118,7 +118,7 @@ def test_weights_rejected_if_file_is_missing_or_damaged(
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_pointer_of_git_lfs_named_for_other_files(tmp_path: Path, name: str) -> None:
+def test_git_lfs_pointer_is_named_for_other_files(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "model"
     shutil.copytree(ADDITION / "tokenizer", folder)
     (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")

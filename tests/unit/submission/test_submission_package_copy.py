@@ -84,7 +84,7 @@ def test_traceback_shows_sources_of_the_copy(copied: Path) -> None:
     assert line in done.stderr
 
 
-def test_fault_in_own_code_is_placed_there_by_a_copy(copied: Path) -> None:
+def test_traceback_of_custom_code_names_the_custom_file(copied: Path) -> None:
     (copied.parent / "mine.py").write_text("\nNOTHING\n")
     program = "from slurmrl.registry import import_own; import_own('reward', 'mine:R')"
     assert "(mine.py:2)" in run(copied, program).stderr

@@ -21,7 +21,7 @@ def make(proposal: Proposal) -> bool:
     return prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
 
 
-def test_a_trial_is_made_once(proposal: Proposal) -> None:
+def test_trial_directory_is_prepared_once(proposal: Proposal) -> None:
     assert make(proposal)
     before = paths_and_bytes(proposal)
     assert not make(proposal)
@@ -34,7 +34,7 @@ def paths_and_bytes(proposal: Proposal) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("step", ["take_snapshot", "write_plan", "dump"])
-def test_a_killed_preparation_is_taken_up(
+def test_killed_preparation_is_continued(
     proposal: Proposal, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     class Killed(BaseException):
@@ -54,7 +54,7 @@ def test_a_killed_preparation_is_taken_up(
     assert load_resolved(proposal.paths.config) == proposal.settings.config
 
 
-def test_a_snapshot_that_is_there_stays(proposal: Proposal) -> None:
+def test_existing_snapshot_is_kept(proposal: Proposal) -> None:
     make(proposal)
     marker = proposal.paths.code / "slurmrl" / "marker"
     marker.touch()
@@ -63,7 +63,7 @@ def test_a_snapshot_that_is_there_stays(proposal: Proposal) -> None:
     assert not list(proposal.paths.run.glob(".code.*"))
 
 
-def test_a_place_where_nothing_can_be_made(tmp_path: Path) -> None:
+def test_root_that_is_a_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(EnvironmentFailure, match="runs"):
         make(propose(write_config(tmp_path), [], root=str(tmp_path / "runs"), scheduler="local"))

@@ -41,7 +41,7 @@ def recorded(paths: RunPaths) -> dict[str, str]:
     return {path.name: path.read_text() for path in names}
 
 
-def test_a_resumed_trial_does_not_depend_on_the_profile(tmp_path: Path, site: Path) -> None:
+def test_resumed_trial_does_not_depend_on_the_profile(tmp_path: Path, site: Path) -> None:
     submitted = submit(propose(write_config(tmp_path), (), scheduler="local"))
     paths, before = submitted.paths, recorded(submitted.paths)
     assert paths.run.is_relative_to(tmp_path / "site")
@@ -82,9 +82,7 @@ def test_resume_continues_without_a_lost_hardware_profile(
         propose_resume(began.paths, overrides[1:], scheduler="local")
 
 
-def test_options_of_the_command_line_are_not_those_of_the_profile(
-    tmp_path: Path, site: Path
-) -> None:
+def test_command_line_options_take_precedence_over_the_profile(tmp_path: Path, site: Path) -> None:
     site.write_text(site.read_text() + "  scheduler: slurm\n")
     path = write_config(tmp_path)
     proposal = propose(path, (), root=str(tmp_path / "mine"), scheduler="local")

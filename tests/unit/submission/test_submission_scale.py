@@ -33,7 +33,7 @@ def submitted(folder: Path, *overrides: str) -> RunPaths:
     return submit(propose(write_config(folder), overrides, root=root, scheduler="local")).paths
 
 
-def test_the_number_holds_until_it_is_changed(
+def test_task_count_is_kept_until_changed(
     tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also in later submissions, unless these have another rollout.tasks.max."""
@@ -52,7 +52,7 @@ def test_the_number_holds_until_it_is_changed(
         assert (rollout.at_once, held) == (at_once, at_once == 0)
 
 
-def test_what_is_refused(tmp_path: Path, scheduler: FakeScheduler) -> None:
+def test_invalid_task_counts_are_rejected(tmp_path: Path, scheduler: FakeScheduler) -> None:
     paths = submitted(tmp_path, *GRPO)
     with pytest.raises(UsageError, match=r"1 tasks are not allowed: rollout\.tasks\.min is 2; 0"):
         set_tasks(paths, 1)
@@ -64,7 +64,7 @@ def test_what_is_refused(tmp_path: Path, scheduler: FakeScheduler) -> None:
     assert demand.wanted_tasks(paths, "rollout", 3) == 3
 
 
-def test_a_resumed_trial_does_not_wait_for_more_tasks_than_may_run(
+def test_resumed_trial_waits_for_no_more_tasks_than_allowed(
     tmp_path: Path, scheduler: FakeScheduler
 ) -> None:
     paths = submitted(tmp_path, *GRPO)
@@ -76,7 +76,7 @@ def test_a_resumed_trial_does_not_wait_for_more_tasks_than_may_run(
     propose_resume(paths, ("rollout.tasks.min=3",))
 
 
-def test_tasks_in_the_trainers_job_are_as_many_as_its_gpus(
+def test_tasks_in_the_trainers_job_cannot_be_scaled(
     tmp_path: Path, scheduler: FakeScheduler
 ) -> None:
     """They have no job of their own."""
@@ -92,7 +92,7 @@ def test_tasks_in_the_trainers_job_are_as_many_as_its_gpus(
         set_tasks(submit(proposal).paths, 2)
 
 
-def test_trainers_that_generate_have_no_tasks(tmp_path: Path, scheduler: FakeScheduler) -> None:
+def test_scale_is_rejected_without_rollout_tasks(tmp_path: Path, scheduler: FakeScheduler) -> None:
     paths = submitted(tmp_path)
     with pytest.raises(UsageError, match="add/1 has no rollout tasks"):
         set_tasks(paths, 2)

@@ -37,7 +37,7 @@ def proposal(tmp_path: Path) -> Proposal:
 
 
 @pytest.mark.parametrize("umask", [0, 0o027, 0o777])
-def test_everything_is_private_whatever_the_umask(proposal: Proposal, umask: int) -> None:
+def test_all_files_are_private_with_any_umask(proposal: Proposal, umask: int) -> None:
     paths = proposal.paths
     before = os.umask(umask)
     try:
@@ -58,7 +58,7 @@ def test_everything_is_private_whatever_the_umask(proposal: Proposal, umask: int
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
 
 
-def test_a_directory_that_others_could_change_is_refused(proposal: Proposal) -> None:
+def test_directory_writable_by_others_is_rejected(proposal: Proposal) -> None:
     root = proposal.paths.run.parents[2]
     root.mkdir()
     root.chmod(0o777)
@@ -122,7 +122,7 @@ TOLERANT = {"jobs", "status", "state"}
 
 @pytest.mark.parametrize("content", HOSTILE, ids=[repr(content[:20]) for content in HOSTILE])
 @pytest.mark.parametrize("name", READERS)
-def test_hostile_bytes_end_in_errors_of_ours(tmp_path: Path, name: str, content: bytes) -> None:
+def test_hostile_bytes_raise_slurmrl_errors(tmp_path: Path, name: str, content: bytes) -> None:
     run = FakeRun(tmp_path).paths
     place, read = READERS[name]
     atomic.make_private_directory(place(run).parent)
@@ -137,7 +137,7 @@ def test_hostile_bytes_end_in_errors_of_ours(tmp_path: Path, name: str, content:
 
 
 @pytest.mark.parametrize("content", HOSTILE, ids=[repr(content[:20]) for content in HOSTILE])
-def test_hostile_values_and_lines(tmp_path: Path, content: bytes) -> None:
+def test_hostile_values_and_lines_raise_slurmrl_errors(tmp_path: Path, content: bytes) -> None:
     run = FakeRun(tmp_path).paths
     names = NameStore(run.names)
     for key in ("status", "attempt/trainer/0/0", "incarnation/1/failure"):
@@ -153,14 +153,14 @@ def test_hostile_values_and_lines(tmp_path: Path, content: bytes) -> None:
     assert metrics.read(run.metrics) == events.read_all(run) == []
 
 
-def test_hostile_names_of_files_are_passed_over(tmp_path: Path) -> None:
+def test_hostile_file_names_are_skipped(tmp_path: Path) -> None:
     run = FakeRun(tmp_path).paths
     for name in ("²", "٣", "-1", "1\n", "..x", "x" * 255):
         (run.submissions / name).mkdir()
     assert snapshot.submission_numbers(run) == []
 
 
-def test_tokens_that_others_can_read_are_refused_before_anything_is_written(
+def test_tokens_readable_by_others_are_rejected_before_writing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokens = tmp_path / "tokens"

@@ -53,7 +53,7 @@ def asked(folder: Path, client: PickySlurm, *overrides: str) -> list[Finding]:
         ("cluster.slurm.gpu_type=a100", "--gres", "cluster.slurm.gpu_type", ": Invalid"),
     ],
 )
-def test_refused_job_names_the_setting_its_value_and_known_names(
+def test_rejected_job_names_setting_value_and_known_names(
     tmp_path: Path, override: str, part: str, key: str, allowed: str
 ) -> None:
     [found] = asked(tmp_path, PickySlurm({part: "allocation failure: Invalid"}), override)
@@ -113,7 +113,7 @@ def test_job_that_can_start_has_no_findings(tmp_path: Path, override: str) -> No
     assert asked(tmp_path, PickySlurm({}), "cluster.slurm.time=90", override) == []
 
 
-def test_job_is_not_refused_while_hosts_are_out_of_service(tmp_path: Path) -> None:
+def test_job_is_not_rejected_while_hosts_are_out_of_service(tmp_path: Path) -> None:
     client = PickySlurm({"--gres": "Requested node configuration is not available"})
     client.states = ["idle", "drained"]
     [found] = asked(tmp_path, client)
@@ -136,7 +136,7 @@ def missing(proposal: Proposal, monkeypatch: pytest.MonkeyPatch, *absent: str) -
     return trial_checks.missing_packages(proposal.settings, proposal.plan)
 
 
-def test_engine_without_its_package_is_refused(
+def test_engine_without_its_package_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = "actor.backend=megatron:d1"

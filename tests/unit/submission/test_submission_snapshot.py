@@ -54,9 +54,7 @@ def record(folder: Path) -> dict[str, object]:
 MINE = "reward={name: 'my_reward:Mine'}"
 
 
-def test_the_rewards_module_and_what_it_imports_are_copied(
-    user: Path, scheduler: FakeScheduler
-) -> None:
+def test_reward_module_and_its_imports_are_copied(user: Path, scheduler: FakeScheduler) -> None:
     paths = submit(proposed(user, MINE)).paths
     assert {"my_reward.py", "helper.py", "environment.json", "submitted.yaml"} == copied(paths.code)
     assert (paths.code / "my_reward.py").read_text() == REWARD
@@ -64,7 +62,7 @@ def test_the_rewards_module_and_what_it_imports_are_copied(
     assert (paths.code / "submitted.yaml").read_text() == (user / "sft.yaml").read_text()
 
 
-def test_the_modules_of_an_episode_are_copied(user: Path, scheduler: FakeScheduler) -> None:
+def test_modules_of_an_episode_are_copied(user: Path, scheduler: FakeScheduler) -> None:
     """Those of the environment and of each tool, with what they import."""
     (user / "my_world.py").write_text("import helper\nclass World: ...\n")
     (user / "my_tool.py").write_text("def look(word): return word\n")
@@ -91,7 +89,7 @@ def test_listed_code_is_copied_without_files_that_are_not_imported(
     assert found == {"package/part", "package/__init__.py", "package/part/table.json"}
 
 
-def test_only_what_is_reachable_is_parsed(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_reachable_modules_are_parsed(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = user / "large"
     (package / "inner").mkdir(parents=True)
     (package / "__init__.py").write_text("")
@@ -125,7 +123,7 @@ def test_paths_of_code_are_relative_to_the_configuration(user: Path) -> None:
         ("slurmrl", "would hide slurmrl"),
     ],
 )
-def test_code_that_cannot_be_copied_is_refused(user: Path, name: str, reason: str) -> None:
+def test_code_that_cannot_be_copied_is_rejected(user: Path, name: str, reason: str) -> None:
     for there in ("notes.txt", "json.py"):
         (user / there).touch()
     (user / "slurmrl").mkdir()
@@ -135,31 +133,31 @@ def test_code_that_cannot_be_copied_is_refused(user: Path, name: str, reason: st
     assert not (user.parent / "runs").exists()
 
 
-def test_two_entries_of_one_name_are_refused(user: Path) -> None:
+def test_two_code_entries_with_one_name_are_rejected(user: Path) -> None:
     (user / "other").mkdir()
     shutil.copy(user / "helper.py", user / "other")
     with pytest.raises(ConfigError, match="another entry has the same name"):
         proposed(user, f"code=[{user / 'helper.py'}, {user / 'other' / 'helper.py'}]")
 
 
-def test_data_is_not_code(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_files_are_not_copied_as_code(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "LARGEST_BYTES", 8)
     with pytest.raises(ConfigError, match="keep data out of its folder"):
         proposed(user, MINE)
 
 
-def test_a_missing_module_is_reported(user: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_module_is_reported(user: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert proposed(user, "reward={name: 'no_such_module_here:R'}").recorder.code.paths == ()
     assert "module 'no_such_module_here' was not found" in caplog.text
 
 
-def test_installed_packages_stay_where_they_are(user: Path) -> None:
+def test_installed_packages_are_not_copied(user: Path) -> None:
     assert proposed(user, "reward={name: 'pytest:Item'}").recorder.code == trial_code.OwnCode(
         folders=(user, user.parent)
     )
 
 
-def test_a_changed_file_does_not_reach_a_snapshot(user: Path, scheduler: FakeScheduler) -> None:
+def test_changed_file_does_not_affect_a_snapshot(user: Path, scheduler: FakeScheduler) -> None:
     paths = submit(proposed(user, MINE)).paths
     (user / "helper.py").write_text("SCORE = 2\n")
     assert submit(proposed(user, MINE)).notes == ()
@@ -169,7 +167,7 @@ def test_a_changed_file_does_not_reach_a_snapshot(user: Path, scheduler: FakeSch
     assert [request.code for request in scheduler.requests] == [paths.code] * 3
 
 
-def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: FakeScheduler) -> None:
+def test_trial_of_another_version_is_not_modified(user: Path, scheduler: FakeScheduler) -> None:
     """Jobs of another version would not understand our files."""
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
@@ -186,7 +184,7 @@ def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: Fak
     assert trial_code.is_this_code(paths.snapshot(2))
 
 
-def test_a_trial_of_another_slurmrl_reads_none_of_our_settings(
+def test_trial_of_another_version_ignores_new_settings(
     user: Path, scheduler: FakeScheduler
 ) -> None:
     """Its version may not know a setting of ours: the checks leave it alone, so that the refusal
@@ -203,7 +201,7 @@ def test_a_trial_of_another_slurmrl_reads_none_of_our_settings(
 
 
 @pytest.mark.parametrize("how", ["written", "vanished"])
-def test_a_snapshot_never_mixes_two_versions(
+def test_snapshot_never_mixes_two_versions(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Code that changes while it is copied is copied again; where it changes each time, the
@@ -234,7 +232,7 @@ def test_a_snapshot_never_mixes_two_versions(
     assert [path.name for path in paths.run.glob("*code*")] == ["code"]
 
 
-def test_update_code_takes_the_present_code(
+def test_update_code_takes_the_current_code(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = submit(proposed(user, MINE)).paths
@@ -275,7 +273,7 @@ def test_update_code_takes_the_present_code(
     ],
     ids=["constant", "derived"],
 )
-def test_update_code_of_a_trial_that_lacks_a_setting(
+def test_update_code_adds_a_missing_setting(
     user: Path,
     scheduler: FakeScheduler,
     algorithm: str,
@@ -303,7 +301,7 @@ def test_update_code_of_a_trial_that_lacks_a_setting(
     assert paths.config.read_text() == text
 
 
-def test_a_trial_without_a_commit_takes_the_code_of_another_episode(
+def test_trial_without_a_commit_accepts_another_episode(
     user: Path, scheduler: FakeScheduler
 ) -> None:
     episode = "rollout.episode={{name: multi_turn, environment: {{name: '{}:World'}}}}"
@@ -326,7 +324,7 @@ def test_code_is_changed_together_with_the_snapshot(user: Path, scheduler: FakeS
 
 
 @pytest.mark.parametrize("step", ["copying", "record", "rename"])
-def test_a_snapshot_is_there_whole_or_not_at_all(
+def test_snapshot_is_complete_or_absent(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A full disk while an update is copied, recorded or renamed: the old snapshot stays in use."""
@@ -351,7 +349,7 @@ def test_a_snapshot_is_there_whole_or_not_at_all(
     assert trial_code.current_snapshot(paths) == 2
 
 
-def test_an_update_whose_submitter_was_killed_counts_for_nothing(
+def test_update_of_a_killed_submitter_is_ignored(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
@@ -371,7 +369,7 @@ def test_an_update_whose_submitter_was_killed_counts_for_nothing(
     assert trial_code.current_snapshot(paths) == 3
 
 
-def test_the_record_holds_no_secret(
+def test_code_record_contains_no_secret(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret_0123")
@@ -397,7 +395,7 @@ def repository(user: Path) -> Path:
     return user
 
 
-def test_git_says_commit_state_and_changes(repository: Path) -> None:
+def test_code_record_has_git_commit_state_and_changes(repository: Path) -> None:
     found = provenance.repository_of(repository)
     assert isinstance(found, provenance.Repository)
     assert (found.root, found.branch, len(found.commit)) == (repository, "trunk", 40)
@@ -408,7 +406,9 @@ def test_git_says_commit_state_and_changes(repository: Path) -> None:
     assert provenance.untracked_files(found, named) == [repository / "data.jsonl"]
 
 
-def test_a_large_diff_is_cut_with_a_note(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_diff_is_truncated_with_a_note(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(provenance, "MOST_DIFF_BYTES", 20)
     found = provenance.repository_of(repository)
     assert isinstance(found, provenance.Repository)
@@ -416,14 +416,16 @@ def test_a_large_diff_is_cut_with_a_note(repository: Path, monkeypatch: pytest.M
     assert any("truncated to 20 of" in note for note in found.notes)
 
 
-def test_a_folder_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_record_states_a_missing_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert "not a git repository" in str(provenance.repository_of(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.repository_of(tmp_path) == "git is not installed"
 
 
-def test_the_record_of_a_repository(
+def test_code_record_describes_a_repository(
     repository: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changes are recorded in a file, and configured files that git does not track are copied."""
@@ -438,7 +440,7 @@ def test_the_record_of_a_repository(
     assert repositories["directory"]["branch"] == "trunk"
 
 
-def test_a_trial_of_an_older_version_has_one_snapshot(tmp_path: Path) -> None:
+def test_trial_of_an_older_version_has_one_snapshot(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.submission(1).mkdir(parents=True)
     paths.submission_request(1).write_text('{"scheduler": "local"}')
@@ -456,9 +458,7 @@ class Mine(SFT):
 """
 
 
-def test_a_trial_keeps_the_algorithm_that_it_was_submitted_with(
-    user: Path, scheduler: FakeScheduler
-) -> None:
+def test_trial_keeps_its_submitted_algorithm(user: Path, scheduler: FakeScheduler) -> None:
     """Also where its file has changed or is gone; ``--update-code`` takes the present one."""
     file = user / "algorithms" / "mine.py"
     file.parent.mkdir()

@@ -37,7 +37,7 @@ def status_of(run: FakeRun, scheduler: FakeScheduler) -> dict[str, Any]:
     return collect([run.paths], lambda kind: scheduler, detailed=True)[0]
 
 
-def test_stopped_submission_has_no_later_link(run: FakeRun, scheduler: FakeScheduler) -> None:
+def test_stopped_submission_has_no_later_job(run: FakeRun, scheduler: FakeScheduler) -> None:
     assert reason_to_leave(run.paths, 1) is None
     trial_jobs.stop(run.paths)
     assert scheduler.done == ["interrupt"]
@@ -61,7 +61,7 @@ def test_stop_cancels_jobs_when_no_trainer_runs(run: FakeRun, scheduler: FakeSch
         (JobState.UNKNOWN, "is stopped: its trainers were not running"),
     ],
 )
-def test_stop_promises_commit_only_if_trainers_run(
+def test_stop_announces_a_commit_only_if_trainers_run(
     run: FakeRun,
     scheduler: FakeScheduler,
     capsys: pytest.CaptureFixture[str],
@@ -103,20 +103,22 @@ def test_wait_returns_when_trainers_have_ended(run: FakeRun, scheduler: FakeSche
 
 
 @pytest.mark.parametrize("state", [JobState.CANCELLED, JobState.COMPLETED, JobState.UNKNOWN])
-def test_stop_refused_without_jobs(run: FakeRun, scheduler: FakeScheduler, state: JobState) -> None:
+def test_stop_is_rejected_without_jobs(
+    run: FakeRun, scheduler: FakeScheduler, state: JobState
+) -> None:
     scheduler.tasks = [task(0, state)]
     with pytest.raises(UsageError, match=r"add/1 has no jobs to stop; .* slurmrl resume add/1"):
         trial_jobs.stop(run.paths)
     assert requests.stop_requested_by(run.paths, 1) == ""
 
 
-def test_stop_refused_for_ended_trial(run: FakeRun) -> None:
+def test_stop_is_rejected_for_an_ended_trial(run: FakeRun) -> None:
     run.end(Kind.FAILED, reason="x")
     with pytest.raises(UsageError, match="add/1 has already ended: failed"):
         trial_jobs.stop(run.paths)
 
 
-def test_stop_withdrawn_when_scheduler_fails(
+def test_stop_is_withdrawn_if_the_scheduler_fails(
     run: FakeRun, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: FakeScheduler, jobs: object) -> None:

@@ -65,7 +65,9 @@ def finish(paths: RunPaths, step: int, reason: str) -> None:
     end(History(paths.history), Kind.FINISHED, {"step": step, "reason": reason})
 
 
-def test_a_new_trial(again: Submit, scheduler: FakeScheduler, config: Path) -> None:
+def test_new_trial_is_prepared_and_submitted(
+    again: Submit, scheduler: FakeScheduler, config: Path
+) -> None:
     submitted = again("trial=7")
     assert submitted.trial == "add/7"
     assert submitted.paths == RunPaths.of(config.parent / "runs", user_name(), "add", "7")
@@ -82,7 +84,7 @@ def test_a_new_trial(again: Submit, scheduler: FakeScheduler, config: Path) -> N
     assert (resolved.cluster.scheduler, resolved.root) == ("local", str(config.parent / "runs"))
 
 
-def test_a_live_trial_refuses_a_second_submission(again: Submit, scheduler: FakeScheduler) -> None:
+def test_live_trial_rejects_a_second_submission(again: Submit, scheduler: FakeScheduler) -> None:
     again()
     scheduler.tasks = [task(0, JobState.PENDING)]
     with pytest.raises(UsageError, match=r"add/1 is live \(job 41_0, PENDING\)"):
@@ -90,7 +92,7 @@ def test_a_live_trial_refuses_a_second_submission(again: Submit, scheduler: Fake
     assert len(scheduler.requests) == 1
 
 
-def test_a_scheduler_that_does_not_answer_proves_nothing(
+def test_submit_fails_if_the_scheduler_does_not_answer(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again()
@@ -106,7 +108,7 @@ def _no_answer(self: FakeScheduler, jobs: object) -> None:
     raise EnvironmentFailure("squeue did not answer")
 
 
-def test_a_trial_keeps_its_precision_where_the_default_is_another_one(
+def test_trial_keeps_its_precision_if_the_default_differs(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
     """A configuration without a precision continues a trial in the one it began with; one that
@@ -135,7 +137,7 @@ def test_cores_and_memory_reach_the_batch_script(config: Path) -> None:
     assert f"#SBATCH --mem={2 * int(group.mem_per_worker[:-1])}G\n" in script
 
 
-def test_an_interrupted_trial_continues(again: Submit, scheduler: FakeScheduler) -> None:
+def test_interrupted_trial_continues(again: Submit, scheduler: FakeScheduler) -> None:
     paths = again().paths
     train(paths, 4)
     scheduler.tasks = [task(0, JobState.FAILED)]
@@ -147,7 +149,7 @@ def test_an_interrupted_trial_continues(again: Submit, scheduler: FakeScheduler)
     assert scheduler.requests[0].uuid == scheduler.requests[1].uuid
 
 
-def test_a_schedule_that_moves_with_the_end_is_reported(again: Submit) -> None:
+def test_learning_rate_change_of_a_longer_run_is_reported(again: Submit) -> None:
     falling = "actor.optimizer.schedule=linear"
     train(again(falling).paths, 4)
     [note] = again(falling, "total_steps=9").notes
@@ -155,7 +157,9 @@ def test_a_schedule_that_moves_with_the_end_is_reported(again: Submit) -> None:
     assert again(falling, "total_steps=9").notes == ()
 
 
-def test_an_ended_trial_is_lifted_from_its_end(again: Submit, scheduler: FakeScheduler) -> None:
+def test_submit_resumes_an_ended_trial_from_its_commit(
+    again: Submit, scheduler: FakeScheduler
+) -> None:
     paths = again().paths
     train(paths, 4)
     assert cancel(paths) is Kind.CANCELLED
@@ -167,7 +171,7 @@ def test_an_ended_trial_is_lifted_from_its_end(again: Submit, scheduler: FakeSch
     assert scheduler.done == ["cancel"]
 
 
-def test_jobs_of_an_ended_trial_are_gone_before_the_next_are_submitted(
+def test_jobs_of_an_ended_trial_end_before_new_submission(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
     paths = again().paths
@@ -178,7 +182,7 @@ def test_jobs_of_an_ended_trial_are_gone_before_the_next_are_submitted(
     assert len(scheduler.requests) == 2
 
 
-def test_jobs_that_do_not_go_are_named(
+def test_jobs_that_do_not_end_are_named(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = again().paths
@@ -230,7 +234,7 @@ def rejects(scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, words: st
 REJECTED = "sbatch: error: Batch job submission failed: Invalid account"
 
 
-def test_rejected_submission_leaves_nothing_behind(
+def test_rejected_submission_leaves_no_files(
     again: Submit, config: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rejects(scheduler, monkeypatch, REJECTED)
@@ -292,7 +296,7 @@ def test_status_says_being_submitted_while_submit_runs(
     assert status["state"] == "INTERRUPTED"
 
 
-def test_another_configuration_is_refused_with_the_differences(
+def test_changed_configuration_is_rejected_with_the_differences(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
     train(again().paths, 2)
@@ -306,7 +310,7 @@ def test_another_configuration_is_refused_with_the_differences(
     assert len(scheduler.requests) == 1
 
 
-def test_a_trial_without_a_commit_continues_with_any_configuration(
+def test_trial_without_a_commit_accepts_any_configuration(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
     paths = again().paths
@@ -333,7 +337,7 @@ def test_a_trial_without_a_commit_continues_with_any_configuration(
         ("stop_when: loss <= 1", 3, ["stop_when="], False),
     ],
 )
-def test_a_complete_trial_is_left_alone_unless_there_is_more_to_do(
+def test_complete_trial_is_resumed_only_for_more_steps(
     again: Submit,
     scheduler: FakeScheduler,
     reason: str,
@@ -349,13 +353,13 @@ def test_a_complete_trial_is_left_alone_unless_there_is_more_to_do(
     assert len(scheduler.requests) == (1 if complete else 2)
 
 
-def test_new_takes_the_next_free_name(again: Submit) -> None:
+def test_new_option_takes_the_next_free_name(again: Submit) -> None:
     assert [again(new=True).trial for _ in range(3)] == ["add/1", "add/2", "add/3"]
     assert again("trial=x", new=True).trial == "add/x"
     assert again("trial=x", new=True).trial == "add/x-2"
 
 
-def test_resume_uses_the_configuration_of_the_run_directory(
+def test_resume_uses_the_recorded_configuration(
     again: Submit, config: Path, scheduler: FakeScheduler
 ) -> None:
     paths = again("seed=5").paths
@@ -391,14 +395,14 @@ def test_resume_reports_all_problems(again: Submit) -> None:
     assert [problem.key for problem in caught.value.problems] == ["total_steps", "sed"]
 
 
-def test_a_trial_that_was_never_prepared_cannot_be_resumed(again: Submit) -> None:
+def test_unprepared_trial_cannot_be_resumed(again: Submit) -> None:
     paths = again().paths
     paths.config.unlink()
     with pytest.raises(UsageError, match="never submitted completely"):
         propose_resume(paths, [])
 
 
-def test_of_two_who_have_looked_one_submits(
+def test_one_of_two_concurrent_submissions_wins(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process submits, from claim to end, between our query and our claim."""
@@ -415,7 +419,7 @@ def test_of_two_who_have_looked_one_submits(
     assert len(scheduler.requests) == 1
 
 
-def test_nobody_submits_beside_a_submission_that_has_no_jobs_yet(
+def test_submission_is_rejected_while_another_has_no_jobs_yet(
     again: Submit,
 ) -> None:
     """Its submitter is between request and sbatch, or dead."""
@@ -435,7 +439,7 @@ def test_nobody_submits_beside_a_submission_that_has_no_jobs_yet(
     assert again().jobs is not None
 
 
-def test_an_overtaken_submission_takes_its_jobs_back(
+def test_overtaken_submission_cancels_its_jobs(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = again().paths
@@ -452,7 +456,7 @@ def test_an_overtaken_submission_takes_its_jobs_back(
     assert scheduler.done == ["cancel"]
 
 
-def test_nobody_gives_way_to_a_number_that_was_taken_and_not_used(
+def test_unused_later_submission_number_is_ignored(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A submitter was killed before its request, so our jobs are still the newest."""
@@ -469,7 +473,7 @@ def test_nobody_gives_way_to_a_number_that_was_taken_and_not_used(
 
 
 @pytest.mark.parametrize("written", ["check", "scripts"])
-def test_nothing_is_written_before_everything_was_checked(
+def test_submit_writes_nothing_before_all_checks(
     again: Submit,
     config: Path,
     scheduler: FakeScheduler,
@@ -485,14 +489,14 @@ def test_nothing_is_written_before_everything_was_checked(
     assert not (config.parent / "runs").exists()
 
 
-def test_cancelling_twice(again: Submit, scheduler: FakeScheduler) -> None:
+def test_second_cancel_has_no_effect(again: Submit, scheduler: FakeScheduler) -> None:
     paths = again().paths
     assert [cancel(paths), cancel(paths)] == [Kind.CANCELLED, Kind.CANCELLED]
     assert scheduler.done == ["cancel", "cancel"]
     assert len(History(paths.history).read()) == 1
 
 
-def test_a_finished_trial_cannot_be_cancelled(again: Submit) -> None:
+def test_finished_trial_cannot_be_cancelled(again: Submit) -> None:
     paths = again().paths
     finish(paths, 6, "total_steps")
     assert cancel(paths) is Kind.FINISHED

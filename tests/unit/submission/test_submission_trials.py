@@ -22,11 +22,11 @@ from tests.fake_runs import FakeRun
         ("v2", ["v2"], "v2-2"),
     ],
 )
-def test_next_free(name: str, taken: list[str], free: str) -> None:
+def test_next_free_name_counts_up(name: str, taken: list[str], free: str) -> None:
     assert trials.next_free(name, taken.__contains__) == free
 
 
-def test_the_root_is_the_options_then_the_environments_then_runs(
+def test_root_comes_from_option_then_environment_then_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -38,7 +38,7 @@ def test_the_root_is_the_options_then_the_environments_then_runs(
     assert trials.root_folder("/here/../x") == Path("/x")
 
 
-def test_trials_are_found_in_counting_order(tmp_path: Path) -> None:
+def test_trials_are_listed_in_numeric_order(tmp_path: Path) -> None:
     for name in ("10", "2", "b", "a-10", "a-9"):
         FakeRun(tmp_path, trial=name)
     (tmp_path / "note").touch()
@@ -52,16 +52,16 @@ def test_trials_are_found_in_counting_order(tmp_path: Path) -> None:
     assert len(trials.all_trials(tmp_path)) == 5
 
 
-def test_a_folder_without_an_identity_is_no_trial(tmp_path: Path) -> None:
+def test_directory_without_an_identity_is_no_trial(tmp_path: Path) -> None:
     FakeRun(tmp_path).paths.identity.unlink()
     assert trials.all_trials(tmp_path) == []
 
 
-def test_no_root_means_no_trials(tmp_path: Path) -> None:
+def test_missing_root_has_no_trials(tmp_path: Path) -> None:
     assert trials.all_trials(tmp_path / "runs") == []
 
 
-def test_finding(tmp_path: Path) -> None:
+def test_trial_and_experiment_are_found_by_name(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     assert trials.find(tmp_path, "add/1") == run.paths
     assert trials.find_experiment(tmp_path, "add") == [run.paths]
@@ -76,13 +76,15 @@ def test_finding(tmp_path: Path) -> None:
         ("adt/1", UnknownNameError, "did you mean 'add/1'"),
     ],
 )
-def test_what_is_not_there(tmp_path: Path, name: str, error: type[Exception], message: str) -> None:
+def test_message_about_a_missing_trial_lists_existing_trials(
+    tmp_path: Path, name: str, error: type[Exception], message: str
+) -> None:
     FakeRun(tmp_path)
     with pytest.raises(error, match=message):
         trials.find(tmp_path, name)
 
 
-def test_an_unknown_experiment(tmp_path: Path) -> None:
+def test_unknown_experiment_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="there are no trials in"):
         trials.find_experiment(tmp_path, "add")
     FakeRun(tmp_path)

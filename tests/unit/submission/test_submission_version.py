@@ -33,7 +33,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def test_the_commit_of_a_checkout(checkout: Path) -> None:
+def test_version_has_the_commit_of_a_checkout(checkout: Path) -> None:
     assert provenance.commit_of_package() == ""  # no repository
     in_git(checkout.parent, "init", "-q")
     in_git(checkout.parent, "add", "-A")
@@ -44,12 +44,12 @@ def test_the_commit_of_a_checkout(checkout: Path) -> None:
     assert provenance.commit_of_package() == f"{commit}+changes"
 
 
-def test_the_commit_of_a_build_comes_first(checkout: Path) -> None:
+def test_recorded_build_commit_takes_precedence(checkout: Path) -> None:
     (checkout / "commit.txt").write_text("abc\n")
     assert package.built_commit() == provenance.commit_of_package() == "abc"
 
 
-def test_a_repository_around_the_environment_says_nothing(
+def test_repository_around_the_environment_is_ignored(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = checkout.parent / "venv/lib/site-packages/slurmrl"

@@ -36,7 +36,7 @@ FORMS = boxes(torch.float32)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-def test_interval_operators_copy_what_torch_copies(
+def test_interval_operators_copy_the_same_elements_as_torch(
     form: str, source: torch.dtype, target: torch.dtype
 ) -> None:
     """Every element of the box, converted, and none beside it.
@@ -62,7 +62,7 @@ def test_interval_operators_copy_what_torch_copies(
         assert torch.equal(whole, before)
 
 
-def test_the_layers_of_a_model_share_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_model_share_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     made = BoxCopies(CPU, kernels=True)
     layers = [torch.randn(6, 256) for _ in range(3)]
     packed = [made.packed(layer[:, 64:192], torch.float32) for layer in layers]
@@ -79,7 +79,7 @@ def test_the_layers_of_a_model_share_intervals(monkeypatch: pytest.MonkeyPatch) 
     [torch.randn(64, 100)[:, :63], torch.randn(6, 64).T, torch.ones(4, 256).long()[:, :128]],
     ids=["short runs", "transposed", "integers"],
 )
-def test_torch_copies_other_boxes(view: Tensor) -> None:
+def test_torch_copies_irregular_boxes(view: Tensor) -> None:
     """And those of integers, which interval operators do not average.
 
     Intervals of short runs would be as large as the elements.
@@ -92,5 +92,5 @@ def test_torch_copies_other_boxes(view: Tensor) -> None:
         assert torch.equal(target, view)
 
 
-def test_torch_copies_on_cpus() -> None:
+def test_torch_is_used_for_copies_on_cpus() -> None:
     assert BoxCopies(CPU).packed(torch.randn(6, 256)[:, 64:192], torch.float32) is None

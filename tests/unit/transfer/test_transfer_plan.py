@@ -70,7 +70,7 @@ def having(placed: PlacedLayout) -> dict[tuple[int, str], set[int]]:
 
 @given(sides(), st.integers(1, WORLD))
 @settings(max_examples=300, deadline=None)
-def test_all_that_a_rank_lacks_arrives_once(
+def test_each_rank_receives_missing_elements_exactly_once(
     pair: tuple[PlacedLayout, PlacedLayout], per_host: int
 ) -> None:
     source, target = pair
@@ -129,7 +129,7 @@ def whole(ranks: tuple[int, ...], shape: tuple[int, ...], dtype: str = "float32"
     return PlacedLayout(Layout.of({"w": TensorSpec(shape, dtype)}, ((shard,),) * len(ranks)), ranks)
 
 
-def test_each_host_is_entered_once() -> None:
+def test_each_host_receives_a_tensor_once() -> None:
     """Four hosts of four ranks get a tensor from one rank: three links cross hosts."""
     hosts = {rank: rank // 4 for rank in range(16)}
     plan = plan_move(whole((5,), (8,)), whole(tuple(range(16)), (8,)), hosts=hosts, budget=256)
@@ -138,7 +138,7 @@ def test_each_host_is_entered_once() -> None:
     assert plan.received() == {rank: 32 for rank in range(16) if rank != 5}
 
 
-def test_senders_share_the_load() -> None:
+def test_sending_ranks_share_the_load() -> None:
     """Each of two holders sends half of what two others lack."""
     tensors = {f"w{n}": TensorSpec((8,), "float32") for n in range(4)}
     shards = tuple(Shard.contiguous(name, Box.whole((8,))) for name in tensors)
@@ -169,6 +169,8 @@ def test_elements_travel_in_the_narrower_type() -> None:
         (whole((), (8,)), whole((1,), (8,)), 64, "no rank of the source holds"),
     ],
 )
-def test_refusals(source: PlacedLayout, target: PlacedLayout, budget: int, message: str) -> None:
+def test_impossible_moves_are_rejected(
+    source: PlacedLayout, target: PlacedLayout, budget: int, message: str
+) -> None:
     with pytest.raises(LayoutError, match=message):
         plan_move(source, target, hosts={0: 0, 1: 0}, budget=budget)

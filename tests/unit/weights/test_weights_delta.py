@@ -10,7 +10,7 @@ from slurmrl.tensors.weights.format import BLOCK_BYTES, apply_delta, compress_de
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]), st.integers(0, 700))
-def test_a_difference_restores_every_bit(seed: int, item_bytes: int, elements: int) -> None:
+def test_delta_restores_every_bit(seed: int, item_bytes: int, elements: int) -> None:
     chance = np.random.default_rng(seed)
     old, new = chance.integers(0, 256, (2, elements * item_bytes), np.uint8)
     bits = old.copy()
@@ -19,7 +19,7 @@ def test_a_difference_restores_every_bit(seed: int, item_bytes: int, elements: i
 
 
 @pytest.mark.parametrize("bytes_over", [-2, 0, 2, BLOCK_BYTES])
-def test_tensors_of_several_blocks(bytes_over: int) -> None:
+def test_delta_handles_tensors_of_several_blocks(bytes_over: int) -> None:
     chance = np.random.default_rng(0)
     old = chance.integers(0, 256, 2 * BLOCK_BYTES + bytes_over, np.uint8)
     new = old.copy()
@@ -31,7 +31,7 @@ def test_tensors_of_several_blocks(bytes_over: int) -> None:
     assert np.array_equal(bits, new)
 
 
-def test_splitting_bytes_makes_steps_of_bfloat16_smaller() -> None:
+def test_byte_splitting_shrinks_bfloat16_deltas() -> None:
     chance = np.random.default_rng(0)
     old = chance.integers(0, 256, 1 << 20, np.uint8)
     new = old.copy()
@@ -40,12 +40,12 @@ def test_splitting_bytes_makes_steps_of_bfloat16_smaller() -> None:
 
 
 @pytest.mark.parametrize("size", [98, 102, 0])
-def test_a_difference_of_another_size_is_refused(size: int) -> None:
+def test_delta_of_another_size_is_rejected(size: int) -> None:
     stored = compress_delta(np.ones(100, np.uint8), np.zeros(100, np.uint8), 2)
     with pytest.raises(WeightVersionError, match="than its tensor"):
         apply_delta(stored, np.zeros(size, np.uint8), 2)
 
 
-def test_what_is_no_difference_is_refused() -> None:
+def test_invalid_delta_is_rejected() -> None:
     with pytest.raises(WeightVersionError, match="cannot be decompressed"):
         apply_delta(b"what is this?", np.zeros(100, np.uint8), 2)

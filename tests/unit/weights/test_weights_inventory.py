@@ -19,7 +19,7 @@ from tests.fake_runs import FakeRun
 from tests.unit.weights.runs import Ranks, published, random_bits
 
 
-def test_versions_and_what_they_consist_of(tmp_path: Path) -> None:
+def test_inventory_lists_versions_with_kind_and_size(tmp_path: Path) -> None:
     published(tmp_path, 5, whole_every=4)
     found = inventory(tmp_path, verify=True)
     assert [one.version for one in found] == ["1.1", "2.1", "3.1", "4.1", "5.1"]
@@ -32,7 +32,7 @@ def test_versions_and_what_they_consist_of(tmp_path: Path) -> None:
     assert found[-1].bytes == sum(sizes)
 
 
-def test_damage_and_what_depends_on_it(tmp_path: Path) -> None:
+def test_damaged_version_also_damages_dependent_deltas(tmp_path: Path) -> None:
     published(tmp_path, 6, whole_every=4)
     os.truncate(tmp_path / "2.1" / "part-0.bin", 3)
     (tmp_path / "4.1" / "part-1.bin").unlink()
@@ -47,7 +47,7 @@ def test_damage_and_what_depends_on_it(tmp_path: Path) -> None:
     assert "manifest.json has no 'format'" in str(states["6.1"][1])
 
 
-def test_changed_bytes_are_found_by_checksum_alone(tmp_path: Path) -> None:
+def test_changed_bytes_are_found_only_by_checksum(tmp_path: Path) -> None:
     published(tmp_path, 1)
     path = tmp_path / "1.1" / "part-0.bin"
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
@@ -57,7 +57,7 @@ def test_changed_bytes_are_found_by_checksum_alone(tmp_path: Path) -> None:
     assert "has another checksum" in str(found.problem)
 
 
-def test_unfinished_versions_are_no_damage(tmp_path: Path) -> None:
+def test_unfinished_versions_are_not_damage(tmp_path: Path) -> None:
     published(tmp_path, 1)
     Ranks(tmp_path).publish(VersionId(2, 1), random_bits(0))
     (tmp_path / "2.1" / MANIFEST).unlink()
@@ -78,7 +78,7 @@ class Meanwhile:
         return getattr(REAL, name)
 
 
-def test_versions_that_are_removed_meanwhile_are_no_damage(tmp_path: Path) -> None:
+def test_versions_removed_during_the_check_are_not_damage(tmp_path: Path) -> None:
     """Before any operation of the one who looks. What stays is told."""
     published(tmp_path / "all", 6, whole_every=2)
     for number in count():
@@ -94,7 +94,7 @@ def test_versions_that_are_removed_meanwhile_are_no_damage(tmp_path: Path) -> No
     assert number > 50
 
 
-def test_versions_of_adapters_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_adapter_versions_are_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = FakeRun(tmp_path)
     ranks, bits = Ranks(run.paths.versions, frozen="0123456789abcdef"), random_bits(0)
     ranks.publish(VersionId(1, 1), bits)
@@ -110,7 +110,7 @@ def test_versions_of_adapters_say_so(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [one["frozen"] for one in found] == ["0123456789abcdef"] * 2
 
 
-def test_versions_of_the_first_format_are_read(tmp_path: Path) -> None:
+def test_versions_in_the_first_format_are_read(tmp_path: Path) -> None:
     """They hold all weights. Their readers do not take versions of today, which may not."""
     published(tmp_path, 1)
     path = tmp_path / "1.1" / MANIFEST
@@ -124,7 +124,9 @@ def test_versions_of_the_first_format_are_read(tmp_path: Path) -> None:
     assert "has format 3; this program reads formats up to 2" in str(found.problem)
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_command_lists_and_verifies_versions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = FakeRun(tmp_path)
     name = f"{run.paths.experiment}/{run.paths.trial}"
     command = ["weights", name, "--root", str(tmp_path)]

@@ -51,7 +51,7 @@ class Reads(SystemCalls):
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32), st.data())
-def test_twenty_versions_bit_for_bit(seed: int, data: st.DataObject) -> None:
+def test_local_copy_equals_twenty_versions_bit_by_bit(seed: int, data: st.DataObject) -> None:
     with TemporaryDirectory() as folder:
         twenty_versions(Path(folder), seed, data)
 
@@ -71,7 +71,7 @@ def twenty_versions(tmp_path: Path, seed: int, data: st.DataObject) -> None:
         bits = changed(bits, seed + step, data.draw(st.sampled_from([0.0, 0.01, 0.5])))
 
 
-def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+def test_only_new_bytes_are_read(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 6, whole_every=5)
     reads = Reads()
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions", calls=reads)
@@ -85,7 +85,7 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
     assert reads.opened == {"6.1"}
 
 
-def test_a_copy_never_goes_back(tmp_path: Path) -> None:
+def test_local_copy_never_returns_to_an_older_version(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 3)
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
     copy.advance(version(3))
@@ -94,7 +94,7 @@ def test_a_copy_never_goes_back(tmp_path: Path) -> None:
     assert has(found, bits[version(3)])
 
 
-def test_a_later_incarnation_replaces_what_was_rolled_back(tmp_path: Path) -> None:
+def test_later_incarnation_replaces_rolled_back_versions(tmp_path: Path) -> None:
     published(tmp_path / "versions", 3)
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
     copy.advance()
@@ -105,7 +105,7 @@ def test_a_later_incarnation_replaces_what_was_rolled_back(tmp_path: Path) -> No
     assert has(found, bits)
 
 
-def test_the_copy_of_another_trial_is_no_base(tmp_path: Path) -> None:
+def test_copy_of_another_trial_is_not_a_base(tmp_path: Path) -> None:
     published(tmp_path / "other", 2)
     LocalCopy(tmp_path / "copy", tmp_path / "other").advance()
     bits = random_bits(5)
@@ -132,7 +132,7 @@ DAMAGE = {"cut": cut, "flipped byte": flip, "missing": Path.unlink}
 @pytest.mark.parametrize("file", ["part-0.bin", MANIFEST])
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("begin", [None, 2], ids=["late", "held"])
-def test_a_damaged_version_is_passed_over_for_the_next_whole_one(
+def test_damaged_version_is_skipped_until_the_next_full_one(
     begin: int | None, damage: str, file: str, tmp_path: Path
 ) -> None:
     bits = published(tmp_path / "versions", 6, whole_every=4)  # 1 and 5 are whole
@@ -147,7 +147,7 @@ def test_a_damaged_version_is_passed_over_for_the_next_whole_one(
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_without_a_later_whole_version_the_copy_stays(damage: str, tmp_path: Path) -> None:
+def test_local_copy_is_kept_without_a_later_full_version(damage: str, tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 3)
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
     copy.advance(version(2))
@@ -160,14 +160,14 @@ def test_without_a_later_whole_version_the_copy_stays(damage: str, tmp_path: Pat
     assert has(copy.advance(), bits[version(2)]), "the newest that can be read"
 
 
-def test_a_base_that_was_deleted_is_no_base(tmp_path: Path) -> None:
+def test_deleted_version_is_not_a_base(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 6, whole_every=4)
     shutil.rmtree(tmp_path / "versions" / "1.1")
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
     assert has(copy.advance(version(3)), bits[version(5)])
 
 
-def test_a_damaged_copy_is_made_again(tmp_path: Path) -> None:
+def test_damaged_copy_is_rebuilt(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 3)
     for damage in DAMAGE.values():
         copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
@@ -179,7 +179,7 @@ def test_a_damaged_copy_is_made_again(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "copy")
 
 
-def test_damage_after_the_checksum_was_compared_is_found_when_the_copy_is_used(
+def test_damage_after_verification_is_detected_on_use(
     tmp_path: Path,
 ) -> None:
     bits = published(tmp_path / "versions", 3)
@@ -188,7 +188,7 @@ def test_damage_after_the_checksum_was_compared_is_found_when_the_copy_is_used(
     assert has(copy.advance(version(3)), bits[version(3)])
 
 
-def test_wrong_bits_with_right_stored_bytes_are_refused(tmp_path: Path) -> None:
+def test_wrong_bits_are_rejected_despite_correct_stored_bytes(tmp_path: Path) -> None:
     """A trainer whose previous bits were not those of the base."""
     versions = tmp_path / "versions"
     old = random_bits(0)
@@ -224,7 +224,7 @@ class Caching(SystemCalls):
 
 @pytest.mark.parametrize("name", [MANIFEST, "part-0.bin"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_host_waits_for_what_it_cannot_see_yet(damage: str, name: str, tmp_path: Path) -> None:
+def test_host_waits_for_a_version_not_yet_visible(damage: str, name: str, tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 3)
     path = tmp_path / "versions" / "3.1" / name
     right = path.read_bytes()
@@ -235,7 +235,7 @@ def test_a_host_waits_for_what_it_cannot_see_yet(damage: str, name: str, tmp_pat
     assert 10 < calls.waited_s < 70
 
 
-def test_a_host_does_not_wait_for_a_version_that_was_removed(tmp_path: Path) -> None:
+def test_host_does_not_wait_for_a_removed_version(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 5)
     shutil.rmtree(tmp_path / "versions" / "3.1")
     calls = Caching(lambda: None)
@@ -244,7 +244,7 @@ def test_a_host_does_not_wait_for_a_version_that_was_removed(tmp_path: Path) -> 
     assert calls.waited_s == 0
 
 
-def test_nothing_was_published(tmp_path: Path) -> None:
+def test_advance_without_a_published_version_is_an_error(tmp_path: Path) -> None:
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
     assert copy.held() is None
     with pytest.raises(WeightVersionError, match="nothing was published"):
@@ -256,7 +256,9 @@ def test_nothing_was_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize("times", [1, 10**9], ids=["once", "from then on"])
-def test_a_file_system_that_fails_at_any_operation(times: int, error: int, tmp_path: Path) -> None:
+def test_local_copy_survives_errors_at_any_operation(
+    times: int, error: int, tmp_path: Path
+) -> None:
     """The copy is at the old version or at the new one, or raises; it works again afterwards."""
     bits = published(tmp_path / "versions", 3)
     LocalCopy(tmp_path / "old", tmp_path / "versions").advance(version(2))
@@ -278,7 +280,7 @@ def test_a_file_system_that_fails_at_any_operation(times: int, error: int, tmp_p
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty folder"])
-def test_a_version_that_the_copy_has_left_is_an_error(left: str, tmp_path: Path) -> None:
+def test_opening_a_replaced_version_is_an_error(left: str, tmp_path: Path) -> None:
     """A folder is empty while another process removes it."""
     bits = published(tmp_path / "versions", 3)
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions")
@@ -293,7 +295,7 @@ def test_a_version_that_the_copy_has_left_is_an_error(left: str, tmp_path: Path)
     assert np.array_equal(mapped.flat(name).view(np.uint8), bits[version(2)][name])
 
 
-def test_two_processes_share_a_copy(tmp_path: Path) -> None:
+def test_two_processes_share_a_local_copy(tmp_path: Path) -> None:
     bits = published(tmp_path / "versions", 8)
     wrong: list[str] = []
 
@@ -325,7 +327,7 @@ def test_two_processes_share_a_copy(tmp_path: Path) -> None:
     assert len(list((tmp_path / "copy").glob(f"*/{FILE}"))) == 1
 
 
-def test_a_process_that_changes_the_copy_keeps_others_out(tmp_path: Path) -> None:
+def test_process_that_changes_the_copy_excludes_others(tmp_path: Path) -> None:
     published(tmp_path / "versions", 1)
     copy = LocalCopy(tmp_path / "copy", tmp_path / "versions", lock_timeout_s=0)
     other = LocalCopy(tmp_path / "copy", tmp_path / "versions", lock_timeout_s=0)

@@ -31,13 +31,15 @@ CHAIN = ("1.1", "2.1<1.1", "3.1", "4.1<3.1", "5.1", "6.1<5.1")
     ("keep_whole", "removed"),
     [(1, ["1.1", "2.1", "3.1", "4.1"]), (2, ["1.1", "2.1"]), (3, []), (9, [])],
 )
-def test_whole_versions_and_what_follows_stay(keep_whole: int, removed: list[str]) -> None:
+def test_newest_full_versions_and_their_deltas_are_kept(
+    keep_whole: int, removed: list[str]
+) -> None:
     manifests = of(*CHAIN)
     found = superseded([one.id for one in manifests], manifests, keep_whole)
     assert [one.name for one in found] == removed
 
 
-def test_what_was_rolled_back_goes_with_its_incarnation() -> None:
+def test_rolled_back_versions_are_removed() -> None:
     manifests = of("8.1", "9.1<8.1", "7.2")
     assert [one.name for one in superseded([m.id for m in manifests], manifests, 1)] == [
         "8.1",
@@ -45,19 +47,19 @@ def test_what_was_rolled_back_goes_with_its_incarnation() -> None:
     ]
 
 
-def test_bases_of_kept_versions_stay() -> None:
+def test_bases_of_kept_versions_are_kept() -> None:
     manifests = of("1.1", "2.1<1.1", "3.1", "4.1<2.1", "5.1<4.1")
     assert superseded([one.id for one in manifests], manifests, 1) == []
 
 
-def test_unfinished_versions_go_when_a_later_whole_one_is_published() -> None:
+def test_unfinished_versions_are_removed_after_a_later_full_one() -> None:
     known = [VersionId(1, 1), VersionId(2, 1), VersionId(3, 1), VersionId(4, 1)]
     assert superseded(known, of("1.1"), 1) == []
     assert superseded(known, of("1.1", "3.1"), 1) == known[:2]
     assert superseded(known, [], 1) == []
 
 
-def test_a_damaged_whole_version_does_not_count(tmp_path: Path) -> None:
+def test_damaged_full_version_is_not_counted(tmp_path: Path) -> None:
     bits = published(tmp_path, 6, whole_every=2)
     (tmp_path / "5.1" / MANIFEST).write_bytes(b"")
     assert prune(tmp_path, 1) == [VersionId(1, 1), VersionId(2, 1)]
@@ -66,7 +68,7 @@ def test_a_damaged_whole_version_does_not_count(tmp_path: Path) -> None:
     assert held.id in bits
 
 
-def test_removal_leaves_nothing(tmp_path: Path) -> None:
+def test_removal_deletes_all_files(tmp_path: Path) -> None:
     published(tmp_path, 4, whole_every=2)
     assert [one.name for one in prune(tmp_path, 1)] == ["1.1", "2.1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.1", "4.1"]
@@ -82,7 +84,7 @@ class Ending(SystemCalls):
         raise KeyboardInterrupt
 
 
-def test_the_next_removal_completes_one_that_was_killed(tmp_path: Path) -> None:
+def test_next_removal_completes_a_killed_one(tmp_path: Path) -> None:
     published(tmp_path, 4, whole_every=2)
     with pytest.raises(KeyboardInterrupt):
         prune(tmp_path, 1, calls=Ending())
@@ -91,7 +93,7 @@ def test_the_next_removal_completes_one_that_was_killed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.1", "4.1"]
 
 
-def test_a_removal_that_fails_is_repeated_the_next_time(tmp_path: Path) -> None:
+def test_failed_removal_is_repeated_the_next_time(tmp_path: Path) -> None:
     published(tmp_path / "sound", 4, whole_every=2)
     shutil.copytree(tmp_path / "sound", tmp_path / "again")
     sound = Faulty()
@@ -104,7 +106,7 @@ def test_a_removal_that_fails_is_repeated_the_next_time(tmp_path: Path) -> None:
     assert version_ids(tmp_path / "again") == [VersionId(3, 1), VersionId(4, 1)]
 
 
-def test_a_reader_of_a_removed_version_gets_right_bits_or_an_error(tmp_path: Path) -> None:
+def test_reader_of_a_removed_version_gets_correct_bits_or_an_error(tmp_path: Path) -> None:
     bits = published(tmp_path, 3, whole_every=4)
     with VersionFiles(tmp_path) as files:
         chain = files.chain(VersionId(3, 1))

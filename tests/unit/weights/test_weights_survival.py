@@ -46,7 +46,7 @@ def test_share_is_unknown_without_an_update() -> None:
     assert survival(start(), start(), "bfloat16").share is None
 
 
-def test_survival_adds_up_over_parts() -> None:
+def test_survival_share_adds_up_over_parts() -> None:
     weights = start()
     trained = weights * np.float32(1.001)
     whole = survival(weights, trained, "bfloat16")

@@ -27,7 +27,7 @@ from tests.unit.weights.runs import SHAPES, Ranks, changed, published, random_bi
 ONE, TWO = VersionId(1, 1), VersionId(2, 1)
 
 
-def test_a_manifest_names_every_tensor_once(tmp_path: Path) -> None:
+def test_manifest_names_every_tensor_once(tmp_path: Path) -> None:
     published(tmp_path, 2)
     manifest = read_manifest(tmp_path / "2.1")
     assert {name: (one.dtype, one.shape) for name, one in manifest.by_name.items()} == SHAPES
@@ -47,7 +47,7 @@ def test_other_users_cannot_read_the_files(tmp_path: Path) -> None:
     assert len(modes) == 5
 
 
-def test_unchanged_tensors_take_no_bytes_and_random_ones_their_size(tmp_path: Path) -> None:
+def test_unchanged_tensors_take_no_bytes_and_random_tensors_their_size(tmp_path: Path) -> None:
     old = random_bits(0)
     new = dict(old)
     new["embed.weight"] = random_bits(1)["embed.weight"]
@@ -63,7 +63,7 @@ def test_unchanged_tensors_take_no_bytes_and_random_ones_their_size(tmp_path: Pa
     assert (tensors["lm_head.scale"].encoding, tensors["lm_head.scale"].bytes) == (SAME, 0)
 
 
-def test_a_part_is_read_back(tmp_path: Path) -> None:
+def test_part_reads_back_equal(tmp_path: Path) -> None:
     with PartWriter(tmp_path / "1.1", 3) as writer:
         writer.add("embed.weight", *SHAPES["embed.weight"], random_bits(0)["embed.weight"])
         index = writer.finish()
@@ -72,14 +72,14 @@ def test_a_part_is_read_back(tmp_path: Path) -> None:
         read_part(tmp_path / "1.1", 4)
 
 
-def test_a_part_that_is_given_up_leaves_no_bytes(tmp_path: Path) -> None:
+def test_abandoned_part_leaves_no_bytes(tmp_path: Path) -> None:
     with PartWriter(tmp_path / "1.1", 0) as writer:
         writer.add("embed.weight", *SHAPES["embed.weight"], random_bits(0)["embed.weight"])
     assert list((tmp_path / "1.1").iterdir()) == []
 
 
 @pytest.mark.parametrize("operation", ["pwrite", "fsync", "close", "rename"])
-def test_a_full_disk_gives_its_space_back(operation: str, tmp_path: Path) -> None:
+def test_failed_write_on_a_full_disk_frees_its_space(operation: str, tmp_path: Path) -> None:
     sound = Faulty()
     Ranks(tmp_path / "sound", calls=sound).publish(ONE, random_bits(0))
     at = sound.names.index(operation)
@@ -88,7 +88,7 @@ def test_a_full_disk_gives_its_space_back(operation: str, tmp_path: Path) -> Non
     assert list((tmp_path / "full" / "1.1").iterdir()) == []
 
 
-def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_parts_are_rejected(tmp_path: Path) -> None:
     bits = random_bits(0)
     Ranks(tmp_path).publish(ONE, bits)
     parts = [read_part(tmp_path / "1.1", part) for part in (0, 1)]
@@ -106,7 +106,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         publish(tmp_path / "2.1", parts, TWO, ONE)
 
 
-def test_every_changed_byte_of_a_manifest_is_found_or_harmless(tmp_path: Path) -> None:
+def test_every_changed_manifest_byte_is_detected_or_harmless(tmp_path: Path) -> None:
     published(tmp_path, 2)
     path = tmp_path / "2.1" / MANIFEST
     right, text = read_manifest(path.parent), path.read_bytes()
@@ -125,7 +125,7 @@ def test_every_changed_byte_of_a_manifest_is_found_or_harmless(tmp_path: Path) -
             read_manifest(path.parent)
 
 
-def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_manifest_of_another_version_is_rejected(tmp_path: Path) -> None:
     published(tmp_path, 2)
     (tmp_path / "2.1").rename(tmp_path / "3.1")
     with pytest.raises(WeightVersionError, match=r"describes version 2\.1"):
