@@ -88,7 +88,7 @@ class SlurmClient:
             words = _WORDS.search(str(error))
             if words is None or may_have_worked(error):
                 raise
-            return None if NO_TEST in words[1] else " ".join(words[1].split())
+            return None if NO_TEST in words[1] else " ".join(parse.messages(words[1]))
         return None
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
@@ -145,11 +145,15 @@ class SlurmClient:
         """Submit a script and return the job id.
 
         Options override its directives. If given, the job gets the environment ``inherited``
-        instead of this process's environment.
+        instead of this process's environment. Messages of the site are logged: a plugin may have
+        changed the partition or the time limit.
         """
         environ = base.job_environment(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
-        return parse.job_id(self._run(*command, environ=environ))
+        done = self._completed(*command, environ=environ)
+        for line in parse.messages(done.stderr):
+            logger.warning("message of sbatch: %s", line)
+        return parse.job_id(done.stdout)
 
     def queue(self, jobs: Iterable[str]) -> list[states.QueueRow]:
         """Return the rows of these jobs, including ended ones that Slurm still remembers.
@@ -254,6 +258,11 @@ class SlurmClient:
         return states.queue(self._run("squeue", "--noheader", "--states=all", form, selection))
 
     def _run(self, *command: str, environ: Mapping[str, str] | None = None) -> str:
+        return self._completed(*command, environ=environ).stdout
+
+    def _completed(
+        self, *command: str, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         try:
             done = subprocess.run(
                 command,
@@ -276,7 +285,7 @@ class SlurmClient:
         if done.returncode != 0:
             words = (done.stderr.strip() or done.stdout.strip()) or NO_WORDS
             raise SchedulerError(f"{' '.join(command)} failed ({done.returncode}): {words}")
-        return done.stdout
+        return done
 
 
 def usable_hosts(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:

@@ -15,6 +15,8 @@ PARTITIONS_FORMAT = "%P|%a|%l|%D|%c|%m|%G"
 """sinfo's fields, one line for each partition and kind of host: partition (a star marks the
 default), availability, time limit, number of hosts, CPUs, megabytes of memory, resources."""
 ACCOUNTS_FORMAT = "User,DefaultAccount,Account"
+NO_JOB_ID = "sbatch did not answer with a job id but with"
+"""Beginning of the message if sbatch succeeded and printed no job id."""
 MOST_DIGITS = 7
 """Digits of an element or of a host's number: Slurm has at most 4,000,001 elements."""
 _PLACES = re.compile(r"\([^)]*\)")
@@ -84,13 +86,21 @@ def whole(text: str) -> int:
 def job_id(text: str) -> str:
     """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``.
 
-    The last line of this form counts, because a wrapper may print others before and after it.
+    A wrapper may print other lines. Raises SchedulerError unless exactly one line has this form.
     """
     found = [re.fullmatch(r"(\d+)(;\S*)?", line.strip()) for line in text.splitlines()]
     ids = [each[1] for each in found if each]
     if not ids:
-        raise SchedulerError(f"sbatch did not answer with a job id but with {text.strip()!r}")
-    return ids[-1]
+        raise SchedulerError(f"{NO_JOB_ID} {text.strip()!r}")
+    if len(ids) > 1:
+        raise SchedulerError(f"sbatch did not answer with one job id but with {text.strip()!r}")
+    return ids[0]
+
+
+def messages(text: str) -> list[str]:
+    """Return the lines that sbatch, its plugins or a wrapper printed, without sbatch's prefixes."""
+    lines = (re.sub(r"^\s*sbatch: (error: )?", "", line).strip() for line in text.splitlines())
+    return [line for line in lines if line]
 
 
 def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:

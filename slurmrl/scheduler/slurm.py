@@ -211,6 +211,9 @@ class SlurmScheduler(Scheduler):
         name = request.job_name(group.name)
         found = self._find({name: None})
         if name not in found:
+            if parse.NO_JOB_ID in str(error):  # sbatch has ended, so no job will follow
+                text = str(error).replace(parse.NO_JOB_ID, "sbatch submitted no job but printed")
+                raise SchedulerError(text) from None
             raise error
         return found[name]
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler import parse
+from slurmrl.scheduler.client import may_have_worked
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,6 @@ def test_host_lists_are_parsed(text: str, expected: tuple[str, ...]) -> None:
         "a message of the site\n41\n",
         "41\n*** 3 jobs of yours are queued ***\n",
         "Welcome to cluster 7\n\n41;cluster\n\nquota: 12 of 100 GB\n",
-        "2026\n41\nbye\n",
     ],
 )
 def test_job_id_is_parsed(text: str) -> None:
@@ -93,6 +93,13 @@ def test_job_id_is_parsed(text: str) -> None:
 def test_job_id_is_rejected_in_other_output(text: str) -> None:
     with pytest.raises(SchedulerError, match="job id"):
         parse.job_id(text)
+
+
+@pytest.mark.parametrize("text", ["2026\n41\nbye\n", "41\n2026", "12\n41;cluster", "41\n41\n"])
+def test_job_id_not_guessed_among_several_numbers(text: str) -> None:
+    with pytest.raises(SchedulerError, match="one job id but with") as caught:
+        parse.job_id(text)
+    assert may_have_worked(caught.value), "the job is then looked for by its name"
 
 
 @pytest.mark.parametrize(
