@@ -7,6 +7,7 @@ table of servers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
@@ -166,10 +167,11 @@ LEAST: Final = len("--tp")
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:
     """Return the value of the last argument that is one of the flags, as argparse reads it.
 
-    The value follows `=` or is the next word. A flag may have `_` for `-`, and may be a beginning
-    of its name. Return None without such an argument.
+    The value follows `=` or a letter (`-qfp8`), or is the next word. A flag may have `_` for `-`,
+    and may be a beginning of its name. Return None without such an argument.
     """
-    words = [part for argument in arguments for part in argument.split("=", 1)]
+    parted = (re.sub(r"(?<=^-\w)(?=\w)", "=", argument) for argument in arguments)
+    words = [part for argument in parted for part in argument.split("=", 1)]
     found = [value for word, value in pairwise(words) if any(is_flag(word, flag) for flag in flags)]
     return found[-1] if found else None
 

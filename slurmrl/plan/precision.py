@@ -28,13 +28,13 @@ NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
 """The type that ``--dtype auto`` chooses for float32 weights."""
 ROUNDING: Final = (
-    ("--quantization", "-q"),
-    ("--torchao-config",),
-    ("--kv-cache-dtype",),
+    ("--quantization", "-q", "--quantization-config"),
+    *((f"--{name}",) for name in ("modelopt-quant", "rl-quant-profile", "torchao-config")),
+    *((f"--{name}-dtype",) for name in ("kv-cache", "mamba-cache", "mamba-ssm-cache", "mamba-ssm")),
 )
-"""Flags with which a server computes otherwise than in its type, unless their value is one of
-`EXACT`."""
-EXACT: Final = ("", "auto", "none", "null")
+"""Flags with which a server computes otherwise than in its type, unless their value is that type
+or one of `EXACT`."""
+EXACT: Final = ("", "auto", "none", "null", "float32")
 SERVER_ARGS: Final = "rollout.server_args"
 
 
@@ -66,18 +66,18 @@ def generating(config: Config) -> GeneratingPrecision:
     if rollout.servers:
         return GeneratingPrecision(None, "rollout.servers")
     arguments = rollout.server_args
+    given = last_value(arguments, DTYPE)
+    dtype = config.actor.dtype if given is None else NAMES.get(given, given)
+    if dtype == "auto":
+        dtype = NARROWED[backend] if config.actor.dtype == "float32" else config.actor.dtype
     rounding = tuple(
         f"{flags[0]} {value}"
         for flags in ROUNDING
-        if (value := last_value(arguments, flags)) is not None and value.lower() not in EXACT
+        if (value := last_value(arguments, flags)) is not None
+        and value.lower() not in (*EXACT, dtype)
     )
-    given = last_value(arguments, DTYPE)
     if given is None:
-        return GeneratingPrecision(own.dtype, SERVER_ARGS if rounding else None, rounding)
-    dtype = NAMES.get(given, given)
-    if dtype == "auto":
-        dtype = config.actor.dtype
-        dtype = NARROWED[backend] if dtype == "float32" else dtype
+        return GeneratingPrecision(dtype, SERVER_ARGS if rounding else None, rounding)
     return GeneratingPrecision(dtype, f"{SERVER_ARGS} --dtype", rounding)
 
 

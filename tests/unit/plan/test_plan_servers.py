@@ -228,6 +228,13 @@ def test_server_context_covers_only_sequences_that_it_generates(
             "rollout.server_args",
         ),
         ("[--kv-cache-dtype, auto]", "bfloat16", "default on GPUs"),
+        ("[--kv-cache-dtype, bfloat16]", "bfloat16", "default on GPUs"),
+        ("[-qfp8]", "bfloat16 --quantization fp8", "rollout.server_args"),
+        ("[--quantization-config, x]", "bfloat16 --quantization x", "rollout.server_args"),
+        ("[--modelopt-quant, fp8]", "bfloat16 --modelopt-quant fp8", "rollout.server_args"),
+        ("[--rl-quant-profile, x]", "bfloat16 --rl-quant-profile x", "rollout.server_args"),
+        ("[--mamba-ssm-dtype=half]", "bfloat16 --mamba-ssm-dtype half", "rollout.server_args"),
+        ("[--mamba-ssm-dtype, float32]", "bfloat16", "default on GPUs"),
     ],
 )
 def test_plan_shows_precision_of_server_from_its_arguments(
