@@ -15,6 +15,7 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.desk import proposal, submitting, trial_jobs
+from slurmrl.desk.trial_checks import Finding
 from slurmrl.env import user_name
 from slurmrl.fsio import calls
 from slurmrl.run.history.slots import END_OF_DATASET, Kind
@@ -392,6 +393,28 @@ def test_submit_dry_run_writes_nothing(
     assert shown["plan"]["groups"][0]["links"] == 3
     assert shown["scripts"] == {"trainer": "#!/bin/bash\nlinks 3\n"}
     assert not root.exists()
+
+
+def test_checks_announced_on_a_terminal_before_they_run(
+    root: Path,
+    tmp_path: Path,
+    scheduler: FakeScheduler,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+
+    def check(self: proposal.Proposal, *limits: Any) -> list[Finding]:
+        said.append(capsys.readouterr().err)
+        return []
+
+    monkeypatch.setattr(proposal.Proposal, "check", check)
+    words = ["submit", str(write_config(tmp_path)), "--scheduler", "local", "--dry-run"]
+    for on_terminal in (True, False):
+        monkeypatch.setattr("sys.stderr.isatty", lambda shown=on_terminal: shown)
+        assert main(words) == 0
+    assert said[0].startswith("checking data, weights, tokenizer, reward, disk of add/1 (--no-check")
+    assert said[1:] == [""]
 
 
 def test_detached_submit_prints_the_next_commands(

@@ -119,6 +119,13 @@ def test_pooled_part_contributes_scores_and_statistics(reward: Make) -> None:
     assert judged.metrics() == {"reward_unjudged": (1.0, 2.0), "reward/a": (0.0, 2.0)}
 
 
+def test_sum_has_no_score_if_a_part_with_weight_has_none(reward: Make) -> None:
+    failing = {"name": FAILING, "pool": {"processes": 1}}
+    for weight, scores in ((0.5, (1.5, None)), (0.0, (1.0, 0.0))):
+        made = reward(parts={"a": {**failing, "weight": weight}, "b": {"name": "exact_match"}})
+        assert judge(made, ["a", "raise"]).scores == scores
+
+
 @pytest.mark.parametrize(
     ("values", "why"),
     [

@@ -191,9 +191,14 @@ def test_reward_that_cannot_be_created_is_reported(
     ],
 )
 def test_reward_is_tried_on_one_row(
-    tmp_path: Path, body: str, weight: Weight | None, message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    body: str,
+    weight: Weight | None,
+    message: str,
 ) -> None:
-    """A file next to the code is not there in a job, which would fail in its first step."""
+    """A file next to the code, or in the current directory, is missing in a job."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "words.txt").touch()
     code = f"def judge(prompts, completions, rows):\n    {body}\n    return [1.0] * len(rows)\n"
     (tmp_path / "mine.py").write_text(code)
