@@ -9,7 +9,6 @@ import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -37,6 +36,7 @@ MARKED_BLOCK: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ASKED: Final[Message] = {"role": "user", "content": "Hello."}
 OTHER_TEXT: Final = "Something else."
 TURN_TEXT: Final = "The turn before."
+SAID: Final[Message] = {"role": ASSISTANT, "content": TURN_TEXT}
 
 
 class MarkedText(NamedTuple):
@@ -105,19 +105,25 @@ class ChatTemplate:
     def turn_end(self) -> EndOfTurn:
         """Return the end of a turn whose content is a string, as the template writes it."""
         with suppress(ChatTemplateError):
-            said = {"role": ASSISTANT, "content": TURN_TEXT}
-            alone = self._render(with_system([ASKED, said], self._system), self._tools)
+            alone = self._render(with_system([ASKED, SAID], self._system), self._tools)
             following = [self.around_messages(["user"])[0]]
             with suppress(ChatTemplateError):  # a template without tools
                 following.append(self.around_messages(["tool"])[0])
             return EndOfTurn.of(alone.rpartition(TURN_TEXT)[2], following, self._known)
         return EndOfTurn()
 
+    @property
+    def trains_end(self) -> bool:
+        """Whether training on a turn includes its end; generation blocks may leave the end out."""
+        with suppress(ChatTemplateError):
+            text, targets = self.conversation([ASKED, SAID], self._tools)
+            return any(text[:last].rstrip().endswith(self.turn_end.tokens) for _, last in targets)
+        return bool(self.turn_end.tokens)
+
     @cached_property
     def stops(self) -> tuple[str, ...]:
         """Return the tokens that end a turn, also those that end only turns with tool calls."""
-        said: Message = {"role": ASSISTANT, "content": TURN_TEXT}
-        tail = self._try([ASKED, said], self._tools).rpartition(TURN_TEXT)[2].strip()
+        tail = self._try([ASKED, SAID], self._tools).rpartition(TURN_TEXT)[2].strip()
         for arguments in ({"text": TURN_TEXT}, f'{{"text": "{TURN_TEXT}"}}'):
             call = {"type": "function", "function": {"name": "do", "arguments": arguments}}
             calls: Message = {"role": ASSISTANT, "content": "", "tool_calls": [call]}
@@ -142,7 +148,7 @@ class ChatTemplate:
         texts = [f"{OTHER_TEXT} {number}." for number in range(len(roles))]
         messages: list[Message] = [
             ASKED,
-            {"role": ASSISTANT, "content": TURN_TEXT},
+            SAID,
             *({"role": role, "content": text} for role, text in zip(roles, texts, strict=True)),
         ]
         rest = self._render(with_system(messages, self._system), self._tools, generate=True)
@@ -244,13 +250,13 @@ class ChatTemplate:
 
         The turn begins after the generation prompt, which an empty conversation need not have.
         """
-        said = {"role": ASSISTANT, "content": TURN_TEXT}
         asked = self._render([ASKED], tools, generate=True)
-        answered = self._render([ASKED, said], tools).partition(TURN_TEXT)[0]
-        begun, found, _ = self._render([said], tools).partition(TURN_TEXT)
+        answered = self._render([ASKED, SAID], tools).partition(TURN_TEXT)[0]
+        begun, found, _ = self._render([SAID], tools).partition(TURN_TEXT)
         if not found or not answered.startswith(asked):
             raise self._not_incremental(0, "it does not begin with the generation prompt")
-        begun = _common(begun, text)
+        alike = [one == other for one, other in zip(begun, text, strict=False)]
+        begun = begun[: [*alike, False].index(False)]
         header = next(asked[at:] for at in range(len(asked) + 1) if asked[at:] in begun)
         if header:
             return begun.rfind(header) + len(header)
@@ -377,12 +383,6 @@ def template_file(config: DatasetConfig) -> str | None:
     except UnicodeDecodeError as error:
         message = f"{config.chat_template} is not UTF-8 text: {error.reason}"
         raise ConfigError((Problem("", "chat_template", message),)) from error
-
-
-def _common(one: str, other: str) -> str:
-    """Return the longest common prefix of two strings."""
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(character for character, _ in alike)
 
 
 def _overlap(end: str, start: str) -> int:

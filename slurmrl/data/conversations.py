@@ -195,11 +195,7 @@ def _advice(value: Any) -> str:
 
 
 def _is_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and "role" in message for message in value)
-    )
+    return is_messages(value) and all("role" in message for message in value)
 
 
 REASONING: Final = ("reasoning_content", "reasoning", "thinking")

@@ -248,13 +248,19 @@ class Remarks:
         yield from self._texts()
         chat = Encoder(self._config, self._load()).chat
         assert chat is not None, "checked by the caller"
-        if self._config.kind != "prompt" and not chat.turn_end.tokens:
-            yield Remark(
-                "chat_template",
+        if self._config.kind != "prompt" and not chat.trains_end:
+            message = (
                 "the chat template ends a turn with no special token of the tokenizer, so the "
                 "model does not learn to stop; use a template that writes one "
-                "(dataset.chat_template: FILE), or add the token to the tokenizer",
+                "(dataset.chat_template: FILE), or add the token to the tokenizer"
             )
+            if tokens := chat.turn_end.tokens:
+                message = (
+                    "the chat template has generation blocks that leave out "
+                    f"{tokens[0]}, which ends a turn, so the model does not learn to stop; use a "
+                    "template whose blocks include it (dataset.chat_template: FILE)"
+                )
+            yield Remark("chat_template", message)
         if chat.uses(DATE):
             yield Remark(
                 "chat_template",
@@ -330,11 +336,10 @@ class Remarks:
 
     def _prompts(self) -> Iterator[str]:
         """Return the prompts as the policy reads them."""
-        if not self._config.is_chat:
+        chat = Encoder(self._config, self._load()).chat if self._config.is_chat else None
+        if chat is None:
             yield from (self._kind.filled("prompt_template", row) for row in self._rows)
             return
-        chat = Encoder(self._config, self._load()).chat
-        assert chat is not None, "checked above"
         for row in self._rows:
             with suppress(ChatTemplateError):
                 yield chat.prompt(conversation(self._kind, row), tools(self._kind, row))

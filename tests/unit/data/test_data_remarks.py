@@ -18,6 +18,10 @@ TURNS = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ END }}\n{% endfo
 PROMPT = "{% if add_generation_prompt %}assistant: {% endif %}"
 ENDED = TURNS.replace("END", "eos_token") + PROMPT
 UNENDED = TURNS.replace("{{ END }}", "") + PROMPT
+BLOCKS = (
+    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}END{% endgeneration %}"
+    "{{ eos_token }}{% endfor %}"
+)
 WITH_TOOLS = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + ENDED
 SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
@@ -57,7 +61,16 @@ def test_no_trailing_space_remark_if_the_tokenizer_separates_it() -> None:
     assert not remarks(tokenizer, config, {"prompt": "1+2 ", "answer": "3"})
 
 
-@pytest.mark.parametrize(("template", "told"), [(ENDED, False), (UNENDED, True)])
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (ENDED, False),
+        (UNENDED, True),
+        (BLOCKS.replace("END", "{{ eos_token }}"), False),
+        (BLOCKS.replace("END", "{{ eos_token }}\n"), False),
+        (BLOCKS.replace("END", ""), True),
+    ],
+)
 @pytest.mark.parametrize("kind", ["messages", "prompt_answer", "preference"])
 def test_missing_end_of_turn_remark_if_turns_are_trained(
     words: Any, kind: Any, template: str, told: bool
