@@ -21,6 +21,7 @@ from slurmrl.fsio import calls
 from slurmrl.run.history.slots import END_OF_DATASET, Kind
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, SubmissionRequest
+from slurmrl.scheduler.batch_script import script
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 
@@ -395,6 +396,26 @@ def test_submit_dry_run_writes_nothing(
     assert not root.exists()
 
 
+def test_dry_run_shows_batch_script_without_its_shell_functions(
+    root: Path,
+    tmp_path: Path,
+    scheduler: FakeScheduler,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scripts(request: SubmissionRequest) -> dict[str, str]:
+        return {"trainer": script(request, request.groups[0], "srun")}
+
+    monkeypatch.setattr(scheduler, "scripts", scripts)
+    assert submit_it(tmp_path, "--dry-run") == 0
+    shown = capsys.readouterr().out.split("# trainer.sh\n")[1].rstrip().splitlines()
+    assert submit_it(tmp_path, "--dry-run", "--json") == 0
+    whole = printed(capsys)["scripts"]["trainer"].rstrip().splitlines()
+    (note,) = [line for line in shown if line.startswith("# … ")]
+    assert len(shown) - 1 + int(note.split()[2]) == len(whole)
+    assert len(shown) < 40 < len(whole)
+
+
 def test_checks_announced_on_a_terminal_before_they_run(
     root: Path,
     tmp_path: Path,
@@ -413,7 +434,7 @@ def test_checks_announced_on_a_terminal_before_they_run(
     for on_terminal in (True, False):
         monkeypatch.setattr("sys.stderr.isatty", lambda shown=on_terminal: shown)
         assert main(words) == 0
-    assert said[0].startswith("checking data, weights, tokenizer, reward, disk of add/1 (--no-check")
+    assert said[0].startswith("checking data, weights, tokenizer, reward, disk of add/1 (")
     assert said[1:] == [""]
 
 
