@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,21 @@ import torch
 
 from slurmrl.errors import UsageError
 from slurmrl.models.hf import as_tensor
-from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.hf_files import file_form
 from slurmrl.models.hf_loading import task_of
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.model_tensors import open_folder
 from slurmrl.tensors.checkpoint.tensors import file_tensors
-from slurmrl.tensors.layout import TensorSpec
+from slurmrl.tensors.layout import Box, TensorSpec
 
 
 @torch.no_grad()
 def read_weights(model: HFModel, folder: Path) -> None:
     """Fill a model's parameters and constants from a folder in Hugging Face form.
 
-    If the files have other names or stack fewer tensors than the model, transformers converts them,
-    with a second copy of the model in memory.
+    A tensor rank reads its parts. If the files have other names or stack fewer tensors than the
+    model, transformers converts them, with a whole second copy of the model in memory.
 
     Raises UsageError, and changes nothing, if the folder holds another architecture.
     """
@@ -31,25 +32,35 @@ def read_weights(model: HFModel, folder: Path) -> None:
     tensors = open_folder(folder)
     specs = tensors.specs()
     targets = dict(model.named_parameters()) | model.constants()
-    shapes = [(name, TensorSpec(tuple(each.shape), "")) for name, each in targets.items()]
-    files = file_tensors(shapes, file_form(model.config, model.head).storage)
+    shapes = {name: tuple(each.shape) for name, each in targets.items()}
+    boxes = {name: Box.whole(shape) for name, shape in shapes.items()}
+    if model.tensor is not None:
+        shapes |= model.tensor.whole
+        boxes = {n: model.tensor.box(n, s, model.tensor_rank) for n, s in shapes.items()}
+    stored = [(name, TensorSpec(shape, "")) for name, shape in shapes.items()]
+    files = file_tensors(stored, file_form(model.config, model.head).storage)
     other = {
         name
         for name, file in files.items()
         if name not in specs or specs[name].shape != file.spec.shape
     }
     if other:
-        _read_converted(model, folder, min(other))
+        _read_converted(model, folder, min(other), boxes)
         return
     for tensor, file in files.items():
-        for name, spec, stored in file.shards:
-            box = stored.of(spec.shape)
-            values = stored.restored(tensors.read(tensor, stored.box(box)))
-            targets[name][box.slices].copy_(as_tensor(values, specs[tensor].dtype))
+        for name, spec, place in file.shards:
+            box = place.of(spec.shape).intersect(boxes[name])
+            if box is not None:
+                values = place.restored(tensors.read(tensor, place.box(box)))
+                part = targets[name][box.inside(boxes[name])]
+                part.copy_(as_tensor(values, specs[tensor].dtype))
 
 
-def _read_converted(model: HFModel, folder: Path, name: str) -> None:
-    """Read files of another form than the model; ``name`` is a tensor that they lack."""
+def _read_converted(model: HFModel, folder: Path, name: str, boxes: Mapping[str, Box]) -> None:
+    """Read files of another form than the model; ``name`` is a tensor that they lack.
+
+    ``boxes`` are the parts of parameters and constants that the model has.
+    """
     options = {"dtype": next(model.parameters()).dtype, "output_loading_info": True}
     made: Any = None
     try:
@@ -60,4 +71,7 @@ def _read_converted(model: HFModel, folder: Path, name: str) -> None:
         problem = True
     if problem or made.state_dict().keys() != model.inner.state_dict().keys():
         raise UsageError(f"{folder} holds another model: '{name}' is not in its form")
-    model.inner.load_state_dict(made.state_dict())
+    read = ((own, values, boxes.get(MODULE + own)) for own, values in made.state_dict().items())
+    model.inner.load_state_dict(
+        {own: values if box is None else values[box.slices] for own, values, box in read}
+    )

@@ -9,7 +9,7 @@ from itertools import product
 from typing import Final
 
 from slurmrl.config.allocation import Allocation
-from slurmrl.config.allocation.allocation import AXES, AXIS_OF
+from slurmrl.config.allocation.allocation import AXES, AXIS_OF, BACKENDS
 from slurmrl.config.schema import Model, ParallelSizes
 from slurmrl.errors import AllocationError
 from slurmrl.plan.checks.fit import Fit, check
@@ -177,7 +177,7 @@ def _allowed(model: Model, allocation: Allocation, *, generates: bool) -> bool:
     """Return whether an engine supports the model's settings."""
     engine = allocation.backend
     if model.implementation == HF:
-        return not hf_problems(model, allocation, split=can(engine, "training"))
+        return not hf_problems(model, allocation, split=not BACKENDS[engine].serves)
     if can(engine, "rollouts"):  # it gets merged weights, and keeps none on the CPU
         return True
     needs = {

@@ -18,20 +18,30 @@ HYBRID = tiny("qwen3_5_text", vocab_size=16)
 """A family that the built-in decoder does not run: layers of linear attention have no keys."""
 
 
-def begin(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str) -> None:
+def begin(
+    site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str, backend: str = ""
+) -> None:
     config = config_of(trial, tasks)
+    if backend:
+        config["rollout"]["backend"] = backend
     config["total_steps"] = 5
     config["actor"] |= {"architecture": HYBRID, "implementation": "hf"}
     path = site.write(f"{trial}.yaml", config)
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
 
 
-def test_tasks_sample_what_trainers_sample_even_if_killed(tmp_path: Path) -> None:
-    """A rollout worker is killed, then a rank of the trainers. Versions carry the weights."""
+@pytest.mark.parametrize("backend", ["native:d1", "native:t2"])
+def test_tasks_sample_what_trainers_sample_even_if_killed(tmp_path: Path, backend: str) -> None:
+    """A rollout worker is killed, then a rank of the trainers. Versions carry the weights.
+
+    The workers of a task with several ranks are tensor ranks of one model.
+    """
     site = site_in(tmp_path, {}, pause_s=0.6)
-    begin(site, "tasks", {"max": 1, "max_staleness": 0}, "--detach")
+    begin(site, "tasks", {"max": 1, "max_staleness": 0}, "--detach", backend=backend)
     site.wait_for_step("grpo/tasks", 1)
-    os.kill(of_group(site, "grpo/tasks", "worker", "rollout")[0], signal.SIGKILL)
+    workers = of_group(site, "grpo/tasks", "worker", "rollout")
+    assert len(workers) == (2 if backend == "native:t2" else 1)
+    os.kill(workers[-1], signal.SIGKILL)
     site.wait_for_step("grpo/tasks", 3)
     os.kill(of_group(site, "grpo/tasks", "worker", "trainer")[0], signal.SIGKILL)
     wait_until("the next incarnation", lambda: site.status("grpo/tasks")["incarnation"] == 2)

@@ -103,8 +103,7 @@ def implementations(draft: Draft) -> Iterator[Problem]:
             yield draft.refuse((where, "implementation"), f": {reason}", "hf")
     rollout = draft.allocations().get(ROLLOUTS)
     if rollout is not None and draft.config.actor.implementation == "hf":
-        # Only the trainers' processes form the groups that tensor ranks compute in.
-        split = draft.config.rollout.tasks is None and not BACKENDS[rollout.backend].serves
+        split = not BACKENDS[rollout.backend].serves
         for reason in hf_problems(draft.config.actor, rollout, split=split):
             text = f" with actor.implementation hf: {reason}"
             yield draft.refuse((ROLLOUTS, "backend"), text, str(rollout))

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from slurmrl.config.schema.roles import Model
 from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines import ENGINES
+from slurmrl.engines.fsdp.parameters import new_model
 from slurmrl.engines.hf_rollout import HFRollout
 from slurmrl.engines.role_weights import model_config, served_config
 from slurmrl.errors import RunFailedError
@@ -39,7 +40,7 @@ from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.rollouts.generation.base import Decode, RolloutEngine
 from slurmrl.rollouts.generation.native.batch_schedule import Limits
-from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.rollouts.generation.native.native_rollout import NativeRollout, SplitRollout
 from slurmrl.rollouts.generation.native.split_batch import SplitRanks
 from slurmrl.rollouts.generation.process import HostFolder
 from slurmrl.rollouts.generation.server_kinds import VISIBLE, ServerKind, weights_config
@@ -61,6 +62,8 @@ from slurmrl.workers.serving import own_server
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from slurmrl.models.hf_model import HFModel
 
 
 T = TypeVar("T")
@@ -95,6 +98,7 @@ def build_rollout(
     (model,) = plan.models_of(group.name).values()
     dtype = settings.config.actor.dtype
     make: MakeEngine
+    decode = decoding(tokenizer)
     if BACKENDS[model.engine].serves:
         assert start.world_size == 1, "one worker keeps the server of a task"
         agent = start.agent
@@ -102,18 +106,19 @@ def build_rollout(
         events = EventWriter(paths, f"{model.engine}.{group.name}.{agent.task}.{agent.attempt}")
         config = actor_config(settings.config.actor)
         make = served(settings, model, config, accelerator.device, log, events)
-    elif settings.config.actor.implementation == HF:
-        assert start.world_size == 1, "models of transformers are not split"
-        config = _read("the model", partial(own_config, settings.config.actor))
-        make = transformers_model(settings, config, accelerator.device, decoding(tokenizer))
     else:
-        config = decoder_config(settings.config.actor)
         peers = _peers(paths, start, rank, accelerator, settings.config.step_timeout_s)
-        decoder = undefined_decoder(config, dtype, accelerator.device, peers)
-        decode = decoding(tokenizer)
+        compute: Callable[[], SplitRollout]
+        if settings.config.actor.implementation == HF:
+            config = _read("the model", partial(own_config, settings.config.actor))
+            compute = transformers_rollout(settings, config, accelerator.device, decode, peers)
+        else:
+            config = decoder_config(settings.config.actor)
+            decoder = undefined_decoder(config, dtype, accelerator.device, peers)
+            compute = partial(native, settings, decoder, decode, peers)
         if rank:
-            return FollowingRank(rank, lambda: native(settings, decoder, decode, peers))
-        make = lambda _: native(settings, decoder, decode, peers)  # noqa: E731
+            return FollowingRank(rank, compute)
+        make = lambda _: compute()  # noqa: E731
     tasks = settings.config.rollout.tasks
     assert tasks is not None, "the plan has rollout tasks"
     intervals = PollIntervals.of(plan.hosts, settings.config.cluster.heartbeat_s)
@@ -139,7 +144,7 @@ def _peers(
     accelerator: Accelerator,
     step_timeout_s: float,
 ) -> SplitRanks | None:
-    """Return the ranks of the task's decoder; None if there is only one rank."""
+    """Return the ranks of the task's model; None if there is only one rank."""
     if start.world_size == 1:
         return None
     agent = start.agent
@@ -151,12 +156,12 @@ def _peers(
 
 
 class FollowingRank:
-    """A rank other than the first of a task whose decoder is split.
+    """A rank other than the first of a task whose model is split.
 
     Requests go to the first rank, which tells the others what to compute until it retires.
     """
 
-    def __init__(self, rank: int, make_engine: Callable[[], NativeRollout]) -> None:
+    def __init__(self, rank: int, make_engine: Callable[[], SplitRollout]) -> None:
         self._rank, self._make_engine = rank, make_engine
 
     def ready(self) -> Ready:
@@ -319,7 +324,7 @@ def native(
     """Build the native rollout engine.
 
     ``decoder`` has arbitrary weights in ``actor.dtype``. ``decode`` is for stop strings. ``peers``
-    are the ranks of a split decoder.
+    are the ranks of a split model.
     """
     config = settings.config
     rows, fit = config.rollout.episode.concurrency, config.rollout.episode.cache_bytes
@@ -339,27 +344,33 @@ def own_config(model: Model) -> HFConfig:
     return config
 
 
-def transformers_model(
-    settings: Settings, config: HFConfig, target: torch.device, decode: Decode
-) -> MakeEngine:
-    """Build a model of transformers in this process; its weights are random at first."""
-    from slurmrl.models.hf_model import HFModel  # transformers is slow to import
+def transformers_rollout(
+    settings: Settings,
+    config: HFConfig,
+    target: torch.device,
+    decode: Decode,
+    peers: SplitRanks | None,
+) -> Callable[[], HFRollout]:
+    """Make a model of transformers, or this rank's part of it; its weights are random at first.
 
+    Return a function that builds its engine. ``decode``, ``peers``: see `native`.
+    """
     actor, rollout = settings.config.actor, settings.config.rollout
     assert rollout.tasks is not None, "an engine of rollout tasks"
-    dtype = getattr(torch, actor.dtype)
-    model = HFModel(config, "lm", source=None, seed=settings.config.seed, dtype=dtype).to(target)
+    options: dict[str, Any] = {"source": None, "seed": settings.config.seed, "dtype": actor.dtype}
+    model = new_model(config, "lm", split_over(peers), **options).to(target)
     model.requires_grad_(False)
-    engine = HFRollout(
-        model,
+    return partial(
+        HFRollout,
+        cast("HFModel", model),
         None,
         actor.max_tokens_per_microbatch,
         rows=rollout.episode.concurrency,
         decode=decode,
         joins=True,
         stale_cache=rollout.tasks.stale_cache,
+        peers=peers,
     )
-    return lambda _: engine
 
 
 def served(
@@ -386,14 +397,18 @@ def undefined_decoder(
     config: ModelConfig, dtype: str, target: torch.device, peers: SplitRanks | None = None
 ) -> Decoder:
     """Return a model with undefined weights, or this rank's part of it."""
-    split = WHOLE
-    if peers is not None:
-        split = Split(Axis(peers.group.rank(), peers.group.size(), peers.group))
     with torch.device("meta"):
-        decoder = build(config, split=split).to(getattr(torch, dtype))
+        decoder = build(config, split=split_over(peers)).to(getattr(torch, dtype))
     decoder.to_empty(device=target)
     decoder.requires_grad_(False)
     return decoder
+
+
+def split_over(peers: SplitRanks | None) -> Split:
+    """Return this rank's part of a model that ``peers`` share; the whole model without them."""
+    if peers is None:
+        return WHOLE
+    return Split(Axis(peers.group.rank(), peers.group.size(), peers.group))
 
 
 def _share(settings: Settings, device: torch.device) -> int | None:

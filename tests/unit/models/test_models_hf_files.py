@@ -21,6 +21,7 @@ from slurmrl.models.hf import as_array
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_reading import read_weights
+from slurmrl.models.parallel.split import Axis
 from slurmrl.models.shapes import file_form
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, file_entries
 from slurmrl.tensors.layout import Array, Box, TensorSpec
@@ -153,6 +154,22 @@ def test_weights_read_back_equal(tmp_path: Path, family: str) -> None:
     assert_equal(entries(other, values), load_file(tmp_path / "model.safetensors"))
     for name, each in other.named_parameters():
         assert torch.equal(each, model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gemma2", "gpt_oss", "mixtral", "nemotron_h", "qwen3_5_moe_text"]
+)
+def test_tensor_ranks_read_their_parts_of_files(tmp_path: Path, family: str) -> None:
+    """Files have one tensor for each expert, and names of their own; gemma2's matrices are tied."""
+    values = tiny(family)
+    saved(made(values), tmp_path)
+    for rank in range(2):
+        wanted, found = made(values), made(values, seed=4)
+        for model in (wanted, found):
+            model.split(Axis(rank, 2))
+        read_weights(found, tmp_path)
+        for name, each in wanted.state_dict().items():
+            assert torch.equal(each, found.state_dict()[name]), name
 
 
 def test_written_config_states_the_transformers_defaults(tmp_path: Path) -> None:
