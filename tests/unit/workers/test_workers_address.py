@@ -15,13 +15,13 @@ def test_interface_and_address_belong_together() -> None:
     assert bell.interface_of("127.0.0.1") == LOOPBACK_INTERFACE
 
 
-def test_unknown_interface_and_address() -> None:
+def test_unknown_interface_and_address_are_rejected() -> None:
     assert bell.interface_address("nosuch0") is None
     assert bell.interface_address("a-name-that-no-interface-can-have") is None
     assert bell.interface_of("192.0.2.77") is None
 
 
-def test_one_host_meets_on_loopback() -> None:
+def test_single_host_uses_loopback() -> None:
     assert bell.fabric_address(None, 1) == "127.0.0.1"
 
 
@@ -32,16 +32,16 @@ def test_configured_interface_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bell.fabric_address("ib0", 4) == "10.0.0.7"
 
 
-def test_configured_loopback_is_the_users_choice() -> None:
+def test_configured_loopback_is_accepted() -> None:
     assert bell.fabric_address(LOOPBACK_INTERFACE, 2) == "127.0.0.1"
 
 
-def test_interface_without_an_address_is_named_with_the_others() -> None:
+def test_interface_without_an_address_is_named_with_alternatives() -> None:
     with pytest.raises(EnvironmentFailure, match=r"'nosuch0' has no IPv4 address.*lo"):
         bell.fabric_address("nosuch0", 1)
 
 
-def test_several_hosts_take_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_use_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bell, "default_address", lambda: "10.9.9.9")
     assert bell.fabric_address(None, 2) == "10.9.9.9"
 

@@ -119,7 +119,7 @@ def test_agent_returns_ok_after_normal_end(host: Host) -> None:
     assert live(host, begins()) == OK
 
 
-def test_a_user_error_before_an_incarnation_ends_the_trial(host: Host) -> None:
+def test_user_error_before_an_incarnation_ends_the_trial(host: Host) -> None:
     """And is met once: it is not tried again, here or on another host."""
     assert live(host, fails(UsageError("interface: there is no eth7"))) == FAILED
     last = host.history.read()[-1]
@@ -128,7 +128,7 @@ def test_a_user_error_before_an_incarnation_ends_the_trial(host: Host) -> None:
     assert not host.paths.hosts.exists() or not list(host.paths.hosts.iterdir())
 
 
-def test_a_user_error_at_an_agents_start_ends_the_trial(run: RunPaths) -> None:
+def test_user_error_at_agent_start_ends_the_trial(run: RunPaths) -> None:
     run.config.write_text("total_steps: none\n")
     assert agent_module.serve(run.run, 1, "trainer") == FAILED
     last = History(run.history).read()[-1]
@@ -136,7 +136,7 @@ def test_a_user_error_at_an_agents_start_ends_the_trial(run: RunPaths) -> None:
     assert "total_steps" in last.data["reason"]
 
 
-def test_processes_that_do_not_leave_spoil_no_end(
+def test_processes_that_do_not_exit_do_not_change_the_outcome(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incarnation_module, "EXIT_TIMEOUT_S", 0.1)
@@ -148,7 +148,7 @@ def test_processes_that_do_not_leave_spoil_no_end(
     assert live(host, both(begins(), told_to_exit)) == OK
 
 
-def test_after_a_failure_the_next_one_is_served(host: Host) -> None:
+def test_agent_serves_the_next_incarnation_after_a_failure(host: Host) -> None:
     assert live(host, both(begins(), fails(DIED)), both(begins(), fails(DIED)), begins()) == OK
     assert [record.incarnation for record in host.history.read()] == [1, 2, 3]
     died = Failure(
@@ -160,13 +160,13 @@ def test_after_a_failure_the_next_one_is_served(host: Host) -> None:
     assert said[1]["reason"] == "rank 1 died"
 
 
-def test_the_end_of_others_is_no_failure_of_ours(host: Host) -> None:
+def test_stale_incarnation_is_not_reported_as_failure(host: Host) -> None:
     over = fails(StaleIncarnationError("the master ended incarnation 1"))
     assert live(host, both(begins(), over), begins()) == OK
     assert keys.failure(1) not in Host(host.paths, 1, "trainer").names.find_subtree("incarnation")
 
 
-def test_an_ended_trial_is_left(host: Host) -> None:
+def test_agent_exits_if_the_trial_ended(host: Host) -> None:
     def gives_up(incarnation: Incarnation) -> None:
         end(incarnation.host.history, Kind.FAILED, {"reason": "in vain"})
 
@@ -174,7 +174,7 @@ def test_an_ended_trial_is_left(host: Host) -> None:
     assert live(host, both(begins(), gives_up, fails(DIED))) == OK
 
 
-def test_another_job_takes_over(host: Host) -> None:
+def test_agent_exits_if_another_job_takes_over(host: Host) -> None:
     """This job must not begin again: the two would end each other's incarnations without end."""
 
     def taken(incarnation: Incarnation) -> None:
@@ -190,7 +190,7 @@ def test_agent_continues_after_incarnation_of_earlier_job(host: Host) -> None:
     assert live(host, both(begins(), fails(DIED)), begins()) == OK
 
 
-def test_no_other_incarnation_after_a_warning(host: Host) -> None:
+def test_agent_starts_no_incarnation_after_a_warning(host: Host) -> None:
     def warned(incarnation: Incarnation) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         incarnation._send_warning()
@@ -202,7 +202,7 @@ def test_no_other_incarnation_after_a_warning(host: Host) -> None:
     assert [message["type"] for message in said][1:] == ["warning", "failed"]
 
 
-def test_a_warned_host_whose_incarnation_ends_well(host: Host) -> None:
+def test_agent_exits_normally_if_a_warned_incarnation_ends_well(host: Host) -> None:
     def warned(incarnation: Incarnation) -> None:
         os.kill(os.getpid(), signal.SIGUSR2)
 
@@ -221,7 +221,7 @@ def test_round_ends_if_another_host_is_lost(host: Host, cause: str, reason: str)
     assert live(host, both(begins(), ended)) == AGAIN
 
 
-def test_a_gpu_that_fails_takes_its_host_out_of_the_job(host: Host) -> None:
+def test_gpu_failure_removes_the_host_from_the_job(host: Host) -> None:
     """Its own agent gives the host up; the agents on other hosts see the failure."""
     fault = ReportedError(Failure(cause="gpu_fault", reason="ECC", host="me"))
     assert live(host, both(begins(), fails(fault))) == AGAIN
@@ -229,24 +229,24 @@ def test_a_gpu_that_fails_takes_its_host_out_of_the_job(host: Host) -> None:
     assert said == {"incarnation": 1, "job": host.identity.job}
 
 
-def test_an_environment_that_does_not_do(host: Host) -> None:
+def test_environment_failure_is_reported_and_fails_the_agent(host: Host) -> None:
     assert live(host, both(begins(), fails(EnvironmentFailure("no such interface")))) == FAILED
     assert failure(host, 1).cause == "environment"
 
 
-def test_ranks_that_do_not_connect_are_started_again_in_the_same_job(host: Host) -> None:
+def test_ranks_that_do_not_connect_are_restarted_in_the_same_job(host: Host) -> None:
     alone = Failure(cause="environment", reason="connection refused", rank=1, echo=True)
     assert live(host, both(begins(), fails(ReportedError(alone))), begins()) == OK
 
 
-def test_failures_before_anything_began_come_to_an_end(host: Host) -> None:
+def test_agent_gives_up_after_repeated_failures_before_begin(host: Host) -> None:
     """The history cannot count an incarnation that never began."""
     most = host.most_failures
     assert live(host, *[fails(DIED)] * (most + 1)) == FAILED
     assert host.history.read() == []
 
 
-def test_a_failure_before_the_beginning_counts_for_what_begins(
+def test_failure_before_begin_counts_for_the_next_incarnation(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The master is given time to begin, so that the history counts this start."""
@@ -267,7 +267,7 @@ def test_a_failure_before_the_beginning_counts_for_what_begins(
     assert [message["type"] for message in said] == ["hello", "failed"]
 
 
-def test_a_directory_that_does_not_answer_after_a_failure(
+def test_agent_fails_if_the_directory_stays_unreachable(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stalls(incarnation: Incarnation) -> None:
@@ -281,7 +281,7 @@ def test_a_directory_that_does_not_answer_after_a_failure(
 
 
 @pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,4", "3")])
-def test_gpus_where_slurm_does_not_assign_them(
+def test_gpus_are_assigned_if_slurm_does_not_assign_them(
     host: Host, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
 ) -> None:
     """On one's own machine, and where Slurm does not know of GPUs, the variable is not set."""
@@ -304,7 +304,7 @@ def test_gpus_where_slurm_does_not_assign_them(
     ("local", "directive", "alone"),
     [(True, "gres", False), (False, "none", False), (False, "gres", True)],
 )
-def test_workers_learn_whether_their_gpus_are_theirs_alone(
+def test_workers_know_if_their_gpus_are_exclusive(
     host: Host, monkeypatch: pytest.MonkeyPatch, local: bool, directive: str, alone: bool
 ) -> None:
     """Where the scheduler gives each GPU to one job, memory in use by others is a fault."""
@@ -334,13 +334,13 @@ def other(run: RunPaths) -> Host:
     return Host(run, 1, "rollout")
 
 
-def test_a_user_error_beside_the_trainers_is_theirs_to_meet(run: RunPaths) -> None:
+def test_user_error_of_a_rollout_agent_does_not_end_the_trial(run: RunPaths) -> None:
     run.config.write_text("total_steps: none\n")
     with pytest.raises(UsageError):
         agent_module.serve(run.run, 1, "rollout")
     assert History(run.history).read() == []
 
 
-def test_polls_are_paced_by_the_hosts_of_all_groups(other: Host) -> None:
+def test_poll_interval_grows_with_the_hosts_of_all_groups(other: Host) -> None:
     """The budget of file operations is that of the trial."""
     assert other.intervals == PollIntervals.of(41, other.cluster.heartbeat_s)

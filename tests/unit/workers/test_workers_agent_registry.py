@@ -64,14 +64,14 @@ def bed(plans: Callable[..., Plan], tmp_path: Path) -> Bed:
     return Bed(plans(hosts=12), tmp_path)
 
 
-def test_those_that_were_heard_are_known_at_once(bed: Bed) -> None:
+def test_agents_that_sent_a_message_are_known_at_once(bed: Bed) -> None:
     bed.heard["trainer/3"] = agent(3)
     assert sorted(bed.registry) == ["trainer/3"]
     assert len(bed.registry) == 1
     assert bed.registry["trainer/3"] == agent(3)
 
 
-def test_claims_of_the_others_are_looked_for_after_a_while(bed: Bed) -> None:
+def test_claims_of_silent_agents_are_searched_after_a_delay(bed: Bed) -> None:
     bed.claim(1, 0)
     bed.claim(11, 0)
     bed.heard["trainer/1"] = agent(1, "heard")
@@ -91,7 +91,7 @@ def test_only_the_newest_claim_of_this_job_counts(bed: Bed) -> None:
     assert bed.registry["trainer/1"].attempt == 10
 
 
-def test_a_directory_that_does_not_answer(bed: Bed) -> None:
+def test_unreachable_directory_loses_no_agent(bed: Bed) -> None:
     bed.claim(1, 0)
     bed.names.stalled = True
     assert bed.look() == []
@@ -99,7 +99,7 @@ def test_a_directory_that_does_not_answer(bed: Bed) -> None:
     assert bed.look() == ["trainer/1"]
 
 
-def test_a_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
+def test_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
     bed.claim(1, 0)
     bed.look()
     with pytest.raises(ReportedError, match="host n1 is lost") as caught:
@@ -110,7 +110,7 @@ def test_a_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
         bed.names.get(keys.lost("n0"))
 
 
-def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
+def test_hanging_agent_on_the_masters_host_is_no_host_loss(bed: Bed) -> None:
     """Its host is well, and stays one that the next round may run on."""
     bed.claim(0, 0)
     bed.look()
@@ -121,11 +121,11 @@ def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
         bed.names.get(keys.lost("n0"))
 
 
-def test_no_host_is_lost(bed: Bed) -> None:
+def test_agents_with_fresh_leases_are_not_lost(bed: Bed) -> None:
     bed.registry.report_lost([])
 
 
-def test_a_host_that_is_lost_again(bed: Bed) -> None:
+def test_record_of_a_host_lost_again_is_updated(bed: Bed) -> None:
     bed.names.add(keys.lost("n1"), json.dumps({"incarnation": 1, "job": "40.0.0"}))
     bed.claim(1, 0)
     bed.look()
@@ -134,9 +134,7 @@ def test_a_host_that_is_lost_again(bed: Bed) -> None:
     assert json.loads(bed.names.get(keys.lost("n1")))["job"] == JOB
 
 
-def test_only_agents_of_the_trainers_end_an_incarnation(
-    plans: Callable[..., Plan], tmp_path: Path
-) -> None:
+def test_only_trainer_agents_end_an_incarnation(plans: Callable[..., Plan], tmp_path: Path) -> None:
     """A rollout task whose lease expires is nobody's host to lose, task 0 included, and claims of
     its group are not looked for.
     """

@@ -47,25 +47,25 @@ def answer(script: list[object]) -> object:
     return found
 
 
-def test_what_fails_is_tried_again(incarnation: Incarnation) -> None:
+def test_failed_operation_is_retried(incarnation: Incarnation) -> None:
     script = fails_at_first(20, "done")
     assert incarnation.retry("do it", lambda: answer(script)) == "done"
 
 
-def test_a_directory_of_others_is_no_reason_to_wait(incarnation: Incarnation) -> None:
+def test_ownership_error_is_not_retried(incarnation: Incarnation) -> None:
     script: list[object] = [OwnershipError("theirs"), "done"]
     with pytest.raises(OwnershipError):
         incarnation.retry("do it", lambda: answer(script))
 
 
-def test_silence_of_the_directory_does_not_count_as_waiting(incarnation: Incarnation) -> None:
+def test_time_without_directory_does_not_count_as_waiting(incarnation: Incarnation) -> None:
     script = fails_at_first(20, "done")
     assert incarnation.wait("it", lambda: answer(script), timeout_s=0.0) == "done"
     with pytest.raises(WaitTimeoutError, match="waited 0 s for it"):
         incarnation.wait("it", lambda: None, timeout_s=0.0)
 
 
-def test_news_wait_for_the_directory_and_keep_their_order(
+def test_messages_wait_for_the_directory_and_keep_their_order(
     incarnation: Incarnation, run: RunPaths
 ) -> None:
     calls = Broken()

@@ -71,14 +71,14 @@ def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_c_frames_are_shown_where_the_process_can_be_paused(
+def test_c_frames_are_shown_if_the_process_can_be_paused(
     py_spy: None, monkeypatch: pytest.MonkeyPatch, state: str, fake: str, expected: str
 ) -> None:
     monkeypatch.setenv("FAKE", fake)
     assert witness._py_spy(1, state, time.monotonic() + 60).startswith(expected)
 
 
-def test_py_spy_gets_no_more_time_than_is_left(py_spy: None) -> None:
+def test_py_spy_gets_at_most_the_remaining_time(py_spy: None) -> None:
     assert "timed out" in witness._py_spy(1, "S", time.monotonic() - 1)
 
 
@@ -90,7 +90,7 @@ def test_py_spy_gets_no_more_time_than_is_left(py_spy: None) -> None:
         ("(rank 0 did not answer)\n(py-spy cannot read it: Permission Denied)\n", ""),
     ],
 )
-def test_the_frame_of_a_process_that_did_not_answer(text: str, frame: str) -> None:
+def test_frame_of_an_unresponsive_process_is_shown(text: str, frame: str) -> None:
     assert witness.top_frame(text) == frame
 
 
@@ -110,7 +110,7 @@ def blocked() -> Iterator[subprocess.Popen[bytes]]:
     shutil.which("py-spy") is None and not Path(sys.executable).with_name("py-spy").exists(),
     reason="py-spy is optional",
 )
-def test_the_real_py_spy(blocked: subprocess.Popen[bytes]) -> None:
+def test_real_py_spy_shows_stacks(blocked: subprocess.Popen[bytes]) -> None:
     """It shows C and Python frames of a running process, and Python frames of a stopped one."""
     seen = witness._py_spy(blocked.pid, "S", time.monotonic() + 60)
     assert "nanosleep (libc" in seen
@@ -121,7 +121,7 @@ def test_the_real_py_spy(blocked: subprocess.Popen[bytes]) -> None:
     assert witness.top_frame(seen) == "<string>:3 in blocked"
 
 
-def test_the_agent_shows_the_stacks_of_its_own_threads() -> None:
+def test_agent_shows_stacks_of_its_own_threads() -> None:
     ended = threading.Event()
 
     def beats_a_lease() -> None:
@@ -135,4 +135,4 @@ def test_the_agent_shows_the_stacks_of_its_own_threads() -> None:
         ended.set()
         thread.join()
     assert "in beats_a_lease\n" in text
-    assert "in test_the_agent_shows_the_stacks_of_its_own_threads\n" in text
+    assert "in test_agent_shows_stacks_of_its_own_threads\n" in text

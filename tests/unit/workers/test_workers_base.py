@@ -82,7 +82,7 @@ def past(paths: RunPaths) -> Past:
     return Past(paths)
 
 
-def test_the_newest_commit_is_the_base(past: Past) -> None:
+def test_newest_commit_is_the_base(past: Past) -> None:
     _, damages = past.begin()
     assert damages == []
     assert past.state.base == past.directory(6).name
@@ -90,9 +90,7 @@ def test_the_newest_commit_is_the_base(past: Past) -> None:
 
 
 @pytest.mark.parametrize("what", ["short", "gone", "manifest", "state", "all"])
-def test_a_damaged_commit_is_passed_over_deleted_and_kept_for_a_while(
-    past: Past, what: str
-) -> None:
+def test_damaged_commit_is_skipped_deleted_and_quarantined(past: Past, what: str) -> None:
     newest = past.directory(6)
     if what == "short":
         past.truncate(6)
@@ -125,7 +123,7 @@ def test_a_damaged_commit_is_passed_over_deleted_and_kept_for_a_while(
     assert past.state.base == past.directory(6, 3).name
 
 
-def test_without_a_commit_that_can_be_used_the_trial_starts_anew(past: Past) -> None:
+def test_trial_starts_from_scratch_without_a_usable_commit(past: Past) -> None:
     for step in (2, 4, 6):
         past.truncate(step)
     _, damages = past.begin()
@@ -134,7 +132,7 @@ def test_without_a_commit_that_can_be_used_the_trial_starts_anew(past: Past) -> 
     assert past.state.commits == ()
 
 
-def test_what_ranks_found_damaged_is_believed(past: Past) -> None:
+def test_damage_reported_by_ranks_is_accepted(past: Past) -> None:
     said: dict[str, Any] = {"damaged": past.directory(6).name, "exception": "another checksum"}
     past.names.add(keys.failure(1), json.dumps(said))
     _, damages = past.begin()
@@ -142,7 +140,7 @@ def test_what_ranks_found_damaged_is_believed(past: Past) -> None:
     assert past.state.base == past.directory(4).name
 
 
-def test_what_a_master_found_damaged_when_it_exported_is_believed(past: Past) -> None:
+def test_damage_found_by_an_export_is_accepted(past: Past) -> None:
     error = DamagedCheckpointError("actor.0 has another checksum", past.directory(6).name)
     publish(past.names, 1, failure_of(error, "master"))
     _, damages = past.begin()
@@ -150,7 +148,7 @@ def test_what_a_master_found_damaged_when_it_exported_is_believed(past: Past) ->
     assert past.state.base == past.directory(4).name
 
 
-def test_killed_before_the_deletion_it_is_found_again(past: Past) -> None:
+def test_damaged_commit_is_found_again_if_deletion_was_killed(past: Past) -> None:
     said = {"damaged": past.directory(6).name, "exception": "another checksum"}
     past.names.add(keys.failure(1), json.dumps(said))
     begin_on_base(past.paths, past.names, past.history, {}, lambda records: None)
@@ -159,7 +157,7 @@ def test_killed_before_the_deletion_it_is_found_again(past: Past) -> None:
     assert [damage.commit.step for damage in damages] == [6]
 
 
-def test_a_stale_incarnation_sets_nothing_aside(past: Past) -> None:
+def test_stale_incarnation_quarantines_nothing(past: Past) -> None:
     past.truncate(6)
     writer, damages = begin_on_base(past.paths, past.names, past.history, {}, lambda records: None)
     begin(past.history, {})
@@ -169,7 +167,7 @@ def test_a_stale_incarnation_sets_nothing_aside(past: Past) -> None:
     assert len(past.state.commits) == 3
 
 
-def test_where_caches_can_lie_it_is_looked_at_again(
+def test_damage_is_checked_again_if_caches_may_be_stale(
     past: Past, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A good checkpoint must not be given up for an old size in a cache."""
@@ -191,9 +189,7 @@ def test_where_caches_can_lie_it_is_looked_at_again(
     assert slept[0] + 1000 == pytest.approx(sum(HIDDEN_PAUSES_S))
 
 
-def test_a_directory_that_does_not_answer_damages_nothing(
-    past: Past, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_directory_is_not_damage(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
     def stale(self: SystemCalls, path: Path, flags: int, mode: int = 0o600) -> int:
         raise OSError(13, "Permission denied")
 
@@ -204,7 +200,7 @@ def test_a_directory_that_does_not_answer_damages_nothing(
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["gone", "unmounted"])
-def test_checkpoints_whose_mount_is_hidden_for_a_while_survive(
+def test_checkpoints_on_a_temporarily_missing_mount_are_kept(
     past: Past, monkeypatch: pytest.MonkeyPatch, empty: bool
 ) -> None:
     """A master that starts meanwhile waits, and resumes from the newest commit."""
@@ -233,7 +229,7 @@ def test_checkpoints_whose_mount_is_hidden_for_a_while_survive(
 
 @pytest.mark.parametrize("key", [keys.failure, keys.hang, keys.warned])
 @pytest.mark.parametrize("content", [b"", b"\0", b"[]", b'{"value": "{", "nonce": "1"}', b"FIFO"])
-def test_a_damaged_report_of_a_past_incarnation_costs_nothing(
+def test_damaged_report_of_a_past_incarnation_is_ignored(
     past: Past, key: Callable[[int], str], content: bytes
 ) -> None:
     """The next incarnation begins, on the newest commit."""

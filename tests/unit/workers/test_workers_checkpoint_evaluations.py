@@ -78,7 +78,7 @@ def site(tmp_path: Path, make_settings: Any, monkeypatch: pytest.MonkeyPatch) ->
     return made
 
 
-def test_each_suite_of_each_checkpoint_is_submitted_once_whichever_link_does_so(
+def test_each_suite_of_each_checkpoint_is_submitted_once_by_any_job(
     site: Site,
 ) -> None:
     """On as many rows as evaluations during training have, rounded up to batches of 4."""
@@ -100,7 +100,7 @@ def test_each_suite_of_each_checkpoint_is_submitted_once_whichever_link_does_so(
     assert len(site.said) == 4
 
 
-def test_evaluations_run_the_code_of_the_trial_and_need_no_site_profile(
+def test_evaluations_use_the_trials_code_and_need_no_profile(
     site: Site, make_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The user's files may have changed since, and their profiles may be several."""
@@ -117,7 +117,7 @@ def test_evaluations_run_the_code_of_the_trial_and_need_no_site_profile(
     assert command[-1] == 'code=["/run/code/rewards.py", "/run/code/own"]'
 
 
-def test_a_submission_that_fails_is_tried_again_and_told(site: Site) -> None:
+def test_failed_evaluation_submission_is_retried_and_reported(site: Site) -> None:
     """The next link tries it once more."""
     site.error = "sbatch: not here"
     site.run.commit(2)
@@ -130,7 +130,7 @@ def test_a_submission_that_fails_is_tried_again_and_told(site: Site) -> None:
     assert [kind for kind, _ in site.said].count("evaluation") == 2
 
 
-def test_the_pauses_between_tries_grow_by_minutes(
+def test_pauses_between_submission_attempts_grow(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure is told once, and the tries go on, also when the checkpoint was deleted."""
@@ -159,7 +159,7 @@ def test_the_pauses_between_tries_grow_by_minutes(
 # -- the folders with the files of checkpoints -----------------------------------------------
 
 
-def test_a_checkpoint_is_kept_until_all_of_its_evaluations_have_ended(site: Site) -> None:
+def test_checkpoint_is_kept_until_all_its_evaluations_ended(site: Site) -> None:
     """What `slurmrl eval` keeps by hand stays."""
     paths = site.run.paths
     pinned = paths.pinned("step-00000002.1")
@@ -182,7 +182,7 @@ def test_a_checkpoint_is_kept_until_all_of_its_evaluations_have_ended(site: Site
     assert pinned.is_dir()
 
 
-def test_a_kill_while_a_folder_is_removed_is_made_up_for(
+def test_removal_of_a_directory_continues_after_a_kill(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = site.run.paths
@@ -200,7 +200,7 @@ def test_a_kill_while_a_folder_is_removed_is_made_up_for(
     assert site.folders == []
 
 
-def test_folders_stay_while_it_is_uncertain_who_reads_them(
+def test_directories_are_kept_while_their_readers_are_unknown(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another path to the root of the trials changes nothing.
@@ -229,7 +229,7 @@ def test_folders_stay_while_it_is_uncertain_who_reads_them(
     assert site.folders == ["step-00000002.1-checkpoint"]
 
 
-def test_a_folder_whose_evaluations_are_given_up_is_removed(site: Site) -> None:
+def test_directory_of_abandoned_evaluations_is_removed(site: Site) -> None:
     """At the end of the trial; with what a killed process left half made."""
     left = temporary_beside(site.run.paths.checkpoint_to_evaluate("step-00000002.1"))
     left.mkdir(parents=True)
@@ -239,7 +239,7 @@ def test_a_folder_whose_evaluations_are_given_up_is_removed(site: Site) -> None:
     assert site.folders == []
 
 
-def test_a_checkpoint_that_cannot_be_linked_is_told(
+def test_checkpoint_that_cannot_be_linked_is_reported(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(*_: Any) -> None:
@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_linked_is_told(
     assert ("evaluation_failed", failed) in site.said
 
 
-def test_submissions_that_the_end_of_the_trial_does_not_wait_for_are_told(
+def test_submissions_still_running_at_the_end_are_reported(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answered = threading.Event()
@@ -267,7 +267,7 @@ def test_submissions_that_the_end_of_the_trial_does_not_wait_for_are_told(
     assert ("evaluation_failed", {"reason": reason}) in site.said
 
 
-def test_nothing_is_submitted_for_a_trial_that_was_cancelled_or_wants_none(
+def test_cancelled_trial_or_trial_without_suites_submits_nothing(
     site: Site, make_settings: Callable[..., Any]
 ) -> None:
     site.run.commit(2)
@@ -282,7 +282,7 @@ def test_nothing_is_submitted_for_a_trial_that_was_cancelled_or_wants_none(
     assert site.commands == []
 
 
-def test_a_command_that_fails_says_why(tmp_path: Path) -> None:
+def test_failed_submission_command_reports_its_reason(tmp_path: Path) -> None:
     script = ["/bin/sh", "-c", "echo 'no such partition' >&2; exit 3"]
     assert checkpoint_evaluations._error(script) == "no such partition"
     assert checkpoint_evaluations._error(["/bin/sh", "-c", "exit 3"]) == "exit code 3"

@@ -153,7 +153,7 @@ def test_workers_know_rank_devices_and_threads(ear: Ear) -> None:
     assert ear.of(2)["fork_server"] == ear.of(3)["fork_server"]
 
 
-def test_large_messages_go_out_piece_by_piece(ear: Ear) -> None:
+def test_large_messages_are_sent_in_pieces(ear: Ear) -> None:
     """A worker that is slow to read does not block its agent, and nothing is lost."""
     text = "x" * 5_000_000
     ear.said.clear()
@@ -166,7 +166,7 @@ def test_large_messages_go_out_piece_by_piece(ear: Ear) -> None:
     assert all(set(said["echo"]) <= set("xshort") for _, said in ear.said)
 
 
-def test_signs_of_life_are_heard_and_not_passed_on(ear: Ear) -> None:
+def test_heartbeats_are_counted_and_not_forwarded(ear: Ear) -> None:
     ear.said.clear()
     ear.children.broadcast(echo("pulse"))
     ear.children.broadcast(echo("after"))
@@ -174,7 +174,7 @@ def test_signs_of_life_are_heard_and_not_passed_on(ear: Ear) -> None:
     assert {said["echo"] for _, said in ear.said} == {"after"}
 
 
-def test_an_end_is_reported_once(ear: Ear) -> None:
+def test_end_of_a_worker_is_reported_once(ear: Ear) -> None:
     ear.children.slots[0].send(leave(0))
     ear.until(lambda: bool(ear.ended))
     assert ear.ended == [Ended("rank 2 on n1", 0, 2)]
@@ -184,20 +184,20 @@ def test_an_end_is_reported_once(ear: Ear) -> None:
     assert ear.children.all_ended()
 
 
-def test_a_death_is_reported_with_name_and_signal(ear: Ear) -> None:
+def test_death_is_reported_with_name_and_signal(ear: Ear) -> None:
     os.kill(ear.of(3)["pid"], signal.SIGKILL)
     ear.until(lambda: bool(ear.ended))
     assert ear.ended == [Ended("rank 3 on n1", -signal.SIGKILL, 3)]
     assert str(ear.ended[0]) == "rank 3 on n1 was ended by SIGKILL"
 
 
-def test_the_exit_code_is_reported(ear: Ear) -> None:
+def test_exit_code_is_reported(ear: Ear) -> None:
     ear.children.slots[0].send(leave(5))
     ear.until(lambda: bool(ear.ended))
     assert str(ear.ended[0]) == "rank 2 on n1 exited with code 5"
 
 
-def test_last_words_come_before_the_end(ear: Ear) -> None:
+def test_last_messages_arrive_before_the_end_report(ear: Ear) -> None:
     """The last messages of a worker arrive no later than its end."""
     ear.said.clear()
     slot = ear.children.slots[0]
@@ -207,7 +207,7 @@ def test_last_words_come_before_the_end(ear: Ear) -> None:
     assert [said["echo"] for _, said in ear.said] == ["last"]
 
 
-def test_next_workers_are_forked_from_same_fork_server(ear: Ear, tmp_path: Path) -> None:
+def test_next_workers_use_the_same_fork_server(ear: Ear, tmp_path: Path) -> None:
     before = {rank: ear.of(rank) for rank in (2, 3)}
     ear.children.end()
     assert not any(alive(before[rank]["pid"]) for rank in (2, 3))
@@ -221,7 +221,7 @@ def test_next_workers_are_forked_from_same_fork_server(ear: Ear, tmp_path: Path)
     assert ear.ended == [], "those that were ended by us are not told"
 
 
-def test_workers_end_with_killed_fork_server(ear: Ear, tmp_path: Path) -> None:
+def test_workers_end_if_their_fork_server_is_killed(ear: Ear, tmp_path: Path) -> None:
     said = ear.of(2)
     os.kill(said["fork_server"], signal.SIGKILL)
     ear.until(lambda: bool(ear.ended))
@@ -233,7 +233,7 @@ def test_workers_end_with_killed_fork_server(ear: Ear, tmp_path: Path) -> None:
     assert ear.of(2)["fork_server"] != said["fork_server"]
 
 
-def test_workers_end_once_if_fork_server_died_in_same_turn(
+def test_workers_end_once_if_the_fork_server_died_in_the_same_turn(
     ear: Ear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of the fork server drops the workers' pipes, whose own ends are in the same list."""
@@ -280,7 +280,7 @@ def slow(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> Ear:
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_fork_server_stays_if_a_worker_takes_long_to_end(
+def test_fork_server_is_kept_if_a_worker_ends_slowly(
     slow: Ear, monkeypatch: pytest.MonkeyPatch, gpus: int
 ) -> None:
     """The driver unpins tens of gigabytes, or a file system does not answer: until then the kernel
@@ -317,7 +317,7 @@ def test_worker_is_killed_directly_if_its_fork_server_hangs(slow: Ear) -> None:
     assert not alive(slow.of(3)["fork_server"])
 
 
-def test_close_leaves_nothing(children: Children, tmp_path: Path) -> None:
+def test_close_ends_workers_and_fork_servers(children: Children, tmp_path: Path) -> None:
     ear = Ear(make_children(tmp_path))
     ear.fork(tmp_path)
     pids = [ear.of(rank)[key] for rank in (2, 3) for key in ("pid", "fork_server")]
@@ -325,7 +325,7 @@ def test_close_leaves_nothing(children: Children, tmp_path: Path) -> None:
     assert not any(map(alive, pids))
 
 
-def test_master_is_heard_and_ended(ear: Ear, tmp_path: Path) -> None:
+def test_end_of_the_master_is_reported(ear: Ear, tmp_path: Path) -> None:
     with atomic.open_log(tmp_path / "master.log") as output:
         ear.children.start_master(1, output)
     assert ear.children.master is not None
@@ -343,7 +343,7 @@ def test_master_is_heard_and_ended(ear: Ear, tmp_path: Path) -> None:
     assert not ear.children.master_runs
 
 
-def test_silence_is_reported_of_those_that_were_heard(
+def test_heartbeat_timeout_is_reported_for_known_workers(
     ear: Ear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
@@ -361,7 +361,7 @@ def test_silence_is_reported_of_those_that_were_heard(
     assert ear.children.silent() == [3]
 
 
-def test_command_that_does_not_exist(
+def test_missing_worker_command_is_reported(
     paths: RunPaths, plans: Callable[..., Plan], tmp_path: Path
 ) -> None:
     identity = Identity("trainer", 0, 0, "n1", "41.0.0", "41_0", os.getpid())

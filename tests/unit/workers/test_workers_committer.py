@@ -115,7 +115,7 @@ def commit(committer: Committer, *steps: int) -> None:
         assert outcome.error is None
 
 
-def test_commit_is_whole_and_named(trial: Trial) -> None:
+def test_commit_is_complete_and_recorded(trial: Trial) -> None:
     committer = trial.committer()
     assert committer.last_step is None
     commit(committer, 3)
@@ -128,7 +128,7 @@ def test_commit_is_whole_and_named(trial: Trial) -> None:
     assert names == ["actor.0.safetensors", "actor.1.safetensors", "state.json"]
 
 
-def test_oldest_commits_are_deleted_after_their_slot(
+def test_oldest_commits_are_deleted_after_their_record(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removed = []
@@ -158,7 +158,7 @@ def test_commits_of_earlier_incarnations_are_counted(trial: Trial) -> None:
     assert trial.on_disk == ["step-00000003.2"]
 
 
-def test_every_nth_step_is_kept_for_good(trial: Trial) -> None:
+def test_every_nth_step_is_kept_permanently(trial: Trial) -> None:
     committer = trial.committer(keep_last=1, keep_every_steps=4)
     commit(committer, *range(2, 12, 2))
     assert [one.step for one in trial.state.commits] == [4, 8, 10]
@@ -184,7 +184,7 @@ def test_nothing_is_committed_before_all_ranks_have_saved(trial: Trial) -> None:
     assert committer.poll() is None
 
 
-def test_ranks_that_cannot_write_leave_the_older_commits(trial: Trial) -> None:
+def test_older_commits_are_kept_if_ranks_cannot_write(trial: Trial) -> None:
     committer = trial.committer()
     commit(committer, 1)
     trial.channel.errors = {1: "cannot write x: quota"}
@@ -197,7 +197,7 @@ def test_ranks_that_cannot_write_leave_the_older_commits(trial: Trial) -> None:
     assert trial.check() == 2
 
 
-def test_damaged_checkpoint_removed_after_save_without_space(trial: Trial) -> None:
+def test_quarantined_checkpoint_is_removed_if_a_save_lacks_space(trial: Trial) -> None:
     committer = trial.committer(keep_last=2)
     commit(committer, 1, 3)
     trial.paths.damaged_checkpoint("step-00000002.0").mkdir()
@@ -263,7 +263,7 @@ def wrapped(calls: Refusing, name: str, real: Callable[..., Any]) -> Callable[..
 
 @pytest.mark.parametrize("what", ["checkpoints/", "manifest.json", "state.json", "history/"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_at_any_part_of_a_commit(
+def test_full_disk_at_any_point_leaves_a_usable_commit(
     trial: Trial, refusing: Refusing, what: str, number: int
 ) -> None:
     committer = trial.committer(keep_last=2)
@@ -280,7 +280,7 @@ def test_a_full_disk_at_any_part_of_a_commit(
     assert trial.check() == 4
 
 
-def test_a_slot_that_was_won_without_an_answer_counts(trial: Trial, refusing: Refusing) -> None:
+def test_commit_record_written_without_a_reply_is_valid(trial: Trial, refusing: Refusing) -> None:
     """The link was made, the reply was lost, and looking it up failed too."""
     committer = trial.committer()
     refusing.late, refusing.refused = True, {"history/": errno.EIO, "read": 1}
@@ -294,7 +294,7 @@ def test_a_slot_that_was_won_without_an_answer_counts(trial: Trial, refusing: Re
     assert kinds == [Kind.BEGIN, Kind.COMMIT]
 
 
-def test_rank_that_fails_leaves_no_commit(trial: Trial) -> None:
+def test_failed_rank_leaves_no_commit(trial: Trial) -> None:
     committer = trial.committer()
     commit(committer, 1)
     trial.channel.error = RuntimeError("rank 1 is gone")

@@ -23,7 +23,7 @@ ENVIRON = {
 }
 
 
-def test_without_a_container_it_is_this_python() -> None:
+def test_command_uses_the_current_python_without_a_container() -> None:
     assert interpreter(Slurm(), ENVIRON) == (sys.executable,)
 
 
@@ -31,7 +31,7 @@ def test_without_a_container_it_is_this_python() -> None:
     "container",
     ["apptainer exec --nv --bind '/shared/my data' image.sif", "enroot start --root 'my image'"],
 )
-def test_the_container_comes_first_and_what_must_get_through_is_named(container: str) -> None:
+def test_container_command_passes_required_variables(container: str) -> None:
     slurm = Slurm(container=container, container_python="python3")
     words = interpreter(slurm, ENVIRON, {"UCX_TLS": "rc"})
     assert words[-9:] == (
@@ -60,6 +60,6 @@ def test_the_container_comes_first_and_what_must_get_through_is_named(container:
 
 
 @pytest.mark.parametrize("container", ["apptainer exec 'image.sif", "", "a\nb"])
-def test_what_is_no_command_is_refused(container: str) -> None:
+def test_invalid_container_command_is_rejected(container: str) -> None:
     with pytest.raises(ValidationError, match="container"):
         Slurm(container=container)

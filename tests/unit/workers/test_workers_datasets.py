@@ -63,7 +63,9 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_all_ranks_open_what_rank_0_prepared(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_open_the_data_prepared_by_rank_0(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     provide = site.start(1)
     own = provide(0)
     monkeypatch.setattr(preparation, "prepare", None)  # the others do not even look
@@ -75,7 +77,7 @@ def test_all_ranks_open_what_rank_0_prepared(site: Site, monkeypatch: pytest.Mon
     assert site.said == []
 
 
-def test_a_rank_waits_for_rank_0_for_as_long_as_it_takes(site: Site) -> None:
+def test_ranks_wait_for_rank_0_without_time_limit(site: Site) -> None:
     """Also beyond the store's time-out; its activity says for whom it waits."""
     provide = site.start(1)
     waits, opened = threading.Event(), []
@@ -108,7 +110,7 @@ def test_long_preparations_are_reported(site: Site, monkeypatch: pytest.MonkeyPa
     assert site.said == [], "nothing is tokenized again"
 
 
-def test_rows_that_cannot_be_used_end_rank_0_with_the_line(site: Site) -> None:
+def test_unusable_rows_end_rank_0_with_their_line(site: Site) -> None:
     (site.folder / "held_out.jsonl").write_text('{"prompt": "1"}\n{"prompt": 2}\n')
     with pytest.raises(UsageError, match=r"held_out\.jsonl:2: prompt: must be a string"):
         site.start(1)(0)

@@ -23,7 +23,7 @@ NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @pytest.mark.parametrize(("step_timeout_s", "minutes"), [(60.0, 30), (1800.0, 35), (7200.0, 125)])
-def test_the_deadline_of_a_call_comes_before_that_of_a_collective(
+def test_call_deadline_is_earlier_than_collective_timeout(
     step_timeout_s: float, minutes: int
 ) -> None:
     assert collective_timeout(step_timeout_s) == timedelta(minutes=minutes)
@@ -37,7 +37,7 @@ def test_the_deadline_of_a_call_comes_before_that_of_a_collective(
         ({"GLOO_SOCKET_IFNAME": "eth1"}, ("eth1", "=ib0")),
     ],
 )
-def test_the_interface_is_exact_and_a_users_own_choice_stays(
+def test_network_interface_is_exact_unless_set_by_the_user(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     of_user: dict[str, str],
@@ -57,7 +57,7 @@ def test_the_interface_is_exact_and_a_users_own_choice_stays(
     assert tuple(os.environ[name] for name in NAMES) == in_force
 
 
-def test_ranks_wait_for_all_through_the_store(tmp_path: Path) -> None:
+def test_ranks_wait_for_each_other_through_the_store(tmp_path: Path) -> None:
     def waiting(rank: int, name: str, timeout_s: float) -> Future[None]:
         store = RunStore(tmp_path, 3, timedelta(seconds=timeout_s))
         return pool.submit(wait_for_all, store, rank, 3, name)
@@ -69,7 +69,7 @@ def test_ranks_wait_for_all_through_the_store(tmp_path: Path) -> None:
         assert [one.result(60) for one in all_there] == [None] * 3
 
 
-def test_no_store_of_ours_listens_on_a_port() -> None:
+def test_store_opens_no_port() -> None:
     users = [
         path.name
         for path in Path(slurmrl.__file__).parent.rglob("*.py")
@@ -78,7 +78,7 @@ def test_no_store_of_ours_listens_on_a_port() -> None:
     assert users == []
 
 
-def test_no_collective_takes_all_ranks_for_granted() -> None:
+def test_every_collective_names_its_group() -> None:
     """One without a group makes a communicator of the whole world: memory on each GPU, and an
     incarnation that resumes would differ from one that does not.
     """

@@ -23,7 +23,7 @@ def incarnation(run: RunPaths) -> Iterator[Incarnation]:
     host.children.close()
 
 
-def test_each_incarnation_has_a_bell_of_its_own(
+def test_each_incarnation_has_its_own_receiver(
     incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rings for an older one do not reach it; its socket is closed when the incarnation ends."""
@@ -42,7 +42,7 @@ def test_each_incarnation_has_a_bell_of_its_own(
     assert addresses[0].host == "127.0.0.1"  # the fabric address of a trial on one host
 
 
-def test_a_host_without_a_fabric_address_polls(
+def test_host_without_a_fabric_address_polls(
     paths: RunPaths, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bell, "is_local", lambda directory: False)
@@ -50,7 +50,7 @@ def test_a_host_without_a_fabric_address_polls(
     assert "found only by polling" in caplog.text
 
 
-def test_where_the_kernel_reports_changes_no_port_is_opened(paths: RunPaths) -> None:
+def test_no_port_is_opened_on_a_local_file_system(paths: RunPaths) -> None:
     if not is_local(paths.control):
         pytest.skip(f"{paths.control} is not on a file system that is known to be local")
     assert bell.install_bell(paths.control, None, 1) is None

@@ -33,7 +33,7 @@ def with_engine(plan: Plan, engine: str, **sizes: int) -> Plan:
     return plan.model_copy(update={"models": {**plan.models, "actor": actor}})
 
 
-def test_a_fork_server_has_one_thread_however_many_its_workers_use(plan: Plan) -> None:
+def test_fork_server_has_one_thread_with_any_worker_thread_count(plan: Plan) -> None:
     """numpy's OpenBLAS would start as many as OMP_NUM_THREADS says, before the first fork."""
     given = fork_environment.of_fork_server(plan.groups[0], [""], os.environ, {})
     assert given["OMP_NUM_THREADS"] == "4"
@@ -52,7 +52,7 @@ def test_a_fork_server_has_one_thread_however_many_its_workers_use(plan: Plan) -
         ("fsdp", {"dp": 2, "tp": 2}, 9.0, None),
     ],
 )
-def test_one_connection_to_the_gpu_where_megatron_needs_the_order_of_kernels(
+def test_megatron_gets_one_gpu_connection_if_kernel_order_matters(
     plan: Plan,
     engine: str,
     sizes: dict[str, int],
@@ -67,14 +67,14 @@ def test_one_connection_to_the_gpu_where_megatron_needs_the_order_of_kernels(
     assert given.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
-def test_the_users_variables_count_more_than_defaults(plan: Plan) -> None:
+def test_user_variables_override_defaults(plan: Plan) -> None:
     own = {"TORCH_FR_BUFFER_SIZE": "50", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}
     defaults = fork_environment.defaults(with_engine(plan, "megatron", tp=2), 9.0)
     given = fork_environment.of_fork_server(plan.groups[0], ["0"], own, defaults)
     assert given.items() >= own.items()
 
 
-def test_collectives_are_recorded_so_that_hangs_of_nccl_are_explained(plan: Plan) -> None:
+def test_nccl_flight_recorder_is_enabled(plan: Plan) -> None:
     given = fork_environment.of_fork_server(plan.groups[0], ["0"], {}, {})
     assert int(given["TORCH_FR_BUFFER_SIZE"]) >= 1000
     own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}  # which torch would ignore beside the new name
@@ -93,7 +93,7 @@ def test_collectives_are_recorded_so_that_hangs_of_nccl_are_explained(plan: Plan
         ({"PYTORCH_ALLOC_CONF": ""}, "0", {"PYTORCH_ALLOC_CONF": ""}),
     ],
 )
-def test_the_allocator_of_gpu_memory_has_expandable_segments_unless_the_user_configures_it(
+def test_expandable_segments_are_default_unless_set_by_the_user(
     plan: Plan, environ: dict[str, str], visible: str, expected: dict[str, str]
 ) -> None:
     """Under either of torch's names, which a default would otherwise override or contradict."""

@@ -134,7 +134,7 @@ def make_executor(
     return make
 
 
-def test_each_suite_has_its_rows_its_settings_and_its_reward(
+def test_each_suite_uses_its_own_rows_settings_and_reward(
     make_settings: Any, make_executor: MakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interface of a suite, which holds the suite's reward, is no other suite's."""
@@ -173,7 +173,7 @@ def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_disk_that_takes_no_checkpoint_does_not_end_the_rank(
+def test_failed_checkpoint_write_does_not_end_the_rank(
     make_executor: MakeExecutor, make_settings: Any, asynchronous: bool
 ) -> None:
     executor = make_executor(make_settings())
@@ -184,7 +184,7 @@ def test_a_disk_that_takes_no_checkpoint_does_not_end_the_rank(
     assert save(executor, "step-00000004.1", asynchronous=asynchronous).error
 
 
-def test_a_bug_in_the_thread_is_raised_by_the_rank(
+def test_error_of_the_writer_thread_is_raised_by_the_rank(
     make_executor: MakeExecutor, make_settings: Any
 ) -> None:
     executor = make_executor(make_settings())
@@ -193,7 +193,7 @@ def test_a_bug_in_the_thread_is_raised_by_the_rank(
         save(executor, "step-00000003.1", asynchronous=True)
 
 
-def test_scores_that_a_task_gave_for_another_submission_do_not_count(
+def test_task_scores_of_another_submission_are_ignored(
     make_executor: MakeExecutor, make_settings: Any, paths: RunPaths
 ) -> None:
     """Its reward may be another one, which the trainers then ask."""

@@ -49,7 +49,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_imports_no_torch_into_a_process_without_it(tmp_path: Path, family: str) -> None:
+def test_export_does_not_import_torch_into_its_process(tmp_path: Path, family: str) -> None:
     """The files are the files of a process with torch."""
     values = tiny(family)
     trial = CommittedTrial(tmp_path, architecture=values, implementation="hf")
@@ -77,7 +77,9 @@ def test_export_of_adapters_imports_no_torch(tmp_path: Path, form: str) -> None:
     assert files(own) == files(tmp_path / "other")
 
 
-def test_form_of_another_process_is_the_own_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_layout_from_a_child_process_equals_the_local_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A family that cannot be written is an error with the same message."""
     known = HFConfig.from_hf(tiny("qwen3_moe"))
     unknown = HFConfig.from_hf({"model_type": "no_such_family"})
@@ -91,7 +93,7 @@ def test_form_of_another_process_is_the_own_form(monkeypatch: pytest.MonkeyPatch
     assert str(found.value) == str(refused.value)
 
 
-def test_form_fails_for_good_if_no_process_can_import_transformers(
+def test_file_layout_fails_if_transformers_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A master retries other errors as long as it takes, so the trial would never end."""

@@ -31,7 +31,7 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_what_an_error_carries_is_reported() -> None:
+def test_fields_of_an_error_are_reported() -> None:
     known = Failure(cause="hung", reason="rank 3 is silent", rank=3)
     assert failure_of(ReportedError(known), "master") == known
 
@@ -43,7 +43,7 @@ def test_what_an_error_carries_is_reported() -> None:
         (EnvironmentFailure("no address"), "environment"),
     ],
 )
-def test_causes_by_type(error: Exception, cause: str) -> None:
+def test_error_type_determines_the_cause(error: Exception, cause: str) -> None:
     assert failure_of(raised(error), "master") == Failure(cause=cause, reason=f"master: {error}")
 
 
@@ -106,7 +106,7 @@ def test_traceback_of_chained_exceptions_omits_slurmrl_in_each() -> None:
     "file",
     ["/home/me/slurmrl/slurmrl/x.py", "/home/me/other/x.py", "/home/me/own/site-packages/x.py"],
 )
-def test_packages_installed_for_editing_are_not_code_of_the_user(file: str) -> None:
+def test_editable_packages_are_not_user_code(file: str) -> None:
     """Only entries of PYTHONPATH are: the trial's copy of the code, and what the user adds."""
     of_package = failure.traceback_of(called_by_slurmrl("def score(): 1 / 0", file))
     assert "omitted" not in of_package
@@ -116,7 +116,7 @@ def test_packages_installed_for_editing_are_not_code_of_the_user(file: str) -> N
     assert file not in of_user
 
 
-def test_traceback_without_frame_of_user_is_whole() -> None:
+def test_traceback_without_user_frames_is_complete() -> None:
     error = called_by_slurmrl("import json\nscore = json.loads")
     assert isinstance(error, TypeError)
     text = failure.traceback_of(error)
@@ -124,18 +124,18 @@ def test_traceback_without_frame_of_user_is_whole() -> None:
     assert text.count("serve.py") == 2
 
 
-def test_a_mistake_of_the_users_is_final() -> None:
+def test_user_error_is_final() -> None:
     found = failure_of(raised(UsageError("no such metric")), "master")
     assert found == Failure(cause="exception", reason="master: no such metric", final=True)
 
 
-def test_a_damaged_checkpoint_is_named() -> None:
+def test_damaged_checkpoint_is_named() -> None:
     found = failure_of(raised(DamagedCheckpointError("too short", "step-4.1")), "master")
     assert found.damaged == "step-4.1"
     assert found.reason == "master: too short"
 
 
-def test_the_first_one_counts(tmp_path: Path) -> None:
+def test_only_the_first_failure_is_published(tmp_path: Path) -> None:
     names = NameStore(tmp_path)
     assert read_failure(names, 3) is None
     assert publish(names, 3, ONE)
@@ -154,7 +154,9 @@ class Stalling(NameStore):
         super().add(name, value, **more)
 
 
-def test_a_directory_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_waits_a_limited_time_for_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(backoff, "OUTAGE_S", (0.001, 0.002))
     names = Stalling(tmp_path)
     assert publish(names, 3, ONE)

@@ -130,7 +130,7 @@ def output(code: str, *arguments: str, **variables: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_preloading_starts_nothing_and_forked_workers_compute_as_a_fresh_process(
+def test_forked_workers_compute_like_a_fresh_process(
     run: RunPaths,
 ) -> None:
     variables = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -138,9 +138,7 @@ def test_preloading_starts_nothing_and_forked_workers_compute_as_a_fresh_process
     assert first == second == fresh
 
 
-def test_a_rollout_task_starts_without_what_it_does_not_use(
-    make_settings: Any, paths: RunPaths
-) -> None:
+def test_rollout_task_does_not_import_unused_modules(make_settings: Any, paths: RunPaths) -> None:
     """Compiler and FSDP take as long as all else, and it loses that each time it is preempted."""
     settings = make_settings(
         algorithm={"name": "grpo", "batch_size": 4}, rollout={"tasks": {}, "n": 2}
@@ -244,7 +242,7 @@ def test_orphan_of_running_worker_is_spared_when_another_ends(host: Host) -> Non
     wait_until("orphans to end", lambda: not any(alive(int(pid)) for pid in children), 60)
 
 
-def test_orders_wait_until_fork_server_is_ready(host: Host) -> None:
+def test_requests_wait_until_the_fork_server_is_ready(host: Host) -> None:
     host.fork()
     host.kill()
     assert host.heard() == ended(0, signal.SIGKILL)

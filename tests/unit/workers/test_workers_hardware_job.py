@@ -50,7 +50,7 @@ def measured(
 
 
 @pytest.mark.parametrize("seen", ["0", "GPU-5f", "3"])
-def test_fewer_gpus_than_ranks_are_one_message(
+def test_too_few_gpus_give_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
@@ -66,7 +66,7 @@ def test_rank_that_failed_first_is_reported(
     assert (found["error"], found["echo"]) == ("rank 1 ended with 1: no space left", False)
 
 
-def test_consequence_is_not_reported_where_another_rank_has_the_cause(
+def test_consequence_is_not_reported_if_another_rank_has_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = measured(tmp_path, monkeypatch, FIRST_IS_AN_ECHO, gpus=0)

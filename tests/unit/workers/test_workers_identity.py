@@ -21,7 +21,7 @@ SLURM = {
 }
 
 
-def test_identity_under_slurm(tmp_path: Path) -> None:
+def test_identity_is_read_from_slurm_variables(tmp_path: Path) -> None:
     identity = claim(NameStore(tmp_path), "trainer", elastic=False, environ=SLURM)
     assert identity.task == 3
     assert identity.label == "trainer/3"
@@ -30,7 +30,7 @@ def test_identity_under_slurm(tmp_path: Path) -> None:
     assert identity.host == "n7"
 
 
-def test_requeued_job_and_next_round_are_others(tmp_path: Path) -> None:
+def test_requeued_job_and_next_round_have_new_identities(tmp_path: Path) -> None:
     """The master's BEGIN names the start of the job; that of the start before must not match."""
     store = NameStore(tmp_path)
     first = claim(store, "trainer", elastic=False, environ=SLURM)
@@ -39,11 +39,11 @@ def test_requeued_job_and_next_round_are_others(tmp_path: Path) -> None:
     assert len({first.job, second.job, third.job}) == 3
 
 
-def test_elastic_task_is_the_array_index(tmp_path: Path) -> None:
+def test_elastic_task_number_is_the_array_index(tmp_path: Path) -> None:
     assert claim(NameStore(tmp_path), "rollout", elastic=True, environ=SLURM).task == 2
 
 
-def test_without_slurm(tmp_path: Path) -> None:
+def test_identity_without_slurm(tmp_path: Path) -> None:
     identity = claim(NameStore(tmp_path), "trainer", elastic=False, environ={})
     assert identity.task == 0
     assert identity.job
@@ -63,7 +63,7 @@ def test_attempts_count_up_per_task(tmp_path: Path) -> None:
     assert claim(store, "trainer2", elastic=False, environ=SLURM).attempt == 0
 
 
-def test_claim_says_who_holds_it_and_stays(tmp_path: Path) -> None:
+def test_claim_names_its_holder_and_is_permanent(tmp_path: Path) -> None:
     store = NameStore(tmp_path)
     identity = claim(store, "trainer", elastic=False, environ=SLURM)
     said = json.loads(NameStore(tmp_path).get(keys.attempt("trainer", 3, 0)))
@@ -77,13 +77,13 @@ class StaleListing(NameStore):
         return []
 
 
-def test_stale_listing_only_costs_tries(tmp_path: Path) -> None:
+def test_stale_listing_only_causes_more_attempts(tmp_path: Path) -> None:
     store = StaleListing(tmp_path)
     found = [claim(store, "trainer", elastic=False, environ=SLURM).attempt for _ in range(4)]
     assert found == [0, 1, 2, 3]
 
 
-def test_the_world_of_an_agent(tmp_path: Path) -> None:
+def test_trainers_share_one_world_and_each_task_has_its_own(tmp_path: Path) -> None:
     """The trainers share one world; a task of another group is one of its own, and none of its
     tasks is the first agent of the trial.
     """

@@ -86,7 +86,7 @@ def past(paths: RunPaths) -> Past:
     return Past(paths)
 
 
-def test_first_start(past: Past) -> None:
+def test_first_start_gets_no_verdict(past: Past) -> None:
     assert past.verdict() is None
 
 
@@ -116,13 +116,13 @@ DAMAGED = {**RAISED, "damaged": "step-00000002.1"}
         pytest.param([{"warned": "preemption"}, {"warned": "time_limit"}], id="one of two"),
     ],
 )
-def test_ends_after_which_another_start_makes_sense(past: Past, ends: list[dict[str, Any]]) -> None:
+def test_recoverable_ends_allow_another_start(past: Past, ends: list[dict[str, Any]]) -> None:
     for one in ends:
         past.ends(**one)
         assert past.verdict() is None
 
 
-def test_same_exception_twice(past: Past) -> None:
+def test_same_exception_twice_fails_the_trial(past: Past) -> None:
     past.raises("ValueError: a")
     past.raises("ValueError: a")
     assert past.verdict() == futile(
@@ -131,7 +131,7 @@ def test_same_exception_twice(past: Past) -> None:
 
 
 @pytest.mark.parametrize("committed", [False, True])
-def test_a_mistake_of_the_users_ends_the_trial_at_once(past: Past, committed: bool) -> None:
+def test_user_error_ends_the_trial_at_once(past: Past, committed: bool) -> None:
     text = "reward m:f returned nan"
     past.ends(rank=1, call="reward_inf", exception=text, cause="exception", final=True)
     if committed:
@@ -150,7 +150,7 @@ def test_trial_fails_after_same_master_exception_twice(past: Past) -> None:
     )
 
 
-def test_which_rank_was_first_does_not_matter(past: Past) -> None:
+def test_same_exception_on_another_rank_counts_as_repeated(past: Past) -> None:
     """A bug that all ranks share is reported by whichever is faster."""
     past.raises("ValueError: a", rank=1)
     past.raises("ValueError: a", rank=0)
@@ -159,14 +159,14 @@ def test_which_rank_was_first_does_not_matter(past: Past) -> None:
     assert "rank 0, gen: ValueError: a" in verdict["reason"]
 
 
-def test_commit_between_begins_anew(past: Past) -> None:
+def test_commit_between_two_failures_resets_the_count(past: Past) -> None:
     """Whoever still makes progress may meet the same exception again."""
     past.raises("ValueError: a")
     past.commits_and_raises("ValueError: a")
     assert past.verdict() is None
 
 
-def test_commit_before_both_does_not_matter(past: Past) -> None:
+def test_commit_before_two_failures_does_not_reset_the_count(past: Past) -> None:
     """The incarnation that made the last commit is the first of the two."""
     past.commits_and_raises("ValueError: a")
     assert past.verdict() is None
@@ -174,14 +174,14 @@ def test_commit_before_both_does_not_matter(past: Past) -> None:
     assert past.verdict() is not None
 
 
-def test_preemption_between_does_not_matter(past: Past) -> None:
+def test_preemption_between_two_failures_does_not_reset_the_count(past: Past) -> None:
     past.raises("ValueError: a")
     past.ends(warned="preemption")
     past.raises("ValueError: a")
     assert past.verdict() is not None
 
 
-def test_resume_begins_anew(past: Past) -> None:
+def test_resume_resets_the_count(past: Past) -> None:
     """The user may have fixed the cause: only failures after a resume count."""
     past.raises("ValueError: a")
     past.raises("ValueError: a")
@@ -194,7 +194,7 @@ def test_resume_begins_anew(past: Past) -> None:
     assert past.verdict() is not None
 
 
-def test_too_many_starts_without_a_commit(past: Past) -> None:
+def test_too_many_starts_without_a_commit_fail_the_trial(past: Past) -> None:
     for _ in range(MOST - 1):
         past.ends(reason="rank 1 on n0 was ended by SIGKILL", cause="died")
     assert past.verdict() is None
@@ -230,7 +230,7 @@ def test_trial_given_up_for_hangs_reports_who_waited_for_whom(past: Past) -> Non
     }
 
 
-def test_too_many_starts_tell_the_newest_traceback(past: Past) -> None:
+def test_verdict_after_too_many_starts_has_the_newest_traceback(past: Past) -> None:
     past.raises("ValueError: a")
     past.raises("ValueError: b")
     past.ends(reason="rank 1 on n7 was ended by SIGKILL", cause="died")
@@ -239,7 +239,7 @@ def test_too_many_starts_tell_the_newest_traceback(past: Past) -> None:
     assert verdict["traceback"] == "at ValueError: b"
 
 
-def test_too_many_starts_without_a_word(past: Past) -> None:
+def test_too_many_starts_without_a_report_fail_the_trial(past: Past) -> None:
     for _ in range(MOST):
         past.ends()
     verdict = past.verdict()
@@ -247,7 +247,7 @@ def test_too_many_starts_without_a_word(past: Past) -> None:
     assert "its processes ended without reporting a reason" in verdict["reason"]
 
 
-def test_starts_before_the_last_commit_do_not_count(past: Past) -> None:
+def test_starts_before_the_last_commit_are_not_counted(past: Past) -> None:
     for _ in range(MOST):
         past.ends()
     past.commits()
@@ -259,7 +259,7 @@ def test_starts_before_the_last_commit_do_not_count(past: Past) -> None:
     assert verdict["reason"].startswith(f"{MOST} starts in a row")
 
 
-def test_requeued_without_a_word_does_not_count(past: Past) -> None:
+def test_requeues_without_a_report_are_not_counted(past: Past) -> None:
     """Preempted without any grace: Slurm's restart count is all that tells of it."""
     for restart in range(10):
         past.job = f"7.{restart}.0"
@@ -268,7 +268,7 @@ def test_requeued_without_a_word_does_not_count(past: Past) -> None:
     assert past.verdict() is None
 
 
-def test_losing_host_after_host_ends_in_the_end(past: Past) -> None:
+def test_trial_that_loses_many_hosts_fails(past: Past) -> None:
     """A trial that brings its hosts down would go through the whole cluster."""
     for restart in range(judgement.LOSSES * MOST):
         past.job = f"7.{restart}.0"
@@ -280,7 +280,7 @@ def test_losing_host_after_host_ends_in_the_end(past: Past) -> None:
     assert "lost a host before their first commit" in verdict["reason"]
 
 
-def test_rounds_of_one_job_count(past: Past) -> None:
+def test_rounds_of_one_job_are_counted(past: Past) -> None:
     for number in range(MOST):
         past.job = f"7.0.{number}"
         past.ends()
@@ -288,7 +288,7 @@ def test_rounds_of_one_job_count(past: Past) -> None:
     assert past.verdict() is not None
 
 
-def test_time_limit_twice(past: Past) -> None:
+def test_time_limit_reached_twice_fails_the_trial(past: Past) -> None:
     for _ in range(2):
         past.ends(warned="time_limit")
     verdict = judge(
@@ -305,7 +305,7 @@ def test_time_limit_twice(past: Past) -> None:
     )
 
 
-def test_time_limit_after_a_commit(past: Past) -> None:
+def test_time_limit_after_a_commit_allows_another_start(past: Past) -> None:
     """That is how most jobs end."""
     past.ends(warned="time_limit")
     past.commits()
@@ -313,7 +313,7 @@ def test_time_limit_after_a_commit(past: Past) -> None:
     assert past.verdict() is None
 
 
-def test_the_verdict_ends_the_trial(past: Past) -> None:
+def test_verdict_ends_the_trial(past: Past) -> None:
     with pytest.raises(TrialEndedError, match="it is broken"):
         begin(past.history, {}, lambda records: {"reason": "it is broken", "traceback": "at 7"})
     state = fold(past.history.read())
@@ -322,7 +322,7 @@ def test_the_verdict_ends_the_trial(past: Past) -> None:
     assert state.end.data == {"reason": "it is broken", "traceback": "at 7"}
 
 
-def test_no_verdict_on_what_was_not_seen(past: Past) -> None:
+def test_verdict_is_repeated_if_another_writer_commits(past: Past) -> None:
     """Another writer commits between the look and the end: it is judged anew."""
     past.ends()
     looks: list[int] = []
@@ -338,7 +338,7 @@ def test_no_verdict_on_what_was_not_seen(past: Past) -> None:
     assert looks == [1, 2]
 
 
-def test_hosts_that_are_lost_before_the_first_commit_are_no_fault_of_the_trial(past: Past) -> None:
+def test_hosts_lost_before_the_first_commit_are_not_counted(past: Past) -> None:
     """Each loss is two starts: the other ranks see broken connections, and the next incarnation
     of the same job waits for the host until its lease is dead, or Slurm ends the job.
     """
@@ -353,7 +353,7 @@ def test_hosts_that_are_lost_before_the_first_commit_are_no_fault_of_the_trial(p
         assert past.verdict() is None
 
 
-def test_a_job_whose_host_was_lost_and_whose_successor_is_another_job(past: Past) -> None:
+def test_lost_host_is_not_counted_if_another_job_follows(past: Past) -> None:
     """Slurm let the next element start before the one that it put back, as the lock records."""
     for number in range(MOST + 2):
         past.job = f"{7 + number}.0.0"
@@ -365,7 +365,7 @@ def test_a_job_whose_host_was_lost_and_whose_successor_is_another_job(past: Past
     assert past.verdict() is None
 
 
-def test_broken_connections_without_a_lost_host_count(past: Past) -> None:
+def test_broken_connections_without_a_lost_host_are_counted(past: Past) -> None:
     for _ in range(MOST):
         past.raises("RuntimeError: Connection closed by peer", cause="connection", echo=True)
     assert past.verdict() is not None
@@ -377,7 +377,7 @@ def gpu_fault(past: Past, host: str, *, certain: bool = False, step: int = 4) ->
     )
 
 
-def test_gpus_that_fail_on_one_host_after_the_other_are_no_fault_of_the_trial(past: Past) -> None:
+def test_gpu_failures_on_different_hosts_are_not_counted(past: Past) -> None:
     """Each host was replaced."""
     for number in range(2 * MOST):
         gpu_fault(past, f"n{number}", certain=True)
@@ -385,7 +385,7 @@ def test_gpus_that_fail_on_one_host_after_the_other_are_no_fault_of_the_trial(pa
 
 
 @pytest.mark.parametrize("certain", [True, False])
-def test_a_gpu_that_fails_again_because_nothing_replaces_its_host_counts(
+def test_repeated_gpu_failure_without_a_replacement_host_is_counted(
     past: Past, certain: bool
 ) -> None:
     """A machine without Slurm, or a job that got the same host again."""
@@ -398,7 +398,7 @@ def test_a_gpu_that_fails_again_because_nothing_replaces_its_host_counts(
     assert "3 starts in a row without a new commit" in verdict["reason"]
 
 
-def test_a_launch_failure_that_follows_the_trial_from_host_to_host_is_its_own(past: Past) -> None:
+def test_kernel_launch_failure_on_every_host_is_a_trial_failure(past: Past) -> None:
     """A bug in a kernel can cause it; one host after the other would be excluded for it."""
     for number in range(MOST):
         gpu_fault(past, f"n{number}")
@@ -407,7 +407,7 @@ def test_a_launch_failure_that_follows_the_trial_from_host_to_host_is_its_own(pa
     assert past.verdict() is not None
 
 
-def test_losing_hosts_has_an_end(past: Past) -> None:
+def test_trial_fails_after_the_maximum_of_lost_hosts(past: Past) -> None:
     for _ in range(judgement.LOSSES * MOST):
         past.ends(cause="lost_host", reason="host n1 is lost", host="n1")
     verdict = past.verdict()
@@ -415,7 +415,7 @@ def test_losing_hosts_has_an_end(past: Past) -> None:
     assert "30 starts in a row lost a host before their first commit" in verdict["reason"]
 
 
-def test_an_input_that_two_starts_in_a_row_do_not_find_ends_the_trial(past: Past) -> None:
+def test_input_missing_in_two_consecutive_starts_ends_the_trial(past: Past) -> None:
     """One start may have met a mount that was being replaced; another file starts anew."""
     for path in ("/data/a", "/data/b"):
         past.ends(cause="environment", reason=f"rank 0: {path} is not on n1", absent=path)

@@ -34,7 +34,7 @@ def shown_report(paths: RunPaths) -> str | None:
 
 
 @pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.FAILED])
-def test_an_ended_trial_has_a_report_and_its_status_names_it(tmp_path: Path, kind: Kind) -> None:
+def test_ended_trial_has_a_report_named_by_its_status(tmp_path: Path, kind: Kind) -> None:
     run = ended_trial(tmp_path, kind)
     assert shown_report(run.paths) is None
     end_of_trial.write_report(run.paths)
@@ -46,7 +46,7 @@ def test_an_ended_trial_has_a_report_and_its_status_names_it(tmp_path: Path, kin
     ("kind", "config"),
     [(None, ""), (Kind.CANCELLED, ""), (Kind.FINISHED, "logging: {report: false}\n")],
 )
-def test_no_report_before_the_end_of_a_cancelled_trial_or_without_the_setting(
+def test_report_is_not_written_for_live_or_cancelled_trials_or_if_disabled(
     tmp_path: Path, kind: Kind | None, config: str
 ) -> None:
     run = ended_trial(tmp_path, kind, config)
@@ -55,7 +55,7 @@ def test_no_report_before_the_end_of_a_cancelled_trial_or_without_the_setting(
 
 
 @pytest.mark.parametrize("script", ["exec sleep 1000", "exit 3", ""])
-def test_a_report_that_fails_or_hangs_delays_nothing(
+def test_failing_or_hanging_report_causes_no_delay(
     tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty script: the program is not there."""

@@ -37,7 +37,7 @@ def family(tmp_path: Path) -> Family:
     return Family(tmp_path)
 
 
-def test_who_is_evaluated(family: Family, tmp_path: Path) -> None:
+def test_evaluated_trial_is_found_from_its_model_path(family: Family, tmp_path: Path) -> None:
     trained, other = family.trained.paths, family.other.paths
     assert evaluated_trial(other) == trained
     family.evaluates(trained.export(2))
@@ -51,7 +51,7 @@ def test_who_is_evaluated(family: Family, tmp_path: Path) -> None:
     assert evaluated_trial(trained) is None
 
 
-def test_the_results_of_all_are_handed_over_whoever_ends(
+def test_late_results_of_all_evaluations_reach_the_sinks(
     family: Family, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A process that takes too long is killed."""
@@ -71,9 +71,7 @@ def test_the_results_of_all_are_handed_over_whoever_ends(
     assert "evaluations were not sent to the logging sinks within" in caplog.text
 
 
-def test_what_follows_a_job_does_not_wait_for_sinks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_job_does_not_wait_for_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sink may hang for longer than the job has left."""
     order: list[str] = []
 
@@ -92,7 +90,7 @@ def test_what_follows_a_job_does_not_wait_for_sinks(
     assert order == ["what follows", "keep", "announce", "write_report", "hand_over_results"]
 
 
-def test_a_trial_that_nobody_evaluates_starts_nothing(
+def test_trial_without_evaluations_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(child.subprocess, "Popen")

@@ -65,7 +65,7 @@ def bed(paths: RunPaths) -> Bed:
     return Bed(paths)
 
 
-def test_the_host_of_the_first_agent_is_lost(bed: Bed) -> None:
+def test_loss_of_the_first_agents_host_is_detected(bed: Bed) -> None:
     bed.claims(0, "n9", "7.0.1")  # of another round
     bed.claims(1, "n0", "7.0.0")
     when = bed.lost(bed.watcher())
@@ -75,17 +75,17 @@ def test_the_host_of_the_first_agent_is_lost(bed: Bed) -> None:
     assert (bed.failure.cause, bed.failure.host) == ("lost_host", "n0")
 
 
-def test_a_first_agent_that_lives_is_left_alone(bed: Bed) -> None:
+def test_living_first_agent_is_not_reported_lost(bed: Bed) -> None:
     assert bed.lost(bed.watcher(), bed.claims(0, "n0", "7.0.0")) is None
 
 
-def test_a_round_whose_first_agent_has_not_started(bed: Bed) -> None:
+def test_round_without_a_started_first_agent_is_not_lost(bed: Bed) -> None:
     bed.claims(0, "n0", "7.0.1")
     assert bed.lost(bed.watcher()) is None
 
 
 @pytest.mark.parametrize("task", [0, WATCHERS + 1])
-def test_few_agents_watch(bed: Bed, task: int) -> None:
+def test_only_few_agents_watch_the_first_agent(bed: Bed, task: int) -> None:
     bed.claims(0, "n0", "7.0.0")
     assert bed.lost(bed.watcher(task)) is None
 
@@ -99,7 +99,7 @@ def test_few_agents_watch(bed: Bed, task: int) -> None:
         ("down", "none", False, "cancel 41_0"),
     ],
 )
-def test_the_job_is_given_back_in_place_of_its_batch_process(
+def test_agent_requeues_the_job_if_the_batch_host_is_lost(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, state: str, goes_on: str, waits: bool, does: str
 ) -> None:
     """After the time in which a batch process that lives would have ended the step."""
@@ -133,7 +133,7 @@ def test_the_job_is_given_back_in_place_of_its_batch_process(
         pytest.param(("Zero bytes", ""), ("RUNNING 0",), "requeue requeue", id="odd answer"),
     ],
 )
-def test_a_job_that_is_not_requeued_at_once(
+def test_requeue_of_a_lost_job_is_retried_until_a_later_start(
     bed: Bed,
     monkeypatch: pytest.MonkeyPatch,
     answers: tuple[str, ...],
@@ -165,7 +165,7 @@ def test_a_job_that_is_not_requeued_at_once(
     assert (" ".join(done), left, queue) == (does, [], [])
 
 
-def test_other_groups_do_not_watch_the_trainers(bed: Bed) -> None:
+def test_agents_of_other_groups_do_not_watch_trainers(bed: Bed) -> None:
     """The loss of the trainers' first host is theirs to act on: a rollout task keeps its job."""
     lease = bed.claims(0, "n0", "7.0.0")
     names = NameStore(bed.paths.names)

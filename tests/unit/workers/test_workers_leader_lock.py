@@ -80,7 +80,7 @@ def lock(
 RUNS = row("RUNNING", 0, ("n0", "n1"))
 
 
-def test_of_jobs_that_are_alive_at_once_one_continues(paths: RunPaths, names: NameStore) -> None:
+def test_only_one_of_several_running_jobs_continues(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     assert lock(paths, names, link(paths), "41.0", cluster).take() is None
     holder = lock(paths, names, link(paths, index=1), "42.0", cluster).take()
@@ -101,7 +101,7 @@ def test_of_jobs_that_are_alive_at_once_one_continues(paths: RunPaths, names: Na
         (row("RUNNING", 0, ("n1", "n2")), Left.PUT_BACK),
     ],
 )
-def test_the_next_job_takes_over_from_one_that_left(
+def test_next_job_takes_over_from_a_job_that_exited(
     paths: RunPaths, names: NameStore, now: QueueRow | None, left: Left
 ) -> None:
     cluster = Cluster({"41_0": now})
@@ -113,9 +113,7 @@ def test_the_next_job_takes_over_from_one_that_left(
     assert starts_put_back(names) == ({"41.0"} if left is Left.PUT_BACK else set())
 
 
-def test_a_job_that_was_started_again_takes_over_from_itself(
-    paths: RunPaths, names: NameStore
-) -> None:
+def test_restarted_job_takes_over_its_own_lock(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     for restart in (0, 1):
         assert lock(paths, names, link(paths), f"41.{restart}", cluster).take() is None
@@ -134,7 +132,7 @@ CLAIM = {
 
 @pytest.mark.parametrize("beats", [True, False])
 @pytest.mark.parametrize("said_end", [True, False])
-def test_where_slurm_does_not_answer_the_lease_says_who_lives(
+def test_lease_decides_about_the_lock_holder_if_slurm_does_not_answer(
     paths: RunPaths, names: NameStore, beats: bool, said_end: bool
 ) -> None:
     cluster = Cluster({})
@@ -173,9 +171,7 @@ def turns(
     return wait_for_turn(its, of, cluster, events, sleep), waited
 
 
-def test_a_link_beside_the_running_one_goes_back_into_the_queue(
-    paths: RunPaths, names: NameStore
-) -> None:
+def test_second_running_job_is_requeued(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     assert turns(paths, names, link(paths, index=2), cluster) == (False, [ENDS_S])
     assert cluster.done == ["throttle 41 1", "requeue 41_2"]
@@ -183,25 +179,25 @@ def test_a_link_beside_the_running_one_goes_back_into_the_queue(
     assert (event["job"], event["holder"]) == ("41_2", "41_0")
 
 
-def test_it_waits_longer_each_time_before_it_goes_back(paths: RunPaths, names: NameStore) -> None:
+def test_wait_before_each_requeue_grows(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     its = link(paths, index=2, restart=3)
     assert turns(paths, names, its, cluster) == (False, [LOOK_S] * 3 + [ENDS_S])
 
 
-def test_it_waits_for_its_turn_where_it_cannot_go_back(paths: RunPaths, names: NameStore) -> None:
+def test_second_job_waits_if_it_cannot_be_requeued(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     cluster.refuses = True
     assert turns(paths, names, link(paths, index=2), cluster) == (True, [LOOK_S] * 10)
 
 
-def test_a_script_that_was_submitted_by_hand_ends(paths: RunPaths, names: NameStore) -> None:
+def test_job_submitted_by_hand_exits(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     assert turns(paths, names, link(paths, job="99"), cluster) == (False, [])
     assert cluster.done == []
 
 
-def test_a_trial_that_ends_meanwhile(paths: RunPaths, names: NameStore) -> None:
+def test_waiting_job_exits_if_the_trial_ends(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     cluster.refuses = True
     end(History(paths.history), Kind.CANCELLED, {})
@@ -209,7 +205,7 @@ def test_a_trial_that_ends_meanwhile(paths: RunPaths, names: NameStore) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", '{"start": "41"}', '{"start":"a","element":"b"}'])
-def test_leader_lock_of_another_format_is_taken_over(
+def test_leader_lock_in_another_format_is_taken_over(
     paths: RunPaths, names: NameStore, text: str
 ) -> None:
     names.add(keys.leader_lock(1), text)

@@ -52,13 +52,13 @@ def host() -> Host:
     return Host()
 
 
-def test_nothing_starts_before_the_first_beat_and_look(host: Host) -> None:
+def test_start_waits_for_first_heartbeat_and_fence_check(host: Host) -> None:
     assert not host.lease_guard.may_start()
     assert host.turn(0.0)
     assert (host.beats, host.checks) == ([100.0], [100.0])
 
 
-def test_beats_and_looks_are_as_often_as_said(host: Host) -> None:
+def test_heartbeats_and_fence_checks_follow_their_intervals(host: Host) -> None:
     assert all(host.turn() for _ in range(121))
     assert {later - earlier for earlier, later in itertools.pairwise(host.beats)} == {BEAT_S}
     assert len(host.beats) == 31
@@ -79,7 +79,7 @@ def test_host_fenced_after_failed_heartbeat_until_write_and_read_succeed(host: H
     assert len(host.checks) == looks + 1
 
 
-def test_a_host_that_was_suspended_looks_before_it_continues(host: Host) -> None:
+def test_suspended_host_checks_the_fence_before_it_continues(host: Host) -> None:
     host.turn()
     host.now += TTL_S
     assert not host.lease_guard.may_start()
@@ -89,7 +89,7 @@ def test_a_host_that_was_suspended_looks_before_it_continues(host: Host) -> None
     assert not host.lease_guard.may_start()
 
 
-def test_a_lost_lease_needs_a_look_although_beats_get_through(host: Host) -> None:
+def test_expired_lease_needs_a_fence_check_despite_heartbeats(host: Host) -> None:
     host.turn()
     host.reading_fails = True
     assert not host.turn(TTL_S)
@@ -98,13 +98,13 @@ def test_a_lost_lease_needs_a_look_although_beats_get_through(host: Host) -> Non
     assert host.turn()
 
 
-def test_a_history_that_cannot_be_read_alone_fences_no_host(host: Host) -> None:
+def test_unreadable_history_does_not_fence_a_host(host: Host) -> None:
     host.turn()
     host.reading_fails = True
     assert all(host.turn() for _ in range(1000))
 
 
-def test_a_newer_incarnation_ends_the_holder_only_once_it_can_be_read(host: Host) -> None:
+def test_holder_ends_once_a_newer_incarnation_is_readable(host: Host) -> None:
     host.turn()
     host.fails = host.superseded = True
     for _ in range(1000):

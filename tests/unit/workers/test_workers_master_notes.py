@@ -24,7 +24,7 @@ class Events:
         self.said.append((kind, values))
 
 
-def test_lines_that_are_left_out_are_reported_by_file(caplog: pytest.LogCaptureFixture) -> None:
+def test_dropped_lines_are_reported_by_file(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(
         dataset=SimpleNamespace(title="/train"),
         evaluations={"held": SimpleNamespace(held_out=SimpleNamespace(title="/held"))},
@@ -49,7 +49,7 @@ def test_lines_that_are_left_out_are_reported_by_file(caplog: pytest.LogCaptureF
         ("reward >= 1", [{"step": 1, "reward": 0.0}], False),
     ],
 )
-def test_a_condition_on_a_metric_that_never_comes_is_reported_once(
+def test_condition_on_a_missing_metric_is_reported_once(
     condition: str, lines: list[dict[str, Any]], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = SimpleNamespace(stop_when=StopWhen.parse(condition))
@@ -89,7 +89,7 @@ def test_end_of_run_reports_metric_that_never_appeared(
     ) is (told == 2)
 
 
-def test_a_mistake_of_the_user_s_has_no_traceback(
+def test_user_error_is_logged_without_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,

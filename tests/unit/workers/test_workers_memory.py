@@ -43,7 +43,7 @@ class Machine:
         (V2, "proc/vmstat", "nr_free_pages 5\noom_kill {}\n"),
     ],
 )
-def test_kills_are_counted_once(tmp_path: Path, cgroups: str, counter: str, text: str) -> None:
+def test_oom_kill_is_reported_once(tmp_path: Path, cgroups: str, counter: str, text: str) -> None:
     machine = Machine(tmp_path, cgroups, counter, text)
     oom = OomKills(tmp_path)
     assert not oom.happened()
@@ -52,16 +52,16 @@ def test_kills_are_counted_once(tmp_path: Path, cgroups: str, counter: str, text
     assert not oom.happened()
 
 
-def test_kills_of_others_are_not_ours(tmp_path: Path) -> None:
+def test_oom_kills_of_other_processes_are_ignored(tmp_path: Path) -> None:
     Machine(tmp_path, V2, f"sys/fs/cgroup/{V2[4:-1]}/memory.events", EVENTS)
     oom = OomKills(tmp_path)
     (tmp_path / "proc/vmstat").write_text("oom_kill 99\n")
     assert not oom.happened()
 
 
-def test_a_machine_that_does_not_count(tmp_path: Path) -> None:
+def test_machine_without_an_oom_counter_reports_none(tmp_path: Path) -> None:
     assert not OomKills(tmp_path).happened()
 
 
-def test_this_machine() -> None:
+def test_oom_counter_of_this_machine_is_readable() -> None:
     assert OomKills().happened() in (False, True)

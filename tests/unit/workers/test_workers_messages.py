@@ -104,13 +104,13 @@ MESSAGES: list[tuple[MessageSet[Any], Any]] = [
 
 
 @pytest.mark.parametrize(("channel", "message"), MESSAGES)
-def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: Any) -> None:
+def test_messages_survive_a_round_trip(channel: MessageSet[Any], message: Any) -> None:
     [values], _ = message_log.decode(message_log.encode(channel.to_json(message)))
     assert channel.from_json(values) == message
     assert channel.from_json({**values, "of a newer version": 1}) == message
 
 
-def test_metrics_that_are_not_finite_arrive() -> None:
+def test_non_finite_metrics_are_transmitted() -> None:
     """A loss that has diverged must reach the metrics."""
     done = Done(rank=0, seq=1, seconds=1.0, stats={"loss": (float("nan"), 1), "kl": (1e999, 1)})
     [values], _ = message_log.decode(message_log.encode(AGENT_LOG.to_json(done)))
@@ -132,9 +132,7 @@ def test_metrics_that_are_not_finite_arrive() -> None:
         ({"type": None}, "has None in 'type'"),
     ],
 )
-def test_a_message_of_another_shape_is_refused_on_one_line(
-    change: dict[str, Any], problem: str
-) -> None:
+def test_malformed_message_is_rejected_on_one_line(change: dict[str, Any], problem: str) -> None:
     done = AGENT_LOG.to_json(Done(rank=1, seq=0, seconds=0.5))
     with pytest.raises(CorruptFileError) as caught:
         AGENT_LOG.from_json({**done, **change})
@@ -147,12 +145,12 @@ def test_a_message_of_another_shape_is_refused_on_one_line(
 @pytest.mark.parametrize(
     "items", [[[0]], [[0, 1.5]], [[0, True]], [(0, 1)], {"0": 1}, [0, 1], "01"]
 )
-def test_items_are_pairs_of_whole_numbers(items: Any) -> None:
+def test_items_must_be_pairs_of_integers(items: Any) -> None:
     load = CONTROL_LOG.to_json(LoadBatch(step=1, items=((0, 1),)))
     with pytest.raises(CorruptFileError, match=r"in 'items', expected a list, each item \[epoch"):
         CONTROL_LOG.from_json({**load, "items": items})
 
 
-def test_a_channel_takes_no_message_of_another_one() -> None:
+def test_channel_rejects_messages_of_another_channel() -> None:
     with pytest.raises(CorruptFileError, match="the control log has 'done' in 'type'"):
         CONTROL_LOG.from_json(AGENT_LOG.to_json(Done(rank=1, seq=0, seconds=0.5)))

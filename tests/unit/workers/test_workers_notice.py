@@ -107,7 +107,7 @@ def test_each_end_is_announced_once(
     ("codes", "tries", "said"),
     [([503, 429], 3, ""), ([503] * 3, 3, "answers 503"), ([404], 1, "answers 404")],
 )
-def test_a_webhook_that_fails_is_tried_again_and_changes_nothing(
+def test_failed_webhook_is_retried_without_side_effects(
     run: RunPaths,
     hook: Hook,
     caplog: pytest.LogCaptureFixture,
@@ -123,7 +123,7 @@ def test_a_webhook_that_fails_is_tried_again_and_changes_nothing(
     assert "secret" not in caplog.text
 
 
-def test_a_notice_that_cannot_be_posted_is_a_warning(
+def test_notification_that_cannot_be_posted_is_a_warning(
     run: RunPaths, hook: Hook, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No server, no URL, or one that does not answer in time."""

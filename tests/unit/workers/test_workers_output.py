@@ -58,7 +58,7 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"line (\d+)", text)]
 
 
-def test_a_flood_is_bounded_and_its_newest_part_kept(task: Task) -> None:
+def test_output_flood_is_limited_to_its_newest_part(task: Task) -> None:
     for _ in range(50):
         task.write(PART // 2)
         task.look()
@@ -69,7 +69,7 @@ def test_a_flood_is_bounded_and_its_newest_part_kept(task: Task) -> None:
     assert "at most the last earlier part is kept (logging.output_mib)" in task.path.read_text()
 
 
-def test_one_burst_keeps_its_end_and_says_what_was_dropped(task: Task) -> None:
+def test_single_burst_keeps_its_end_and_names_the_dropped_size(task: Task) -> None:
     task.write(20 * PART)
     task.look()
     text = rotated(task.path).read_text()
@@ -79,7 +79,7 @@ def test_one_burst_keeps_its_end_and_says_what_was_dropped(task: Task) -> None:
     assert task.size() < 2 * PART
 
 
-def test_it_is_looked_at_sooner_the_faster_it_grows(task: Task) -> None:
+def test_fast_growing_output_is_checked_sooner(task: Task) -> None:
     task.write(PART * 8 // 10)
     task.look()
     task.write(PART)
@@ -87,7 +87,7 @@ def test_it_is_looked_at_sooner_the_faster_it_grows(task: Task) -> None:
     assert rotated(task.path).exists()
 
 
-def test_following_over_cuts_shows_each_line_once(
+def test_follow_shows_each_line_once_across_rotations(
     task: Task, capsys: pytest.CaptureFixture[str]
 ) -> None:
     printer = Printer(OutputReader())
@@ -100,7 +100,7 @@ def test_following_over_cuts_shows_each_line_once(
     assert numbers(capsys.readouterr().out) == list(range(task.written))
 
 
-def test_following_says_what_was_missed(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
+def test_follow_reports_missed_lines(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
     printer = Printer(OutputReader())
     task.write(PART // 2)
     printer.print([LogFile("trainer/3", task.path)], torn=False)
@@ -113,7 +113,7 @@ def test_following_says_what_was_missed(task: Task, capsys: pytest.CaptureFixtur
     assert "part 4 of this output without its first" in out
 
 
-def test_earlier_attempts_go_first(task: Task) -> None:
+def test_output_of_earlier_attempts_is_removed_first(task: Task) -> None:
     for name, size in (("3.0.log", LIMIT), ("3.0.stacks-1.0.txt", 10), ("30.0.log", LIMIT)):
         (task.folder / name).write_bytes(b"x" * size)
     task.write(PART // 2)
@@ -122,7 +122,7 @@ def test_earlier_attempts_go_first(task: Task) -> None:
     assert names == {"3.0.stacks-1.0.txt", "3.1.log", "30.0.log"}
 
 
-def test_a_full_disk_still_bounds_the_output(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_limited_on_a_full_disk(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes, **more: object) -> None:
         raise atomic.explain(OSError(28, os.strerror(28)), "replace", path)
 
@@ -148,7 +148,7 @@ print("kept", flush=True)
 """
 
 
-def test_printing_to_a_full_disk_raises_nothing(tmp_path: Path) -> None:
+def test_printing_to_a_full_disk_raises_no_error(tmp_path: Path) -> None:
     with (tmp_path / "out").open("wb") as file:
         command = [sys.executable, "-c", PRINTS, str(file.fileno())]
         subprocess.run(command, pass_fds=[file.fileno()], check=True, timeout=60)

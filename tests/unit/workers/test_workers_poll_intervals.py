@@ -103,7 +103,7 @@ class Master:
 @pytest.mark.parametrize(
     ("hosts", "simulated"), [(1, 1), (2, 2), (16, 4), (100, 4), (400, 4), (10_000, 2)]
 )
-def test_a_trial_at_rest(
+def test_idle_trial_keeps_the_operation_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: int, simulated: int
 ) -> None:
     """``simulated`` of the agents, and the master's looks at these; both scale with the hosts."""
@@ -136,7 +136,7 @@ def test_a_trial_at_rest(
 
 
 @pytest.mark.parametrize("hosts", [1, 300, 10_000])
-def test_busy_rollout_tasks_stay_within_their_share(hosts: int) -> None:
+def test_busy_rollout_tasks_keep_their_operation_budget(hosts: int) -> None:
     intervals = PollIntervals.of(hosts, 2.0)
     assert 3 * hosts / intervals.results_s <= 450, "the master reads one log after the other"
     assert 3 * hosts / intervals.record_s <= 450, "it reads one after each record"
@@ -144,7 +144,7 @@ def test_busy_rollout_tasks_stay_within_their_share(hosts: int) -> None:
         assert 4 * hosts / pause_s <= max(1000, 2 * hosts)
 
 
-def test_operations_of_the_substrate(tmp_path: Path) -> None:
+def test_file_operations_equal_the_documented_counts(tmp_path: Path) -> None:
     """What docs/protocols.md computes a metadata server's load from."""
     calls = Counting()
     lease = Lease(tmp_path / "lease", calls=calls)

@@ -46,7 +46,7 @@ def spend(presence: Presence, calls: Watched, seconds: float) -> None:
         presence.sleep(0.5)
 
 
-def test_a_run_that_is_gone_is_reported_after_a_while(
+def test_removed_run_directory_is_reported_after_a_delay(
     presence: Presence, calls: Watched, paths: RunPaths
 ) -> None:
     spend(presence, calls, 600.0)
@@ -67,7 +67,7 @@ def test_a_run_that_is_gone_is_reported_after_a_while(
 
 
 @pytest.mark.parametrize("name", ["control", "leases"])
-def test_what_processes_talk_through_is_made_again(
+def test_removed_channel_directories_are_recreated(
     presence: Presence, calls: Watched, paths: RunPaths, name: str
 ) -> None:
     shutil.rmtree(paths.run / name)
@@ -79,7 +79,9 @@ def test_what_processes_talk_through_is_made_again(
     spend(presence, calls, 600.0)
 
 
-def test_one_that_does_not_answer_is_there(presence: Presence, calls: Watched) -> None:
+def test_unreachable_run_directory_is_not_reported_removed(
+    presence: Presence, calls: Watched
+) -> None:
     calls.error = errno.ESTALE
     spend(presence, calls, 600.0)
     presence.wait()

@@ -95,7 +95,7 @@ def test_log_is_private_and_appended_to(tmp_path: Path) -> None:
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
+def test_command_that_cannot_be_executed_is_reported(tmp_path: Path) -> None:
     with (
         atomic.open_log(tmp_path / "log") as output,
         pytest.raises(EnvironmentFailure, match="cannot start rank 0 with 'no-such-container'"),
@@ -148,7 +148,7 @@ def test_child_dies_with_its_parent(tmp_path: Path, environment: dict[str, str])
     wait_until("the child to die", lambda: not alive(child), timeout_s=60)
 
 
-def test_parent_that_is_gone_already(tmp_path: Path) -> None:
+def test_child_exits_if_its_parent_is_already_dead(tmp_path: Path) -> None:
     """The parent can die before the kernel is asked: then the signal would never be sent."""
     code = (
         "import os\n"
@@ -163,7 +163,7 @@ def test_parent_that_is_gone_already(tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
-def test_children_are_ended_together_and_none_is_waited_for_too_long(
+def test_children_are_ended_together_within_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that the kernel holds in a system call cannot be ended; here its kill does not come

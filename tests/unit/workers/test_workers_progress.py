@@ -40,7 +40,7 @@ def committed(progress: Progress) -> dict[str, Any]:
     return found
 
 
-def test_batches_run_over_the_ends_of_epochs(make_settings: Any) -> None:
+def test_batches_cross_epoch_boundaries(make_settings: Any) -> None:
     """Each epoch has every item once; 4 does not divide 10."""
     progress = start(make_settings())
     taken = [item for _ in range(5) for item in step(progress)]
@@ -51,7 +51,7 @@ def test_batches_run_over_the_ends_of_epochs(make_settings: Any) -> None:
     assert taken == [(e, i) for e in range(2) for i in order.indices(e)]
 
 
-def test_taking_is_not_training(make_settings: Any) -> None:
+def test_items_taken_but_not_trained_are_repeated(make_settings: Any) -> None:
     """A run that ends within a step begins it again with the same items."""
     progress = start(make_settings())
     step(progress)
@@ -62,7 +62,7 @@ def test_taking_is_not_training(make_settings: Any) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6])
-def test_a_restored_run_continues_as_if_nothing_had_happened(make_settings: Any, stop: int) -> None:
+def test_restored_progress_equals_an_uninterrupted_run(make_settings: Any, stop: int) -> None:
     kl = {"kind": "adaptive", "target": 1.0, "horizon": 100}
     settings = make_settings(algorithm={"name": "ppo", "batch_size": 4, "kl": kl}, total_steps=9)
 
@@ -89,7 +89,7 @@ def test_a_restored_run_continues_as_if_nothing_had_happened(make_settings: Any,
     assert len({str(scalars) for scalars, *_ in whole}) > 1, "the coefficient must have moved"
 
 
-def test_frequencies(make_settings: Any) -> None:
+def test_evaluations_and_commits_follow_their_frequencies(make_settings: Any) -> None:
     progress = start(make_settings())
     due = []
     for _ in range(6):
@@ -100,7 +100,7 @@ def test_frequencies(make_settings: Any) -> None:
     assert commits == (False, False, True, False, False, True)
 
 
-def test_log_lines_come_by_steps_or_by_epochs(make_settings: Any) -> None:
+def test_log_frequency_counts_steps_or_epochs(make_settings: Any) -> None:
     progress = start(make_settings(logging={"every_steps": 2}, total_steps=6))
     assert [step(progress) and progress.log_due() for _ in range(6)] == [False, True] * 3
     by_epoch = start(make_settings(logging={"every_steps": None, "every_epochs": 1}))
@@ -118,7 +118,7 @@ def test_last_step_is_evaluated_unless_switched_off(make_settings: Any) -> None:
         assert progress.evaluation_due() is at_end
 
 
-def test_evaluation_items_are_always_the_first_ones(make_settings: Any) -> None:
+def test_evaluation_always_uses_the_first_items(make_settings: Any) -> None:
     progress = start(make_settings())
     assert progress.evaluation_items() == [(0, index) for index in range(5)]
     step(progress)
@@ -135,7 +135,7 @@ def test_each_suite_has_its_own_items(make_settings: Any) -> None:
     assert [len(progress.evaluation_items(suite)) for suite in ("a", "b")] == [2, 3]
 
 
-def test_finish_after_the_last_step(make_settings: Any) -> None:
+def test_progress_finishes_after_the_last_step(make_settings: Any) -> None:
     progress = start(make_settings(total_steps=2))
     assert progress.finish_reason() is None
     step(progress)
@@ -163,9 +163,7 @@ def test_stop_condition_holds_after_a_restart(make_settings: Any) -> None:
 
 
 @pytest.mark.parametrize("ledger", [{"settled": 8, "next": 4}, {"settled": -1}, [], None])
-def test_a_ledger_that_contradicts_itself_is_damage(
-    make_settings: Any, ledger: Any, tmp_path: Path
-) -> None:
+def test_contradictory_ledger_is_damage(make_settings: Any, ledger: Any, tmp_path: Path) -> None:
     """It is found where the state is read, which makes an older commit the base, or at least
     before anything is trained.
     """
@@ -179,7 +177,7 @@ def test_a_ledger_that_contradicts_itself_is_damage(
 
 
 @pytest.mark.parametrize(("size", "fingerprint"), [(SIZE + 1, FINGERPRINT), (SIZE, "f2")])
-def test_changed_dataset_is_refused(make_settings: Any, size: int, fingerprint: str) -> None:
+def test_changed_dataset_is_rejected(make_settings: Any, size: int, fingerprint: str) -> None:
     progress = start(make_settings())
     step(progress)
     again = Progress(make_settings(), committed(progress))
@@ -187,7 +185,7 @@ def test_changed_dataset_is_refused(make_settings: Any, size: int, fingerprint: 
         again.use_dataset(size, fingerprint, {"": 7})
 
 
-def test_changed_file_named_where_the_commit_knows_its_sources(
+def test_changed_file_is_named_if_the_commit_lists_sources(
     make_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     progress = start(make_settings())
@@ -203,6 +201,6 @@ def test_changed_file_named_where_the_commit_knows_its_sources(
         again.use_dataset(SIZE, "f2", {"": 7})
 
 
-def test_order_needs_the_dataset(make_settings: Any) -> None:
+def test_data_order_needs_the_dataset(make_settings: Any) -> None:
     with pytest.raises(RuntimeError, match="use_dataset"):
         Progress(make_settings(), None).take_batch()

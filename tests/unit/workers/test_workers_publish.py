@@ -76,7 +76,7 @@ def desk(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Desk:
     return Desk(paths, clock)
 
 
-def test_waiting_status_published_until_next_update(desk: Desk) -> None:
+def test_waiting_status_is_published_until_the_next_update(desk: Desk) -> None:
     waiting = {"for": [3], "what": "to finish gen of step 4", "since_s": 2.0}
     desk.publisher.tick(lambda: waiting)
     assert desk.names.said()["waiting"] == waiting
@@ -85,7 +85,7 @@ def test_waiting_status_published_until_next_update(desk: Desk) -> None:
     assert desk.names.said()["waiting"] is None
 
 
-def test_directory_that_does_not_answer_ends_nothing(desk: Desk) -> None:
+def test_unreachable_directory_does_not_end_the_incarnation(desk: Desk) -> None:
     desk.names.stalled = True
     desk.publisher.update(step=9)
     desk.names.stalled = False
@@ -94,7 +94,7 @@ def test_directory_that_does_not_answer_ends_nothing(desk: Desk) -> None:
     assert desk.names.said()["step"] == 9
 
 
-def test_what_ranks_do_comes_with_the_leases(desk: Desk, paths: RunPaths) -> None:
+def test_rank_activity_is_read_from_lease_notes(desk: Desk, paths: RunPaths) -> None:
     """Of this incarnation only, and not from half of a note."""
     lease = Lease(paths.lease("trainer", 0, 1))
     desk.agents["trainer/0"] = Identity("trainer", 0, 1, "n0", "41.0.0", "41_2")
@@ -110,7 +110,7 @@ def test_what_ranks_do_comes_with_the_leases(desk: Desk, paths: RunPaths) -> Non
     assert found == [["0-7"], [], []]
 
 
-def test_an_agent_that_was_started_again_is_another_one(
+def test_restarted_agent_is_a_new_agent(
     desk: Desk, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its predecessor's expired lease is not its own, and what that one's ranks did is over."""
@@ -151,7 +151,7 @@ class Syncs(SystemCalls):
         self.count += 1
 
 
-def test_a_step_waits_for_no_disk_because_of_its_status(paths: RunPaths) -> None:
+def test_status_writes_do_not_delay_a_step(paths: RunPaths) -> None:
     """What a crash of the server leaves of the status is replaced by the next one."""
     calls = Syncs()
     names = NameStore(paths.names, calls=calls)

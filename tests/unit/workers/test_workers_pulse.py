@@ -43,18 +43,22 @@ def pass_time(
     return silent
 
 
-def test_silence_is_noticed_after_its_time(watch: SilenceWatch[int], clock: Clock) -> None:
+def test_missing_heartbeats_are_detected_after_the_timeout(
+    watch: SilenceWatch[int], clock: Clock
+) -> None:
     assert pass_time(watch, clock, SILENCE_S - 1) == []
     assert pass_time(watch, clock, 1) == [3]
 
 
-def test_a_sign_of_life_begins_anew(watch: SilenceWatch[int], clock: Clock) -> None:
+def test_heartbeat_restarts_the_timeout(watch: SilenceWatch[int], clock: Clock) -> None:
     for _ in range(100):
         assert pass_time(watch, clock, SILENCE_S / 2) == []
         watch.heard(3)
 
 
-def test_one_that_was_never_heard_is_not_watched(watch: SilenceWatch[int], clock: Clock) -> None:
+def test_process_without_a_first_heartbeat_is_not_watched(
+    watch: SilenceWatch[int], clock: Clock
+) -> None:
     """Imports may take long; the master bounds the time of a start."""
     watch.forget(3)
     assert pass_time(watch, clock, 3600) == []
@@ -62,7 +66,7 @@ def test_one_that_was_never_heard_is_not_watched(watch: SilenceWatch[int], clock
     assert pass_time(watch, clock, SILENCE_S) == [4]
 
 
-def test_time_in_which_the_listener_did_not_run_does_not_count(
+def test_time_while_the_listener_was_suspended_is_not_counted(
     watch: SilenceWatch[int], clock: Clock
 ) -> None:
     """The watcher was stopped for an hour, and so were the others: they get time for a pulse."""
@@ -76,13 +80,13 @@ def test_time_in_which_the_listener_did_not_run_does_not_count(
     ("heartbeat_s", "silence_s", "expected"),
     [(2.0, 60.0, 2.0), (2.0, 4.0, 1.0), (30.0, 60.0, 15.0)],
 )
-def test_several_pulses_fit_into_a_silence(
+def test_heartbeat_interval_is_a_fraction_of_the_timeout(
     heartbeat_s: float, silence_s: float, expected: float
 ) -> None:
     assert child_process.pulse_interval_s(heartbeat_s, silence_s) == expected
 
 
-def test_pulses_come_while_messages_do() -> None:
+def test_heartbeats_continue_during_messages() -> None:
     ours, theirs = Connection.pair()
     child_process.start_pulse(theirs, 0.01)
     for _ in range(3):
@@ -95,7 +99,7 @@ def test_pulses_come_while_messages_do() -> None:
     theirs.close()
 
 
-def test_a_pipe_without_a_reader_is_not_filled_up() -> None:
+def test_heartbeats_do_not_fill_a_pipe_without_a_reader() -> None:
     ours, theirs = Connection.pair()
     theirs.send({"type": "large", "text": "x" * 5_000_000})
     child_process.start_pulse(theirs, 0.001)

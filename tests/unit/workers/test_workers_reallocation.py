@@ -41,7 +41,7 @@ def made(move: FakeMove, verify: Verify = "first") -> Reallocations:
     return Reallocations(moves, verify, Activity())
 
 
-def test_intervals_are_made_once_for_all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_intervals_are_computed_once_for_all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """They depend on the layouts only, so the second move of a plan makes none."""
     monkeypatch.setattr(reallocation.dist, "get_rank", lambda: 0)
     source, target = torch.randn(6, 128), torch.zeros(6, 256)
@@ -70,7 +70,7 @@ def test_intervals_are_made_once_for_all_moves(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(target[:, 64:192], 0.75 * source)
 
 
-def test_weights_move_at_first_and_after_each_training(move: FakeMove) -> None:
+def test_weights_move_at_the_start_and_after_each_training(move: FakeMove) -> None:
     """An evaluation after a step's generation finds them in place."""
     reallocations = made(move)
     counts = []
@@ -102,7 +102,7 @@ class FakeEngine:
         self.away = False
 
 
-def test_offloaded_models_are_there_only_while_they_are_used() -> None:
+def test_offloaded_models_are_loaded_only_during_use() -> None:
     """Other models stay; a rank without a part of a model has nothing to do for it."""
     engines = {name: FakeEngine() for name in ("actor", "critic")}
     residence = Residence(cast(Any, engines), {"actor", "rollout"})
@@ -112,7 +112,7 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     assert (engines["actor"].away, engines["critic"].away) == (True, False)
 
 
-def test_weights_that_were_moved_stay_until_another_model_computes() -> None:
+def test_moved_weights_stay_until_another_model_computes() -> None:
     """A rank that holds no part of them learns the same."""
     engines = {name: FakeEngine() for name in ("actor", "rollout")}
     holder, other = (

@@ -41,7 +41,7 @@ def said(reader: LogReader) -> list[FromAgent]:
     return [AGENT_LOG.from_json(values) for values in reader.read()]
 
 
-def test_a_worker_that_is_ahead_waits_for_the_others() -> None:
+def test_answers_of_a_fast_worker_wait_for_the_others() -> None:
     answers = Answers(2, Clock())
     assert answers.take([done(0, 0), done(0, 1), done(0, 2)]) == []
     assert answers.take([done(1, 0)]) == [done(0, 0), done(0, 1), done(0, 2), done(1, 0)]
@@ -49,7 +49,7 @@ def test_a_worker_that_is_ahead_waits_for_the_others() -> None:
     assert answers.take([done(1, 2)]) == [done(1, 2)]
 
 
-def test_kinds_of_answers_are_distinguished() -> None:
+def test_answers_of_different_kinds_are_collected_separately() -> None:
     """`Done` of one worker and `Saved` of the other are not both answers of either kind."""
     answers = Answers(2, Clock())
     assert answers.take([ready(0)]) == []
@@ -60,7 +60,7 @@ def test_kinds_of_answers_are_distinguished() -> None:
     assert answers.take([saved(0, 7)]) == [saved(0, 7)]
 
 
-def test_no_answer_is_held_for_long() -> None:
+def test_answers_are_held_for_a_limited_time() -> None:
     """So the master learns which rank is missing; the rest leave with the last one as before."""
     clock = Clock()
     answers = Answers(3, clock)
@@ -80,7 +80,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "agent"
 
 
-def test_the_master_is_rung_after_each_write_and_at_no_other_time(
+def test_master_is_notified_exactly_after_each_write(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ring before its message, or for none, would be a look in vain."""

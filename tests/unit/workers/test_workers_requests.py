@@ -54,7 +54,7 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-def test_requests_are_passed_on_once_and_in_order(desk: Desk) -> None:
+def test_requests_are_forwarded_once_in_order(desk: Desk) -> None:
     desk.ask(1, None)
     desk.ask(2, [3])
     desk.ask(1, [7], incarnation=2)
@@ -63,7 +63,7 @@ def test_requests_are_passed_on_once_and_in_order(desk: Desk) -> None:
     assert desk.pass_time(4)[2:] == [(3, (0,))]
 
 
-def test_broken_requests_and_a_silent_directory_hold_up_nothing(desk: Desk) -> None:
+def test_broken_requests_and_unreachable_directory_cause_no_delay(desk: Desk) -> None:
     desk.names.add(keys.stacks(3, 1), "no JSON")
     desk.ask(2, "all of them")
     desk.ask(3, None)

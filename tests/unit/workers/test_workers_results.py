@@ -76,7 +76,7 @@ def lines(paths: RunPaths) -> list[dict[str, Any]]:
     return [json.loads(line) for line in paths.results.read_text().splitlines()]
 
 
-def test_a_pass_ends_with_the_dataset(paths: RunPaths, begin: Begin) -> None:
+def test_offline_pass_ends_with_the_dataset(paths: RunPaths, begin: Begin) -> None:
     """The last batch is smaller, and each row comes once, in the order of the file."""
     incarnation = begin(1)
     assert incarnation.progress.total_steps == 3
@@ -90,7 +90,7 @@ def test_a_pass_ends_with_the_dataset(paths: RunPaths, begin: Begin) -> None:
     assert not paths.parts.exists()
 
 
-def test_the_steps_of_a_pass_are_known_once_its_dataset_was_read(
+def test_number_of_pass_steps_is_known_after_reading_the_dataset(
     make_settings: Any, settings: Settings
 ) -> None:
     """Then also in later incarnations, before they read it again; `total_steps` is a limit."""
@@ -107,7 +107,7 @@ def test_the_steps_of_a_pass_are_known_once_its_dataset_was_read(
         assert Progress(limited, state).known_steps == steps
 
 
-def test_what_no_commit_names_is_not_in_the_results(paths: RunPaths, begin: Begin) -> None:
+def test_uncommitted_steps_are_not_in_the_results(paths: RunPaths, begin: Begin) -> None:
     """The first incarnation ends after a step that is not committed, the second one within a part
     file of that step; both left other texts there.
     """
@@ -133,7 +133,7 @@ def test_what_no_commit_names_is_not_in_the_results(paths: RunPaths, begin: Begi
     ]
 
 
-def test_the_committed_state_does_not_grow_with_the_steps(begin: Begin) -> None:
+def test_committed_state_does_not_grow_with_the_steps(begin: Begin) -> None:
     incarnation = begin(1)
     sizes = []
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_the_committed_state_does_not_grow_with_the_steps(begin: Begin) -> None:
     assert max(sizes) - min(sizes) < 5
 
 
-def test_an_incarnation_on_other_numbers_of_ranks(
+def test_results_are_complete_after_a_change_of_rank_count(
     paths: RunPaths, begin: Begin, settings: Settings, plans: Any, calls: Any
 ) -> None:
     """A resumed trial may have another layout: its steps have other numbers of part files."""
@@ -163,7 +163,7 @@ def test_an_incarnation_on_other_numbers_of_ranks(
     assert [line["id"] for line in lines(paths)] == list("01234567")
 
 
-def test_items_that_a_filter_drops_have_no_lines(paths: RunPaths, begin: Begin) -> None:
+def test_filtered_items_have_no_result_lines(paths: RunPaths, begin: Begin) -> None:
     """Whether they were dropped before or after items that are trained later; a step that is left
     without items has no part files.
     """
@@ -195,7 +195,7 @@ def test_items_that_a_filter_drops_have_no_lines(paths: RunPaths, begin: Begin) 
         (lambda path: path.write_bytes(b""), "or lacks one"),
     ],
 )
-def test_damage_never_becomes_a_result(
+def test_damaged_parts_never_become_results(
     paths: RunPaths, begin: Begin, damage: Callable[[Path], Any], words: str
 ) -> None:
     """Results are complete or absent."""
@@ -208,7 +208,7 @@ def test_damage_never_becomes_a_result(
     assert not any(name.name.startswith(".tmp") for name in paths.run.iterdir())
 
 
-def test_lines_are_counted_against_the_ledger(paths: RunPaths, begin: Begin) -> None:
+def test_missing_result_lines_are_detected_by_the_ledger(paths: RunPaths, begin: Begin) -> None:
     """Both last items of a step are missing: its places have no gap."""
     incarnation = begin(1)
     incarnation.step()
@@ -219,18 +219,18 @@ def test_lines_are_counted_against_the_ledger(paths: RunPaths, begin: Begin) -> 
         incarnation.results.write()
 
 
-def test_a_rank_records_its_own_items_only(tmp_path: Path) -> None:
+def test_rank_records_only_its_own_items(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="do not match this rank's items: b@0"):
         write_part(tmp_path / "part", {"a@0": {}, "b@0": {}}, ("a@0",), ("a@0", "b@0"))
     assert not (tmp_path / "part").exists()
 
 
-def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+def test_non_finite_numbers_become_null(tmp_path: Path) -> None:
     write_part(tmp_path / "part", {"a@0": {"logprob": float("-inf")}}, ("a@0",), ("a@0",))
     assert json.loads((tmp_path / "part").read_text())["record"] == {"logprob": None}
 
 
-def test_a_summary_is_one_json_object(paths: RunPaths, make_settings: Any, plan: Plan) -> None:
+def test_summary_is_one_json_object(paths: RunPaths, make_settings: Any, plan: Plan) -> None:
     algorithm = {"name": "evaluate", "batch_size": 4}
     settings = make_settings(algorithm=algorithm, total_steps=1, evaluation=None)
     incarnation = Incarnation(paths, settings, plan, 1)

@@ -163,7 +163,7 @@ def bed(
     assert list(run.control.iterdir()) == [], "the channel of an incarnation is not its own"
 
 
-def test_its_worker_serves_one_incarnation_after_the_other(
+def test_task_worker_serves_consecutive_incarnations(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also those of other jobs, and while the history cannot be read for some time.
@@ -204,7 +204,7 @@ def process_runs(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def test_a_warning_retires_it(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warning_retires_the_task(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the time that is left."""
     monkeypatch.setattr(bed.host.warnings, "_local", False)
     monkeypatch.setenv("SLURMRL_JOB_END", str(time.time() + 100))
@@ -220,7 +220,7 @@ def test_a_warning_retires_it(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None
     assert 60 < retire["within_s"] < 100
 
 
-def test_a_worker_that_does_not_retire_in_time_is_killed(
+def test_worker_that_does_not_retire_in_time_is_killed(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUB_STAYS", "1")
@@ -240,7 +240,7 @@ def test_a_worker_that_does_not_retire_in_time_is_killed(
     assert not process_runs(bed.worker())
 
 
-def test_trainers_that_do_not_come_back_are_left(bed: Bed) -> None:
+def test_task_exits_if_trainers_do_not_return(bed: Bed) -> None:
     """After the bound, by its own clock. Trainers of another job come back."""
 
     def story() -> Story:
@@ -266,7 +266,7 @@ def test_trainers_that_do_not_come_back_are_left(bed: Bed) -> None:
     assert demand.is_orphaned(bed.paths, "rollout")
 
 
-def test_a_task_does_not_wait_for_trainers_that_an_earlier_one_has_waited_for(bed: Bed) -> None:
+def test_task_does_not_wait_again_for_absent_trainers(bed: Bed) -> None:
     """It ends before its worker starts, unless there was a heartbeat since or an incarnation."""
     bed.begin("41.0.0", 0)
     lease = Lease(bed.paths.lease("trainer", 0, 0))
@@ -286,7 +286,7 @@ def test_a_task_does_not_wait_for_trainers_that_an_earlier_one_has_waited_for(be
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_gpu_that_fails_costs_its_host_unless_trainers_go_on_there(
+def test_gpu_failure_excludes_the_host_unless_trainers_run_there(
     bed: Bed, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     def run(task: RolloutTask) -> None:
@@ -299,7 +299,7 @@ def test_a_gpu_that_fails_costs_its_host_unless_trainers_go_on_there(
     assert (published.lost(names, bed.host.identity.host) is None) == inside
 
 
-def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:
+def test_dead_worker_fails_only_its_task(bed: Bed) -> None:
     def story() -> Story:
         yield from bed.until_heard("start")
         bed.begin("41.0.0", 0)
@@ -319,7 +319,7 @@ def test_the_end_of_its_worker_is_a_failure_of_the_task_only(bed: Bed) -> None:
     assert (told.reason, told.world) == (failure["reason"], "rollout/0")
 
 
-def test_a_worker_that_exits_normally_was_told_to_by_the_master(bed: Bed) -> None:
+def test_normal_worker_exit_was_requested_by_the_master(bed: Bed) -> None:
     def story() -> Story:
         yield from bed.until_heard("start")
         (slot,) = bed.host.children.slots
@@ -331,7 +331,7 @@ def test_a_worker_that_exits_normally_was_told_to_by_the_master(bed: Bed) -> Non
     assert bed.told("retire") == bed.told("failure") == []
 
 
-def test_in_the_job_of_the_trainers_a_task_that_must_leave_is_started_again(bed: Bed) -> None:
+def test_task_dismissed_in_the_trainers_job_is_restarted(bed: Bed) -> None:
     """The master asks only those there to leave that it counts as lost."""
 
     def story() -> Story:
@@ -347,7 +347,7 @@ def test_in_the_job_of_the_trainers_a_task_that_must_leave_is_started_again(bed:
     assert failure["reason"].endswith("rollout task: the master told it to exit")
 
 
-def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:
+def test_task_exits_if_the_master_removed_its_directory(bed: Bed) -> None:
     """It was suspended, and lost meanwhile: nobody can tell its workers.
 
     A directory that is moved for a moment is waited for.
@@ -374,7 +374,7 @@ def test_a_task_ends_whose_directory_the_master_has_removed(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize("name", ["results", "00000001.requests"])
-def test_task_ends_if_log_of_its_attempt_was_removed(bed: Bed, name: str) -> None:
+def test_task_exits_if_the_log_of_its_attempt_was_removed(bed: Bed, name: str) -> None:
     """Nobody misses a log that was not made yet."""
     folder = bed.paths.rollout_task("rollout", 0, 0)
 
@@ -406,9 +406,7 @@ REPLACED = [
 
 
 @pytest.mark.parametrize(("name", "kind"), REPLACED)
-def test_task_ends_if_something_else_is_in_the_place_of_its_files(
-    bed: Bed, name: str, kind: str
-) -> None:
+def test_task_exits_if_its_files_were_replaced(bed: Bed, name: str, kind: str) -> None:
     """Its worker can neither read nor write there."""
     if needs_root(kind) and os.geteuid() != 0:
         pytest.skip("only root may give a file away")
@@ -431,7 +429,7 @@ def test_task_ends_if_something_else_is_in_the_place_of_its_files(
     assert failure["reason"].endswith(f"rollout task: {folder / name} was removed or replaced")
 
 
-def test_task_stays_if_log_of_an_earlier_incarnation_was_removed(bed: Bed) -> None:
+def test_task_continues_if_an_older_incarnation_log_was_removed(bed: Bed) -> None:
     log = bed.paths.rollout_requests("rollout", 0, 0, 1)
 
     def story() -> Story:
@@ -451,7 +449,7 @@ def test_task_stays_if_log_of_an_earlier_incarnation_was_removed(bed: Bed) -> No
     assert Agent(bed.host).run() == OK
 
 
-def test_a_newer_submission_has_tasks_of_its_own(bed: Bed) -> None:
+def test_task_exits_after_a_newer_submission(bed: Bed) -> None:
     def story() -> Story:
         yield from bed.until_heard("start")
         newer = bed.paths.submission_request(2)
@@ -474,5 +472,7 @@ def test_a_newer_submission_has_tasks_of_its_own(bed: Bed) -> None:
         ("interrupt", None, 20.0),
     ],
 )
-def test_the_time_that_a_warning_leaves(cause: str, left_s: float | None, within_s: float) -> None:
+def test_time_to_retire_follows_cause_and_remaining_time(
+    cause: str, left_s: float | None, within_s: float
+) -> None:
     assert time_to_retire_s(Warned(cause=cause, time_left_s=left_s)) == within_s

@@ -21,7 +21,7 @@ async def counted(bell: TaskBell, times: int) -> None:
             await bell.rest(bell.heard, DEADLINE_S)
 
 
-def test_rings_without_end_count_once_in_every_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_notifications_count_once_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one counts at once, so that a task is as fast as its doorbell; the others together
     once the interval is over, so that the last one is never lost.
     """

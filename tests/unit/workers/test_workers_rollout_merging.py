@@ -157,7 +157,7 @@ def trial(tmp_path: Path) -> Trial:
     ("family", "dtype"),
     [("qwen3", "float32"), ("qwen3_moe", "bfloat16"), ("qwen2", "float16")],
 )
-def test_a_task_has_the_weights_of_an_export(tmp_path: Path, family: str, dtype: str) -> None:
+def test_merged_task_weights_equal_an_export(tmp_path: Path, family: str, dtype: str) -> None:
     """The frozen weights are read once, and all versions link those without adapters.
 
     An engine reads the folder in place.
@@ -189,7 +189,7 @@ def test_a_task_has_the_weights_of_an_export(tmp_path: Path, family: str, dtype:
         assert torch.equal(values, other), name
 
 
-def test_servers_load_the_folder(trial: Trial) -> None:
+def test_servers_load_the_merged_directory(trial: Trial) -> None:
     """Its two files and index are those of a model folder for transformers, too."""
     trial.publish(FIRST, adapters_of(trial.config, 1))
     taken = trial.task().newer()
@@ -201,7 +201,7 @@ def test_servers_load_the_folder(trial: Trial) -> None:
         assert torch.equal(found[name], values), name
 
 
-def test_versions_hold_adapters_alone(trial: Trial) -> None:
+def test_lora_versions_contain_only_adapters(trial: Trial) -> None:
     """4 bytes for each of their elements: a 94th of Qwen3-8B with rank 16 (docs/lora.md)."""
     adapters = adapters_of(trial.config, 1)
     manifest = trial.publish(FIRST, adapters)
@@ -213,7 +213,7 @@ def test_versions_hold_adapters_alone(trial: Trial) -> None:
     assert (weights, of_adapters) == (16_381_470_720, 174_587_904)
 
 
-def test_other_frozen_weights_are_refused_and_nothing_is_served(trial: Trial) -> None:
+def test_version_for_other_frozen_weights_is_rejected(trial: Trial) -> None:
     """One element of the folder has changed by one bit.
 
     The task fails, and says what it found; with the right folder a later one serves.
@@ -235,14 +235,14 @@ def test_other_frozen_weights_are_refused_and_nothing_is_served(trial: Trial) ->
     assert tensors(taken.folder) == trial.expected(adapters)
 
 
-def test_a_folder_that_is_gone_is_refused(trial: Trial) -> None:
+def test_missing_base_model_directory_is_rejected(trial: Trial) -> None:
     trial.publish(FIRST, adapters_of(trial.config, 1))
     shutil.rmtree(trial.source)
     with pytest.raises(UnreadableInputError, match="model"):
         trial.task().newer()
 
 
-def test_a_damaged_version_is_never_merged(trial: Trial) -> None:
+def test_damaged_version_is_never_merged(trial: Trial) -> None:
     """Nor is what builds on it; the next whole one is."""
     first, second, third = (adapters_of(trial.config, seed) for seed in (1, 1, 3))
     second.tensors[NAME][0, 0] += 1.0
@@ -261,7 +261,7 @@ def test_a_damaged_version_is_never_merged(trial: Trial) -> None:
     assert tensors(taken.folder) == trial.expected(third)
 
 
-def test_adapters_of_other_settings_are_refused(trial: Trial) -> None:
+def test_adapters_with_other_settings_are_rejected(trial: Trial) -> None:
     trial.publish(FIRST, adapters_of(trial.config, 1, Lora(rank=4, alpha=5.0)))
     task = trial.task()
     assert task.newer() is None
@@ -273,7 +273,7 @@ def test_adapters_of_other_settings_are_refused(trial: Trial) -> None:
     assert "actor.lora is unset" in plain.unreadable[0][1]
 
 
-def test_whole_versions_of_an_earlier_incarnation_are_served_as_they_are(trial: Trial) -> None:
+def test_full_versions_of_an_earlier_incarnation_are_served_unchanged(trial: Trial) -> None:
     """A trial that began with merged weights in its versions continues with adapters."""
     folder = trial.versions / FIRST.name
     with PartWriter(folder, 0, None) as writer:
@@ -292,14 +292,14 @@ def test_whole_versions_of_an_earlier_incarnation_are_served_as_they_are(trial: 
     assert tensors(later.folder) == trial.expected(adapters)
 
 
-def test_a_difference_belongs_to_the_frozen_weights_of_its_base(trial: Trial) -> None:
+def test_delta_with_other_frozen_weights_is_rejected(trial: Trial) -> None:
     trial.publish(FIRST, adapters_of(trial.config, 1))
     trial.frozen = "0" * 16
     with pytest.raises(WeightVersionError, match="different frozen weights"):
         trial.publish(SECOND, adapters_of(trial.config, 2), FIRST)
 
 
-def test_a_full_host_keeps_what_it_has(trial: Trial) -> None:
+def test_full_disk_of_a_host_keeps_the_served_version(trial: Trial) -> None:
     """Whichever write fails, no folder is served; with room again the version is."""
 
     class Full(SystemCalls):
@@ -329,7 +329,7 @@ def test_a_full_host_keeps_what_it_has(trial: Trial) -> None:
     assert (trial.folder / "host" / "frozen" / ADAPTED).exists()
 
 
-def test_the_fingerprint_depends_on_every_element_and_its_place() -> None:
+def test_fingerprint_depends_on_every_element_and_its_position() -> None:
     shapes = {"a": (3, 5), "b": (3, 5)}
     values = torch.arange(15.0).reshape(3, 5)
 

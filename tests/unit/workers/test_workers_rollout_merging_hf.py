@@ -40,7 +40,7 @@ def task(folder: Path, family: str) -> TaskWeights:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral", "nemotron_h", "gpt_oss"])
-def test_task_serves_the_bits_of_the_export(tmp_path: Path, family: str) -> None:
+def test_task_serves_the_same_bits_as_the_export(tmp_path: Path, family: str) -> None:
     """Also if files have one tensor for each expert, or other names than the model."""
     tiny_model(family, tmp_path / "base")
     base, adapters = open_folder(tmp_path / "base"), adapters_of(family)

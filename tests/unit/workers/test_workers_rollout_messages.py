@@ -37,7 +37,7 @@ STORED = StoredGroup(
         {"checksum": "md5:0"},
     ],
 )
-def test_records_that_cannot_be_followed_are_refused(change: dict[str, Any]) -> None:
+def test_invalid_rollout_records_are_rejected(change: dict[str, Any]) -> None:
     [values], _ = message_log.decode(
         message_log.encode(RESULT_LOG.to_json(GroupsFinished(groups=(STORED,))))
     )
@@ -46,7 +46,7 @@ def test_records_that_cannot_be_followed_are_refused(change: dict[str, Any]) -> 
         RESULT_LOG.from_json(values)
 
 
-def test_a_later_master_reads_on_where_a_commit_stopped(tmp_path: Path) -> None:
+def test_later_master_continues_reading_at_the_committed_position(tmp_path: Path) -> None:
     """Also in a later file of the log."""
     paths = RunPaths(tmp_path)
     place = "rollout", 0, 2
@@ -70,7 +70,7 @@ def test_a_later_master_reads_on_where_a_commit_stopped(tmp_path: Path) -> None:
         assert late.position == positions[-1]
 
 
-def test_a_damaged_log_leaves_the_position_before_the_damage(tmp_path: Path) -> None:
+def test_position_stays_before_the_damage_of_a_log(tmp_path: Path) -> None:
     log = LogWriter(tmp_path / "log")
     reader = LogReader(tmp_path / "log")
     log.append({"n": 0})

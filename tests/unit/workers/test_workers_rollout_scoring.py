@@ -165,7 +165,7 @@ def asked(item: int) -> RequestedItem:
     return RequestedItem(item=item, epoch=0, index=item)
 
 
-def test_a_task_judges_nothing_for_evaluations_alone() -> None:
+def test_task_without_training_reward_scores_nothing() -> None:
     """Distillation learns from a teacher; its reward is that of evaluations."""
     call = call_with({"name": "exact_match"})
     settings = replace(call.settings, algorithm=Distill(batch_size=2))
@@ -197,7 +197,7 @@ def trained(call: CallContext, groups: Sequence[SampleGroup]) -> CallResult:
         interface.close()
 
 
-def test_the_trainers_take_what_tasks_have_judged_as_if_they_had(rewards: str) -> None:
+def test_trainers_use_task_scores_like_their_own(rewards: str) -> None:
     """Scores, those of the parts, and metrics have the same bits; one item may be left to them."""
     parts = {
         "lengths": {"name": rewards + "Lengths", "weight": 0.3},
@@ -223,7 +223,7 @@ def test_the_trainers_take_what_tasks_have_judged_as_if_they_had(rewards: str) -
     assert expected.stats["reward/digits"][1] == 3.0
 
 
-def test_what_a_task_cannot_judge_is_left_to_the_trainers(
+def test_rewards_that_fail_in_tasks_are_left_to_the_trainers(
     rewards: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A reward that hangs, kills its process, raises, or gives no number costs nothing else.
@@ -263,7 +263,7 @@ def test_completions_without_score_reach_the_trainers_as_nan(rewards: str) -> No
     assert [row["reward"] for row in result.texts] == [None] * 3 + [1.0] * 3
 
 
-def test_a_reward_that_needs_the_trainers_is_left_to_them(
+def test_reward_that_needs_trainers_is_left_to_them(
     rewards: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = [group_of(item) for item in range(3)]
@@ -280,7 +280,7 @@ def test_a_reward_that_needs_the_trainers_is_left_to_them(
     assert result.stats["reward"] == (27.0, 9.0)
 
 
-def test_groups_are_judged_side_by_side_and_a_call_that_waits_ends_with_the_task(
+def test_groups_are_scored_concurrently_and_calls_end_with_the_task(
     rewards: str, tmp_path: Path
 ) -> None:
     reward = {"name": rewards + "waiting", "options": {"folder": str(tmp_path)}}
@@ -304,7 +304,7 @@ def test_groups_are_judged_side_by_side_and_a_call_that_waits_ends_with_the_task
     made.close()
 
 
-def test_a_reward_that_nobody_waits_for_is_stopped_and_its_item_left_to_the_trainers(
+def test_slow_reward_is_stopped_and_its_item_left_to_the_trainers(
     rewards: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else a reward that is too slow for the staleness would never be trained on, and one that

@@ -272,7 +272,7 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_task_leaves_at_its_deadline_if_no_master_says_which_leases_hold() -> None:
+def test_task_exits_at_its_deadline_without_lease_confirmation() -> None:
     """Samples of leases that may be over are not recorded."""
     session = Session(most_begun=1, most_unwritten=1)
     session.serve(1)

@@ -178,7 +178,9 @@ def asked(lease: str, *items: int, oldest: VersionId = OLD) -> dict[str, Any]:
     return REQUEST_LOG.to_json(GenerateItems(lease=lease, items=rows, oldest=oldest.name))
 
 
-def test_tasks_draw_what_the_trainers_would(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_sample_the_same_tokens_as_trainers(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also across an update of the weights in the middle of completions."""
     step, calls = ContinuousBatch.step, []
 
@@ -229,7 +231,7 @@ def test_tasks_draw_what_the_trainers_would(trial: Trial, monkeypatch: pytest.Mo
     interrupted(trial, [groups[item] for item in (4, 5)])
 
 
-def test_completions_that_are_not_interrupted_end_with_the_weights_that_began_them(
+def test_uninterrupted_completions_use_one_weight_version(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New weights that are there in the middle of completions wait for these, and items that have
@@ -274,7 +276,7 @@ def test_completions_that_are_not_interrupted_end_with_the_weights_that_began_th
     assert versions == {4: (OLD.name,), 5: (OLD.name,), 6: (NEW.name,), 7: (NEW.name,)}
 
 
-def test_a_task_is_as_fast_as_its_doorbell(trial: Trial) -> None:
+def test_task_reacts_to_notifications_without_polling(trial: Trial) -> None:
     """It neither polls nor waits for more results than there will be."""
     engine: NativeRollout
     masters, own = (Bell("127.0.0.1") for _ in range(2))
@@ -314,7 +316,7 @@ def test_a_task_is_as_fast_as_its_doorbell(trial: Trial) -> None:
     masters.close()
 
 
-def test_task_tells_why_it_cannot_take_weights_until_it_can(
+def test_task_reports_why_it_cannot_load_weights(
     trial: Trial, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer, full = TaskWeights.newer, [EnvironmentFailure("cannot write x: No space left on device")]
@@ -351,7 +353,7 @@ def test_task_tells_why_it_cannot_take_weights_until_it_can(
         asyncio.run(run())
 
 
-def test_a_version_that_was_refused_is_taken_when_it_is_published_anew(trial: Trial) -> None:
+def test_rejected_version_is_loaded_after_it_is_published_again(trial: Trial) -> None:
     weights = TaskWeights(trial.paths.versions, trial.folder / "host", ARCHITECTURE)
     trial.publish(OLD)
     part = trial.paths.versions / OLD.name / part_file(0)

@@ -337,7 +337,7 @@ Trial.TestCase.settings = settings(max_examples=60, stateful_step_count=25, dead
 TestTrial = Trial.TestCase
 
 
-def test_groups_that_are_too_many_for_a_step_wait_for_the_next_and_count_once(
+def test_surplus_groups_wait_for_the_next_step_and_count_once(
     beds: Callable[..., Bed],
 ) -> None:
     bed = beds(batch_size=1, max_staleness=2)
@@ -355,7 +355,7 @@ def test_groups_that_are_too_many_for_a_step_wait_for_the_next_and_count_once(
     assert bed.tasks.view().trained == {"0": 1, "2": 1}
 
 
-def test_a_group_that_the_next_step_could_not_train_is_made_again(
+def test_group_too_stale_for_the_next_step_is_generated_again(
     beds: Callable[..., Bed],
 ) -> None:
     bed = beds(batch_size=1, max_staleness=0)
@@ -370,7 +370,7 @@ def test_a_group_that_the_next_step_could_not_train_is_made_again(
     assert not bed.ledger.dropped
 
 
-def test_a_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., Bed]) -> None:
+def test_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., Bed]) -> None:
     """Those that later steps could not train are waited for, as long as the step before took, if
     there is a task that can finish them.
     """
@@ -415,7 +415,7 @@ def test_a_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[...
 # -- leases ---------------------------------------------------------------------------------------
 
 
-def test_those_with_the_least_to_do_get_the_next_items(beds: Callable[..., Bed]) -> None:
+def test_least_loaded_tasks_get_the_next_items(beds: Callable[..., Bed]) -> None:
     bed = beds(batch_size=4, max_leased=6)
     first = bed.begin(0, "0.1")
     assert sorted(first.open) == [0, 1, 2, 3, 4, 5], "alone it may have all"
@@ -436,7 +436,7 @@ def test_those_with_the_least_to_do_get_the_next_items(beds: Callable[..., Bed])
     assert first.hear(1) == second.hear(1) == [], "as far ahead as the staleness allows"
 
 
-def test_the_first_task_with_new_weights_leaves_others_their_share(
+def test_first_task_with_new_weights_leaves_items_for_the_others(
     beds: Callable[..., Bed],
 ) -> None:
     """For as long as they may take for the weights."""
@@ -465,7 +465,7 @@ def test_the_first_task_with_new_weights_leaves_others_their_share(
     assert [len(task.open) for task in tasks] == [3, 3, 0], "the last one took too long"
 
 
-def test_a_task_without_usable_weights_gets_nothing(beds: Callable[..., Bed]) -> None:
+def test_task_without_usable_weights_gets_no_items(beds: Callable[..., Bed]) -> None:
     bed = beds()
     bed.tasks.take(1, 2)
     assert bed.tasks.view().waits_for == "for a rollout task"
@@ -486,7 +486,7 @@ def test_a_task_without_usable_weights_gets_nothing(beds: Callable[..., Bed]) ->
     assert bed.tasks.waits_for() == "for groups of rollout tasks: 1 of 2"
 
 
-def test_weights_are_lacking_if_tasks_cannot_read_them(beds: Callable[..., Bed]) -> None:
+def test_weights_unreadable_for_tasks_are_reported_missing(beds: Callable[..., Bed]) -> None:
     bed = beds()
     bed.tasks.take(1, 2)
     assert not bed.tasks.lack_weights, "there is no task"
@@ -502,7 +502,7 @@ def test_weights_are_lacking_if_tasks_cannot_read_them(beds: Callable[..., Bed])
     assert not bed.tasks.lack_weights
 
 
-def test_items_of_a_lost_task_go_to_another_and_its_results_are_late(
+def test_items_of_a_lost_task_go_to_another_and_late_results_are_dropped(
     beds: Callable[..., Bed],
 ) -> None:
     bed = beds()
@@ -522,7 +522,7 @@ def test_items_of_a_lost_task_go_to_another_and_its_results_are_late(
     assert bed.tasks.agents.keys() == {"rollout/8"}
 
 
-def test_items_of_a_task_that_cannot_write_go_to_others(
+def test_items_of_a_task_that_cannot_write_go_to_other_tasks(
     beds: Callable[..., Bed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without staleness the step waits for them alone.
@@ -577,7 +577,7 @@ def unreadable(self: RolloutAttempt) -> Any:
     raise EnvironmentFailure("the directory does not answer")
 
 
-def test_the_newest_attempt_at_a_task_is_the_only_one(beds: Callable[..., Bed]) -> None:
+def test_only_the_newest_attempt_of_a_task_is_valid(beds: Callable[..., Bed]) -> None:
     bed = beds()
     first = bed.begin(7, "0.1")
     first.finish(1)
@@ -592,7 +592,7 @@ def test_the_newest_attempt_at_a_task_is_the_only_one(beds: Callable[..., Bed]) 
     assert bed.tasks.agents["rollout/7"].attempt == 1
 
 
-def test_an_attempt_that_begins_frees_the_items_of_the_one_before(
+def test_new_attempt_frees_the_items_of_the_previous_attempt(
     beds: Callable[..., Bed],
 ) -> None:
     """It joins only once its workers have started, for which nobody needs to wait."""
@@ -609,7 +609,7 @@ def test_an_attempt_that_begins_frees_the_items_of_the_one_before(
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_an_attempt_may_join_long_after_it_began(
+def test_attempt_may_join_long_after_it_began(
     beds: Callable[..., Bed], paths: RunPaths, restarts: bool
 ) -> None:
     """The status tells of it while its agent lives.
@@ -633,7 +633,7 @@ def test_an_attempt_may_join_long_after_it_began(
     assert sorted(joined.open) == [0, 1, 2, 3]
 
 
-def test_an_attempt_is_over_although_the_one_after_it_has_left(beds: Callable[..., Bed]) -> None:
+def test_replaced_attempt_is_ended_even_if_its_successor_left(beds: Callable[..., Bed]) -> None:
     """A new master reads what both have said at once, and nobody else ends the first one."""
     bed = beds()
     bed.begin(7, "0.1")
@@ -649,7 +649,7 @@ def test_an_attempt_is_over_although_the_one_after_it_has_left(beds: Callable[..
     assert bed.tasks.view().tasks == ()
 
 
-def test_a_task_that_leaves_gives_back_all_that_it_was_asked_for(beds: Callable[..., Bed]) -> None:
+def test_leaving_task_returns_all_its_items(beds: Callable[..., Bed]) -> None:
     """Also what it has not read."""
     bed = beds()
     task = bed.begin(7, "0.1")
@@ -665,7 +665,7 @@ def test_a_task_that_leaves_gives_back_all_that_it_was_asked_for(beds: Callable[
     assert (view.given_back, view.lost, view.tasks) == (3, 1, ())
 
 
-def test_a_task_that_retires_gets_nothing_more(beds: Callable[..., Bed]) -> None:
+def test_retiring_task_gets_no_more_items(beds: Callable[..., Bed]) -> None:
     """Until it ends, it finishes what it has begun. The rest goes to others at once."""
     bed = beds(max_staleness=0, batch_size=4)
     retiring, other = bed.begin(0, "0.1"), bed.begin(1, "0.1")
@@ -684,9 +684,7 @@ def test_a_task_that_retires_gets_nothing_more(beds: Callable[..., Bed]) -> None
     assert bed.train() == [0, 1, 2, 3]
 
 
-def test_a_damaged_log_loses_the_task_and_nothing_else(
-    beds: Callable[..., Bed], paths: RunPaths
-) -> None:
+def test_damaged_log_loses_only_its_task(beds: Callable[..., Bed], paths: RunPaths) -> None:
     bed = beds()
     task = bed.begin(7, "0.1")
     task.finish(0)
@@ -699,7 +697,7 @@ def test_a_damaged_log_loses_the_task_and_nothing_else(
 
 
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
-def test_replaced_logs_lose_the_task_and_nothing_else(
+def test_replaced_log_loses_only_its_task(
     beds: Callable[..., Bed], paths: RunPaths, kind: str
 ) -> None:
     bed = beds(max_staleness=0, batch_size=4)
@@ -725,7 +723,7 @@ def test_replaced_logs_lose_the_task_and_nothing_else(
 # -- staleness ------------------------------------------------------------------------------------
 
 
-def test_what_is_too_stale_is_dropped_or_taken_back(beds: Callable[..., Bed]) -> None:
+def test_too_stale_groups_are_dropped_and_leases_withdrawn(beds: Callable[..., Bed]) -> None:
     bed = beds(max_staleness=1)
     slow, fast = bed.begin(0, "0.1"), bed.begin(1)
     old = sorted(slow.open)
@@ -762,7 +760,7 @@ def test_what_is_too_stale_is_dropped_or_taken_back(beds: Callable[..., Bed]) ->
 # -- restarts -------------------------------------------------------------------------------------
 
 
-def test_a_new_master_confirms_what_still_holds(beds: Callable[..., Bed]) -> None:
+def test_new_master_confirms_valid_leases(beds: Callable[..., Bed]) -> None:
     """Results since the commit count, leases since the commit do not."""
     bed = beds(batch_size=4)
     task = bed.begin(0, "0.1")
@@ -788,7 +786,7 @@ def test_a_new_master_confirms_what_still_holds(beds: Callable[..., Bed]) -> Non
     assert bed.tasks.agents["rollout/0"] == task.agent
 
 
-def test_a_master_leases_nothing_before_it_knows_the_dataset(
+def test_master_leases_no_items_before_it_knows_the_dataset(
     beds: Callable[..., Bed], paths: RunPaths
 ) -> None:
     bed = beds()
@@ -814,12 +812,12 @@ def test_a_master_leases_nothing_before_it_knows_the_dataset(
         [{"name": "rollout.0.0", "version": "new"}],
     ],
 )
-def test_a_record_that_cannot_be_followed_is_refused(attempts: list[dict[str, Any]]) -> None:
+def test_invalid_attempt_record_is_corrupt(attempts: list[dict[str, Any]]) -> None:
     with pytest.raises(CorruptFileError):
         rollouts_of({"attempts": attempts}, "a commit")
 
 
-def test_the_state_of_a_checkpoint_may_hold_attempts(beds: Callable[..., Bed]) -> None:
+def test_checkpoint_state_may_contain_attempts(beds: Callable[..., Bed]) -> None:
     """Those of older versions, and of trials without tasks, hold none."""
     bed = beds()
     bed.begin(0, "0.1")
@@ -838,7 +836,7 @@ def test_the_state_of_a_checkpoint_may_hold_attempts(beds: Callable[..., Bed]) -
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_sample_is_made_again(
+def test_damaged_sample_is_generated_again(
     beds: Callable[..., Bed], paths: RunPaths, how: Damage
 ) -> None:
     """The others of its file are trained without it."""
@@ -862,7 +860,7 @@ def test_a_damaged_sample_is_made_again(
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_sample_that_is_damaged_later_fails_one_incarnation(
+def test_sample_damaged_after_its_check_fails_one_incarnation(
     beds: Callable[..., Bed], paths: RunPaths, how: Damage
 ) -> None:
     """The next one reads what the commit names before a step takes it."""
@@ -888,7 +886,9 @@ def test_a_sample_that_is_damaged_later_fails_one_incarnation(
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_files_that_no_commit_needs_are_removed(beds: Callable[..., Bed], paths: RunPaths) -> None:
+def test_sample_files_not_needed_by_a_commit_are_removed(
+    beds: Callable[..., Bed], paths: RunPaths
+) -> None:
     """Also after the end of their task, whose directory goes last."""
     bed = beds()
     task = bed.begin(0, "0.1")
@@ -915,7 +915,7 @@ def test_files_that_no_commit_needs_are_removed(beds: Callable[..., Bed], paths:
     assert bed.tasks.record().attempts == ()
 
 
-def test_tasks_that_are_too_many_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
+def test_surplus_tasks_are_asked_to_leave(beds: Callable[..., Bed]) -> None:
     """Not before lost ones would be known, and the newest first; a smaller number holds for the
     next incarnation too.
     """
@@ -955,7 +955,7 @@ def make_master(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> MakeMaster:
 
 
 @pytest.mark.parametrize(("place", "wanted"), [({}, 0), ({"gpus": "1"}, 1)])
-def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_job(
+def test_array_task_count_does_not_apply_in_the_trainers_job(
     paths: RunPaths,
     make_settings: Change,
     make_master: MakeMaster,
@@ -979,7 +979,7 @@ def test_a_number_that_was_set_for_an_array_is_nothing_to_tasks_of_the_trainers_
         ({"min": 2}, 0),
     ],
 )
-def test_a_master_follows_the_settings(
+def test_master_leases_items_according_to_the_settings(
     paths: RunPaths,
     make_settings: Change,
     make_master: MakeMaster,
@@ -1026,7 +1026,7 @@ def fail(paths: RunPaths, task: int, attempt: int, host: str, exception: str) ->
 FOREIGN = "OwnershipError: /dev/shm/slurmrl-7 belongs to another user (uid {})"
 
 
-def test_trial_gives_up_where_every_task_fails_in_the_same_way(beds: Callable[..., Bed]) -> None:
+def test_trial_fails_if_every_task_fails_in_the_same_way(beds: Callable[..., Bed]) -> None:
     bed = beds(allowed=2)
     bed.look()
     assert bed.tasks.take(1, 2) is None
@@ -1040,7 +1040,7 @@ def test_trial_gives_up_where_every_task_fails_in_the_same_way(beds: Callable[..
     assert caught.value.failure.final
 
 
-def test_trial_gives_up_where_tasks_fail_again_and_again_on_the_only_host(
+def test_trial_fails_if_tasks_keep_failing_on_the_only_host(
     beds: Callable[..., Bed],
 ) -> None:
     bed = beds(allowed=1)
@@ -1057,7 +1057,7 @@ def test_trial_gives_up_where_tasks_fail_again_and_again_on_the_only_host(
 @pytest.mark.parametrize(
     "case", ["another works", "another host starts", "unlike", "earlier", "one host"]
 )
-def test_trial_goes_on_with_failed_tasks_where_others_may_work(
+def test_trial_continues_with_failed_tasks_if_others_may_work(
     beds: Callable[..., Bed], case: str
 ) -> None:
     bed = beds(allowed=1)

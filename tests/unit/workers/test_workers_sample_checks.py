@@ -49,7 +49,7 @@ class Local(Faulty):
         return not directory.exists()
 
 
-def test_what_a_cache_may_hide_is_damaged_after_a_minute(paths: RunPaths) -> None:
+def test_sample_hidden_by_a_cache_counts_as_damaged_after_a_minute(paths: RunPaths) -> None:
     """The other samples do not wait for it."""
     bed = Bed(paths, Caching())
     bed.files[0].unlink()
@@ -61,7 +61,7 @@ def test_what_a_cache_may_hide_is_damaged_after_a_minute(paths: RunPaths) -> Non
     assert (bed.after(999), bed.sound()) == ([], [1])
 
 
-def test_what_was_hidden_is_sound_when_it_appears(paths: RunPaths) -> None:
+def test_sample_hidden_by_a_cache_is_valid_once_it_appears(paths: RunPaths) -> None:
     bed = Bed(paths, Caching())
     away = bed.files[0].rename(bed.files[0].with_name("away"))
     assert bed.after(0) == []
@@ -69,7 +69,7 @@ def test_what_was_hidden_is_sound_when_it_appears(paths: RunPaths) -> None:
     assert (bed.after(HIDDEN_PAUSES_S[0]), bed.sound()) == ([], [0, 1])
 
 
-def test_nothing_is_damaged_while_the_directory_does_not_answer(paths: RunPaths) -> None:
+def test_samples_are_not_damaged_while_the_directory_is_unreachable(paths: RunPaths) -> None:
     """Nor is every sample tried."""
     calls = Faulty(0, errno.EACCES, times=10**6)
     bed = Bed(paths, calls)
@@ -83,13 +83,13 @@ def test_nothing_is_damaged_while_the_directory_does_not_answer(paths: RunPaths)
     assert bed.sound() == [0, 1]
 
 
-def test_a_look_is_short(paths: RunPaths) -> None:
+def test_sample_check_takes_a_limited_time(paths: RunPaths) -> None:
     bed = Bed(paths, Faulty(hang_s=LOOK_S))
     assert (bed.after(0), bed.sound()) == ([], [0])
     assert (bed.after(0), bed.sound()) == ([], [0, 1])
 
 
-def test_what_nobody_waits_for_is_forgotten(paths: RunPaths) -> None:
+def test_samples_without_a_waiting_step_are_forgotten(paths: RunPaths) -> None:
     bed = Bed(paths, Faulty())
     bed.files[0].unlink()
     bed.checks.keep(bed.samples[1:])
@@ -98,14 +98,14 @@ def test_what_nobody_waits_for_is_forgotten(paths: RunPaths) -> None:
     assert bed.sound() == []
 
 
-def test_samples_of_removed_folder_damaged_at_first_look(paths: RunPaths) -> None:
+def test_samples_of_a_removed_directory_are_damaged_at_first_check(paths: RunPaths) -> None:
     """On a local file system, where no cache hides a folder."""
     bed = Bed(paths, Local())
     shutil.rmtree(bed.files[0].parent)
     assert (bed.after(0), bed.sound()) == ([0, 1], [])
 
 
-def test_samples_of_folder_made_again_damaged_when_it_is_seen(paths: RunPaths) -> None:
+def test_samples_of_a_recreated_directory_are_damaged(paths: RunPaths) -> None:
     """While everything is missing, the kind of the file system is unknown."""
     bed = Bed(paths, Local())
     rollouts = bed.files[0].parents[2]

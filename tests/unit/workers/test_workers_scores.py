@@ -82,9 +82,7 @@ def files(paths: RunPaths) -> list[str]:
     return sorted(path.name for path in found)
 
 
-def test_a_file_has_the_scores_of_all_items_and_what_they_amount_to(
-    paths: RunPaths, settings: Settings
-) -> None:
+def test_score_file_has_all_item_scores_and_estimates(paths: RunPaths, settings: Settings) -> None:
     """In the order of the dataset; of several calls together. Its estimates are the metrics."""
     scores = scores_of(paths, settings)
     parts = record(paths, 20, 1, LINES)
@@ -105,7 +103,7 @@ def test_a_file_has_the_scores_of_all_items_and_what_they_amount_to(
     assert paths.evaluation(20).stat().st_mode & 0o077 == 0
 
 
-def test_rewards_that_are_not_1_or_0_have_a_normal_interval(
+def test_rewards_other_than_1_or_0_get_a_normal_interval(
     paths: RunPaths, make_settings: Any
 ) -> None:
     """They may be negative or above 1."""
@@ -118,7 +116,7 @@ def test_rewards_that_are_not_1_or_0_have_a_normal_interval(
     assert metrics["reward/low"] == pytest.approx(1.0 - half)
 
 
-def test_each_suite_has_a_file_which_is_kept_and_removed_with_the_step(
+def test_each_suite_has_a_score_file_kept_as_long_as_its_step(
     paths: RunPaths, several: Settings
 ) -> None:
     scores = scores_of(paths, several)
@@ -133,16 +131,12 @@ def test_each_suite_has_a_file_which_is_kept_and_removed_with_the_step(
     assert files(paths) == ["step-00000020.a.1.json", "step-00000020.b.json"]
 
 
-def test_an_evaluation_that_records_nothing_has_no_file(
-    paths: RunPaths, settings: Settings
-) -> None:
+def test_evaluation_without_records_has_no_file(paths: RunPaths, settings: Settings) -> None:
     assert scores_of(paths, settings).write(20, 3, []) == {}
     assert files(paths) == []
 
 
-def test_measures_of_scores_that_no_item_has_are_left_out(
-    paths: RunPaths, settings: Settings
-) -> None:
+def test_measures_without_any_scores_are_left_out(paths: RunPaths, settings: Settings) -> None:
     """A judge of a user's own may give other scores."""
     own = {name: {"id": name[0], "beauty": 1.0} for name in ITEMS}
     scores = scores_of(paths, settings)
@@ -159,7 +153,7 @@ def test_measures_of_scores_that_no_item_has_are_left_out(
         ({"reward": 0.0, "pass@1": 3.0}, "the score 'pass@1' of item 'c' is 3: a rate must be"),
     ],
 )
-def test_scores_that_cannot_be_measured_end_the_trial_with_the_reason(
+def test_unmeasurable_scores_end_the_trial_with_the_reason(
     paths: RunPaths, settings: Settings, own: dict[str, Any], message: str
 ) -> None:
     lines = {**LINES, "c@0": {**LINES["c@0"], **own}}
@@ -169,7 +163,7 @@ def test_scores_that_cannot_be_measured_end_the_trial_with_the_reason(
         scores_of(paths, settings).write(3, 3, record(paths, 3, 1, lines))
 
 
-def test_a_score_that_two_calls_give_ends_the_trial_with_both_names(
+def test_score_given_by_two_calls_ends_the_trial_with_both_names(
     paths: RunPaths, settings: Settings
 ) -> None:
     """One would replace the other in the estimates. The item's id is no score."""
@@ -181,9 +175,7 @@ def test_a_score_that_two_calls_give_ends_the_trial_with_both_names(
     assert files(paths) == []
 
 
-def test_scores_that_are_not_finite_make_estimates_that_are_null(
-    paths: RunPaths, settings: Settings
-) -> None:
+def test_non_finite_scores_give_null_estimates(paths: RunPaths, settings: Settings) -> None:
     """As a diverged model's are."""
     lines = {name: {**each, "reward": math.nan} for name, each in LINES.items()}
     metrics = scores_of(paths, settings).write(3, 3, record(paths, 3, 1, lines))
@@ -193,7 +185,7 @@ def test_scores_that_are_not_finite_make_estimates_that_are_null(
     assert found["scores"][0]["reward"] is None
 
 
-def test_an_incarnation_continues_with_the_evaluations_of_its_commit(
+def test_incarnation_continues_with_the_evaluations_of_its_commit(
     paths: RunPaths, settings: Settings
 ) -> None:
     """Files of later steps, which are repeated, and leftovers of killed evaluations are gone."""
@@ -218,7 +210,7 @@ def test_an_incarnation_continues_with_the_evaluations_of_its_commit(
     assert files(paths) == []
 
 
-def test_the_folder_of_part_files_is_there_before_ranks_write_and_stays(
+def test_part_directory_exists_before_ranks_write_and_is_kept(
     paths: RunPaths, settings: Settings
 ) -> None:
     """The master's NFS client would believe for a minute that the folder is missing, had it looked
@@ -233,7 +225,7 @@ def test_the_folder_of_part_files_is_there_before_ranks_write_and_stays(
     assert folder.st_mode & 0o077 == 0
 
 
-def test_a_kill_at_any_moment_leaves_the_file_of_an_evaluation_or_none(
+def test_kill_at_any_moment_leaves_a_complete_score_file_or_none(
     paths: RunPaths, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next incarnation makes the same files as if nothing had happened."""
@@ -275,7 +267,7 @@ def test_a_kill_at_any_moment_leaves_the_file_of_an_evaluation_or_none(
     assert count == 5, "a part read, a folder, the file, two removals"
 
 
-def test_only_the_newest_evaluations_of_committed_steps_are_kept(
+def test_only_newest_evaluations_of_committed_steps_are_kept(
     paths: RunPaths, make_settings: Any, make_evaluation: Callable[..., dict[str, Any]]
 ) -> None:
     """Until the commit of the step of an evaluation, the older ones stay: that evaluation may be
@@ -294,7 +286,7 @@ def test_only_the_newest_evaluations_of_committed_steps_are_kept(
     assert files(paths) == [f"step-000000{step}.json" for step in (40, 60)], "killed before keep"
 
 
-def test_an_older_incarnation_writes_nothing(paths: RunPaths, settings: Settings) -> None:
+def test_stale_incarnation_writes_no_scores(paths: RunPaths, settings: Settings) -> None:
     """It may have been stopped while a newer one removed the files of uncommitted steps."""
 
     def stale() -> None:
@@ -306,9 +298,7 @@ def test_an_older_incarnation_writes_nothing(paths: RunPaths, settings: Settings
     assert files(paths) == []
 
 
-def test_a_part_that_is_missing_or_incomplete_is_an_error(
-    paths: RunPaths, settings: Settings
-) -> None:
+def test_missing_or_incomplete_part_is_an_error(paths: RunPaths, settings: Settings) -> None:
     scores = scores_of(paths, settings)
     parts = record(paths, 3, 1, LINES)
     prefix = parts[0].prefix
@@ -322,7 +312,7 @@ def test_a_part_that_is_missing_or_incomplete_is_an_error(
     assert files(paths) == []
 
 
-def test_scores_written_from_same_parts_after_full_disk(
+def test_scores_are_written_from_the_same_parts_after_a_full_disk(
     paths: RunPaths, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file can be written later from the same parts; what cannot be removed stays."""

@@ -42,7 +42,7 @@ def settings_of(prompt: int | None = None, **rollout: Any) -> Settings:
     ("rollout", "needed"),
     [({}, False), ({"min_new_tokens": 2}, True), ({"stop_strings": ["</answer>"]}, True)],
 )
-def test_servers_get_the_tokenizer_where_requests_need_text(
+def test_servers_get_the_tokenizer_if_requests_need_text(
     rollout: dict[str, Any], needed: bool
 ) -> None:
     serving = own_server(settings_of(**rollout), Path("/log"), memory_bytes=None)
@@ -51,13 +51,13 @@ def test_servers_get_the_tokenizer_where_requests_need_text(
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_servers_record_experts_where_they_are_replayed(replays: bool) -> None:
+def test_servers_record_experts_if_they_are_replayed(replays: bool) -> None:
     settings = settings_of(replay_experts=replays)
     assert own_server(settings, Path("/log"), memory_bytes=None).experts == replays
 
 
 @pytest.mark.parametrize(("prompt", "context"), [(100, 130), (None, 0)])
-def test_servers_must_take_the_longest_sequence_where_it_is_bounded(
+def test_servers_must_accept_the_longest_sequence_if_it_is_bounded(
     prompt: int | None, context: int
 ) -> None:
     settings = settings_of(prompt, max_new_tokens=30)
@@ -67,7 +67,7 @@ def test_servers_must_take_the_longest_sequence_where_it_is_bounded(
 @pytest.mark.parametrize(
     ("tasks", "stale"), [(None, False), ({}, False), ({"stale_cache": True}, True)]
 )
-def test_the_engines_of_tasks_keep_stale_caches_where_they_are_to(
+def test_task_engines_keep_stale_caches_if_configured(
     tasks: dict[str, Any] | None, stale: bool
 ) -> None:
     settings = settings_of(tasks=tasks)

@@ -23,7 +23,7 @@ def commit(paths: RunPaths, state: dict[str, Any]) -> None:
     write_manifest(directory, step=2, files=[], state=state)
 
 
-def test_restore_reads_what_the_last_commit_says(paths: RunPaths, make_settings: Any) -> None:
+def test_restore_reads_the_last_commit(paths: RunPaths, make_settings: Any) -> None:
     history = History(paths.history)
     assert restore(paths, fold(history.read())) is None
     state = Progress(make_settings(), None).state()
@@ -32,7 +32,7 @@ def test_restore_reads_what_the_last_commit_says(paths: RunPaths, make_settings:
 
 
 @pytest.mark.parametrize("field", STATE)
-def test_a_state_of_another_form_is_damage(paths: RunPaths, make_settings: Any, field: str) -> None:
+def test_state_in_another_format_is_damage(paths: RunPaths, make_settings: Any, field: str) -> None:
     state = Progress(make_settings(), None).state()
     commit(paths, {**state, field: [[0] * 7]})
     with pytest.raises(DamagedCheckpointError, match=rf"state\.json has .* in '{field}'"):

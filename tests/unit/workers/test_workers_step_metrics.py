@@ -24,12 +24,12 @@ def test_mean_weighted_by_count_over_all_ranks(calls: Callable[..., CallPlan]) -
     assert publish.mean_stats(calls("reward_inf"), answers) == {"reward": 0.75}
 
 
-def test_empty_ranks_and_counts_of_zero(calls: Callable[..., CallPlan]) -> None:
+def test_ranks_without_samples_do_not_change_means(calls: Callable[..., CallPlan]) -> None:
     answers = {0: answer(reward=(0.0, 0), length=(6.0, 2)), 1: answer()}
     assert publish.mean_stats(calls("gen"), answers) == {"length": 3.0}
 
 
-def test_step(calls: Callable[..., CallPlan]) -> None:
+def test_step_metrics_combine_all_calls_and_ranks(calls: Callable[..., CallPlan]) -> None:
     gen, train = calls("gen"), calls("train", method=Method.TRAIN_STEP)
     found = publish.of_step(
         [
@@ -49,7 +49,7 @@ def test_step(calls: Callable[..., CallPlan]) -> None:
     }
 
 
-def test_texts_of_all_calls_in_the_order_of_ranks(calls: Callable[..., CallPlan]) -> None:
+def test_texts_of_all_calls_are_joined_in_rank_order(calls: Callable[..., CallPlan]) -> None:
     first = {1: answer(texts=[{"id": "b"}]), 0: answer(texts=[{"id": "a"}])}
     second = {0: answer(), 1: answer(texts=[{"id": "c"}])}
     found = publish.texts([(calls("one"), first), (calls("two"), second)])
@@ -76,7 +76,7 @@ def test_notes_of_any_call_are_added_to_their_samples(calls: Callable[..., CallP
     assert found == [{"id": "a", "values": 2}, {"id": "b", "index": 1, "values": 1}]
 
 
-def test_samples_are_json_whatever_they_hold() -> None:
+def test_samples_with_any_content_are_valid_json() -> None:
     rows = [{"id": "a@0", "reward": float("nan"), "turns": [{"reward": float("inf")}]}]
     lines = publish.sample_lines(3, rows).splitlines()
 
@@ -88,13 +88,13 @@ def test_samples_are_json_whatever_they_hold() -> None:
     ]
 
 
-def test_the_metrics_of_a_suite_have_its_name() -> None:
+def test_suite_metrics_have_the_suite_name() -> None:
     metrics = {"reward": 0.5, "time/step": 3.0, "time/actor_gen": 1.0}
     wanted = {"eval/gsm8k/reward": 0.5, "time/evaluation/gsm8k": 3.0}
     assert publish.of_evaluation(metrics, "gsm8k") == wanted
 
 
-def test_an_evaluation_keeps_all_metrics_but_the_times_of_its_calls() -> None:
+def test_evaluation_keeps_all_metrics_except_call_times() -> None:
     """Also those with a slash in their names, such as ``rewards/accuracies``."""
     metrics = {"rewards/accuracies": 0.5, "loss": 1.0, "time/step": 3.0, "time/actor_compare": 2.0}
     assert publish.of_evaluation(metrics) == {

@@ -152,7 +152,7 @@ def by_index(*indices: int) -> Verdict:
     return lambda item, step: "dull" if item[1] in indices else ""
 
 
-def test_rounds_of_candidates_until_the_batch_is_full(run: Callable[..., Any]) -> None:
+def test_candidate_rounds_continue_until_the_batch_is_full(run: Callable[..., Any]) -> None:
     """What is accepted beyond the batch is taken first in the next step."""
     runner, progress, ranks = run(lambda item, step: "")
     order = progress.items(range(SIZE))
@@ -181,7 +181,7 @@ def test_rounds_of_candidates_until_the_batch_is_full(run: Callable[..., Any]) -
 
 
 @pytest.mark.parametrize("candidates", [None, 3, 9])
-def test_every_item_is_trained_once_or_dropped_whenever_the_run_is_interrupted(
+def test_interruptions_keep_each_item_trained_or_dropped_once(
     run: Callable[..., Any], candidates: int | None
 ) -> None:
     """The same items at the same steps as without interruptions, in the middle of epochs, too."""
@@ -217,7 +217,7 @@ def test_every_item_is_trained_once_or_dropped_whenever_the_run_is_interrupted(
     assert set(dropped) == {"same", "long"}
 
 
-def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(
+def test_rollout_groups_go_to_the_ranks_of_their_items(
     run: Callable[..., Any],
 ) -> None:
     """They fill up the batch after what the filter drops.
@@ -243,7 +243,7 @@ def test_the_groups_of_rollout_tasks_go_to_the_ranks_with_the_items(
     assert (rollouts.ledger.settled, len(ranks.orders)) == (5, 8)
 
 
-def test_groups_that_are_too_many_for_a_batch_wait_for_the_next_step(
+def test_surplus_groups_of_a_batch_wait_for_the_next_step(
     run: Callable[..., Any],
 ) -> None:
     """Where a filter drops many, a step judges more groups at once.
@@ -268,7 +268,7 @@ def test_groups_that_are_too_many_for_a_batch_wait_for_the_next_step(
     assert ranks.batches(candidates=True)[-1] == tuple(order[16:20])
 
 
-def test_candidates_limited_to_rounds_if_filter_drops_all(
+def test_candidate_rounds_are_limited_if_the_filter_drops_all(
     run: Callable[..., Any],
 ) -> None:
     rollouts = Samples(1000)

@@ -67,7 +67,7 @@ def test_new_and_interrupted_trials_continue(paths: RunPaths) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.FAILED, Kind.CANCELLED])
-def test_ended_trial(paths: RunPaths, kind: Kind) -> None:
+def test_supervisor_exits_for_an_ended_trial(paths: RunPaths, kind: Kind) -> None:
     history = History(paths.history)
     begin(history, {})
     end(history, kind, {})
@@ -76,7 +76,7 @@ def test_ended_trial(paths: RunPaths, kind: Kind) -> None:
     assert reason_to_leave(paths, 1) is None
 
 
-def test_a_directory_that_does_not_answer_costs_no_link(
+def test_unreachable_directory_does_not_end_the_job(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(History(paths.history), Kind.CANCELLED, {})
@@ -93,14 +93,14 @@ def test_a_directory_that_does_not_answer_costs_no_link(
     assert reason_to_leave(paths, 1) == "the trial has ended (cancelled)"
 
 
-def test_supervisor_leaves_after_newer_submission(paths: RunPaths) -> None:
+def test_supervisor_exits_after_a_newer_submission(paths: RunPaths) -> None:
     for number in (1, 2):
         submission(paths, number)
     assert reason_to_leave(paths, 1) == "submission 1 was superseded by a newer one"
     assert reason_to_leave(paths, 2) is None
 
 
-def test_submission_that_was_never_made_does_not_count(paths: RunPaths) -> None:
+def test_submission_without_jobs_is_ignored(paths: RunPaths) -> None:
     """Its submitter was killed after the folder: a submission exists once its request does."""
     submission(paths, 1)
     paths.submission(2).mkdir()
@@ -192,7 +192,7 @@ def test_warning_is_relayed_and_the_exit_code_returned(tmp_path: Path) -> None:
         assert running.process.wait(timeout=60) == 3
 
 
-def test_srun_gets_the_warning_only(tmp_path: Path) -> None:
+def test_srun_gets_only_the_warning_signal(tmp_path: Path) -> None:
     """Slurm itself sends TERM to the step; a second one would make srun kill it."""
     with job(tmp_path, "srun") as running:
         assert running.line().endswith("open"), "srun passes its mask on to nobody"
@@ -203,7 +203,7 @@ def test_srun_gets_the_warning_only(tmp_path: Path) -> None:
         assert running.process.poll() is None
 
 
-def test_agents_are_started_again_until_nothing_begins(tmp_path: Path) -> None:
+def test_agents_are_restarted_until_rounds_begin_no_incarnation(tmp_path: Path) -> None:
     history = History(tmp_path / "run" / "history")
     with job(tmp_path, "direct") as running:
         for number in range(FRUITLESS_ROUNDS + 2):
@@ -220,7 +220,7 @@ def test_agents_are_started_again_until_nothing_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("group", "goes_on"), [("rollout", True), ("trainer", False)])
-def test_a_task_that_has_worked_for_long_is_started_again_however_often(
+def test_long_running_task_is_restarted_without_limit(
     tmp_path: Path, group: str, goes_on: bool
 ) -> None:
     with job(tmp_path, "direct", group, sound_s=0.0) as running:
@@ -229,7 +229,7 @@ def test_a_task_that_has_worked_for_long_is_started_again_however_often(
         assert running.line().startswith("agent") == goes_on
 
 
-def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> None:
+def test_items_of_a_dead_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> None:
     """Its next attempt has begun when the agent is started again.
 
     Attempts of other jobs do not count: their agents may live.
@@ -247,7 +247,7 @@ def test_the_items_of_a_task_do_not_wait_for_its_next_agent(tmp_path: Path) -> N
         assert [one.name for one in paths.rollouts.iterdir()] == ["rollout.0.3"]
 
 
-def test_no_round_after_a_warning(tmp_path: Path) -> None:
+def test_no_round_starts_after_a_warning(tmp_path: Path) -> None:
     with job(tmp_path, "direct") as running:
         running.line()
         running.open_agent()
@@ -260,7 +260,7 @@ def test_no_round_after_a_warning(tmp_path: Path) -> None:
         assert running.line() == ""
 
 
-def test_no_round_after_the_end(tmp_path: Path) -> None:
+def test_no_round_starts_after_the_end(tmp_path: Path) -> None:
     """However the agents end: srun fails too where a kill was recovered from."""
     with job(tmp_path, "direct") as running:
         agent = int(running.line().split()[1])
@@ -279,7 +279,7 @@ def test_no_round_after_the_end(tmp_path: Path) -> None:
         (False, ("allocated", "mixed", "idle", "draining", "completing")),
     ],
 )
-def test_hosts_that_nothing_is_started_on(dead: bool, states: tuple[str, ...]) -> None:
+def test_dead_host_states_are_recognized(dead: bool, states: tuple[str, ...]) -> None:
     assert {is_dead(state) for state in states} == {dead}
 
 
@@ -304,7 +304,7 @@ def test_spares_take_the_place_of_lost_hosts(
     assert allocation.choose() is None
 
 
-def test_a_spare_replaces_a_host_that_could_not_do_what_was_needed(
+def test_spare_replaces_a_host_with_an_environment_failure(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does so after the first incarnation that failed because of the host, as for a lost mount.
@@ -321,9 +321,7 @@ def test_a_spare_replaces_a_host_that_could_not_do_what_was_needed(
         assert allocation.choose() == chosen
 
 
-def test_no_host_is_blamed_for_a_connection_that_failed(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_connection_blames_no_host(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
     refused = Failure(cause="environment", reason="refused", host="n0", echo=True)
     names = NameStore(paths.names)
@@ -366,7 +364,7 @@ def test_host_excluded_after_two_failures_of_a_rollout_task_there(
     assert task.excluded == [("n0", "cannot read /data")]
 
 
-def test_spare_replaces_a_host_on_which_a_task_inside_fails(
+def test_spare_replaces_a_host_where_a_task_in_the_trainers_job_fails(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = FailingTask(paths, monkeypatch)
@@ -385,7 +383,7 @@ def test_spare_replaces_a_host_on_which_a_task_inside_fails(
     its.tasks.end()
 
 
-def test_hosts_are_good_where_slurm_does_not_say(
+def test_hosts_count_as_usable_if_slurm_does_not_answer(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(*_: object) -> list[HostRow]:
@@ -398,7 +396,7 @@ def test_hosts_are_good_where_slurm_does_not_say(
 
 
 @pytest.mark.parametrize("stubborn", [True, False])
-def test_an_srun_that_does_not_end_after_a_host_was_lost_is_killed(
+def test_hanging_srun_is_killed_after_a_host_loss(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, stubborn: bool
 ) -> None:
     """One that TERM ends is left to that."""
@@ -433,7 +431,7 @@ def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, 0o600])
-def test_link_given_back_with_reason_when_srun_cannot_start(
+def test_job_is_requeued_with_the_reason_if_srun_cannot_start(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: int | None
 ) -> None:
     """The set-up lines may have taken it from PATH. The reason names it and its setting."""
@@ -481,7 +479,7 @@ BREAK: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("said", BREAK)
-def test_a_user_error_before_the_first_round_ends_the_trial(
+def test_user_error_before_the_first_round_ends_the_trial(
     run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
     """Every link on every host would meet it: none is used up for it, and no host is excluded."""
@@ -497,7 +495,7 @@ def test_a_user_error_before_the_first_round_ends_the_trial(
     assert str(tokens) in last.data["reason"]
 
 
-def test_a_user_error_does_not_end_a_trial_that_another_job_runs(
+def test_user_error_does_not_end_a_trial_run_by_another_job(
     run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "takes_over", lambda *_: False)
@@ -506,7 +504,7 @@ def test_a_user_error_does_not_end_a_trial_that_another_job_runs(
     assert History(run.history).read() == []
 
 
-def test_variables_of_the_configuration_reach_the_runs_processes(
+def test_configured_variables_reach_all_processes(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They count more than what the job inherited."""
@@ -519,7 +517,7 @@ def test_variables_of_the_configuration_reach_the_runs_processes(
     assert (os.environ["NCCL_DEBUG"], os.environ["UCX_TLS"]) == ("INFO", "rc")
 
 
-def test_a_variables_file_without_its_mount_is_the_fault_of_the_host(
+def test_missing_mount_of_the_variables_file_is_a_host_failure(
     run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_back: list[str] = []
@@ -541,7 +539,7 @@ def run_main(paths: RunPaths) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_link_of_an_ended_trial_exits_at_once(paths: RunPaths) -> None:
+def test_job_of_an_ended_trial_exits_at_once(paths: RunPaths) -> None:
     end(History(paths.history), Kind.CANCELLED, {})
     done = run_main(paths)
     assert done.returncode == 0

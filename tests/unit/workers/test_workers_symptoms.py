@@ -75,7 +75,7 @@ def died(rank: int | None, code: int = KILLED) -> Ended:
     return Ended(FakeChildren().name(rank), code, rank)
 
 
-def test_exception_of_a_rank(bed: Bed) -> None:
+def test_exception_of_a_rank_is_reported_with_its_host(bed: Bed) -> None:
     known = error(3, "ValueError: bad", damaged="step-4.1")
     assert bed.failure(known) == replace(known, host="n1")
 
@@ -125,7 +125,7 @@ def test_end_of_fork_server_blames_no_rank(bed: Bed, code: int, why: str, reason
     assert failure_words(failure) == failure.reason
 
 
-def test_ends_as_they_should_be(bed: Bed) -> None:
+def test_expected_ends_are_no_failure(bed: Bed) -> None:
     bed.see(ended=(died(None, 0),))  # the master; the history says why
     bed.symptoms.told_to_exit = True
     bed.see(ended=(died(3, 0), died(None, 0)))
@@ -133,7 +133,7 @@ def test_ends_as_they_should_be(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, None])
-def test_silence(bed: Bed, rank: int | None) -> None:
+def test_heartbeat_timeout_is_reported_as_hang(bed: Bed, rank: int | None) -> None:
     bed.children.quiet = [rank]
     failure = bed.failure()
     assert failure.cause == "hung"
@@ -141,25 +141,25 @@ def test_silence(bed: Bed, rank: int | None) -> None:
     assert (failure.rank, failure.silent_s) == (rank, 60.0)
 
 
-def test_silence_of_those_that_leave(bed: Bed) -> None:
+def test_exiting_processes_need_no_heartbeat(bed: Bed) -> None:
     bed.symptoms.told_to_exit = True
     bed.children.quiet = [3, None]
     bed.see()
 
 
-def test_an_echo_waits_for_what_it_echoes(bed: Bed) -> None:
+def test_connection_error_waits_for_its_cause(bed: Bed) -> None:
     bed.see(error(2, "RuntimeError: Connection closed by peer", echo=True))
     bed.now += ECHO_GRACE_S / 2
     bed.see()
     assert bed.failure(ended=(died(3),)).reason == "rank 3 on n1 was ended by SIGKILL"
 
 
-def test_a_real_exception_comes_before_an_echo(bed: Bed) -> None:
+def test_exception_takes_precedence_over_a_connection_error(bed: Bed) -> None:
     echo = error(2, "RuntimeError: Connection reset by peer", echo=True)
     assert bed.failure(echo, error(3, "KeyError: 1")).rank == 3
 
 
-def test_an_echo_that_stays_alone_is_reported(bed: Bed) -> None:
+def test_connection_error_without_a_cause_is_reported(bed: Bed) -> None:
     bed.see(error(2, "RuntimeError: Connection closed by peer", echo=True))
     assert bed.symptoms.longest_turn_s < ECHO_GRACE_S
     bed.see(error(3, "RuntimeError: Connection closed by peer", echo=True))
@@ -169,12 +169,12 @@ def test_an_echo_that_stays_alone_is_reported(bed: Bed) -> None:
     assert failure.echo, "a host may turn out to be lost"
 
 
-def test_nothing_happened(bed: Bed) -> None:
+def test_no_failure_is_reported_without_symptoms(bed: Bed) -> None:
     bed.see()
     assert bed.symptoms.longest_turn_s == float("inf")
 
 
-def test_a_gpu_that_failed_is_named_with_its_host(bed: Bed) -> None:
+def test_failed_gpu_is_named_with_its_host(bed: Bed) -> None:
     """It counts more than the broken connections that follow, whichever comes first."""
     broken = error(0, "RuntimeError: connection closed", echo=True)
     fault = error(
@@ -204,20 +204,20 @@ WATCHDOG = (
         ("device-side assert triggered", "died"),
     ],
 )
-def test_a_rank_that_torchs_watchdog_aborted_for_its_gpu(bed: Bed, words: str, cause: str) -> None:
+def test_watchdog_abort_because_of_a_gpu_is_a_gpu_failure(bed: Bed, words: str, cause: str) -> None:
     """The watchdog thread may see the fault before the rank's own thread can report it."""
     bed.output = WATCHDOG.format(words)
     failure = bed.failure(ended=(Ended("rank 2 on n1", -int(signal.SIGABRT), 2),))
     assert (failure.cause, failure.host, failure.rank) == (cause, "n1", 2)
 
 
-def test_other_aborts_are_no_fault_of_the_gpu(bed: Bed) -> None:
+def test_other_aborts_are_no_gpu_failure(bed: Bed) -> None:
     bed.output = "a sample about an uncorrectable ECC error\n"
     failure = bed.failure(ended=(Ended("rank 2 on n1", -int(signal.SIGABRT), 2),))
     assert failure.cause == "died"
 
 
-def test_a_rank_of_another_world_is_named_with_it(bed: Bed) -> None:
+def test_rank_of_another_world_is_named_with_its_world(bed: Bed) -> None:
     """Its number alone would name a trainer."""
     bed.children.world = "rollout/3"
     assert bed.failure(ended=(died(1),)).world == "rollout/3"

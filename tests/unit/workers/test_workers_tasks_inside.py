@@ -42,7 +42,7 @@ def started(paths: RunPaths) -> list[tuple[int, str]]:
     return [(one["task"], one["host"]) for one in read_all(paths) if one["kind"] == "task_started"]
 
 
-def test_a_task_that_fails_is_started_again_so_many_times(
+def test_failed_task_is_restarted_a_limited_number_of_times(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure after a long time is the first of a new row.
@@ -64,7 +64,7 @@ def test_a_task_that_fails_is_started_again_so_many_times(
     assert [one.name for one in paths.rollouts.iterdir()] == ["rollout.0.1"]
 
 
-def test_a_task_that_has_retired_is_left_alone_until_the_next_round(
+def test_retired_task_is_not_restarted_before_the_next_round(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = tasks_of(paths, monkeypatch, ["true"], hosts=1, each=1)
@@ -77,7 +77,7 @@ def test_a_task_that_has_retired_is_left_alone_until_the_next_round(
     tasks.end()
 
 
-def test_no_two_tasks_have_the_same_gpus_when_hosts_are_replaced(
+def test_replaced_hosts_give_tasks_distinct_gpus(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tasks of a lost host go where no other task has their places; the others stay."""
@@ -102,9 +102,7 @@ def test_no_two_tasks_have_the_same_gpus_when_hosts_are_replaced(
     tasks.end()
 
 
-def test_an_end_waits_for_tasks_that_retire(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_end_waits_for_retiring_tasks(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import signal; signal.sigwait([signal.SIGUSR2])"  # blocked since before its start
     tasks = tasks_of(paths, monkeypatch, [sys.executable, "-c", code], hosts=1, each=1)
     tasks.start(())
@@ -114,7 +112,7 @@ def test_an_end_waits_for_tasks_that_retire(
 
 
 @pytest.mark.parametrize(("task", "gpu"), [(None, ["0"]), (0, ["1,2"]), (3, ["3,4"])])
-def test_gpus_of_a_task_are_behind_those_of_the_trainers(
+def test_task_gpus_come_after_the_trainers_gpus(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, task: int | None, gpu: list[str]
 ) -> None:
     plan = Plan.read(run.plan)

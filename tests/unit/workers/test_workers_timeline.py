@@ -21,7 +21,7 @@ def answers(step: int) -> Answers:
     }
 
 
-def test_the_newest_steps_are_kept_and_written_now_and_then(
+def test_timeline_keeps_newest_steps_and_is_written_periodically(
     tmp_path: Path, calls: Callable[..., CallPlan]
 ) -> None:
     now = [0.0]
@@ -46,7 +46,7 @@ def test_the_newest_steps_are_kept_and_written_now_and_then(
     assert json.loads(path.read_text())["peaks"] == [[0, most], [1, most - 1], [2, most - 2]]
 
 
-def test_its_size_is_bounded_and_a_failure_ends_nothing(
+def test_timeline_size_is_limited_and_write_errors_are_ignored(
     tmp_path: Path, calls: Callable[..., CallPlan]
 ) -> None:
     many = range(publish.MOST_RANKS + 1)

@@ -115,7 +115,7 @@ def assert_tried_again(error: Exception) -> None:
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("empty", [False, True], ids=["gone", "unmounted"])
-def test_a_folder_that_is_gone_for_a_while(reader: str, empty: bool, folder: Path) -> None:
+def test_temporarily_missing_directory_is_retried(reader: str, empty: bool, folder: Path) -> None:
     away = folder.rename(folder.with_name("away"))
     if empty:
         folder.mkdir()
@@ -133,7 +133,7 @@ def test_a_folder_that_is_gone_for_a_while(reader: str, empty: bool, folder: Pat
     ("reader", "number"),
     [(reader, number) for reader in READERS for number in ERRORS[: 1 if reader in SLOW else 3]],
 )
-def test_a_read_that_fails(
+def test_failed_read_is_retried(
     reader: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each file of the folder in turn; where a reader does not touch it, there is no error."""
@@ -160,7 +160,7 @@ def test_a_read_that_fails(
 @pytest.mark.parametrize(
     "reader", ["tokenizer", "config.json", "generation_config.json", "weights"]
 )
-def test_a_listing_that_fails(
+def test_failed_listing_is_retried(
     reader: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Any = ".") -> list[str]:
@@ -192,13 +192,13 @@ def break_reads(patched: pytest.MonkeyPatch, victim: Path, number: int) -> None:
     patched.setattr(loader, "_io", calls)
 
 
-def test_user_errors_stay_final() -> None:
+def test_user_errors_are_final() -> None:
     error = UsageError("no such metric")
     assert failure_of(error, "master").final
     assert serve_module._failure_of(error, RANK, serve_module.START).final
 
 
-def test_an_input_is_read_again_until_it_is_there() -> None:
+def test_missing_input_is_read_again_until_it_exists() -> None:
     tries = iter((UnreadableInputError("gone"), UnreadableInputError("gone"), None))
 
     def look() -> str:
@@ -211,7 +211,7 @@ def test_an_input_is_read_again_until_it_is_there() -> None:
         retry("read", lambda: READERS["config.json"](Path("/nowhere")), timeout_s=0)
 
 
-def test_an_input_that_certainly_does_not_exist_is_reported_soon(
+def test_definitely_missing_input_is_reported_soon(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A deleted file does not cost a minute, and the failure names it for the next start; where a

@@ -16,7 +16,7 @@ def test_trial_ends_after_five_steps_without_most_scores() -> None:
         steps.add({"reward_unscored": 0.875})
 
 
-def test_trial_goes_on_with_most_scores() -> None:
+def test_trial_continues_with_most_scores() -> None:
     steps = UnscoredSteps()
     for metrics in ({}, {"reward_unjudged": 1.0}, {"reward_unscored": 0.5}):
         for _ in range(10):

@@ -59,7 +59,7 @@ def weights(size: int = 4096) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_share_is_small_for_small_updates_and_grows_as_they_add_up(dtype: str) -> None:
+def test_kept_share_grows_as_small_updates_add_up(dtype: str) -> None:
     """Those of Adam at a learning rate of 1e-6 are below the distance of values."""
     signs = torch.sign(torch.randn(4096, generator=torch.Generator().manual_seed(2)))
     first = kept(Held(w=weights()), 1e-7 * signs, dtype)
@@ -69,7 +69,7 @@ def test_share_is_small_for_small_updates_and_grows_as_they_add_up(dtype: str) -
     assert first < 0.2 < 0.95 < large
 
 
-def test_share_is_that_of_all_weights_where_they_are_few() -> None:
+def test_kept_share_uses_all_weights_of_small_models() -> None:
     start, update = weights(), 1e-4 * torch.randn(4096, generator=torch.Generator().manual_seed(3))
     share = survival(start.numpy(), (start + update).numpy(), "bfloat16").share
     assert kept(Held(w=start.clone()), update) == pytest.approx(share)
@@ -99,7 +99,7 @@ def test_call_without_update_reports_no_share() -> None:
         (SimpleNamespace(method=Method.INFERENCE, role="actor"), "bfloat16"),
     ],
 )
-def test_other_calls_are_not_measured(call: Any, dtype: str | None) -> None:
+def test_kept_share_is_measured_only_for_training_calls(call: Any, dtype: str | None) -> None:
     engine: Any = Held(w=weights())
     assert UpdateKept(dtype).before(call, engine) is None
 
@@ -116,7 +116,7 @@ def test_other_calls_are_not_measured(call: Any, dtype: str | None) -> None:
         ("bfloat16", OTHERS, None),
     ],
 )
-def test_type_is_that_of_the_engine_that_generates(
+def test_kept_share_uses_the_dtype_of_the_generation_engine(
     dtype: str, rollout: dict[str, Any], expected: str | None
 ) -> None:
     config: Config = configured(dtype, rollout)
@@ -137,7 +137,7 @@ def test_type_is_that_of_the_engine_that_generates(
         (SERVER, {"bfloat16"}, None),
     ],
 )
-def test_types_of_running_servers_reach_all_ranks(
+def test_dtypes_of_external_servers_reach_all_ranks(
     tmp_path: Path, rollout: dict[str, Any], types: set[str], expected: str | None
 ) -> None:
     """One rank speaks to them. Servers of the run have the type that the configuration says."""
@@ -153,7 +153,7 @@ def test_types_of_running_servers_reach_all_ranks(
         assert rounds_to(config, served) == expected
 
 
-def test_share_with_adapters_is_that_of_their_sums_with_the_weights() -> None:
+def test_kept_share_with_adapters_uses_merged_weights() -> None:
     """The weights are frozen; what generates are the sums, rounded."""
     draw = torch.Generator().manual_seed(4)
     a = torch.randn(2, 64, generator=draw)

@@ -133,7 +133,7 @@ def publish(publisher: VersionPublisher, step: int, *, again: bool = False) -> P
     return outcome
 
 
-def test_every_few_versions_one_is_whole(trial: Trial) -> None:
+def test_every_few_versions_one_is_full(trial: Trial) -> None:
     publisher = trial.publisher(whole_every=3, keep_whole=9)
     outcomes = [publish(publisher, step) for step in range(7)]
     bases = [None if one.base is None else one.base.step for one in outcomes]
@@ -144,14 +144,14 @@ def test_every_few_versions_one_is_whole(trial: Trial) -> None:
     assert all(0 < one.stall_s <= one.seconds for one in outcomes)
 
 
-def test_old_versions_go_when_enough_whole_ones_are_newer(trial: Trial) -> None:
+def test_old_versions_are_removed_after_enough_newer_full_ones(trial: Trial) -> None:
     publisher = trial.publisher(whole_every=2, keep_whole=2)
     for step in range(5):
         publish(publisher, step)
     assert trial.on_disk == trial.check() == ["2.1", "3.1", "4.1"]
 
 
-def test_nothing_is_published_before_all_ranks_have_written(trial: Trial) -> None:
+def test_version_is_published_after_all_ranks_have_written(trial: Trial) -> None:
     publisher = trial.publisher()
     assert publisher.start(1) is None
     assert publisher.poll() is None
@@ -162,7 +162,7 @@ def test_nothing_is_published_before_all_ranks_have_written(trial: Trial) -> Non
     assert publisher.wait() is None
 
 
-def test_a_rank_that_cannot_write_leaves_no_version_and_the_next_one_is_whole(trial: Trial) -> None:
+def test_failed_write_leaves_no_version_and_the_next_is_full(trial: Trial) -> None:
     publisher = trial.publisher()
     publish(publisher, 1)
     trial.channel.errors = {1: "cannot write x: quota"}
@@ -174,7 +174,7 @@ def test_a_rank_that_cannot_write_leaves_no_version_and_the_next_one_is_whole(tr
     assert trial.check() == ["1.1", "3.1", "4.1"]
 
 
-def test_a_version_that_cannot_be_read_is_published_again(trial: Trial) -> None:
+def test_unreadable_version_is_published_again(trial: Trial) -> None:
     publisher = trial.publisher()
     publish(publisher, 1)
     assert not publisher.is_lacking
@@ -187,7 +187,7 @@ def test_a_version_that_cannot_be_read_is_published_again(trial: Trial) -> None:
     assert trial.check() == ["1.1", "2.1"]
 
 
-def test_no_difference_builds_on_what_cannot_be_read(trial: Trial) -> None:
+def test_delta_is_never_based_on_an_unreadable_version(trial: Trial) -> None:
     """Whether the one that does is published, is being written, or comes next."""
     publisher = trial.publisher()
     publish(publisher, 1)
@@ -203,7 +203,7 @@ def test_no_difference_builds_on_what_cannot_be_read(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("what", ["failed", "removed"])
-def test_a_version_that_is_not_there_is_lacking(trial: Trial, what: str) -> None:
+def test_missing_version_is_published_again(trial: Trial, what: str) -> None:
     publisher = trial.publisher()
     if what == "failed":
         trial.channel.errors = {1: "cannot write x: quota"}
@@ -217,7 +217,7 @@ def test_a_version_that_is_not_there_is_lacking(trial: Trial, what: str) -> None
 
 
 @pytest.mark.parametrize("what", ["2.1", "manifest.json"])
-def test_a_full_disk_leaves_the_older_versions(
+def test_full_disk_keeps_the_older_versions(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """No room for the directory, or for the manifest."""
@@ -246,7 +246,7 @@ def full(real: Callable[..., Any], what: str) -> Callable[..., Any]:
     return call
 
 
-def test_a_part_that_is_missing_is_no_part(trial: Trial) -> None:
+def test_missing_part_file_is_an_error(trial: Trial) -> None:
     publisher = trial.publisher()
     assert publisher.start(1) is None
     trial.channel.wait_saved(0, "", 0.0)
@@ -258,7 +258,7 @@ def test_a_part_that_is_missing_is_no_part(trial: Trial) -> None:
     assert trial.on_disk == []
 
 
-def test_a_master_that_is_no_longer_the_newest_publishes_nothing(trial: Trial) -> None:
+def test_stale_master_publishes_no_version(trial: Trial) -> None:
     def refused() -> None:
         raise StaleIncarnationError("2 is the newest")
 
@@ -270,7 +270,7 @@ def test_a_master_that_is_no_longer_the_newest_publishes_nothing(trial: Trial) -
     assert trial.check() == []
 
 
-def test_a_new_incarnation_removes_what_no_longer_counts(trial: Trial) -> None:
+def test_new_incarnation_removes_invalid_versions(trial: Trial) -> None:
     """It goes on from step 2 of the first one.
 
     Versions of the first one's later steps go, and so does what it did not finish; what a newer
@@ -315,7 +315,7 @@ class FakeEngine:
         return {}
 
 
-def test_a_rank_writes_in_a_thread_what_has_changed(tmp_path: Path) -> None:
+def test_rank_writes_changed_tensors_in_a_thread(tmp_path: Path) -> None:
     writing = VersionWriting(tmp_path, 0, cast(OwnedTensors, Parts()))
     for version, base in [("1.1", None), ("2.1", "1.1"), ("3.1", None)]:
         assert write(writing, version, base, FakeEngine()) == [Saved(rank=0, seq=7)]

@@ -48,14 +48,14 @@ def warned(
         ("", "unknown", None),
     ],
 )
-def test_causes(
+def test_warning_cause_follows_from_the_remaining_time(
     monkeypatch: pytest.MonkeyPatch, end: str, cause: str, left_s: float | None
 ) -> None:
     assert warned(monkeypatch, end) == Warned(signal="SIGUSR2", cause=cause, time_left_s=left_s)
 
 
 @pytest.mark.parametrize(("left_s", "cause"), [(85.0, "time_limit"), (100.0, "preemption")])
-def test_term_is_not_sent_ahead_of_a_limit(
+def test_sigterm_before_the_time_limit_is_a_preemption(
     monkeypatch: pytest.MonkeyPatch, left_s: float, cause: str
 ) -> None:
     """Within the lead it can only be a preemption."""
@@ -63,11 +63,11 @@ def test_term_is_not_sent_ahead_of_a_limit(
     assert found == Warned(signal="SIGTERM", cause=cause, time_left_s=left_s)
 
 
-def test_a_local_run_is_interrupted_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_to_a_local_run_is_a_user_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warned(monkeypatch, "", local=True) == Warned(signal="SIGUSR2", cause="interrupt")
 
 
-def test_the_first_signal_is_reported_once() -> None:
+def test_first_signal_is_reported_once() -> None:
     warnings = Warnings(local=True, lead_s=120.0, stopped=lambda: False)
     warnings.listen()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
@@ -79,7 +79,7 @@ def test_the_first_signal_is_reported_once() -> None:
     assert warnings.received
 
 
-def test_signals_that_were_held_back_are_heard() -> None:
+def test_blocked_signals_are_received_later() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     send(signal.SIGTERM)
     warnings = Warnings(local=True, lead_s=120.0, stopped=lambda: False)
@@ -89,7 +89,7 @@ def test_signals_that_were_held_back_are_heard() -> None:
 
 
 @pytest.mark.parametrize(("stopped", "cause"), [(True, "interrupt"), (False, "preemption")])
-def test_stop_by_user_is_no_preemption(
+def test_stop_by_the_user_is_no_preemption(
     monkeypatch: pytest.MonkeyPatch, stopped: bool, cause: str
 ) -> None:
     found = warned(monkeypatch, str(NOW + 9999), stopped=stopped)

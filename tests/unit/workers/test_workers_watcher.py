@@ -85,7 +85,9 @@ def slurm(monkeypatch: pytest.MonkeyPatch, paths: RunPaths) -> Slurm:
     return Slurm(monkeypatch, paths)
 
 
-def test_the_batch_host_is_lost_with_the_only_agent(slurm: Slurm, paths: RunPaths) -> None:
+def test_job_is_requeued_if_the_batch_host_and_only_agent_are_lost(
+    slurm: Slurm, paths: RunPaths
+) -> None:
     slurm.first_agent("7.0.0", 0)
     slurm.lives_until = 200.0
     slurm.answers = {0.0: WHOLE, 290.0: REST}
@@ -101,7 +103,7 @@ def test_the_batch_host_is_lost_with_the_only_agent(slurm: Slurm, paths: RunPath
     )  # fmt: skip
 
 
-def test_the_batch_host_is_lost_before_an_agent_has_started(slurm: Slurm) -> None:
+def test_job_is_requeued_if_the_batch_host_is_lost_before_agents_start(slurm: Slurm) -> None:
     """Agents of an earlier start of the job say nothing about this one."""
     slurm.first_agent("7.1.0", 0)
     slurm.lives_until = 1000.0
@@ -110,7 +112,7 @@ def test_the_batch_host_is_lost_before_an_agent_has_started(slurm: Slurm) -> Non
     assert [element for _, element in slurm.requeued] == ["41_0"]
 
 
-def test_the_agents_of_the_newest_round_count(slurm: Slurm) -> None:
+def test_watcher_observes_the_agents_of_the_newest_round(slurm: Slurm) -> None:
     slurm.first_agent("7.0.9", 0)
     slurm.first_agent("7.0.10", 1)
     slurm.lives_until = 500.0
@@ -120,7 +122,7 @@ def test_the_agents_of_the_newest_round_count(slurm: Slurm) -> None:
 
 
 @pytest.mark.parametrize("answer", [OVER, "restarted"])
-def test_an_earlier_start_of_the_job_ends_nothing(slurm: Slurm, answer: str | None) -> None:
+def test_watcher_of_an_earlier_job_start_does_not_requeue(slurm: Slurm, answer: str | None) -> None:
     """A watcher may outlive its start on a host that Slurm could not reach."""
     slurm.answers = {0.0: "silent", 100.0: WHOLE, 200.0: answer}
     slurm.watch()
@@ -129,7 +131,7 @@ def test_an_earlier_start_of_the_job_ends_nothing(slurm: Slurm, answer: str | No
 
 
 @pytest.mark.parametrize("hosts", [(), ("n2",)])
-def test_hosts_without_that_of_the_watcher_prove_nothing(
+def test_host_list_without_the_watchers_host_is_ignored(
     slurm: Slurm, hosts: tuple[str, ...]
 ) -> None:
     slurm.answers = {0.0: hosts, 100.0: WHOLE, 200.0: OVER}
@@ -146,7 +148,7 @@ def test_hosts_without_that_of_the_watcher_prove_nothing(
         pytest.param((), 1, [], id="no Slurm"),
     ],
 )
-def test_where_watchers_run(
+def test_watchers_run_on_other_hosts_than_the_batch_host(
     paths: RunPaths,
     monkeypatch: pytest.MonkeyPatch,
     hosts: tuple[str, ...],
@@ -173,9 +175,7 @@ def test_where_watchers_run(
     wait_until("the steps to end", lambda: all(step.poll() is not None for step in steps) or None)
 
 
-def test_a_job_without_srun_has_no_watchers(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_without_srun_has_no_watchers(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     """They alone do not end it."""
     monkeypatch.setenv("PATH", str(paths.run))
     watchers = Watchers(Namespace(run=paths.run, submission=2, group="trainer"))

@@ -130,14 +130,14 @@ def test_incarnation_fails_if_its_control_log_was_removed(
     assert caught.value.failure.host == "", "no host is to blame"
 
 
-def test_collect_gives_the_answers_of_all_ranks(site: Site) -> None:
+def test_collect_returns_the_answers_of_all_ranks(site: Site) -> None:
     site.agents[0].append(hello(0), done(0, 5, 1), done(1, 5, 2))
     site.agents[1].append(done(2, 5, 3), done(3, 5, 4))
     answers = site.channel.collect(5, "a call", 10)
     assert {rank: answer.tokens for rank, answer in answers.items()} == {0: 1, 1: 2, 2: 3, 3: 4}
 
 
-def test_answers_to_later_messages_wait_their_turn(site: Site) -> None:
+def test_answers_to_later_messages_are_kept_for_later(site: Site) -> None:
     site.agents[0].append(done(0, 0), done(0, 1), done(1, 0), done(1, 1))
     site.agents[1].append(done(2, 0), done(3, 0))
     assert set(site.channel.collect(0, "loading", 10)) == {0, 1, 2, 3}
@@ -156,14 +156,14 @@ def test_deadline_names_ranks_hosts_and_jobs(site: Site) -> None:
     )
 
 
-def test_deadline_of_the_start(site: Site) -> None:
+def test_start_deadline_names_missing_ranks(site: Site) -> None:
     site.agents[0].append(hello(0), *map(ready, (0, 1, 3)))
     site.agents[1].append(hello(1))
     with pytest.raises(WaitTimeoutError, match=r"for rank 2 \(n1, job 41_2\) to be ready"):
         site.channel.wait_ready(0.0)
 
 
-def test_a_rank_that_tokenizes_puts_the_deadline_of_the_start_off(
+def test_tokenization_postpones_the_start_deadline(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that takes longer than start_timeout_s can be tokenized; silence still ends the
@@ -192,7 +192,7 @@ def test_a_rank_that_tokenizes_puts_the_deadline_of_the_start_off(
         site.channel.wait_ready(10.0)
 
 
-def test_who_is_waited_for(site: Site) -> None:
+def test_channel_reports_the_ranks_it_waits_for(site: Site) -> None:
     seen: list[Any] = []
     site.agents[0].append(hello(0), done(0, 5), done(1, 5))
     site.script = [
@@ -211,13 +211,13 @@ def test_who_is_waited_for(site: Site) -> None:
     assert site.channel.waiting() is None
 
 
-def test_ready_ranks(site: Site) -> None:
+def test_wait_ready_returns_all_ready_messages(site: Site) -> None:
     for rank in range(4):
         site.agents[rank // 2].append(ready(rank))
     assert site.channel.wait_ready(10) == {rank: ready(rank) for rank in range(4)}
 
 
-def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
+def test_error_of_a_rank_ends_the_wait_for_answers(site: Site) -> None:
     failure = Failure(cause="exception", reason="rank 2: ValueError: bad", rank=2)
     site.agents[1].append(done(3, 0), failure)
     with pytest.raises(ReportedError, match="rank 2: ValueError: bad") as caught:
@@ -225,9 +225,7 @@ def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
     assert caught.value.failure == failure
 
 
-def test_the_end_is_announced_once_and_never_waited_for(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_is_announced_once_without_waiting(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.channel.end()
     assert site.posted() == [Over()]
 
@@ -246,7 +244,7 @@ def test_warning_is_seen_while_collecting(site: Site) -> None:
     assert site.channel.warned
 
 
-def test_waiting_lets_others_work(site: Site) -> None:
+def test_waiting_pauses_between_polls(site: Site) -> None:
     site.script = [lambda: None, lambda: None, lambda: site.agents[0].append(done(0, 0))]
     site.script += [lambda: site.agents[0].append(done(1, 0))]
     site.script += [lambda: site.agents[1].append(done(2, 0), done(3, 0))]
@@ -254,7 +252,7 @@ def test_waiting_lets_others_work(site: Site) -> None:
     assert site.waits == 5
 
 
-def test_directory_that_does_not_answer_ends_nothing(
+def test_unreachable_directory_does_not_end_the_wait(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what the other agents said meanwhile is not lost."""
@@ -274,14 +272,16 @@ def test_directory_that_does_not_answer_ends_nothing(
     assert failures == []
 
 
-def test_mailbox_keeps_the_newest_hello() -> None:
+def test_newest_hello_of_an_agent_is_kept() -> None:
     mailbox = Mailbox()
     mailbox.put(hello(0))
     mailbox.put(hello(0, "n9"))
     assert mailbox.agents["trainer/0"].host == "n9"
 
 
-def test_answers_are_those_of_the_trainers(paths: RunPaths, plans: Callable[..., Plan]) -> None:
+def test_messages_of_other_groups_are_not_taken_as_answers(
+    paths: RunPaths, plans: Callable[..., Plan]
+) -> None:
     """What an agent of another group sends is never taken for an answer, a failure or a warning of
     the trainers, although its ranks have the same numbers.
     """
@@ -334,11 +334,11 @@ def ringing(
         bell.close()
 
 
-def test_the_log_begins_with_the_masters_bell(ringing: RingingSite) -> None:
+def test_control_log_begins_with_the_masters_address(ringing: RingingSite) -> None:
     assert ringing.posted() == [RingAt(bell=ringing.bell.address)]
 
 
-def test_agents_are_rung_after_every_post(ringing: RingingSite) -> None:
+def test_agents_are_notified_after_every_post(ringing: RingingSite) -> None:
     assert ringing.rung() == [False, False]
     ringing.channel.post(Exit())
     assert ringing.rung() == [True, True]
@@ -347,7 +347,7 @@ def test_agents_are_rung_after_every_post(ringing: RingingSite) -> None:
     assert ringing.rung() == [False, False]
 
 
-def test_a_ring_has_the_log_of_its_agent_read_and_no_other(
+def test_notification_causes_a_read_of_only_its_agents_log(
     ringing: RingingSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the answers of a thousand hosts cost a thousand looks, not a million."""

@@ -31,14 +31,14 @@ GLOO = (
         BrokenPipeError(32, "Broken pipe"),
     ],
 )
-def test_echoes(error: Exception) -> None:
+def test_connection_errors_are_recognized_as_consequences(error: Exception) -> None:
     assert recognize(error) == Failure(cause="exception", echo=True)
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")]
 )
-def test_out_of_memory(error: Exception) -> None:
+def test_out_of_memory_is_recognized(error: Exception) -> None:
     assert recognize(error) == Failure(cause="oom")
 
 
@@ -46,7 +46,7 @@ def test_out_of_memory(error: Exception) -> None:
     "error",
     [ValueError("Connection closed by peer"), RuntimeError("shapes differ"), SystemExit(0)],
 )
-def test_others_stand_for_themselves(error: BaseException) -> None:
+def test_other_errors_are_their_own_cause(error: BaseException) -> None:
     assert recognize(error) == Failure(cause="exception")
 
 
@@ -82,14 +82,14 @@ UNHANDLED = (
         (dist.DistBackendError(UNHANDLED), True),
     ],
 )
-def test_a_gpu_that_fails_is_not_the_codes_fault(error: Exception, certain: bool) -> None:
+def test_gpu_failure_is_not_blamed_on_the_code(error: Exception, certain: bool) -> None:
     """Nor is it taken for the consequence of another rank's end."""
     assert recognize(error) == Failure(
         cause="gpu_fault", gpu=device.describe_gpu(), certain=certain
     )
 
 
-def test_a_gpu_that_torch_cannot_use_is_a_fault_that_another_host_may_not_have() -> None:
+def test_gpu_unusable_for_torch_is_a_host_fault() -> None:
     """Not certainly: the same old driver on two hosts counts against the trial."""
     found = recognize(UnusableGpuError("The NVIDIA driver on your system is too old"))
     assert (found.cause, found.certain) == ("gpu_fault", False)
@@ -108,11 +108,11 @@ def test_a_gpu_that_torch_cannot_use_is_a_fault_that_another_host_may_not_have()
         (accelerator_error("its code counts: unspecified launch failure", 700), "exception"),
     ],
 )
-def test_bugs_and_lack_of_memory_are_not_blamed_on_the_gpu(error: Exception, cause: str) -> None:
+def test_bugs_and_out_of_memory_are_not_blamed_on_the_gpu(error: Exception, cause: str) -> None:
     assert recognize(error) == Failure(cause=cause)
 
 
-def test_a_library_that_hides_the_fault_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_fault_is_found_behind_a_library_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS and cuDNN name a status of their own; CUDA itself is asked then."""
     hidden = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
     monkeypatch.setattr(device, "pending_error", lambda: None)
@@ -122,7 +122,7 @@ def test_a_library_that_hides_the_fault_is_seen_through(monkeypatch: pytest.Monk
     assert recognize(hidden).cause == "gpu_fault"
 
 
-def test_the_gpu_is_asked_without_waiting_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_check_does_not_wait_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collective that never ends must not keep the report back."""
     assert device.pending_error() is None, "a process that uses no GPU"
     fault = accelerator_error("unspecified launch failure", 719)
@@ -135,13 +135,13 @@ def test_the_gpu_is_asked_without_waiting_for_its_kernels(monkeypatch: pytest.Mo
     assert device.pending_error() is fault
 
 
-def test_what_an_exception_was_raised_from_counts() -> None:
+def test_cause_of_a_chained_exception_is_recognized() -> None:
     error = LookupError("no batch")
     error.__cause__ = RuntimeError(GLOO)
     assert recognize(error) == Failure(cause="exception", echo=True)
 
 
-def test_a_rank_of_another_world_names_it() -> None:
+def test_error_of_another_world_names_the_world() -> None:
     """Its number alone would name a trainer."""
     failure = _failure_of(ValueError("bad"), RankId("rollout/2", 0), _Place("gen", 1))
     assert failure.reason == "rank 0 of rollout/2: ValueError: bad"

@@ -39,7 +39,7 @@ PAIRS = "metrics that are not a pair (sum, count) of numbers: "
         (result([0.5]), f"{PAIRS}stats"),
     ],
 )
-def test_wrong_results_name_the_interface_and_the_rule(
+def test_error_about_wrong_results_names_interface_and_rule(
     calls: Callable[..., CallPlan], returned: Any, message: str
 ) -> None:
     call = calls("judge", role=None, outputs=("rewards",), interface="fake:Judge")
@@ -49,7 +49,7 @@ def test_wrong_results_name_the_interface_and_the_rule(
     assert checked(right, call, leads=True) is right
 
 
-def test_only_the_leader_of_ranks_returns_samples(calls: Callable[..., CallPlan]) -> None:
+def test_only_the_leader_rank_returns_samples(calls: Callable[..., CallPlan]) -> None:
     call = calls("judge", role=None, outputs=("rewards",), interface="fake:Judge")
     nothing = CallResult()
     assert checked(nothing, call, leads=False) is nothing

@@ -148,19 +148,19 @@ def test_exit_closes_the_executor(ready: Rank) -> None:
     assert ready.executor.closed
 
 
-def test_agent_that_goes_before_the_start(rank: Rank) -> None:
+def test_worker_exits_if_the_agent_exits_before_the_start(rank: Rank) -> None:
     rank.agent.close()
     assert rank.end() == 1
 
 
-def test_agent_that_goes_later(ready: Rank) -> None:
+def test_worker_exits_if_the_agent_exits_later(ready: Rank) -> None:
     ready.agent.close()
     assert ready.end() == 1
     assert not ready.executor.closed, "other ranks may be gone: no clean-up waits for them"
 
 
 @pytest.mark.parametrize("error", [KeyError("id-7"), SystemExit(0)])
-def test_error_is_described_and_the_rank_stays(ready: Rank, error: BaseException) -> None:
+def test_error_is_reported_and_the_rank_keeps_running(ready: Rank, error: BaseException) -> None:
     """User code that calls sys.exit(0) must not look like a rank that was ordered to leave; and
     while a failed rank is there, no other one fails because it is gone.
     """
@@ -181,7 +181,7 @@ def test_error_is_described_and_the_rank_stays(ready: Rank, error: BaseException
     assert ready.end() == 1
 
 
-def test_a_mistake_of_the_users_is_final(ready: Rank) -> None:
+def test_user_error_is_final(ready: Rank) -> None:
     ready.executor.raises["reward_inf"] = RewardError("reward m:f returned nan")
     ready.order(RunCall(seq=5, step=9, name="reward_inf", scalars={}))
     said = ready.failure()
@@ -189,7 +189,7 @@ def test_a_mistake_of_the_users_is_final(ready: Rank) -> None:
     assert (said.exception, said.traceback) == ("reward m:f returned nan", "")
 
 
-def test_what_a_host_lacks_at_the_start_is_not_the_trial_s_fault(
+def test_missing_host_feature_at_the_start_is_a_host_failure(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(*arguments: object) -> NoReturn:
@@ -209,7 +209,7 @@ def test_what_a_host_lacks_at_the_start_is_not_the_trial_s_fault(
         "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error",
     ],
 )
-def test_connections_that_fail_are_the_environments_fault_at_the_start(
+def test_failed_connection_at_the_start_is_an_environment_failure(
     rank: Rank, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     def build(*arguments: object) -> NoReturn:
@@ -221,14 +221,14 @@ def test_connections_that_fail_are_the_environments_fault_at_the_start(
     assert (said.cause, said.echo, said.final) == ("environment", True, False)
 
 
-def test_a_damaged_checkpoint_is_named(ready: Rank) -> None:
+def test_damaged_checkpoint_is_named(ready: Rank) -> None:
     error = DamagedCheckpointError("step-7.2: actor.0 has another checksum", "step-7.2")
     ready.executor.raises["gen"] = error
     ready.order(RunCall(seq=5, step=9, name="gen", scalars={}))
     assert ready.failure().damaged == "step-7.2"
 
 
-def test_long_errors_are_cut(ready: Rank) -> None:
+def test_long_errors_are_truncated(ready: Rank) -> None:
     ready.executor.raises["gen"] = ValueError("x" * 3_000_000)
     ready.order(RunCall(seq=5, step=9, name="gen", scalars={}))
     said = ready.failure()
@@ -236,7 +236,7 @@ def test_long_errors_are_cut(ready: Rank) -> None:
     assert len(said.exception) + len(said.traceback) < 100_000
 
 
-def test_last_words_come_whole_to_a_slow_agent(rank: Rank) -> None:
+def test_slow_agent_receives_the_complete_last_message(rank: Rank) -> None:
     """More than one pipe buffer of output is queued before them."""
     large = replace(READY, fingerprint="x" * 2_000_000)
     rank.executor.ready = lambda: large  # type: ignore[method-assign]
@@ -247,7 +247,7 @@ def test_last_words_come_whole_to_a_slow_agent(rank: Rank) -> None:
     assert rank.failure().exception == "ValueError: bad"
 
 
-def test_a_rank_that_is_not_ended_leaves_by_itself(
+def test_failed_rank_exits_if_the_agent_does_not_end_it(
     ready: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_module, "LINGER_S", 0.05)
@@ -286,7 +286,7 @@ class FakeRolloutWorker:
 @pytest.mark.parametrize(
     ("message", "code"), [(Retire(reason="orphan", within_s=1.0), 0), (Serve(incarnation=1), 1)]
 )
-def test_a_rollout_task_is_served_until_its_worker_returns(
+def test_rollout_task_is_served_until_its_worker_returns(
     monkeypatch: pytest.MonkeyPatch, message: Serve | Retire, code: int
 ) -> None:
     def leave(code: int) -> NoReturn:

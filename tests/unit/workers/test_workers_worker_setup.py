@@ -27,7 +27,7 @@ from slurmrl.workers.worker.setup import require_inputs
 
 
 @pytest.mark.parametrize("missing", ["model", "tokenizer", "rows.jsonl", "heldout.jsonl"])
-def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing: str) -> None:
+def test_missing_file_on_a_host_is_a_host_failure(tmp_path: Path, missing: str) -> None:
     places = [tmp_path / name for name in ("model", "tokenizer", "rows.jsonl", "heldout.jsonl")]
     for place in places:
         place.touch()
@@ -78,7 +78,7 @@ def on_gpu(
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_a_trainer_is_bound_to_its_gpus_node_and_waits_for_its_memory_before_it_uses_it(
+def test_trainer_binds_cpus_and_waits_for_gpu_memory_before_use(
     on_gpu: SimpleNamespace, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, exclusive: bool
 ) -> None:
     """Bound first: host memory comes from the node of the thread that first writes it."""
@@ -98,7 +98,7 @@ def test_a_trainer_is_bound_to_its_gpus_node_and_waits_for_its_memory_before_it_
 
 
 @pytest.mark.parametrize("base", [None, "step-00000004.1"])
-def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
+def test_too_large_models_end_the_first_start_before_construction(
     on_gpu: SimpleNamespace, paths: RunPaths, base: str | None
 ) -> None:
     """A user error names host and GPU; a start from a checkpoint is not checked again."""
@@ -112,7 +112,7 @@ def _reached(*_: object, **__: object) -> None:
     raise KeyError("models would be built now")
 
 
-def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
+def test_rank_loads_its_checkpoint_once_the_mount_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount that is hidden while shares are verified, or while engines load, costs only time."""
@@ -137,7 +137,7 @@ def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
     assert loaded == ["{}"]
 
 
-def test_a_learning_rate_schedule_has_the_steps_in_which_its_model_is_trained(
+def test_learning_rate_schedule_covers_the_trained_steps(
     make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Six steps of eight updates; the actor of a critic that warms up is left out of two steps."""
