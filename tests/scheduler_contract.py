@@ -108,9 +108,7 @@ def pids(request: SubmissionRequest) -> list[int]:
     return [int(line) for line in file.read_text().split()] if file.exists() else []
 
 
-def test_links_run_one_after_the_other_and_leave_their_output(
-    scheduler: Scheduler, ask: Ask
-) -> None:
+def test_jobs_of_a_chain_run_in_turn_and_keep_their_output(scheduler: Scheduler, ask: Ask) -> None:
     code = "import os; print('link', os.environ['SLURM_ARRAY_TASK_ID'])"
     request = ask(code)
     with submitted(scheduler, request) as jobs:
@@ -122,7 +120,7 @@ def test_links_run_one_after_the_other_and_leave_their_output(
         assert [log.read_text() for log in logs] == ["link 0\n", "link 1\n"]
 
 
-def test_running_and_pending_links_are_named_by_element(scheduler: Scheduler, ask: Ask) -> None:
+def test_running_and_pending_jobs_are_named_by_element(scheduler: Scheduler, ask: Ask) -> None:
     with submitted(scheduler, ask(STAY, links=3)) as jobs:
         wait_running(scheduler, jobs, 0)
         tasks = scheduler.query(jobs)
@@ -135,7 +133,7 @@ def test_running_and_pending_links_are_named_by_element(scheduler: Scheduler, as
         assert tasks[1].reason
 
 
-def test_the_next_link_follows_a_killed_one(scheduler: Scheduler, ask: Ask) -> None:
+def test_next_job_follows_a_killed_one(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(STAY)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: len(pids(request)) == 1, "link 0 has started")
@@ -145,7 +143,7 @@ def test_the_next_link_follows_a_killed_one(scheduler: Scheduler, ask: Ask) -> N
         assert state(scheduler, jobs, 0) is JobState.FAILED
 
 
-def test_cancel_ends_running_and_pending_links(scheduler: Scheduler, ask: Ask) -> None:
+def test_cancel_ends_running_and_pending_jobs(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(STAY, links=3)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: pids(request), "link 0 has started")
@@ -156,7 +154,7 @@ def test_cancel_ends_running_and_pending_links(scheduler: Scheduler, ask: Ask) -
         scheduler.cancel(jobs)  # a second time is no error
 
 
-def test_cancel_spares_the_element_that_is_named(scheduler: Scheduler, ask: Ask) -> None:
+def test_cancel_keeps_the_named_element(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(STOP_ON_WARNING, links=3)
     with submitted(scheduler, request) as jobs:
         wait_until((request.run.run / "ready").exists, "the link has its handler")
@@ -168,9 +166,7 @@ def test_cancel_spares_the_element_that_is_named(scheduler: Scheduler, ask: Ask)
         assert state(scheduler, jobs, 1) in (None, JobState.CANCELLED)
 
 
-def test_interrupt_warns_the_running_link_and_ends_the_chain(
-    scheduler: Scheduler, ask: Ask
-) -> None:
+def test_interrupt_warns_the_running_job_and_ends_the_chain(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(STOP_ON_WARNING, links=3)
     with submitted(scheduler, request) as jobs:
         wait_until((request.run.run / "ready").exists, "the link has its handler")
@@ -182,7 +178,7 @@ def test_interrupt_warns_the_running_link_and_ends_the_chain(
         assert state(scheduler, jobs, 1) in (None, JobState.CANCELLED)
 
 
-def test_kill_ends_process_that_ignores_signals(scheduler: Scheduler, ask: Ask) -> None:
+def test_kill_ends_a_process_that_ignores_signals(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(
         "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 10, 12, 15)]\n" + STAY
     )
@@ -195,7 +191,7 @@ def test_kill_ends_process_that_ignores_signals(scheduler: Scheduler, ask: Ask) 
         assert len(pids(request)) == 1
 
 
-def test_a_link_gets_a_clean_environment(
+def test_job_gets_a_clean_environment(
     scheduler: Scheduler, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_TOKEN", "secret")
@@ -226,7 +222,7 @@ def test_ids_are_recovered_even_if_they_were_never_written(scheduler: Scheduler,
         assert again.recover(request.run, 2) == {}
 
 
-def test_scripts_are_private(scheduler: Scheduler, ask: Ask) -> None:
+def test_batch_scripts_are_private(scheduler: Scheduler, ask: Ask) -> None:
     request = ask("pass", links=1)
     with submitted(scheduler, request):
         script = request.run.submission_script(1, "trainer")

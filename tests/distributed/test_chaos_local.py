@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         ("ppo", 4, 14, ("worker", "master", "agent")),
     ],
 )
-def test_disturbed_ends_like_undisturbed(
+def test_disturbed_trial_ends_like_undisturbed_one(
     folder: Path, algorithm: str, ranks: int, seed: int, causes: tuple[str, ...]
 ) -> None:
     setting = Setting(algorithm, ranks, len(causes))
@@ -53,7 +53,7 @@ def check(folder: Path, setting: Setting, seed: int, causes: tuple[str, ...]) ->
     assert sorted(kill.plan.cause for kill in kills) == sorted(causes)
 
 
-def test_plans_follow_from_the_seed() -> None:
+def test_disturbance_plan_follows_from_the_seed() -> None:
     causes = ("worker", "master", "agent")
     plans = draw(5, 30, causes, 120)
     assert plans == draw(5, 30, causes, 120) != draw(6, 30, causes, 120)
@@ -65,7 +65,7 @@ def test_plans_follow_from_the_seed() -> None:
     )
 
 
-def test_succession_is_read_off_the_tags_of_jobs() -> None:
+def test_succession_is_derived_from_job_tags() -> None:
     assert succession("7.0.0", "7.0.0") == "in the job"
     assert succession("7.0.0", "7.0.1") == "next round"
     assert succession("7.0.1", "7.1.0") == "requeue"

@@ -182,7 +182,7 @@ def short_forms(tmp_path_factory: pytest.TempPathFactory) -> ShortForms:
         for config in CONFIGS
     ],
 )
-def test_an_example_runs_to_its_end(config: str, short_forms: ShortForms) -> None:
+def test_each_example_runs_to_its_end(config: str, short_forms: ShortForms) -> None:
     """It completes its steps, and is evaluated before the first and after the last of them, with a
     file of the items' scores that agrees with the metrics.
     """
@@ -210,7 +210,7 @@ def test_an_example_runs_to_its_end(config: str, short_forms: ShortForms) -> Non
             assert metrics[f"{prefix}{name}/low"] == estimate["low"]
 
 
-def test_a_loss_of_ones_own_is_evaluated_like_ours(short_forms: ShortForms) -> None:
+def test_custom_loss_is_evaluated_like_built_in_ones(short_forms: ShortForms) -> None:
     """pass@2 with its confidence interval."""
     ended = short_forms.run("custom/simpo.yaml")
     last = short_forms.site.metrics(ended["trial"])[-1]
@@ -218,7 +218,7 @@ def test_a_loss_of_ones_own_is_evaluated_like_ours(short_forms: ShortForms) -> N
     assert rates == sorted(rates)
 
 
-def test_a_role_of_ones_own_chooses_tokens(short_forms: ShortForms) -> None:
+def test_custom_role_selects_the_trained_tokens(short_forms: ShortForms) -> None:
     """The guide knows some tokens better than the actor, and some worse."""
     ended = short_forms.run("custom/selective.yaml")
     assert all(0 < line["selected"] < 1 for line in short_forms.site.metrics(ended["trial"])[1:])

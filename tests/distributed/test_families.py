@@ -24,11 +24,11 @@ def compare(family: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", TODAY)
-def test_results_kept_for_tenth_of_families(family: str) -> None:
+def test_recorded_results_hold_for_a_tenth_of_the_families(family: str) -> None:
     compare(family)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", sorted(set(families()) - set(TODAY)))
-def test_results_kept_for_other_families(family: str) -> None:
+def test_recorded_results_hold_for_the_other_families(family: str) -> None:
     compare(family)

@@ -30,7 +30,7 @@ def submit(site: Site, example: str, *overrides: str, wait: bool) -> None:
     site.slurmrl("submit", str(EXAMPLES / example), *data, *overrides, *how, timeout_s=1500)
 
 
-def test_sft_then_ppo_through_a_kill(tmp_path: Path) -> None:
+def test_ppo_after_sft_finishes_despite_a_kill(tmp_path: Path) -> None:
     site = Site(tmp_path)
     tokenizer = tmp_path / "tokenizer"
     keys = ("--key", "question", "--key", "answer", "--vocabulary", "1024")

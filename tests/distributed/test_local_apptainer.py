@@ -55,7 +55,7 @@ def test_doctor_checks_inside_container(tmp_path: Path) -> None:
     [(False, (), True), (True, ("--cleanenv", "--pid"), False)],
     ids=["folder", "packed"],
 )
-def test_what_dies_in_a_container_comes_back(
+def test_killed_container_processes_are_restarted(
     tmp_path: Path, packed: bool, options: tuple[str, ...], token: bool
 ) -> None:
     """Kill a worker, which its fork server survives, and then the container's parent process."""

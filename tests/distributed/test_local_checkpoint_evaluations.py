@@ -17,7 +17,7 @@ SAMPLES, COMPLETIONS = 16, 2
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_each_checkpoint_has_its_results_once_whoever_was_killed(tmp_path: Path) -> None:
+def test_each_checkpoint_is_evaluated_once_despite_kills(tmp_path: Path) -> None:
     """The trainers evaluate nothing and wait for nothing.
 
     An evaluation whose worker is killed goes on; its results stand in the metrics of the trial, at

@@ -107,7 +107,9 @@ def stop_while_it_writes(site: Site, worker: int) -> int:
     raise AssertionError("rank 1 was never stopped while it wrote its file")
 
 
-def test_killed_while_a_checkpoint_is_written(site: Site, undisturbed: dict[str, Any]) -> None:
+def test_trial_continues_after_a_kill_during_a_checkpoint_write(
+    site: Site, undisturbed: dict[str, Any]
+) -> None:
     """Nothing is committed, and the trial resumes from the previous commit."""
     paths = site.paths(TRIAL)
     site.wait_for_step(TRIAL, HELD)
@@ -144,7 +146,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, Any]) -> None:
+def test_damaged_checkpoints_are_skipped(site: Site, undisturbed: dict[str, Any]) -> None:
     """A wrong size shows before the workers start.
 
     A wrong checksum shows when the ranks load, which costs a start: so the newest is tried, and
@@ -267,7 +269,7 @@ def goes_on_without_room(
     assert site.outcome(TRIAL) == undisturbed
 
 
-def test_a_full_disk_leaves_the_run_going(small_disk: Path, undisturbed: dict[str, Any]) -> None:
+def test_run_continues_on_a_full_disk(small_disk: Path, undisturbed: dict[str, Any]) -> None:
     # with fewer checkpoints a deletion frees space, and the check would refuse so small a disk
     with started(small_disk, "--no-check", keep_last=STEPS) as site:
         site.wait_for_step(TRIAL, HELD)

@@ -35,7 +35,7 @@ def ignored(pid: int) -> set[int]:
 
 
 @pytest.mark.long
-def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
+def test_trial_with_workers_in_containers_finishes(tmp_path: Path) -> None:
     """A worker is killed while its container's parent stays; the next incarnation finishes."""
     stub = tmp_path / "my programs" / "apptainer"
     stub.parent.mkdir()

@@ -38,7 +38,7 @@ def log_lines(run: Path, text: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_a_killed_rank_0_is_replaced_and_the_data_is_tokenized_once(tmp_path: Path) -> None:
+def test_killed_rank_0_is_replaced_and_data_is_tokenized_once(tmp_path: Path) -> None:
     """Killed while it tokenizes, and again when the data is there; then the user damages it."""
     site, trial = Site(tmp_path), "sft/1"
     data = large(tmp_path / "large.jsonl")

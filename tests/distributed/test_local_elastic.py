@@ -57,7 +57,9 @@ def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
     "kind",
     [pytest.param("sft", marks=pytest.mark.soak), pytest.param("ppo", marks=pytest.mark.long)],
 )
-def test_one_four_one_ranks(tmp_path: Path, kind: str) -> None:
+def test_trial_resumed_on_one_then_four_then_one_rank_matches_undisturbed(
+    tmp_path: Path, kind: str
+) -> None:
     site = Site(tmp_path)
     undisturbed = site.write("whole.yaml", config_of(kind, trial="whole", total_steps=6))
     site.slurmrl("submit", str(undisturbed), "--scheduler", "local", "--wait")

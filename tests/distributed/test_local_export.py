@@ -60,7 +60,7 @@ def theirs(model: Any, ids: torch.Tensor) -> tuple[list[int], bool]:
 
 
 @torch.no_grad()
-def test_same_greedy_answers(export: Path) -> None:
+def test_exported_model_gives_the_same_greedy_answers(export: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(export)
     model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
     model.config.eos_token_id = tokenizer.eos_token_id
@@ -87,7 +87,7 @@ def test_same_greedy_answers(export: Path) -> None:
     assert compared > len(PROMPTS) // 2
 
 
-def test_types_and_stop_tokens_go_from_trial_to_trial(site: Site, export: Path) -> None:
+def test_dtypes_and_stop_tokens_pass_from_trial_to_trial(site: Site, export: Path) -> None:
     """A model in bfloat16 that stops at two tokens is trained by SFT, then by PPO."""
     actor = {"path": "trial:sft/1", "backend": "fsdp:d2"}
     checkpoint = {**ppo_config()["checkpoint"], "export_dtype": "source"}
@@ -105,12 +105,12 @@ def test_types_and_stop_tokens_go_from_trial_to_trial(site: Site, export: Path) 
     assert "a completion ends with one of these tokens: '<eos>' (1), '3' (6)" in said
 
 
-def test_files_are_private(export: Path) -> None:
+def test_exported_files_are_private(export: Path) -> None:
     for file in export.iterdir():
         assert os.stat(file).st_mode & 0o077 == 0, file
 
 
-def test_the_command_writes_the_same_and_earlier_ones(
+def test_export_command_writes_the_same_files_and_earlier_steps(
     site: Site, export: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "last"

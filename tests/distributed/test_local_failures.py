@@ -109,7 +109,7 @@ def judge(prompts, completions, rows, *, indices):
 
 
 @pytest.mark.long
-def test_a_reward_in_a_pool_costs_completions_and_not_the_trial(
+def test_failing_pooled_reward_loses_completions_but_not_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
     """Each first completion of a prompt kills its judge.
@@ -143,7 +143,7 @@ def test_a_reward_in_a_pool_costs_completions_and_not_the_trial(
 
 
 @pytest.mark.long
-def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
+def test_non_finite_reward_fails_the_trial_at_its_first_start(
     make_site: Callable[[str], Site],
 ) -> None:
     """A user's function in a file beside the configuration fails.
@@ -164,7 +164,7 @@ def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
 
 
 @pytest.mark.soak
-def test_a_gpu_that_fails_on_the_only_machine_fails_the_trial_in_the_end(
+def test_repeated_gpu_failure_on_the_only_machine_fails_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
     """The first fault is the host's; nothing replaces it, so the same fault counts from then on."""
@@ -197,7 +197,7 @@ def test_workers_with_gpus_never_compute_on_the_cpu(make_site: Callable[[str], S
     assert "is built for CPUs only, and the workers need GPUs" in status["reason"]
 
 
-def test_command_of_workers_that_does_not_exist_fails_the_trial(
+def test_missing_worker_command_fails_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
     """A host that fails before an incarnation begins also leads to an end."""

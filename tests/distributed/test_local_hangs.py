@@ -119,7 +119,7 @@ def check_end(site: Site, kind: str) -> None:
     assert " in _end\n" in parts[3]  # the master reports the end, or already waits for the stacks
 
 
-def test_stacks_on_demand_and_of_a_stopped_rank(site: Site) -> None:
+def test_stacks_are_shown_on_demand_even_of_a_stopped_rank(site: Site) -> None:
     """Stacks of ranks that hang while their trial continues; the status says who waits for whom.
 
     One rank wrote 3 MB before, of which 1 MiB may stay. Once it is stopped, it is ended for its

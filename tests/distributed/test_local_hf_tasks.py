@@ -31,7 +31,7 @@ def begin(
 
 
 @pytest.mark.parametrize("backend", ["native:d1", "native:t2"])
-def test_tasks_sample_what_trainers_sample_even_if_killed(tmp_path: Path, backend: str) -> None:
+def test_tasks_sample_the_same_as_trainers_even_if_killed(tmp_path: Path, backend: str) -> None:
     """A rollout worker is killed, then a rank of the trainers. Versions carry the weights.
 
     The workers of a task with several ranks are tensor ranks of one model.

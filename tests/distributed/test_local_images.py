@@ -88,7 +88,7 @@ def test_killed_trial_with_images_equals_undisturbed_one(tmp_path: Path) -> None
     assert (export / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_conversations_train_adapters_or_the_image_encoder(tmp_path: Path) -> None:
+def test_conversations_with_images_train_adapters_or_the_image_encoder(tmp_path: Path) -> None:
     """Adapters are in the language model only. A rank without images has the same update."""
     source = source_in(tmp_path, "gemma3")
     sft = {
@@ -122,7 +122,7 @@ def test_conversations_train_adapters_or_the_image_encoder(tmp_path: Path) -> No
     assert all("language_model" in name for name in changed)
 
 
-def test_tasks_and_episodes_read_images_as_the_trainers_do(tmp_path: Path) -> None:
+def test_tasks_and_episodes_read_images_like_the_trainers(tmp_path: Path) -> None:
     """A rollout task samples what the trainers sample. Turns of an episode read the images too."""
     source = source_in(tmp_path, "qwen3_vl")
     guess = {"name": "multi_turn", "environment": {"name": "guess_number"}, "max_turns": 2}

@@ -23,7 +23,7 @@ def run(site: Site, name: str, config: dict[str, Any], *overrides: str) -> list[
     return site.metrics(f"{name}/1")
 
 
-def test_a_reward_model_is_trained_evaluated_and_judges(tmp_path: Path) -> None:
+def test_reward_model_is_trained_evaluated_and_used_for_scoring(tmp_path: Path) -> None:
     """Its export scores the completions of PPO, and with ``total_steps=0`` it is evaluated alone:
     to the bit as at the end of its training.
     """
@@ -50,7 +50,7 @@ def test_a_reward_model_is_trained_evaluated_and_judges(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_teacher_of_another_layout_and_pairs_with_labels(tmp_path: Path) -> None:
+def test_distillation_and_kto_run_with_frozen_models_in_other_layouts(tmp_path: Path) -> None:
     """Distillation with the teacher on one of two ranks; KTO with a reference on one."""
     site = Site(tmp_path)
     one = {"architecture": ARCHITECTURE, "backend": "fsdp:d1"}

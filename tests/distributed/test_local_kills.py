@@ -206,7 +206,7 @@ def without_intervals(outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_user_code_that_raises_once_is_tried_again(
+def test_user_code_that_raises_once_is_retried(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
     """The same agent starts new workers; its other ranks had not failed."""

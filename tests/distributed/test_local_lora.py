@@ -34,7 +34,7 @@ def config_of(source: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_adapters_are_trained_committed_moved_and_exported(tmp_path: Path) -> None:
+def test_adapters_are_trained_committed_resharded_and_exported(tmp_path: Path) -> None:
     """The reference is the actor without adapters, so the KL is zero at first.
 
     The trial resumes from its adapters. Both exports compute the same, and nothing is merged with

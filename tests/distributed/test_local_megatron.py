@@ -29,7 +29,7 @@ def let_megatron_compute_here(
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["t2", pytest.param("p2", marks=pytest.mark.soak)])
-def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> None:
+def test_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> None:
     """It resumes from its own checkpoint, and then on another engine; its export equals those of
     others.
     """

@@ -55,7 +55,7 @@ def sampled(site: Site, trial: str, path: str, *more: str) -> list[dict[str, Any
 
 
 @pytest.mark.long
-def test_a_checkpoint_is_sampled_like_its_export(tmp_path: Path) -> None:
+def test_checkpoint_samples_the_same_as_its_export(tmp_path: Path) -> None:
     """On other numbers of ranks, also by transformers, and after the trial that made it has gone on
     and deleted it.
     """

@@ -84,7 +84,7 @@ def listening(run: Path) -> set[int]:
     }
 
 
-def test_trial_trains_on_while_another_user_writes_into_its_ports(
+def test_trial_continues_while_another_user_writes_to_its_ports(
     tmp_path: Path, attacker: subprocess.Popen[str]
 ) -> None:
     site = Site(tmp_path)

@@ -153,7 +153,7 @@ def test_default_export_keeps_the_gain_of_small_updates(site: Site) -> None:
     assert start - loss(narrow) < 0.2 * (start - exported)
 
 
-def test_row_refused_whose_tool_call_the_template_drops(site: Site) -> None:
+def test_row_whose_tool_call_the_template_drops_is_rejected(site: Site) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     asked = {"role": "user", "content": "What is 1 + 2?"}
     said = {"role": "assistant", "content": "3"}

@@ -53,7 +53,7 @@ def run(site: Site, trial: str, steps: int = 3, **sections: Any) -> list[dict[st
     return site.metrics(f"ppo/{trial}")
 
 
-def test_calls_on_ranks_of_their_own_overlap(tmp_path: Path) -> None:
+def test_calls_on_separate_ranks_overlap(tmp_path: Path) -> None:
     """The actor trains on two tensor ranks, which the critic shares, and generates on two others,
     which the reference shares. The reference, whose call comes first, may wait for the critic. The
     numbers are those of one rank, although all models leave device memory between calls. The
@@ -89,7 +89,7 @@ async def three(policy, item, tools):
 """
 
 
-def test_episodes_of_tensor_ranks_outlive_kills(tmp_path: Path) -> None:
+def test_episodes_on_tensor_ranks_survive_kills(tmp_path: Path) -> None:
     """A rank that repeats what its leader serves is killed in the middle of an episode, and later
     the leader. The trial ends with the same bits as one without kills, and log-probabilities are
     those of the training engine.
@@ -118,7 +118,7 @@ def test_episodes_of_tensor_ranks_outlive_kills(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_weights_move_once_per_step_however_often_it_generates(tmp_path: Path) -> None:
+def test_weights_move_once_per_step_with_several_generations(tmp_path: Path) -> None:
     """A step of remax generates in each round of the filter, and then greedy completions.
 
     The numbers are those of generation on the training engine.
@@ -144,7 +144,7 @@ def test_weights_move_once_per_step_however_often_it_generates(tmp_path: Path) -
     assert (tmp_path / "moves.0").read_text().count("move") == len(moved)
 
 
-def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
+def test_wrong_weight_move_ends_the_incarnation(tmp_path: Path) -> None:
     """The verification of the first move finds an element that differs; the next start moves all
     weights again.
     """
@@ -163,7 +163,7 @@ def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
+def test_reference_average_follows_the_actor(tmp_path: Path) -> None:
     """In every commit, each weight of the reference is the moving average of those of the actor,
     also after a restart from a checkpoint, and with another layout.
     """
@@ -197,7 +197,7 @@ def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
         pytest.param(ON_EXPERTS, EXPERTS, id="experts"),
     ],
 )
-def test_an_actor_on_megatron_generates(
+def test_megatron_actor_generates(
     tmp_path: Path, layouts: dict[str, Any], architecture: dict[str, Any]
 ) -> None:
     """On tensor ranks, stages and expert ranks of megatron, which replay the experts of generation;
@@ -230,7 +230,7 @@ MANUAL = ",".join(
 
 
 @pytest.mark.long
-def test_every_call_on_a_mesh_of_its_own(tmp_path: Path) -> None:
+def test_calls_on_separate_meshes_equal_one_rank(tmp_path: Path) -> None:
     """Generation on d2t2 and training on megatron's t2p2 of four ranks, the critic on the last two
     and the reference on the first two: the numbers are those of one rank.
     """

@@ -15,7 +15,7 @@ from tests.support.trials import Site, processes, sft_config, wait_until
 
 
 @pytest.mark.long
-def test_removed_directories_are_made_again_and_a_removed_run_ends(tmp_path: Path) -> None:
+def test_removed_directories_are_recreated_and_a_removed_run_ends(tmp_path: Path) -> None:
     site = Site(tmp_path)
     config = sft_config(total_steps=1_000_000, checkpoint={"every_steps": 20})
     site.slurmrl("submit", str(site.write("c.yaml", config)), "--scheduler", "local", "--detach")

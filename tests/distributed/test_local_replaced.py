@@ -46,7 +46,7 @@ FILES: dict[str, Callable[[Path], list[Path]]] = {
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["folder", "fifo", "link"])
-def test_trial_goes_on_whatever_replaces_its_files(tmp_path: Path, kind: str) -> None:
+def test_trial_continues_if_its_files_are_replaced(tmp_path: Path, kind: str) -> None:
     site = site_in(tmp_path, {})
     limits = {"total_steps": 1_000_000, "step_timeout_s": 60, "max_restarts_without_commit": 4}
     config = config_of("1", {"max": 2, "max_staleness": 1}) | limits

@@ -66,7 +66,7 @@ def outcome(site: Site, trial: str) -> dict[str, Any]:
     return found
 
 
-def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
+def test_tasks_without_staleness_equal_trainers_despite_kills(
     site: Site,
 ) -> None:
     """A rollout worker, a rank of the trainers and the master are killed.
@@ -100,7 +100,7 @@ def test_without_staleness_tasks_make_what_the_trainers_would_whoever_is_killed(
 
 
 @pytest.mark.long
-def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: Site) -> None:
+def test_tasks_merge_adapters_to_the_trainers_generation_weights(site: Site) -> None:
     """A rollout worker is killed, then a rank of the trainers.
 
     The weights are those of a trial whose trainers generate on another layout, to which the merged
@@ -147,7 +147,7 @@ def test_tasks_merge_adapters_to_the_weights_that_trainers_generate_with(site: S
 
 
 @pytest.mark.long
-def test_tasks_in_the_job_of_the_trainers_are_started_again_and_outlive_incarnations(
+def test_tasks_in_the_trainers_job_restart_and_survive_incarnations(
     site: Site,
 ) -> None:
     """Both tasks are killed, then a rank of the trainers. There is no array."""
@@ -181,7 +181,7 @@ def test_tasks_in_the_job_of_the_trainers_are_started_again_and_outlive_incarnat
 
 
 @pytest.mark.long
-def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) -> None:
+def test_stale_items_are_trained_once_despite_kills(site: Site) -> None:
     """A task is killed, then a rank of the trainers far from the last commit, whose weights the
     tasks hold, then a task can write nothing any more, and its items go to the other. Every token
     is young enough and of weights that led on, and each item is trained once or dropped by the
@@ -216,7 +216,7 @@ def test_with_staleness_each_item_is_trained_once_whoever_is_killed(site: Site) 
 
 
 @pytest.mark.long
-def test_ranks_of_a_task_draw_together_with_the_weights_of_each_step(site: Site) -> None:
+def test_ranks_of_a_task_sample_with_the_weights_of_each_step(site: Site) -> None:
     """The decoder of the task is split over two processes, of which one is killed.
 
     The log-probabilities of all samples are those of the merged weights that they train.
@@ -241,7 +241,7 @@ def test_ranks_of_a_task_draw_together_with_the_weights_of_each_step(site: Site)
 
 
 @pytest.mark.long
-def test_servers_of_tasks_draw_with_the_weights_of_each_step_whatever_is_killed(
+def test_servers_of_tasks_sample_with_the_right_weights_despite_kills(
     site: Site,
 ) -> None:
     """A server is killed, then one hangs and the steps go on, then a worker is killed with its

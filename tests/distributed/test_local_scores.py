@@ -50,7 +50,7 @@ def content(paths: RunPaths) -> dict[str, bytes]:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_each_evaluation_has_one_file_whoever_was_killed(tmp_path: Path) -> None:
+def test_each_evaluation_has_one_score_file_despite_kills(tmp_path: Path) -> None:
     """A master that dies between the scores and the commit, and a rank that dies after it has
     written its share, cost nothing: the evaluations are repeated, with the same bytes. The metrics
     are the files' estimates.

@@ -25,7 +25,7 @@ def started() -> Iterator[list[Started]]:
         server.end()
 
 
-def test_a_trial_outlives_running_servers_that_end_and_come_back(
+def test_trial_survives_external_servers_that_restart(
     tmp_path: Path, started: list[Started]
 ) -> None:
     """While both are gone its requests wait.

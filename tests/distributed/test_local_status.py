@@ -41,7 +41,7 @@ def incarnation(site: Site, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_the_story_of_a_run_that_is_killed(site: Site) -> None:
+def test_status_and_events_describe_a_killed_run(site: Site) -> None:
     status = incarnation(site, 1)
     assert status["findings"][0]["code"] == "running"
     assert status["timing"]["step_s"] > 0

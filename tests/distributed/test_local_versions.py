@@ -27,7 +27,7 @@ def run(site: Site, trial: str, **sections: Any) -> None:
     site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
 
 
-def test_versions_survive_kills_and_change_no_bit(tmp_path: Path) -> None:
+def test_weight_versions_survive_kills_without_bit_changes(tmp_path: Path) -> None:
     """A rank is killed between its part and its index, and the master between the parts and the
     manifest. What is published then is intact and of steps that count, and the newest version has
     the bits of the export.

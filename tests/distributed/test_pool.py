@@ -65,7 +65,7 @@ def listen_to_a_rank_that_has_returned() -> str:
     return "received"
 
 
-def test_ranks_are_reused_and_results_are_in_rank_order(ranks: RankPool) -> None:
+def test_pool_reuses_ranks_and_returns_results_in_rank_order(ranks: RankPool) -> None:
     first = ranks(2, f"{HERE}:total", 2.0)
     second = ranks(2, f"{HERE}:total", 5.0)
     assert [value for _, value in first] == [6.0, 6.0]
@@ -73,7 +73,7 @@ def test_ranks_are_reused_and_results_are_in_rank_order(ranks: RankPool) -> None
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
 
 
-def test_a_job_leaves_no_threads_of_its_groups(ranks: RankPool) -> None:
+def test_pool_job_leaves_no_threads_of_its_process_groups(ranks: RankPool) -> None:
     """DTensor's caches hold meshes, and these their groups, each with threads that wake up."""
     before = ranks(2, f"{HERE}:threads")
     for length in (2, 4, 6):
@@ -81,32 +81,32 @@ def test_a_job_leaves_no_threads_of_its_groups(ranks: RankPool) -> None:
     assert ranks(2, f"{HERE}:threads") == before
 
 
-def test_a_rank_that_returns_stays_connected_until_all_have_answered(ranks: RankPool) -> None:
+def test_returned_rank_stays_connected_until_all_ranks_answered(ranks: RankPool) -> None:
     """A slower rank may still be building a group, which fails when a peer leaves."""
     _, reason = ranks(2, f"{HERE}:listen_to_a_rank_that_has_returned")
     assert "Timed out" in reason
 
 
-def test_an_error_carries_the_remote_traceback_and_the_pool_continues(ranks: RankPool) -> None:
+def test_error_has_the_remote_traceback_and_the_pool_continues(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 1: (.|\n)*fail_on(.|\n)*KeyError: 'planted'"):
         ranks(2, f"{HERE}:fail_on", 1)
     assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
 
 
-def test_a_deadline_names_the_rank_and_its_position_in_the_code(ranks: RankPool) -> None:
+def test_deadline_error_names_the_rank_and_its_code_position(ranks: RankPool) -> None:
     ranks(2, f"{HERE}:total", 1.0)
     with pytest.raises(TimeoutError, match=r"waited 10 s for rank \[1\](.|\n)*in hang_on"):
         ranks(2, f"{HERE}:hang_on", 1, deadline_s=10)
     assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
 
 
-def test_a_rank_that_exits_is_reported_and_replaced(ranks: RankPool) -> None:
+def test_exited_rank_is_reported_and_replaced(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="rank 0: exited with 7"):
         ranks(2, f"{HERE}:leave_on", 0)
     assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
 
 
-def test_a_rank_that_cannot_join_is_replaced(
+def test_rank_that_cannot_join_is_replaced(
     ranks: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it were reused, it and its peer would wait for each other under different group names."""

@@ -73,7 +73,7 @@ def ranks_of(folder: Path) -> list[int]:
     return [pid for _, pid in sorted(found.items())]
 
 
-def test_killed_rank_fails_the_command_and_leaves_the_old_profile(
+def test_killed_rank_fails_the_command_and_keeps_the_old_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, root = tmp_path / "cpu.yaml", tmp_path / "runs"

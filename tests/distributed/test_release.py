@@ -14,7 +14,7 @@ from tests.support.clone import call, checkout
 
 
 @pytest.mark.long
-def test_release_is_built_tried_and_tagged(
+def test_release_is_built_tested_and_tagged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = tmp_path / "tree"

@@ -207,7 +207,7 @@ def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     found.kill()
 
 
-def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
+def test_failure_on_one_host_ends_the_incarnation_on_both(job: Job) -> None:
     job.wait_for_commit_of(1)
     job.agents[0].send_signal(signal.SIGSTOP)  # its worker fails, too; the first to say so counts
     os.kill(job.child(1, "worker"), signal.SIGKILL)
@@ -238,7 +238,7 @@ def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
 
 
 @pytest.mark.soak
-def test_doorbells_change_nothing_but_when_messages_are_noticed(tmp_path: Path) -> None:
+def test_notifications_change_only_when_messages_are_read(tmp_path: Path) -> None:
     """Agents and master heed each other's rings; with all of them lost the trial is the same to the
     bit.
     """
@@ -250,7 +250,7 @@ def test_doorbells_change_nothing_but_when_messages_are_noticed(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_lost_host_ends_the_round(job: Job) -> None:
+def test_lost_host_ends_the_round(job: Job) -> None:
     """It does not answer any more, and its ranks have gone with it."""
     job.wait_for_commit_of(1)
     job.agents[1].kill()
@@ -264,7 +264,7 @@ def test_a_lost_host_ends_the_round(job: Job) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("job", [{"silence_s": 20, "heartbeat_s": 0.5}], indirect=True)
-def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> None:
+def test_hang_on_one_host_is_explained_with_stacks_of_both(job: Job) -> None:
     """The rank on the other host waits in a collective.
 
     Its stacks are taken before the stopped rank is killed: after that it would fail of a broken
@@ -293,7 +293,7 @@ def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> No
 @pytest.mark.parametrize(
     "job", [{"hosts": 1, "workers_per_host": 2, "heartbeat_s": 0.5}], indirect=True
 )
-def test_rollout_tasks_come_and_go_beside_the_trainers(job: Job) -> None:
+def test_rollout_tasks_join_and_leave_next_to_the_trainers(job: Job) -> None:
     """Task 0 of another group starts no master, its world has its own ranks, and neither a failure
     of its ranks nor the loss of its host nor the end of its job touches the trainers' incarnation.
     Its workers serve the next one too.

@@ -25,7 +25,7 @@ def contents(package: Path) -> dict[Path, tuple[int, int]]:
 
 
 @pytest.mark.long
-def test_the_wheel_in_an_environment_of_its_own(tmp_path: Path) -> None:
+def test_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     tree, place, work = tmp_path / "tree", tmp_path / "venv", tmp_path / "work"
     commit = checkout(tree)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

@@ -193,7 +193,7 @@ class ServedContract:
     at_once = 4000
     """Requests in flight."""
 
-    def test_a_server_with_another_vocabulary_is_refused(self, served: Served) -> None:
+    def test_server_with_another_vocabulary_is_rejected(self, served: Served) -> None:
         """No server reports the size of its vocabulary."""
 
         async def connect(vocabulary: int) -> None:
@@ -209,7 +209,7 @@ class ServedContract:
             with pytest.raises(UsageError, match=message):
                 served.loop.run(connect(size))
 
-    def test_log_probabilities_are_those_of_transformers(
+    def test_logprobs_equal_transformers(
         self, served: Served, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         """At a temperature, with a version for each token.
@@ -227,7 +227,7 @@ class ServedContract:
             assert (len(made.tokens), made.finish, set(made.versions)) == (16, "length", {"1.1"})
             check(served.versions["1.1"], made, 0.7)
 
-    def test_greedy_stop_tokens_and_stop_strings_across_tokens(
+    def test_greedy_completions_end_at_stop_tokens_and_stop_strings(
         self, served: Served, tokenizer: PreTrainedTokenizerFast
     ) -> None:
         """The most likely tokens.
@@ -251,7 +251,7 @@ class ServedContract:
         (made,) = served.one(request(greedy=True, stop_token_ids=(token,), min_new_tokens=8))
         assert token not in made.tokens[:8]
 
-    def test_an_update_in_flight_continues_with_the_new_weights(self, served: Served) -> None:
+    def test_requests_in_flight_continue_with_new_weights(self, served: Served) -> None:
         """Tokens before an update keep their version and log-probabilities, those after it have the
         new ones.
         """
@@ -273,13 +273,11 @@ class ServedContract:
             for name in ("1.1", "2.1"):
                 check(served.versions[name], made, version=name)
 
-    def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed(
-        self, served: Served
-    ) -> None:
+    def test_stale_cache_requests_continue_with_keys_of_older_weights(self, served: Served) -> None:
         made, later = served.loop.run(with_a_stale_cache(served))
         check_stale_cache(served.versions, made, later)
 
-    def test_a_paused_request_waits_and_ends_as_if_it_had_not(self, served: Served) -> None:
+    def test_paused_request_ends_like_an_unpaused_one(self, served: Served) -> None:
         """A request that comes while the server is paused waits as well."""
 
         async def attempt(delay_s: float) -> tuple[int, ...] | None:
@@ -302,7 +300,7 @@ class ServedContract:
 
         served.loop.run(work())
 
-    def test_an_aborted_request_returns_what_was_drawn(self, served: Served) -> None:
+    def test_aborted_request_returns_its_sampled_tokens(self, served: Served) -> None:
         async def attempt(delay_s: float) -> Completion | None:
             asked = request(max_new_tokens=200, greedy=True)
             future = served.engine.submit(asked)
@@ -340,7 +338,7 @@ class ServedContract:
         assert set(made.versions) == {"1.1"}
         check(served.versions["1.1"], made)
 
-    def test_thousands_of_requests_at_once_and_64_completions_of_a_prompt(
+    def test_thousands_of_requests_and_64_completions_per_prompt_are_served(
         self, served: Served
     ) -> None:
         """All are answered; every completion of a prompt has a random stream of its own."""
@@ -389,7 +387,7 @@ class ServedContract:
             for name in {version[-3:] for version in made.versions}:
                 check(served.versions[name], made, version=name)
 
-    def test_requests_survive_the_end_of_the_server(self, served: Served) -> None:
+    def test_requests_survive_a_server_restart(self, served: Served) -> None:
         """A killed or stopped server is started again under load.
 
         It gets requests only once it holds the weights that were installed last.
@@ -412,9 +410,7 @@ class ServedContract:
         assert set(made.versions) == {"2.1"}
         check(served.versions["2.1"], made, version="2.1")
 
-    def test_a_server_sleeps_as_soon_as_it_is_idle_and_draws_with_the_next_weights(
-        self, served: Served
-    ) -> None:
+    def test_idle_server_sleeps_and_samples_with_the_next_weights(self, served: Served) -> None:
         """A batch whose request was cancelled may still run when the server is to sleep.
 
         It answers probes while it sleeps, and what it has cached before is forgotten. (On CPUs it

@@ -86,7 +86,7 @@ for path, body in json.load(sys.stdin):
 """
 
 
-def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> None:
+def test_request_bodies_match_sglang_classes(versions: dict[str, Path]) -> None:
     """Every field that is sent has a name and a value that this version of SGLang knows; it ignores
     fields with other names.
     """
@@ -126,9 +126,7 @@ def test_bodies_are_those_of_sglangs_own_classes(versions: dict[str, Path]) -> N
     assert len(set(done.stdout.split())) == 9
 
 
-def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
-    served: Served, tmp_path: Path
-) -> None:
+def test_server_with_wrong_weights_is_detected(served: Served, tmp_path: Path) -> None:
     """It reports the version of weights of which it has one other tensor, or does not have one.
 
     The checksums of the weights that it ought to have are those of their files.
@@ -168,7 +166,7 @@ for words in json.load(sys.stdin):
 """
 
 
-def test_checksums_of_gpus_are_those_of_sglangs_kernel() -> None:
+def test_gpu_checksums_equal_the_sglang_kernel() -> None:
     """Triton interprets SGLang's kernel on a CPU; -O takes out that it asks for a GPU."""
     contents = [[0.5, -3.0, 7.0], [float(number % 251) for number in range(16_390)]]
     done = subprocess.run(
@@ -184,7 +182,7 @@ def test_checksums_of_gpus_are_those_of_sglangs_kernel() -> None:
     assert done.stdout.split() == [on_gpu(tensor, torch.device("cpu")) for tensor in tensors]
 
 
-def test_supports_are_those_that_were_drawn_from(served: Served) -> None:
+def test_sampling_masks_equal_the_sampling_distribution(served: Served) -> None:
     """With a support, log-probabilities are under it; else those of the whole distribution."""
     folder = served.versions["1.1"]
     for options in ({"top_k": 4}, {"top_p": 0.6}, {"top_k": 4, "support": True}):

@@ -121,7 +121,7 @@ def actor(folder: Path) -> FSDPEngine:
     )
 
 
-def test_a_completion_has_the_experts_that_have_read_it(served: Served) -> None:
+def test_completion_has_the_experts_that_processed_it(served: Served) -> None:
     """Those of its prompt too, which others have read: completions of the same request, and, in an
     episode, the turns before. With them the actor computes the log-probabilities of the server.
     """
@@ -146,7 +146,7 @@ def test_a_completion_has_the_experts_that_have_read_it(served: Served) -> None:
         assert (logprobs[len(prompt) :] - torch.tensor(made.logprobs)).abs().max() < EXACT
 
 
-def test_experts_are_right_where_the_server_reads_requests_in_parts_and_again(
+def test_experts_are_right_with_chunked_and_repeated_prefill(
     served: Served,
 ) -> None:
     """Of many requests with prompts that begin alike, which do not fit into its cache together."""
@@ -162,7 +162,7 @@ def test_experts_are_right_where_the_server_reads_requests_in_parts_and_again(
             assert chosen(served.versions["1.1"], prompt, made)
 
 
-def test_experts_behind_an_update_in_flight_are_those_of_the_new_weights(served: Served) -> None:
+def test_experts_after_an_update_come_from_the_new_weights(served: Served) -> None:
     """They have read the tokens again that the old ones have drawn."""
 
     async def attempt(delay_s: float) -> Completion | None:
@@ -178,7 +178,7 @@ def test_experts_behind_an_update_in_flight_are_those_of_the_new_weights(served:
     assert not chosen(served.versions["1.1"], PROMPT, made)
 
 
-def test_a_completion_that_was_aborted_has_no_experts(served: Served) -> None:
+def test_aborted_completion_has_no_experts(served: Served) -> None:
     async def attempt(delay_s: float) -> Completion | None:
         asked = request(max_new_tokens=200, experts=True)
         future = served.engine.submit(asked)
@@ -193,7 +193,7 @@ def test_a_completion_that_was_aborted_has_no_experts(served: Served) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("where", [{"gpus": "0"}, {"tasks": {"max": 1, "max_staleness": 0}}])
-def test_a_trial_trains_with_the_experts_that_its_server_reports(
+def test_trial_trains_with_the_experts_reported_by_its_server(
     where: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of episodes with two turns, whose second one reads the first again."""

@@ -77,7 +77,9 @@ def check_parts(versions: dict[str, Path], made: Completion) -> None:
         assert (values.values - torch.tensor(made.logprobs))[part].abs().max() < EXACT
 
 
-def test_an_update_in_flight_keeps_the_servers_requests(served: Served, asked: list[str]) -> None:
+def test_update_in_flight_keeps_the_requests_of_the_server(
+    served: Served, asked: list[str]
+) -> None:
     made, _ = served.loop.run(over_an_update(served.engine, served.versions))
     check_parts(served.versions, made)
     assert "abort" not in asked
@@ -108,7 +110,7 @@ def test_sampling_masks_match_sampling_weights_for_kept_requests(served: Served)
                     assert abs(float(expected[place]) - made.logprobs[place]) < EXACT
 
 
-def test_requests_of_a_server_that_is_paused_twice_end_as_if_it_had_not_been(
+def test_requests_of_a_twice_paused_server_end_like_unpaused_ones(
     served: Served,
 ) -> None:
     """One that is aborted meanwhile returns what the server can still tell of it."""
@@ -144,7 +146,7 @@ def test_requests_of_a_server_that_is_paused_twice_end_as_if_it_had_not_been(
     assert len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions)
 
 
-def test_requests_with_a_least_number_of_tokens_are_aborted_and_drawn_on(
+def test_requests_with_minimum_tokens_are_aborted_and_continued(
     served: Served, asked: list[str]
 ) -> None:
     """The server would count the tokens of a request that it keeps from the update on."""
@@ -162,7 +164,7 @@ def test_requests_with_a_least_number_of_tokens_are_aborted_and_drawn_on(
     assert "abort" in asked
 
 
-def test_a_server_that_a_lost_client_has_left_paused_serves_the_next_one(served: Served) -> None:
+def test_server_left_paused_by_a_lost_client_serves_the_next_client(served: Served) -> None:
     """Also while it still has that client's requests."""
 
     async def work() -> tuple[Completion, ...]:
@@ -188,7 +190,7 @@ def test_a_server_that_a_lost_client_has_left_paused_serves_the_next_one(served:
         assert values.argmax(-1).tolist() == list(made.tokens)
 
 
-def test_with_a_stale_cache_requests_go_on_with_what_older_weights_have_computed(
+def test_stale_cache_requests_continue_with_keys_of_older_weights(
     served: Served,
 ) -> None:
     made, later = served.loop.run(with_a_stale_cache(served))

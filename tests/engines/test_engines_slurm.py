@@ -119,7 +119,7 @@ def skip_without(engine: str) -> None:
 
 
 @pytest.mark.long
-def test_episodes_outlive_their_server_and_the_job(tmp_path: Path, free_bed: Path) -> None:
+def test_episodes_survive_the_loss_of_server_and_job(tmp_path: Path, free_bed: Path) -> None:
     """The turns of an episode have the tokens that were drawn, those that were read masked."""
     skip_without("sglang")
     (tmp_path / "questions.py").write_text(ENVIRONMENT)
@@ -132,7 +132,7 @@ def test_episodes_outlive_their_server_and_the_job(tmp_path: Path, free_bed: Pat
 @pytest.mark.soak
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("config", CONFIGS)
-def test_an_example_outlives_each_of_its_processes(
+def test_example_survives_the_loss_of_each_process(
     config: str, place: str, tmp_path: Path, free_bed: Path
 ) -> None:
     """With the native engine all its results are those of an undisturbed trial."""

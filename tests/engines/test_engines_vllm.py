@@ -54,7 +54,7 @@ class TestContract(ServedContract):
     at_once = 1000
 
 
-def test_log_probabilities_are_those_of_what_was_drawn_from(served: Served) -> None:
+def test_logprobs_belong_to_the_sampling_distribution(served: Served) -> None:
     """With top-k they are under the restricted distribution."""
     for made in served.one(request(n=16, top_k=5)):
         values = logprobs(served.versions["1.1"], [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
@@ -65,7 +65,7 @@ def test_log_probabilities_are_those_of_what_was_drawn_from(served: Served) -> N
         assert (expected.squeeze(-1) - torch.tensor(made.logprobs)).abs().max() < EXACT
 
 
-def test_a_sample_does_not_depend_on_what_it_was_batched_with(served: Served) -> None:
+def test_sample_does_not_depend_on_its_batch(served: Served) -> None:
     """Also if its prompt arrives with more tokens than the server reads in one step."""
 
     async def main() -> None:
@@ -79,9 +79,7 @@ def test_a_sample_does_not_depend_on_what_it_was_batched_with(served: Served) ->
     served.loop.run(main())
 
 
-def test_a_server_whose_weights_are_not_those_of_its_version_is_found(
-    served: Served, tmp_path: Path
-) -> None:
+def test_server_with_wrong_weights_is_detected(served: Served, tmp_path: Path) -> None:
     """It reports a version and has read other files, of which a norm differs.
 
     The checksums of the weights that it ought to have are those of their files.

@@ -21,7 +21,7 @@ TTL_S = 60.0
 HOUR_S = 3600.0
 
 
-def test_clocks_hours_apart_order_nothing(tmp_path: Path) -> None:
+def test_clock_differences_of_hours_do_not_change_the_order(tmp_path: Path) -> None:
     """Records show times, but only slots determine the order."""
     ahead = History(tmp_path, clock=lambda: time.time() + 5 * HOUR_S)
     behind = History(tmp_path, clock=lambda: 0.0)
@@ -35,7 +35,7 @@ def test_clocks_hours_apart_order_nothing(tmp_path: Path) -> None:
     assert (state.incarnation, [commit.step for commit in state.commits]) == (2, [1, 2])
 
 
-def test_file_times_of_another_machine_do_not_matter(tmp_path: Path) -> None:
+def test_file_times_of_another_machine_are_ignored(tmp_path: Path) -> None:
     path, clock = tmp_path / "lease", Clock()
     lease, watching = Lease(path), LeaseObserver(path, TTL_S, clock)
     for number in range(100):
@@ -46,7 +46,7 @@ def test_file_times_of_another_machine_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("jump_s", [2 * TTL_S, HOUR_S, 1000 * HOUR_S])
-def test_an_observer_that_was_suspended_declares_nobody_dead(tmp_path: Path, jump_s: float) -> None:
+def test_suspended_observer_declares_no_holder_dead(tmp_path: Path, jump_s: float) -> None:
     """Its clock jumps between two looks: at most a quarter of the TTL counts."""
     clock = Clock()
     leases = [Lease(tmp_path / str(number)) for number in range(10)]
@@ -72,7 +72,7 @@ def test_expired_lease_detected_at_any_polling_interval(tmp_path: Path, step_s: 
     assert looks >= 4
 
 
-def test_a_holder_that_was_suspended_is_alive_again(tmp_path: Path) -> None:
+def test_resumed_holder_is_alive_again(tmp_path: Path) -> None:
     clock = Clock()
     lease, watching = Lease(tmp_path / "lease"), LeaseObserver(tmp_path / "lease", TTL_S, clock)
     lease.beat()
@@ -113,7 +113,7 @@ except StaleIncarnationError:
 
 
 @pytest.mark.parametrize("operation", ["listdir", "open", "pwrite", "fsync", "close", "link"])
-def test_a_suspended_master_commits_nothing_after_a_newer_begin(
+def test_suspended_master_commits_nothing_after_a_newer_begin(
     tmp_path: Path, operation: str
 ) -> None:
     """A real process stops itself at an operation of its commit; a successor begins; the process

@@ -317,7 +317,7 @@ PROTOCOLS = {
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_crash_after_any_operation_loses_nothing_acknowledged(
+def test_crash_after_any_operation_loses_no_acknowledged_write(
     protocol: str, tmp_path: Path
 ) -> None:
     run, check = PROTOCOLS[protocol]
@@ -332,7 +332,7 @@ def test_a_crash_after_any_operation_loses_nothing_acknowledged(
 
 @pytest.mark.parametrize("missing", ["fsync", "fsync_directory"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_missing_fsync_is_found(
+def test_crash_test_detects_a_missing_fsync(
     protocol: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, check = PROTOCOLS[protocol]
@@ -343,7 +343,7 @@ def test_a_missing_fsync_is_found(
         recording.check(tmp_path, check)
 
 
-def test_a_log_that_is_not_durable_shows_whole_messages(tmp_path: Path) -> None:
+def test_non_durable_log_shows_only_complete_messages(tmp_path: Path) -> None:
     """Without fsync a crash may lose messages, but torn frames are never read as messages."""
 
     def run(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:

@@ -404,7 +404,7 @@ def faults(names: list[str]) -> Iterator[tuple[int, int, bool]]:
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_one_operation_fails(name: str, tmp_path: Path) -> None:
+def test_protocols_survive_one_failed_operation(name: str, tmp_path: Path) -> None:
     sound = Faulty()
     assert attempt(PROTOCOLS[name], tmp_path / "sound", sound).error is None
     retried = 0
@@ -421,7 +421,9 @@ def test_one_operation_fails(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: errno.errorcode[error])
 @pytest.mark.parametrize("name", PROTOCOLS)
-def test_the_directory_fails_from_one_operation_on(name: str, error: int, tmp_path: Path) -> None:
+def test_protocols_survive_a_permanently_failing_directory(
+    name: str, error: int, tmp_path: Path
+) -> None:
     sound = Faulty()
     attempt(PROTOCOLS[name], tmp_path / "sound", sound)
     for at in range(sound.count):
@@ -440,7 +442,7 @@ READERS: dict[str, Callable[[Path, SystemCalls], Any]] = {
 
 
 @pytest.mark.parametrize("name", ["exclusive", "replace", "log", "history", "lease"])
-def test_a_deleted_root_is_an_error_to_every_writer(name: str, tmp_path: Path) -> None:
+def test_deleted_root_is_an_error_for_every_writer(name: str, tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     writer = LogWriter(root / "log")
@@ -458,7 +460,7 @@ def test_a_deleted_root_is_an_error_to_every_writer(name: str, tmp_path: Path) -
         act[name]()
 
 
-def test_a_deleted_root_does_not_take_back_what_was_read(tmp_path: Path) -> None:
+def test_deleted_root_keeps_records_already_read(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
     history = History(root)
@@ -472,7 +474,7 @@ def test_a_deleted_root_does_not_take_back_what_was_read(tmp_path: Path) -> None
     assert fold(history.read()).end is not None
 
 
-def test_a_deleted_root_kills_no_holder(tmp_path: Path) -> None:
+def test_deleted_root_declares_no_holder_dead(tmp_path: Path) -> None:
     root, clock = tmp_path / "root", Clock()
     root.mkdir()
     lease = Lease(root / "lease")
@@ -492,7 +494,9 @@ def test_a_deleted_root_kills_no_holder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hang_s", [1.0, 300.0])
-def test_a_directory_that_hangs_for_minutes_kills_nobody(tmp_path: Path, hang_s: float) -> None:
+def test_directory_that_hangs_for_minutes_declares_no_holder_dead(
+    tmp_path: Path, hang_s: float
+) -> None:
     """Every operation of both takes ``hang_s``; the holder beats when it can."""
     clock = Clock()
     slow = Faulty(hang_s=hang_s, clock=clock)
@@ -504,7 +508,7 @@ def test_a_directory_that_hangs_for_minutes_kills_nobody(tmp_path: Path, hang_s:
             assert all(watching.observe().alive for watching in watchers)
 
 
-def test_one_long_hang_kills_nobody(tmp_path: Path) -> None:
+def test_one_long_hang_declares_no_holder_dead(tmp_path: Path) -> None:
     """The directory hangs for ten minutes, in the middle of a look, for holder and observers."""
     clock = Clock()
     calls = Faulty(clock=clock)
@@ -523,7 +527,7 @@ def test_one_long_hang_kills_nobody(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_hang_delays_readers_and_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_hang_delays_readers_without_changing_results(name: str, tmp_path: Path) -> None:
     begin(History(tmp_path), {})
     Lease(tmp_path / "lease").beat()
     LogWriter(tmp_path / "log").append({"n": 0})

@@ -59,7 +59,7 @@ def attack(scenario: str, folder: Path, schedules: int) -> dict[str, Any]:
     return result
 
 
-def test_at_least_a_thousand_schedules() -> None:
+def test_at_least_a_thousand_kill_schedules_are_tested() -> None:
     assert SCHEDULES.keys() == SCENARIOS.keys()
     assert sum(SCHEDULES.values()) >= 1000
 
@@ -75,7 +75,7 @@ def test_no_kill_breaks_an_invariant(scenario: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("scenario", sorted(SCHEDULES))
 @pytest.mark.timeout(LONG_S)
-def test_kills_at_every_operation(scenario: str, tmp_path: Path) -> None:
+def test_kill_at_every_operation_breaks_no_invariant(scenario: str, tmp_path: Path) -> None:
     result = attack(scenario, tmp_path, 600)
     assert result["points"] > 15
 
@@ -124,7 +124,7 @@ def _run_all(runner: Runner, folder: Path) -> None:
     [broken_creator, partial(broken_writer, in_place), partial(broken_writer, unnoticed)],
     ids=["check then act", "in place", "not at all"],
 )
-def test_protocols_that_are_wrong_are_found(actor: Actor, tmp_path: Path) -> None:
+def test_kill_test_detects_wrong_protocols(actor: Actor, tmp_path: Path) -> None:
     actors = (actor, actor, files.slot_reader)
     runner = Runner(Scenario("wrong", lambda folder: None, actors, files.check_folder, actor))
     try:
@@ -151,7 +151,7 @@ def op(kind: str, argument: str | None, result: Any, begin: int, end: int | None
         ([op("put", "a", None, 0, 1), op("get", None, "b", 2, 3)], "a", False),
     ],
 )
-def test_the_checker_of_histories(
+def test_history_checker_accepts_exactly_linearizable_histories(
     history: list[Operation], last: str | bool | None, right: bool
 ) -> None:
     assert is_linearizable(history, last) is right

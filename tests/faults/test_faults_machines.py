@@ -318,12 +318,12 @@ class Logs(InFolder):
 
 
 @pytest.mark.parametrize("machine", [Names, Histories, Logs])
-def test_machine(machine: type[RuleBasedStateMachine]) -> None:
+def test_state_machine_finds_no_violation(machine: type[RuleBasedStateMachine]) -> None:
     run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("machine", [Names, Histories, Logs])
-def test_machine_for_longer(machine: type[RuleBasedStateMachine]) -> None:
+def test_longer_state_machine_finds_no_violation(machine: type[RuleBasedStateMachine]) -> None:
     longer = settings(SETTINGS, max_examples=400, derandomize=False)
     run_state_machine_as_test(machine, settings=longer)

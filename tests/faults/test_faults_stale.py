@@ -45,7 +45,9 @@ class World:
 
 @pytest.mark.parametrize("cache_s", CACHES_S)
 @pytest.mark.parametrize("seed", range(10))
-def test_one_winner_per_name_and_no_torn_value(cache_s: float, seed: int) -> None:
+def test_stale_caches_allow_one_winner_per_name_and_no_partial_value(
+    cache_s: float, seed: int
+) -> None:
     world, chance = World(cache_s, 4), random.Random(seed)
     stores = [NameStore(world.root, calls=calls) for calls in world.clients]
     winners: Counter[str] = Counter()
@@ -68,7 +70,7 @@ def test_one_winner_per_name_and_no_torn_value(cache_s: float, seed: int) -> Non
 
 @pytest.mark.parametrize("cache_s", CACHES_S)
 @pytest.mark.parametrize("seed", range(10))
-def test_the_history_is_one_and_fences(cache_s: float, seed: int) -> None:
+def test_history_stays_single_and_fences_with_stale_caches(cache_s: float, seed: int) -> None:
     world, chance = World(cache_s, 4), random.Random(seed)
     histories = [History(world.root, calls=calls) for calls in world.clients]
     writers: list[IncarnationWriter | None] = [None] * 4
@@ -94,7 +96,7 @@ def test_the_history_is_one_and_fences(cache_s: float, seed: int) -> None:
 
 @pytest.mark.parametrize("cache_s", CACHES_S)
 @pytest.mark.parametrize("seed", range(10))
-def test_logs_are_read_in_order_and_whole(cache_s: float, seed: int) -> None:
+def test_logs_are_read_completely_and_in_order_with_stale_caches(cache_s: float, seed: int) -> None:
     world, chance = World(cache_s, 3), random.Random(seed)
     readers = [LogReader(world.root / "log", calls=calls) for calls in world.clients[1:]]
     seen: list[list[int]] = [[], []]
@@ -115,7 +117,7 @@ def test_logs_are_read_in_order_and_whole(cache_s: float, seed: int) -> None:
 
 
 @pytest.mark.parametrize("cache_s", [5.0, 30.0])
-def test_a_holder_behind_caches_shorter_than_the_ttl_stays_alive(cache_s: float) -> None:
+def test_holder_stays_alive_if_caches_are_shorter_than_the_ttl(cache_s: float) -> None:
     world = World(cache_s, 2)
     lease = Lease(world.root / "lease", calls=world.clients[0])
     watching = LeaseObserver(world.root / "lease", 60.0, world.clock, calls=world.clients[1])
@@ -178,7 +180,9 @@ def _has(store: NameStore, key: str, value: str) -> bool:
 
 
 @pytest.mark.parametrize("cache_s", CACHES_S)
-def test_only_latency_grows(cache_s: float, record_property: Callable[[str, object], None]) -> None:
+def test_stale_caches_only_increase_latency(
+    cache_s: float, record_property: Callable[[str, object], None]
+) -> None:
     for what, seconds in latencies(cache_s).items():
         record_property(f"{what}, caches of {cache_s:g} s", round(seconds, 1))
         print(f"caches of {cache_s:g} s: {what} visible after {seconds:.1f} s")
@@ -223,7 +227,7 @@ def _seen(what: Callable[[], bool], record: Callable[[str, object], None], name:
 
 
 @pytest.mark.long
-def test_protocols_on_two_mounts(
+def test_protocols_work_on_two_mounts(
     mounts: tuple[Path, Path], record_property: Callable[[str, object], None]
 ) -> None:
     ours, theirs = mounts

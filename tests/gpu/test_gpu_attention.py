@@ -47,7 +47,7 @@ def reference(
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (8, 2), (6, 1)])
 @pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("size", [64, 128])
-def test_forward_and_backward_equal_float64(
+def test_attention_forward_and_backward_equal_float64(
     dtype: torch.dtype,
     lengths: tuple[int, ...],
     q_heads: int,
@@ -79,7 +79,7 @@ def test_forward_and_backward_equal_float64(
         assert (ours - expected).abs().max() <= allowed
 
 
-def test_nothing_at_all() -> None:
+def test_attention_accepts_an_empty_batch() -> None:
     q = torch.zeros(0, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     cu = torch.zeros(1, dtype=torch.int32)
     packed_attention(q, q, q, Packing(cu, 0), SCALE).sum().backward()

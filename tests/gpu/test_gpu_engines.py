@@ -74,7 +74,7 @@ def make(name: str, context: ParallelContext, source: Path, **changes: Any) -> A
 
 
 @pytest.mark.parametrize("settings", ["fsdp", "megatron"], indirect=True)
-def test_steps_and_outputs_are_those_of_a_cpu(
+def test_steps_and_outputs_equal_a_cpu(
     context: ParallelContext, settings: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     decoder = plain_decoder("lm")
@@ -118,7 +118,7 @@ def test_bfloat16_trains_near_float32(
 
 
 @pytest.mark.parametrize("settings", ["fsdp"], indirect=True)
-def test_completions_are_those_of_a_cpu(
+def test_completions_equal_a_cpu(
     context: ParallelContext, settings: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     decoder = plain_decoder("lm")

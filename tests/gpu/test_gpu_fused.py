@@ -52,7 +52,7 @@ def check(function: Function, inputs: list[Tensor], dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 5), (300, 4101), (1500, 32_000)])
-def test_log_probabilities(tokens: int, vocabulary: int, dtype: torch.dtype) -> None:
+def test_fused_logprobs_equal_torch(tokens: int, vocabulary: int, dtype: torch.dtype) -> None:
     targets = torch.arange(tokens) * 7 % vocabulary
 
     def function(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -63,7 +63,7 @@ def test_log_probabilities(tokens: int, vocabulary: int, dtype: torch.dtype) -> 
 
 @DTYPES
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_products(activation: str, dtype: torch.dtype) -> None:
+def test_fused_gated_products_equal_torch(activation: str, dtype: torch.dtype) -> None:
     check(
         lambda gate, up, weight: (gated_linear(gate, up, weight, activation),),
         [2.0 * random(700, 333), random(700, 333, seed=1), random(16, 333) / 18],
@@ -73,7 +73,7 @@ def test_gated_products(activation: str, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 1, 2), (700, 28, 128), (33, 5, 96)])
-def test_rotations(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_fused_rotations_equal_torch(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     angles = random(shape[0], 1, shape[2] // 2)
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
@@ -86,7 +86,7 @@ def test_rotations(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(700, 3584), (100, 4, 128), (0, 16)])
-def test_norms(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+def test_fused_norms_equal_torch(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
     check(
         lambda x, weight: (rms_norm(x, weight, 1e-6, offset),),
         [random(*shape), random(shape[-1])],

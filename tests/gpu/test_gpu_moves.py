@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-def test_copies_equal_those_of_torch(form: str, source: torch.dtype, target: torch.dtype) -> None:
+def test_copies_equal_torch(form: str, source: torch.dtype, target: torch.dtype) -> None:
     """Every element of the box and none beside it; a moving average within a rounding."""
     made = BoxCopies(GPU)
     view = boxes(source, GPU)[form]

@@ -66,7 +66,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gae(shape: str, dtype: torch.dtype, offsets: torch.dtype) -> None:
+def test_gae_on_gpu_equals_cpu(shape: str, dtype: torch.dtype, offsets: torch.dtype) -> None:
     packed = batch(SHAPES[shape], dtype, offsets)
     for gamma, lam in ((0.99, 0.95), (0.0, 1.0)):
         found, wanted = packed_gae(*packed, gamma, lam), in_float64(packed, gamma, lam)
@@ -74,7 +74,7 @@ def test_gae(shape: str, dtype: torch.dtype, offsets: torch.dtype) -> None:
         close(found[1], wanted[1])
 
 
-def test_gae_with_aligned_values_and_unaligned_memory() -> None:
+def test_gae_accepts_aligned_values_in_unaligned_memory() -> None:
     rewards, values, cu_seqlens, truncated = batch(SHAPES["short"], torch.float32)
     shifted = torch.cat([rewards[:1], rewards])[1:]
     assert shifted.data_ptr() % 16 != 0
@@ -85,7 +85,7 @@ def test_gae_with_aligned_values_and_unaligned_memory() -> None:
     close(found[0], wanted[0].double())
 
 
-def test_gae_is_the_same_to_the_last_bit_each_time() -> None:
+def test_gae_is_bit_identical_each_time() -> None:
     packed = batch(SHAPES["one of many tiles"], torch.float32)
     first = packed_gae(*packed, 1.0, 1.0)[0]
     for _ in range(20):
@@ -94,7 +94,7 @@ def test_gae_is_the_same_to_the_last_bit_each_time() -> None:
 
 @pytest.mark.parametrize("decays", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_sums(shape: str, decays: bool) -> None:
+def test_discounted_sums_on_gpu_equal_cpu(shape: str, decays: bool) -> None:
     x, _, cu_seqlens, truncated = batch(SHAPES[shape], torch.float32)
     decay = torch.rand_like(x) if decays else None
     tail = torch.randn(len(truncated), device="cuda")
@@ -110,7 +110,7 @@ def intervals_of(size: int, gap: int, count: int) -> Intervals:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.bool, torch.complex128])
 @pytest.mark.parametrize(("size", "gap"), [(1, 1), (4, 4), (5, 2), (1000, 8), (100_003, 1)])
-def test_gather_and_scatter(size: int, gap: int, dtype: torch.dtype) -> None:
+def test_gather_and_scatter_on_gpu_equal_torch(size: int, gap: int, dtype: torch.dtype) -> None:
     intervals = intervals_of(size, gap, 200_000 // size + 1)
     flat = (torch.randn(intervals.stop + 1, device="cuda") * 50).to(dtype)
     packed = gather(flat, intervals)
@@ -127,7 +127,7 @@ def test_gather_and_scatter(size: int, gap: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("one", FLOATS)
 @pytest.mark.parametrize("other", FLOATS)
-def test_moving_average_with_conversion(one: torch.dtype, other: torch.dtype) -> None:
+def test_moving_average_converts_dtypes(one: torch.dtype, other: torch.dtype) -> None:
     intervals = intervals_of(37, 3, 500)
     packed = torch.randn(intervals.total, device="cuda").to(one)
     target = torch.randn(intervals.stop, device="cuda").to(other)
@@ -141,7 +141,7 @@ def test_moving_average_with_conversion(one: torch.dtype, other: torch.dtype) ->
 
 @pytest.mark.parametrize("one", FLOATS)
 @pytest.mark.parametrize("other", FLOATS)
-def test_gather_with_conversion(one: torch.dtype, other: torch.dtype) -> None:
+def test_gather_converts_dtypes(one: torch.dtype, other: torch.dtype) -> None:
     """To the same bits as torch, with and without alignment to 16 bytes."""
     for pairs in ([(0, 4096), (8192, 9000)], [(1, 4096), (5003, 9000)]):
         flat = (torch.randn(9000, device="cuda") * 50).to(one)
@@ -149,14 +149,14 @@ def test_gather_with_conversion(one: torch.dtype, other: torch.dtype) -> None:
         assert torch.equal(found, torch.cat([flat[a:b] for a, b in pairs]).to(other))
 
 
-def test_gradient_of_gather() -> None:
+def test_gather_gradient_is_right() -> None:
     flat = torch.randn(6, dtype=torch.float64, device="cuda", requires_grad=True)
     gather(flat, Intervals.of([(1, 4), (3, 5)], "cuda")).sum().backward()
     assert flat.grad is not None
     assert flat.grad.tolist() == [0, 1, 1, 2, 1, 0]
 
 
-def test_offsets_beyond_32_bits() -> None:
+def test_offsets_may_exceed_32_bits() -> None:
     far, many = 2**32, 2**31 + 5
     if torch.cuda.mem_get_info()[0] < far + many + 2**30:
         pytest.skip("needs 8 GiB of free GPU memory")
@@ -178,7 +178,7 @@ def work(packed: tuple[Tensor, ...], intervals: Intervals) -> tuple[Tensor, ...]
 
 
 @pytest.mark.parametrize("form", ["native", "torch"])
-def test_the_current_stream_is_used_and_nothing_is_waited_for(
+def test_operators_use_the_current_stream_without_waiting(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMRL_OPS", form)
@@ -206,7 +206,7 @@ def test_the_current_stream_is_used_and_nothing_is_waited_for(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_a_device_that_is_not_the_current_one() -> None:
+def test_operators_work_on_a_device_that_is_not_current() -> None:
     packed = batch(SHAPES["short"], torch.float32, device="cuda:1")
     found = packed_gae(*packed, 0.99, 0.95)
     assert torch.cuda.current_device() == 0
@@ -214,7 +214,7 @@ def test_a_device_that_is_not_the_current_one() -> None:
     close(found[0], in_float64(packed, 0.99, 0.95)[0])
 
 
-def test_cuda_graphs() -> None:
+def test_operators_work_in_cuda_graphs() -> None:
     packed, intervals = batch(SHAPES["long"], torch.float32), intervals_of(64, 64, 1000)
     wanted = work(packed, intervals)
     graph = torch.cuda.CUDAGraph()
@@ -227,12 +227,12 @@ def test_cuda_graphs() -> None:
         assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
 
 
-def test_opcheck() -> None:
+def test_operators_pass_opcheck() -> None:
     packed = batch([3, 0, 1, 5], torch.float32)
     torch.library.opcheck(torch.ops.slurmrl.gae.default, (*packed, None, 0.9, 0.8))
 
 
-def test_gradients() -> None:
+def test_operator_gradients_pass_gradcheck() -> None:
     rewards, values, cu_seqlens, truncated = batch([3, 0, 1, 5], torch.float64)
     inputs = (rewards.requires_grad_(), values.requires_grad_())
     run: Callable[..., object] = lambda r, v: packed_gae(r, v, cu_seqlens, truncated, 0.9, 0.8)  # noqa: E731

@@ -60,7 +60,7 @@ def exact(inputs: tuple[Any, ...], longest: int, window: int | None) -> torch.Te
         (3000, 37, None),
     ],
 )
-def test_attention_equals_float64(
+def test_paged_attention_equals_float64(
     heads: int,
     kv_heads: int,
     size: int,
@@ -82,7 +82,7 @@ def test_attention_equals_float64(
 
 
 @DTYPES
-def test_graphs_follow_lengths_and_tables(dtype: torch.dtype) -> None:
+def test_cuda_graphs_follow_new_lengths_and_tables(dtype: torch.dtype) -> None:
     """A graph of one shape computes what other lengths, rows and pages ask for."""
     sizes, bound = Sizes(torch.device("cuda", 0), dtype, 12, 2, 128, 16), 4096
     first, other = example(sizes, bound, 1), example(sizes, bound, 1)
@@ -109,7 +109,7 @@ def test_graphs_follow_lengths_and_tables(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_writes_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_cache_writes_equal_torch(dtype: torch.dtype) -> None:
     wider = torch.randn(500, 7, 1000, device="cuda").to(dtype)
     k, v = wider[:, 2:4], wider[:, 4:6]
     slots = torch.randperm(900, device="cuda")[:500]
@@ -145,7 +145,7 @@ def test_completions_do_not_depend_on_limits(name: str, caplog: pytest.LogCaptur
     assert (found.logprobs - wanted.logprobs).abs().max() < 1e-4
 
 
-def test_rows_are_split_to_fill_the_card() -> None:
+def test_rows_are_split_to_fill_the_gpu() -> None:
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     device = torch.device("cuda", 0)
     assert paged_kernels._splits(2, 32_768, device) == paged_kernels.MOST_SPLITS

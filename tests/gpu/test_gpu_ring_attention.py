@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("window", [None, 700, 150])
 @pytest.mark.parametrize("heads", [4, 8])
-def test_part_equals_matrix_products(heads: int, window: int | None) -> None:
+def test_partial_attention_equals_matrix_products(heads: int, window: int | None) -> None:
     """Queries 0 to 129 see 200 keys before them; the window hides none, some or most of them."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, grad, k, v = (

@@ -69,7 +69,7 @@ def call_context() -> CallContext:
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
-def test_a_step_of_ppo(experts: bool) -> None:
+def test_ppo_step_makes_the_expected_gpu_calls(experts: bool) -> None:
     """Generation, inference of reference and critic, recomputation, training of both."""
     architecture = cases.TINY_EXPERTS if experts else cases.TINY
     context = call_context()
@@ -99,7 +99,7 @@ def test_a_step_of_ppo(experts: bool) -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_a_step_of_ppo_s_training_with_every_engine(engine: str) -> None:
+def test_ppo_training_step_runs_with_every_engine(engine: str) -> None:
     context = call_context()
     sample = cases.batch([2 * length for length in PROMPTS])
     sample.update_(
@@ -115,7 +115,7 @@ def test_a_step_of_ppo_s_training_with_every_engine(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_a_step_and_an_evaluation_of_sft(engine: str) -> None:
+def test_sft_step_and_evaluation_make_the_expected_gpu_calls(engine: str) -> None:
     context = replace(call_context(), step=11)  # it has no tokenizer to show what is trained on
     sample = cases.batch(PROMPTS)
     made = cases.engine(cases.TINY, name=engine)

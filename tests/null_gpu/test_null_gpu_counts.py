@@ -35,7 +35,7 @@ def _ranks() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_a_step_of_training(micro_batches: int) -> None:
+def test_training_step_makes_the_expected_gpu_calls(micro_batches: int) -> None:
     engine = cases.engine(
         FOUR_LAYERS, max_tokens_per_microbatch=LENGTH * SEQUENCES // micro_batches
     )
@@ -48,7 +48,7 @@ def test_a_step_of_training(micro_batches: int) -> None:
     assert found["waits"] <= WAITS_OF_A_STEP, sites
 
 
-def test_a_token_of_generation() -> None:
+def test_generated_token_makes_the_expected_gpu_calls() -> None:
     engine = cases.engine(FOUR_LAYERS, trained=False)
 
     def generate(new_tokens: int) -> None:

@@ -55,7 +55,7 @@ def loss(outputs: Outputs, sample: SequenceSample) -> tuple[torch.Tensor, dict[s
 @pytest.mark.parametrize("head", ["lm", "value"])
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", ENGINES)
-def test_no_tensor_is_on_a_wrong_device(
+def test_engine_calls_use_only_the_right_device(
     kind: str, experts: bool, head: Head, tmp_path: Path
 ) -> None:
     """Training in every mode of recomputation, inference, generation, checkpoints, offloading; with
@@ -87,7 +87,7 @@ def test_no_tensor_is_on_a_wrong_device(
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_one_of_two_ranks_has_no_tensor_on_a_wrong_device(kind: str) -> None:
+def test_engine_on_two_ranks_uses_only_the_right_device(kind: str) -> None:
     sample = cases.batch(LENGTHS)
     with cases.first_of(2), SmallValues():
         engine = make(kind, experts=False, head="lm")
@@ -117,7 +117,7 @@ SHARED = {
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", SHARED)
-def test_the_first_of_two_ranks_of_a_model_has_no_tensor_on_a_wrong_device(
+def test_tensor_parallel_engine_uses_only_the_right_device(
     kind: str, experts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sequences of one length: the other stage's gradients have the shape that was sent last."""

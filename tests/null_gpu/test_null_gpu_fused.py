@@ -21,7 +21,7 @@ UNIT_TESTS = Path(__file__).parents[1] / "unit" / "ops" / "test_ops_fused.py"
 
 
 @pytest.mark.parametrize("dtype", fused.DTYPES)
-def test_the_kernels_compile_and_run(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_fused_kernels_compile_and_run(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """One launch each."""
     monkeypatch.setenv("SLURMRL_OPS", "native")
     x, logits = torch.zeros((6, 2, 8), dtype=dtype).cuda(), torch.zeros((6, 16)).cuda()
@@ -48,7 +48,7 @@ def test_log_probabilities_add_products_in_place() -> None:
     assert (counts["products"], counts["launches"]) == (1, 0)
 
 
-def test_the_interpreter_finds_their_numbers_right() -> None:
+def test_fused_kernels_are_correct_in_the_triton_interpreter() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LD_")}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]

@@ -25,7 +25,7 @@ def engine() -> Iterator[Any]:
         yield made
 
 
-def test_a_snapshot_locks_one_buffer_of_the_size_of_the_state(engine: Any) -> None:
+def test_snapshot_pins_one_buffer_of_the_state_size(engine: Any) -> None:
     """torch's own allocator would lock each tensor's size rounded up to a power of two.
 
     A second snapshot reuses the buffer.
@@ -40,7 +40,7 @@ def test_a_snapshot_locks_one_buffer_of_the_size_of_the_state(engine: Any) -> No
         assert found["waits"] == 1
 
 
-def test_offloading_locks_one_buffer_and_frees_the_gpu(engine: Any) -> None:
+def test_offload_pins_one_buffer_and_frees_the_gpu(engine: Any) -> None:
     state = sum(tensor.nbytes for tensor in engine._state().values())
     before = torch.cuda.memory_allocated()
     with device.counted() as found:
@@ -52,7 +52,7 @@ def test_offloading_locks_one_buffer_and_frees_the_gpu(engine: Any) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_weights_on_the_host_and_their_gradients_are_locked_as_they_are() -> None:
+def test_host_weights_and_gradients_are_pinned_in_place() -> None:
     """With ``cpu_offload`` torch's allocator locks both, without rounding them up to powers of two,
     and a second step reuses all of it.
     """

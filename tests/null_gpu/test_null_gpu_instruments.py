@@ -9,7 +9,7 @@ from tests.null_gpu import device
 from tests.null_gpu.values import SMALL_ELEMENTS, SmallValues
 
 
-def test_launches_products_copies_and_waits_are_counted() -> None:
+def test_stub_gpu_counts_launches_products_copies_and_waits() -> None:
     a = torch.zeros(64, 64, device="cuda")
     with device.counted() as found:
         b = (a + 1) @ a
@@ -20,18 +20,18 @@ def test_launches_products_copies_and_waits_are_counted() -> None:
     assert found["waits"] == 1
 
 
-def test_a_tensor_on_another_device_is_an_error() -> None:
+def test_stub_gpu_rejects_a_tensor_on_another_device() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device="cuda") + torch.ones(3)
 
 
-def test_memory_is_bounded_as_on_a_card() -> None:
+def test_stub_gpu_limits_memory_like_a_real_gpu() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(total + 1, dtype=torch.uint8, device="cuda")
 
 
-def test_shapes_that_depend_on_values_are_those_of_a_cpu() -> None:
+def test_stub_gpu_computes_value_dependent_shapes_like_a_cpu() -> None:
     def results(where: str) -> list[list[float]]:
         numbers = torch.arange(10, device=where)
         mask = numbers % 3 == 0
@@ -50,7 +50,7 @@ def test_shapes_that_depend_on_values_are_those_of_a_cpu() -> None:
     assert found == results("cpu")
 
 
-def test_what_depends_on_large_tensors_is_zero() -> None:
+def test_stub_gpu_results_of_large_tensors_are_zero() -> None:
     with SmallValues():
         large = torch.ones(SMALL_ELEMENTS + 1, device="cuda")
         assert large.sum().item() == 0.0

@@ -66,7 +66,7 @@ def measured(architecture: dict[str, Any], sequences: int, mode: str, micro_batc
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_peak_memory_of_training_is_what_plan_estimates(micro_batches: int) -> None:
+def test_peak_memory_of_training_equals_the_planned_estimate(micro_batches: int) -> None:
     """From the second micro-batch on there are gradients of the first."""
     off = []
     with cases.first_of(RANKS), SmallValues():

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core warns of its 
     ("kind", "experts", "ranks"),
     [*((kind, False, 1) for kind in ENGINES), ("fsdp", True, 2), ("megatron", True, 1)],
 )
-def test_a_move_has_no_tensor_on_a_wrong_device(kind: str, experts: bool, ranks: int) -> None:
+def test_weight_move_uses_only_the_right_device(kind: str, experts: bool, ranks: int) -> None:
     sample = cases.batch(LENGTHS)
     with cases.first_of(ranks), SmallValues():
         trained = make(kind, experts, head="lm")
@@ -52,7 +52,7 @@ def test_a_move_has_no_tensor_on_a_wrong_device(kind: str, experts: bool, ranks:
             assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
 
 
-def test_strided_and_averaging_copies_are_one_kernel_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strided_and_averaging_copies_take_one_kernel_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """They make no temporary tensors and no host waits.
 
     (torch's moving average has four kernels for every 2**20 elements.)

@@ -35,7 +35,7 @@ def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", paged_kernels.TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 2, 128), (4, 4, 64), (8, 1, 256)])
-def test_the_kernels_compile_and_fit(
+def test_paged_kernels_compile_and_fit(
     heads: int, kv_heads: int, size: int, dtype: torch.dtype, trusted: None
 ) -> None:
     """One launch for rows that are not split, two for rows that are; nothing waits."""
@@ -60,7 +60,7 @@ def test_the_kernels_compile_and_fit(
     assert (counts["launches"], counts["waits"]) == (1, 0)
 
 
-def test_a_device_that_computes_nothing_is_not_trusted(caplog: pytest.LogCaptureFixture) -> None:
+def test_paged_kernels_are_not_used_if_their_check_fails(caplog: pytest.LogCaptureFixture) -> None:
     sizes = (torch.device("cuda", 0), torch.bfloat16, 6, 3, 32, 16)
     assert not paged_kernels.attends(*sizes)
     (record,) = caplog.records
@@ -73,7 +73,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
-def test_a_token_of_a_whole_batch(
+def test_token_of_a_whole_batch_makes_the_expected_gpu_calls(
     trusted: None, ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole batches on a GPU are served as requests.

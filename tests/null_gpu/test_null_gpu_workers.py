@@ -14,7 +14,7 @@ from slurmrl.workers.distributed import Collectives
 from tests.null_gpu import cases
 
 
-def test_a_free_gpu_is_used_at_once_and_named() -> None:
+def test_free_gpu_is_used_at_once_and_named() -> None:
     with cases.first_of(1):
         began = time.monotonic()
         device.wait_until_free(device.GPU.device, exclusive=True)
@@ -24,7 +24,7 @@ def test_a_free_gpu_is_used_at_once_and_named() -> None:
         assert device.describe_gpu().startswith(f"GPU 0 ({name}, GPU-")
 
 
-def test_memory_that_another_process_holds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_held_by_another_process_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     free, total = torch.cuda.mem_get_info()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free // 2, total))
     monkeypatch.setattr(device, "WAIT_S", 0.0)
@@ -32,7 +32,7 @@ def test_memory_that_another_process_holds_is_seen(monkeypatch: pytest.MonkeyPat
         device.wait_until_free(device.GPU.device, exclusive=True)
 
 
-def test_a_collective_of_nccl_is_explained_while_it_waits_and_recorded_when_it_ends() -> None:
+def test_waiting_nccl_collective_is_explained_and_its_end_recorded() -> None:
     """torch's watchdog looks for its end every 100 ms: until then it counts as pending."""
     with cases.first_of(4):
         group = dist.new_group([0, 1, 2, 3])

@@ -61,7 +61,7 @@ def wait_remembered(jobs: JobIds, *expected: str) -> list[TaskState]:
     return remembered(jobs)
 
 
-def test_ends_that_the_queue_has_forgotten(tmp_path: Path) -> None:
+def test_ends_of_jobs_missing_in_the_queue_come_from_accounting(tmp_path: Path) -> None:
     scheduler = SlurmScheduler()
     code = "import os, sys; sys.exit(3 * int(os.environ['SLURM_ARRAY_TASK_ID'] == '1'))"
     with submitted(scheduler, request_of(tmp_path, code, links=2)) as jobs:
@@ -73,7 +73,7 @@ def test_ends_that_the_queue_has_forgotten(tmp_path: Path) -> None:
         assert len(failed.hosts) == 1
 
 
-def test_cancelled_preempted_and_lost(tmp_path: Path) -> None:
+def test_accounting_distinguishes_cancelled_preempted_and_lost_jobs(tmp_path: Path) -> None:
     scheduler = SlurmScheduler()
 
     def one(name: str, **slurm: Any) -> Any:
@@ -105,7 +105,7 @@ def test_cancelled_preempted_and_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("client", "links"), [(SlurmClient(), 3), (Blind(), 2)])
-def test_a_chain_is_fitted_to_the_users_limit(
+def test_chain_length_respects_the_users_job_limit(
     tmp_path: Path, client: SlurmClient, links: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A limit that can be queried is respected before submission; others are found by halving."""

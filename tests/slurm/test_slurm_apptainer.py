@@ -19,7 +19,9 @@ STEPS = 3
     [pytest.param((), marks=pytest.mark.soak), ("--cleanenv", "--pid")],
     ids=["", "own pids"],
 )
-def test_preemption_with_time_to_commit(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_preempted_container_trial_commits_within_the_grace_time(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     """TERM reaches every process of the step, including those in containers.
 
     Then a worker is killed, and the trial cancelled.

@@ -37,7 +37,7 @@ soak = pytest.mark.soak
     ],
     ids=["worker", "children", "hung", "agents", "batch process"],
 )
-def test_lost_process(
+def test_killed_process_is_reported_as_the_cause(
     tmp_path: Path, bed: Path, calm: Outcome, causes: list[tuple[str, float]], how: str
 ) -> None:
     """Several causes, one after the other, in one trial."""
@@ -59,7 +59,9 @@ def failures(trial: Watched) -> list[tuple[str, str]]:
 
 
 @soak
-def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, calm: Outcome) -> None:
+def test_warned_job_is_requeued_but_cancelled_job_is_not(
+    tmp_path: Path, bed: Path, calm: Outcome
+) -> None:
     """``continue: requeue`` starts the job again after a warning, but not after scancel."""
     changes = {"cluster": paced.cluster(tmp_path, **{"continue": "requeue"})}
     trial = paced.start(tmp_path, **changes)
@@ -82,7 +84,7 @@ def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, cal
 
 
 @soak
-def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) -> None:
+def test_oom_kill_is_reported_as_the_cause(tmp_path: Path, calm: Outcome) -> None:
     """A rank suddenly uses more memory than the job requested."""
     with private_bed("--memory", needs=("memory limits need",)):
         config = paced.config(tmp_path, "Hungry")
@@ -97,7 +99,7 @@ def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) 
 
 
 @soak
-def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outcome) -> None:
+def test_hanging_rank_is_reported_as_the_cause(tmp_path: Path, bed: Path, calm: Outcome) -> None:
     """Its pulses continue, so only the step's deadline finds it."""
     config = {**paced.config(tmp_path, "Stuck"), "step_timeout_s": 20}
     trial = Watched(Site(tmp_path), config, "slurm")
@@ -107,7 +109,7 @@ def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outc
 
 
 @long
-def test_time_limit(tmp_path: Path, bed: Path, calm: Outcome) -> None:
+def test_time_limit_is_reported_as_the_cause(tmp_path: Path, bed: Path, calm: Outcome) -> None:
     """The warning comes 75 to 105 seconds into a link of two minutes; the next link resumes from
     the very step that was reached.
     """
@@ -135,7 +137,7 @@ def test_time_limit(tmp_path: Path, bed: Path, calm: Outcome) -> None:
         pytest.param(False, 3, "3 starts in a row without a new commit", marks=soak),
     ],
 )
-def test_code_that_fails_ends_the_trial(
+def test_failing_code_ends_the_trial(
     tmp_path: Path, bed: Path, same_each_time: bool, incarnations: int, says: str
 ) -> None:
     config = paced.config(tmp_path, "Failing", same=same_each_time)
@@ -150,7 +152,7 @@ def test_code_that_fails_ends_the_trial(
     wait_until("the chain to be gone from the queue", lambda: not queued())
 
 
-def test_link_that_starts_after_the_end(tmp_path: Path, bed: Path) -> None:
+def test_job_that_starts_after_the_end_exits(tmp_path: Path, bed: Path) -> None:
     config = paced.config(tmp_path) | {"total_steps": 1}
     trial = Watched(Site(tmp_path), config, "slurm")
     paced.hurry(trial)

@@ -82,7 +82,7 @@ def running(scheduler: SlurmScheduler, request: SubmissionRequest) -> int:
     return len([task for task in tasks if task.state is JobState.RUNNING])
 
 
-def test_a_chain_that_commits_gets_more_links(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_chain_that_commits_gets_more_jobs(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     request = chain(tmp_path, STAY_OR_GO, 2)
     with everything_gone(scheduler, request):
         wait_until(lambda: pids(request), "link 0 runs")
@@ -103,9 +103,7 @@ def test_a_chain_that_commits_gets_more_links(scheduler: SlurmScheduler, tmp_pat
         assert (request.run.run / "links").read_text().split() == ["0", "1", "2", "3"]
 
 
-def test_an_ended_trial_takes_back_all_of_its_arrays(
-    scheduler: SlurmScheduler, tmp_path: Path
-) -> None:
+def test_ended_trial_cancels_all_its_arrays(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     request = chain(tmp_path, STAY, 2)
     with everything_gone(scheduler, request):
         wait_until(lambda: pids(request), "link 0 runs")
@@ -118,7 +116,7 @@ def test_an_ended_trial_takes_back_all_of_its_arrays(
         )
 
 
-def test_a_job_that_nobody_noted_is_found_and_not_submitted_twice(
+def test_unrecorded_job_is_found_and_not_submitted_twice(
     scheduler: SlurmScheduler, tmp_path: Path
 ) -> None:
     request = chain(tmp_path, STAY, 2)
@@ -132,7 +130,7 @@ def test_a_job_that_nobody_noted_is_found_and_not_submitted_twice(
         assert len(extensions.read(request.run, 1, "trainer")) == 1
 
 
-def test_a_claim_without_a_job_is_passed_over(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_claim_without_a_job_is_skipped(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     request = chain(tmp_path, STAY, 2)
     with everything_gone(scheduler, request):
         wait_until(lambda: pids(request), "link 0 runs")
@@ -144,7 +142,7 @@ def test_a_claim_without_a_job_is_passed_over(scheduler: SlurmScheduler, tmp_pat
         assert [task.element for task in scheduler.query(jobs)] == [0, 1, 4, 5]
 
 
-def test_one_of_two_extensions_at_once_wins(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_one_of_two_concurrent_extensions_wins(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     request = chain(tmp_path, STAY, 2)
     with everything_gone(scheduler, request):
         wait_until(lambda: pids(request), "link 0 runs")
@@ -161,7 +159,7 @@ def test_one_of_two_extensions_at_once_wins(scheduler: SlurmScheduler, tmp_path:
                 scheduler.extend(request.run, 1, "trainer", by="me")
 
 
-def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_job_requeues_itself(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from slurmrl import env\n"
@@ -191,7 +189,7 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
         assert (task.state, task.restarts) == (JobState.COMPLETED, 1)
 
 
-def test_a_cancelled_chain_gets_no_more_links(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_cancelled_chain_gets_no_more_jobs(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     """The link commits when it is told to end, as a trial does."""
     code = (
         "from pathlib import Path; from slurmrl.run.paths import RunPaths\n"
@@ -217,7 +215,7 @@ def test_a_cancelled_chain_gets_no_more_links(scheduler: SlurmScheduler, tmp_pat
         assert scheduler.recover(request.run, 1) == jobs
 
 
-def test_a_job_that_nothing_follows_is_not_requeued_by_slurm(
+def test_job_with_continue_none_is_not_requeued_by_slurm(
     scheduler: SlurmScheduler, tmp_path: Path
 ) -> None:
     request = chain(tmp_path, STAY, 1, options={"slurm": {"continue": "none"}})
@@ -228,7 +226,7 @@ def test_a_job_that_nothing_follows_is_not_requeued_by_slurm(
         assert done.returncode != 0
 
 
-def test_how_an_element_ended_and_what_is_left_of_it(
+def test_exit_code_and_remaining_time_of_an_element_are_reported(
     scheduler: SlurmScheduler, tmp_path: Path
 ) -> None:
     request = chain(tmp_path, "import sys; sys.exit(3)", 1)
@@ -251,7 +249,7 @@ def test_how_an_element_ended_and_what_is_left_of_it(
 
 
 @pytest.mark.parametrize("elements", [5, 3])
-def test_a_lost_task_of_an_elastic_group_is_replaced(
+def test_lost_task_of_an_elastic_group_is_replaced(
     scheduler: SlurmScheduler, tmp_path: Path, elements: int
 ) -> None:
     """A queued spare replaces it, or one that the trainers' link submits."""
@@ -269,9 +267,7 @@ def test_a_lost_task_of_an_elastic_group_is_replaced(
         assert running(scheduler, request) == 3
 
 
-def test_a_link_of_the_trainers_looks_after_an_elastic_group(
-    scheduler: SlurmScheduler, tmp_path: Path
-) -> None:
+def test_trainers_job_maintains_an_elastic_group(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     """A running link keeps the group from its compute node; the end of the trial cancels the
     group.
     """
@@ -301,7 +297,7 @@ def test_a_link_of_the_trainers_looks_after_an_elastic_group(
         assert "Traceback" not in log, log
 
 
-def test_an_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     request = chain(tmp_path, STAY, 4, hosts=2, elastic=True)
     group = ElasticGroup(request.run, 1, "trainer", by="me")
 
@@ -314,7 +310,7 @@ def test_an_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path:
         assert group.keep(1) == Change()  # those that run are asked to leave, not ended
 
 
-def test_an_elastic_group_pauses(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_elastic_group_can_be_paused(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     """While its array is held, no queued task takes the place of one that ends."""
     request = chain(tmp_path, STAY, 4, hosts=2, elastic=True)
     group = ElasticGroup(request.run, 1, "trainer", by="me")

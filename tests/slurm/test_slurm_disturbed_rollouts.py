@@ -33,6 +33,8 @@ def bed() -> Iterator[Path]:
         for seed in range(1, SEEDS + 1)
     ],
 )
-def test_each_item_is_trained_once_whatever_happens(tmp_path: Path, bed: Path, seed: int) -> None:
+def test_each_item_is_trained_once_despite_disturbances(
+    tmp_path: Path, bed: Path, seed: int
+) -> None:
     met, problems = weather(tmp_path, bed, seed)
     assert problems == [], f"after {', '.join(met)}"

@@ -20,7 +20,7 @@ def look(site: Site, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def test_two_nodes_look_around(site: Site) -> None:
+def test_doctor_checks_run_on_two_nodes(site: Site) -> None:
     """Without a configuration. The nodes share this machine's network."""
     checks = look(site, "--job")
     assert [one for one in checks if one["state"] == "failed"] == []
@@ -34,7 +34,7 @@ def test_two_nodes_look_around(site: Site) -> None:
     assert queued() == []
 
 
-def test_gpus_that_slurm_gives_are_counted(site: Site) -> None:
+def test_doctor_counts_gpus_given_by_slurm(site: Site) -> None:
     cluster = {"workers_per_host": 2, "gpus_per_worker": 1, "interface": "lo"}
     config = sft_config(cluster={**cluster, "slurm": {"partition": "main"}})
     path = site.write("sft.yaml", config)
@@ -45,7 +45,7 @@ def test_gpus_that_slurm_gives_are_counted(site: Site) -> None:
     assert failed <= {"gpu driver", "torch", "torch on gpus"}
 
 
-def test_every_node_looks_into_the_container(site: Site, tmp_path: Path) -> None:
+def test_doctor_checks_the_container_on_every_node(site: Site, tmp_path: Path) -> None:
     """A stand-in that set-up lines put on PATH."""
     program = tmp_path / "bin" / "stand-in"
     program.parent.mkdir()
@@ -71,7 +71,7 @@ def test_every_node_looks_into_the_container(site: Site, tmp_path: Path) -> None
     assert first == second == "cannot start 'stand-in': No such file or directory"
 
 
-def test_a_job_that_stays_pending(site: Site) -> None:
+def test_doctor_reports_a_job_that_stays_pending(site: Site) -> None:
     slurm = {"partition": "main", "extra_lines": ["--begin=now+1hour"]}
     path = site.write("sft.yaml", sft_config(cluster={"gpus_per_worker": 0, "slurm": slurm}))
     checks = look(site, str(path), "--job", "--timeout", "3", code=1)
@@ -82,7 +82,7 @@ def test_a_job_that_stays_pending(site: Site) -> None:
     assert not site.root.exists()
 
 
-def test_sbatch_names_each_directive_that_it_refuses(tmp_path: Path) -> None:
+def test_each_directive_rejected_by_sbatch_is_named(tmp_path: Path) -> None:
     slurm = {
         "constraint": "fast",
         "reservation": "none",

@@ -9,7 +9,7 @@ from tests.support.trials import ADDITION, Site, sft_config
 
 
 @pytest.mark.long
-def test_a_job_submits_the_evaluation_of_its_checkpoint(site: Site) -> None:
+def test_job_submits_the_evaluation_of_its_checkpoint(site: Site) -> None:
     """With its own layout and options of Slurm. Its result stands in the metrics of the trial."""
     config = sft_config(
         total_steps=2,

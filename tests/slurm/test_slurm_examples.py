@@ -60,7 +60,7 @@ def hosts_of(run: Path) -> set[str]:
     return found
 
 
-def test_asynchronous_example_trains_on_while_its_tasks_are_preempted(
+def test_asynchronous_example_continues_while_its_tasks_are_preempted(
     site: Site, bed: Path
 ) -> None:
     """A job of a higher tier takes the nodes of both tasks. They exit within the grace time, and

@@ -18,7 +18,7 @@ from tests.support.trials import Site, processes, sft_config, wait_until
 pytestmark = pytest.mark.timeout(1800)
 
 
-def test_a_host_on_which_nothing_can_start_is_avoided(tmp_path: Path, bed: Path) -> None:
+def test_host_that_cannot_start_processes_is_excluded(tmp_path: Path, bed: Path) -> None:
     site = Site(tmp_path)
     submit_to_broken(site, {"n0": "export PYTHONHOME=/nowhere"})
     wait_until("the node to be avoided", lambda: site.status("sft/1")["avoided"])
@@ -35,7 +35,7 @@ def test_a_host_on_which_nothing_can_start_is_avoided(tmp_path: Path, bed: Path)
     assert site.wait_for_end("sft/1")["step"] == 9
 
 
-def test_a_set_up_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, bed: Path) -> None:
+def test_setup_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, bed: Path) -> None:
     """The line is to blame: no host stays excluded, and the trial resumes once it is fixed."""
     site = Site(tmp_path)
     submit_to_broken(site, dict.fromkeys(("n0", "n1", "n2", "n3"), "exit 9"))
@@ -50,7 +50,7 @@ def test_a_set_up_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, b
 
 
 @pytest.mark.soak
-def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
+def test_only_one_of_several_running_jobs_trains(tmp_path: Path, bed: Path) -> None:
     """Only the first link continues."""
     trial = start_throttled(tmp_path)
     submit_by_hand(trial)
@@ -67,7 +67,7 @@ def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
         pytest.param(False, id="other host", marks=pytest.mark.soak),
     ],
 )
-def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
+def test_host_with_a_failed_gpu_is_replaced_by_a_spare(
     tmp_path: Path, bed: Path, of_batch: bool
 ) -> None:
     """The trial ends as if undisturbed, in the same job; the host is named, with its GPU, and
@@ -98,7 +98,9 @@ def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
 
 @pytest.mark.long
 @pytest.mark.parametrize("hosts", [pytest.param(2, marks=pytest.mark.soak), 1])
-def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path, hosts: int) -> None:
+def test_job_with_spares_is_requeued_if_the_masters_host_is_lost(
+    tmp_path: Path, hosts: int
+) -> None:
     """Slurm keeps the job without a batch process, and no other link has room to start: a remaining
     agent requeues it, or with trainers on one host a watcher on a spare.
     """

@@ -7,7 +7,7 @@ from slurmrl.desk.site_profile import survey
 from tests.slurm.conftest import GPUS, NODES
 
 
-def test_the_survey_of_a_cluster() -> None:
+def test_init_site_reads_cluster_information() -> None:
     found = survey()
     assert found.cluster.startswith("bed (Slurm ")
     assert [one.name for one in found.partitions] == ["main", "low", "high"]

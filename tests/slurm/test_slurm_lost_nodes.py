@@ -50,7 +50,7 @@ def low(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options", [(), pytest.param(NO_USER_SIGNAL, marks=soak)], ids=["user signal", "TERM only"]
 )
-def test_preemption_with_time_to_commit(
+def test_preempted_trial_commits_within_the_grace_time(
     tmp_path: Path, calm: Outcome, options: tuple[str, ...]
 ) -> None:
     """With the user's signal the batch process is warned; without it, only TERM and CONT reach the
@@ -70,7 +70,7 @@ def test_preemption_with_time_to_commit(
 
 
 @soak
-def test_preemption_without_grace(tmp_path: Path, calm: Outcome) -> None:
+def test_preempted_trial_without_grace_time_continues(tmp_path: Path, calm: Outcome) -> None:
     """Without time for a commit, the next link resumes from the last one."""
     with private_bed():
         slurm("scontrol", "update", "PartitionName=low", "GraceTime=0")
@@ -84,7 +84,9 @@ def node(trial: Watched, role: str, index: int = -1) -> str:
 
 
 @soak
-def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
+def test_trial_continues_after_a_node_is_set_down(
+    tmp_path: Path, breakable: Path, calm: Outcome
+) -> None:
     trial = paced.start(tmp_path)
 
     def down() -> None:
@@ -97,7 +99,9 @@ def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
 
 @long
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=soak)])
-def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) -> None:
+def test_trial_continues_after_a_node_is_lost(
+    tmp_path: Path, breakable: Path, calm: Outcome, first: bool
+) -> None:
     """slurmd and all processes of one node disappear at once: of the batch host, or of the
     other.
     """
@@ -115,7 +119,7 @@ def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) 
 
 @long
 @pytest.mark.parametrize("stop", [True, pytest.param(False, marks=soak)])
-def test_nodes_that_slurm_believes_dead_commit_nothing(
+def test_nodes_marked_dead_by_slurm_commit_nothing(
     tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
 ) -> None:
     """The slurmd of each node dies.
@@ -143,9 +147,7 @@ def test_nodes_that_slurm_believes_dead_commit_nothing(
 
 
 @soak
-def test_spare_takes_the_place_of_a_lost_node(
-    tmp_path: Path, breakable: Path, calm: Outcome
-) -> None:
+def test_spare_replaces_a_lost_node(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
     """Nodes are not shared: Slurm (22.05) lets the next element of the array start when it takes a
     lost node from one with --no-kill, if there is room for it.
     """

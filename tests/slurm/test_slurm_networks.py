@@ -65,9 +65,7 @@ def test_every_node_has_its_own_name_and_address(network_bed: Path) -> None:
     assert len({line for line in lines if line.startswith("10.")}) == 2
 
 
-def test_a_node_that_is_cut_off_is_lost_and_its_job_continues_elsewhere(
-    network_bed: Path, tmp_path: Path
-) -> None:
+def test_job_of_a_disconnected_node_continues_elsewhere(network_bed: Path, tmp_path: Path) -> None:
     scheduler = SlurmScheduler()
     request = request_of(tmp_path, STAY, links=1)
     with submitted(scheduler, request) as jobs:
@@ -86,9 +84,7 @@ def test_a_node_that_is_cut_off_is_lost_and_its_job_continues_elsewhere(
 
 
 @pytest.mark.soak
-def test_a_trial_survives_the_loss_of_the_network_of_one_host(
-    network_bed: Path, tmp_path: Path
-) -> None:
+def test_trial_survives_a_network_loss_of_one_host(network_bed: Path, tmp_path: Path) -> None:
     """Two of three nodes train over their own addresses; one is cut off, the third takes over."""
     site = Site(tmp_path, {"SLURM_CONF": str(network_bed / "slurm.conf")})
     start(site, "sft/1")
@@ -102,7 +98,7 @@ def test_a_trial_survives_the_loss_of_the_network_of_one_host(
     assert steps == sorted(set(steps))
 
 
-def test_a_wrong_host_name_hurts_nobody(network_bed: Path, tmp_path: Path) -> None:
+def test_trial_runs_with_wrong_host_names(network_bed: Path, tmp_path: Path) -> None:
     """Hosts report the same name, or one that cannot be resolved."""
     for node in ("n0", "n1", "n2"):
         run_bed("rename", node, "localhost", "--dir", str(network_bed))

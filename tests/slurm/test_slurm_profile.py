@@ -9,7 +9,7 @@ from tests.support.nodes import queued
 from tests.support.trials import Site, sft_config
 
 
-def test_two_nodes_measure_the_network(site: Site, tmp_path: Path) -> None:
+def test_profile_cluster_measures_the_network_of_two_nodes(site: Site, tmp_path: Path) -> None:
     cluster = {"gpus_per_worker": 0, "slurm": {"partition": "main"}}
     path, output = site.write("sft.yaml", sft_config(cluster=cluster)), tmp_path / "cpu.yaml"
     words = ("--hosts", "2", "--ranks", "1", "--scheduler", "slurm", "--output", str(output))

@@ -27,7 +27,7 @@ def different(prompts, completions, rows):
 
 
 @pytest.mark.long
-def test_tasks_come_and_go_with_their_number(tmp_path: Path) -> None:
+def test_rollout_tasks_follow_the_requested_number(tmp_path: Path) -> None:
     """One task, two, none, and one again.
 
     While there is none, the trainers wait. Then the trainers' job is cancelled, and `resume`
@@ -79,7 +79,7 @@ def waits_for(site: Site, trial: str) -> str:
 
 
 @pytest.mark.long
-def test_tasks_in_the_job_of_the_trainers_are_steps_of_it(tmp_path: Path) -> None:
+def test_tasks_in_the_trainers_job_are_slurm_steps(tmp_path: Path) -> None:
     """Each of two hosts has a rank and a task.
 
     An agent of a task is killed, then the job: the next link has tasks of its own.

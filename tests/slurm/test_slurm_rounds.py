@@ -37,7 +37,7 @@ time.sleep(600)
 """
 
 
-def test_a_stopped_srun_is_killed_and_its_step_ends(tmp_path: Path) -> None:
+def test_suspended_srun_is_killed_and_its_step_ends(tmp_path: Path) -> None:
     scheduler = SlurmScheduler()
     request = request_of(tmp_path, STOPPED_SRUN, links=1, hosts=2)
     request.run.code.joinpath("slurmrl").symlink_to(Path(client.__file__).parents[1])

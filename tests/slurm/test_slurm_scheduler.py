@@ -21,30 +21,30 @@ from tests.scheduler_contract import (
     request_of,
     state,
     submitted,
-    test_a_link_gets_a_clean_environment,
-    test_cancel_ends_running_and_pending_links,
-    test_cancel_spares_the_element_that_is_named,
+    test_batch_scripts_are_private,
+    test_cancel_ends_running_and_pending_jobs,
+    test_cancel_keeps_the_named_element,
     test_ids_are_recovered_even_if_they_were_never_written,
-    test_interrupt_warns_the_running_link_and_ends_the_chain,
-    test_kill_ends_process_that_ignores_signals,
-    test_links_run_one_after_the_other_and_leave_their_output,
-    test_running_and_pending_links_are_named_by_element,
-    test_scripts_are_private,
-    test_the_next_link_follows_a_killed_one,
+    test_interrupt_warns_the_running_job_and_ends_the_chain,
+    test_job_gets_a_clean_environment,
+    test_jobs_of_a_chain_run_in_turn_and_keep_their_output,
+    test_kill_ends_a_process_that_ignores_signals,
+    test_next_job_follows_a_killed_one,
+    test_running_and_pending_jobs_are_named_by_element,
     wait_until,
 )
 
 __all__ = [
-    "test_a_link_gets_a_clean_environment",
-    "test_cancel_ends_running_and_pending_links",
-    "test_cancel_spares_the_element_that_is_named",
+    "test_batch_scripts_are_private",
+    "test_cancel_ends_running_and_pending_jobs",
+    "test_cancel_keeps_the_named_element",
     "test_ids_are_recovered_even_if_they_were_never_written",
-    "test_interrupt_warns_the_running_link_and_ends_the_chain",
-    "test_kill_ends_process_that_ignores_signals",
-    "test_links_run_one_after_the_other_and_leave_their_output",
-    "test_running_and_pending_links_are_named_by_element",
-    "test_scripts_are_private",
-    "test_the_next_link_follows_a_killed_one",
+    "test_interrupt_warns_the_running_job_and_ends_the_chain",
+    "test_job_gets_a_clean_environment",
+    "test_jobs_of_a_chain_run_in_turn_and_keep_their_output",
+    "test_kill_ends_a_process_that_ignores_signals",
+    "test_next_job_follows_a_killed_one",
+    "test_running_and_pending_jobs_are_named_by_element",
 ]
 
 EVERY_TASK = """
@@ -72,7 +72,7 @@ def test_auto_chooses_slurm(scheduler: SlurmScheduler) -> None:
     assert choose("auto", asks_slurm=False) == "slurm"
 
 
-def test_a_job_spans_its_hosts_with_its_gpus(scheduler: SlurmScheduler, ask: Ask) -> None:
+def test_job_gets_its_hosts_and_gpus(scheduler: SlurmScheduler, ask: Ask) -> None:
     options = {"slurm": {"setup": ["export MADE_HERE=yes"]}}
     shape = {"hosts": 2, "workers_per_host": 2, "gpus_per_worker": 1, "cpus_per_worker": 2}
     request = ask(EVERY_TASK, links=1, options=options, **shape)
@@ -97,7 +97,7 @@ def completed(scheduler: SlurmScheduler, jobs: JobIds) -> bool:
     return state(scheduler, jobs, 0) is JobState.COMPLETED
 
 
-def test_any_name_survives_the_script(scheduler: SlurmScheduler, tmp_path: Path) -> None:
+def test_any_name_survives_the_batch_script(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     with ExitStack() as all_jobs:
         found = []
         for name in NAMES:
@@ -111,7 +111,7 @@ def test_any_name_survives_the_script(scheduler: SlurmScheduler, tmp_path: Path)
             assert log.read_text() == f"{request.run.run}\n"
 
 
-def test_a_pending_job_says_why(scheduler: SlurmScheduler, ask: Ask) -> None:
+def test_pending_job_reports_its_reason(scheduler: SlurmScheduler, ask: Ask) -> None:
     request = ask("pass", options={"slurm": {"extra_lines": ["--begin=now+1hour"]}})
     with submitted(scheduler, request) as jobs:
         wait_until(
@@ -120,7 +120,7 @@ def test_a_pending_job_says_why(scheduler: SlurmScheduler, ask: Ask) -> None:
         assert [task.state for task in scheduler.query(jobs)] == [JobState.PENDING] * 2
 
 
-def test_a_requeued_link_keeps_its_name_and_its_output(scheduler: SlurmScheduler, ask: Ask) -> None:
+def test_requeued_job_keeps_its_name_and_output(scheduler: SlurmScheduler, ask: Ask) -> None:
     request = ask("print('started', flush=True)\n" + STAY, links=1)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: len(pids(request)) == 1, "link 0 has started")
@@ -133,7 +133,7 @@ def test_a_requeued_link_keeps_its_name_and_its_output(scheduler: SlurmScheduler
         assert log.read_text().count("started") == 2
 
 
-def test_jobs_that_slurm_never_had_are_unknown(scheduler: SlurmScheduler, ask: Ask) -> None:
+def test_nonexistent_jobs_are_unknown(scheduler: SlurmScheduler, ask: Ask) -> None:
     (task,) = scheduler.query({"trainer": ("999999",)})
     assert task.state is JobState.UNKNOWN
     with submitted(scheduler, ask("pass", links=1)) as jobs:
@@ -142,7 +142,7 @@ def test_jobs_that_slurm_never_had_are_unknown(scheduler: SlurmScheduler, ask: A
         assert both[1].state is JobState.UNKNOWN
 
 
-def test_a_refused_job_leaves_none_behind(scheduler: SlurmScheduler, ask: Ask) -> None:
+def test_rejected_job_leaves_no_other_jobs(scheduler: SlurmScheduler, ask: Ask) -> None:
     request = ask("pass", options={"slurm": {"partition": "no such one"}})
     with pytest.raises(SchedulerError, match="invalid partition"):
         scheduler.submit(request)

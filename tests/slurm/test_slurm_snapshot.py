@@ -8,7 +8,7 @@ from tests.support.own_reward import NAME, rewards, write_reward
 from tests.support.trials import Site, ppo_config
 
 
-def test_a_pending_job_runs_the_code_that_was_submitted(site: Site) -> None:
+def test_pending_job_runs_the_submitted_code(site: Site) -> None:
     write_reward(site.folder, 1.0)
     slurm = {"partition": "main", "time": "30", "extra_lines": ["--hold"]}
     cluster = {"workers_per_host": 1, "gpus_per_worker": 0, "interface": "lo", "slurm": slurm}

@@ -31,7 +31,7 @@ def submit(site: Site, **slurm: Any) -> None:
     site.slurmrl("submit", str(path), "--scheduler", "slurm")
 
 
-def test_why_a_job_waits_and_what_is_left_behind_it(site: Site) -> None:
+def test_status_shows_pending_reason_and_remaining_jobs(site: Site) -> None:
     submit(site, extra_lines=["--begin=now+1day"])
 
     def reason() -> dict[str, Any] | None:
@@ -53,7 +53,7 @@ def test_why_a_job_waits_and_what_is_left_behind_it(site: Site) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_batch_process_is_reported(site: Site) -> None:
+def test_killed_batch_process_is_reported(site: Site) -> None:
     submit(site)
     site.wait_for_step(TRIAL, 5)
     status = site.status(TRIAL)

@@ -37,7 +37,7 @@ def slurm(directory: Path, *command: str) -> str:
     return done.stdout
 
 
-def test_a_bed_comes_and_goes(directory: Path) -> None:
+def test_testbed_starts_and_stops(directory: Path) -> None:
     up = command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
     assert f"export SLURM_CONF={directory}/slurm.conf" in up.stdout, up.stderr
     assert slurm(directory, "sinfo", "-h", "-p", "main", "-o", "%D %G").split() == ["1", "gpu:1"]
@@ -56,7 +56,7 @@ def test_a_bed_comes_and_goes(directory: Path) -> None:
     assert command("status", "--dir", str(directory)).returncode == 1
 
 
-def test_a_directory_too_long_for_a_socket_is_refused(directory: Path) -> None:
+def test_directory_too_long_for_a_socket_is_rejected(directory: Path) -> None:
     refused = command("up", "--dir", str(directory / ("x" * 100)))
     assert (refused.returncode, "shorter --dir" in refused.stderr) == (1, True)
 
@@ -72,7 +72,7 @@ def wait_for_process(file: Path) -> ProcessId:
     return process
 
 
-def test_a_killed_slurmd_is_started_again(directory: Path) -> None:
+def test_killed_slurmd_is_restarted(directory: Path) -> None:
     command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
     daemon = ProcessId.of(int((directory / "pid" / "slurmd.n0.pid").read_text()))
     assert daemon is not None

@@ -86,7 +86,7 @@ def submit_example(site: Site, name: str, *overrides: str) -> None:
     site.slurmrl("submit", path, *overrides, *where, "--scheduler", "slurm")
 
 
-def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
+def test_ppo_example_on_two_nodes_shows_status_and_logs(site: Site) -> None:
     site = with_fake_gpus(site)
     submit_example(site, "sft", "total_steps=2", "evaluation.samples=16")
     assert site.wait_for_end("addition-sft/1")["state"] == "COMPLETED"
@@ -139,7 +139,7 @@ def test_two_trials_share_nodes(site: Site) -> None:
         assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
 
 
-def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
+def test_dry_run_prints_the_script_and_writes_no_files(site: Site) -> None:
     path = site.write("sft.yaml", on_slurm(sft_config()))
     done = site.slurmrl("submit", str(path), "--scheduler", "slurm", "--dry-run")
     assert "#SBATCH --array=0-7%1" in done.stdout
@@ -147,7 +147,7 @@ def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
     assert not site.root.exists()
 
 
-def test_a_trial_that_commits_adds_links_and_takes_them_back(site: Site) -> None:
+def test_trial_that_commits_adds_jobs_and_cancels_them_at_its_end(site: Site) -> None:
     slurm = {**TWO_NODES["slurm"], "links": 2}
     submit(site, on_slurm(sft_config(total_steps=100000), slurm=slurm))
 
@@ -165,7 +165,7 @@ def test_a_trial_that_commits_adds_links_and_takes_them_back(site: Site) -> None
 
 
 @pytest.mark.soak
-def test_links_are_added_by_hand_where_sbatch_does_not_work(site: Site, tmp_path: Path) -> None:
+def test_jobs_are_added_by_hand_if_jobs_cannot_call_sbatch(site: Site, tmp_path: Path) -> None:
     """The set-up lines put an sbatch that fails on the PATH of the compute nodes."""
     stub = tmp_path / "no" / "sbatch"
     stub.parent.mkdir()

@@ -21,9 +21,7 @@ UNEVEN = [[0, 2, 3], [1]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_loss_and_gradients_are_those_of_trl(
-    case: Case, reference: Reference, tmp_path: Path
-) -> None:
+def test_loss_and_gradients_equal_trl(case: Case, reference: Reference, tmp_path: Path) -> None:
     """One training step on the same weights and batch: by TRL's trainer at once, with weights in
     float64, and by slurmrl's training call in micro-batches, in float32.
     """
@@ -35,7 +33,7 @@ def test_loss_and_gradients_are_those_of_trl(
     "name",
     ["sft", "kto", "grpo-sequences", "grpo-dapo", "grpo-std-of-batch", "grpo-truncated"],
 )
-def test_two_ranks_have_the_loss_and_gradients_of_trl(
+def test_loss_and_gradients_on_two_ranks_equal_trl(
     name: str, reference: Reference, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Denominators and statistics are those of the batch on all ranks."""

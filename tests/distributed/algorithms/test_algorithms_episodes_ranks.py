@@ -57,7 +57,7 @@ def _by_item(made: SequenceSample) -> dict[str, Any]:
         pytest.param({"dp": 2, "tp": 2}, [[0, 1, 2, 3, 4], []], id="d2t2-all-on-one"),
     ],
 )
-def test_ranks_make_the_episodes_that_one_rank_makes(
+def test_several_ranks_make_the_same_episodes_as_one(
     ranks: RankPool, sizes: dict[str, int], split: list[list[int]]
 ) -> None:
     """Also where a rank has no prompt, and where the ranks of a model follow their leader: tools

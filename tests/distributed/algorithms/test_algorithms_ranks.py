@@ -171,7 +171,7 @@ def recompute(engine: TrainEngine, own: SequenceSample, context: CallContext) ->
         (2, "megatron", OPTIONS | {"aggregation": "constant", "objective": "cispo"}),
     ],
 )
-def test_a_step_on_ranks_is_the_step_on_one(
+def test_step_on_several_ranks_equals_step_on_one(
     ranks: RankPool, size: int, engine: str, options: dict[str, Any]
 ) -> None:
     """A minibatch has the same items on any number of ranks: here some have none of one."""
@@ -196,7 +196,7 @@ def test_a_step_on_ranks_is_the_step_on_one(
         (2, "megatron", {"n_minibatches": 2}),
     ],
 )
-def test_completions_of_one_prompt_train_as_those_of_several(
+def test_completion_groups_on_one_rank_train_like_separate_prompts(
     ranks: RankPool, size: int, engine: str, options: dict[str, int]
 ) -> None:
     """Two completions of each of four prompts give the update of eight prompts, on any number of
@@ -212,9 +212,7 @@ def test_completions_of_one_prompt_train_as_those_of_several(
 
 
 @pytest.mark.parametrize("std", ["group", "batch"])
-def test_groups_on_ranks_have_the_advantages_that_they_have_on_one(
-    ranks: RankPool, std: str
-) -> None:
+def test_group_advantages_on_several_ranks_equal_those_on_one(ranks: RankPool, std: str) -> None:
     """A group stays on one rank, and statistics of the batch are those of all ranks.
 
     The KL penalty in the loss has the same weight on any number of ranks.

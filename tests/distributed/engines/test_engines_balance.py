@@ -84,7 +84,7 @@ def setup_at(folder: Path, sizes: dict[str, int], options: dict[str, Any]) -> Se
         ("d2c2", {"layers": True}),
     ],
 )
-def test_gradients_are_those_of_the_whole_batch(
+def test_balance_loss_gradients_equal_the_whole_batch(
     ranks: RankPool, tmp_path: Path, layout: str, options: dict[str, Any]
 ) -> None:
     """In d4 a rank has no item; in the others the numbers of micro-batches differ."""
@@ -112,7 +112,7 @@ def test_gradients_are_those_of_the_whole_batch(
         ),
     ],
 )
-def test_gradients_of_megatron_are_those_of_the_whole_batch(
+def test_megatron_balance_loss_gradients_equal_the_whole_batch(
     ranks: RankPool, tmp_path: Path, where: Placed, options: dict[str, Any]
 ) -> None:
     """megatron has pipelines, and padded parts of sequences."""

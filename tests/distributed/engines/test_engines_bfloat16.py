@@ -72,7 +72,7 @@ def test_values_are_summed_in_float32(
 
 
 @pytest.mark.parametrize(("engine", "options"), KINDS)
-def test_small_gradients_beside_a_large_one_count(
+def test_small_gradients_next_to_a_large_one_are_kept(
     ranks: RankPool, tmp_path: Path, engine: str, options: dict[str, Any]
 ) -> None:
     """Of other micro-batches and of other ranks: in bfloat16, 512 + 1 is 512."""

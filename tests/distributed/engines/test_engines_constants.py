@@ -44,7 +44,9 @@ def logits(made: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_an_export_has_them(ranks: RankPool, tmp_path: Path, source: Path, layers: bool) -> None:
+def test_export_keeps_constant_tensors(
+    ranks: RankPool, tmp_path: Path, source: Path, layers: bool
+) -> None:
     """An export of a model that was trained with a rate of 0 is the model that it began as."""
     settings = model(
         architecture=ARCHITECTURE,
@@ -72,7 +74,7 @@ def bias(engine: TrainEngine) -> torch.Tensor:
     return found
 
 
-def test_a_checkpoint_has_them(ranks: RankPool, tmp_path: Path, source: Path) -> None:
+def test_checkpoint_keeps_constant_tensors(ranks: RankPool, tmp_path: Path, source: Path) -> None:
     settings = model(architecture=ARCHITECTURE, implementation="hf")
     setup = Setup(model=settings, split=SPLIT, source=source)
     train(ranks, setup, tmp_path)
@@ -97,7 +99,7 @@ def counting(setup: Setup) -> str:
     return ""
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused(ranks: RankPool) -> None:
+def test_constants_that_a_checkpoint_cannot_hold_are_rejected(ranks: RankPool) -> None:
     settings = model(architecture=ARCHITECTURE, implementation="hf")
     (message,) = ranks(1, f"{HERE}:counting", Setup(model=settings, split=[range(10)]))
     assert message == (

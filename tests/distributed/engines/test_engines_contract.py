@@ -103,7 +103,7 @@ HEADS = [("lm", False), ("lm", True), ("value", False)]
         if (row + column + layer) % 3 == 0
     ],
 )
-def test_loss_and_gradients_are_those_of_one_process(
+def test_loss_and_gradients_equal_one_process(
     ranks: RankPool, tmp_path: Path, engine: str, units: str, split: str, head: str, tied: bool
 ) -> None:
     """Every pair of engine with units, split and head comes once at least."""
@@ -138,7 +138,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_statistics_are_global_sums(ranks: RankPool, engine: str) -> None:
+def test_statistics_are_sums_over_all_ranks(ranks: RankPool, engine: str) -> None:
     setup = Setup(engine=engine, model=model(**BUDGET), split=SPLITS["empty"])
     stats = ranks(2, f"{HERE}:train", setup)[0][0][0]
     with torch.no_grad():
@@ -161,7 +161,7 @@ def test_statistics_are_global_sums(ranks: RankPool, engine: str) -> None:
         pytest.param("megatron", "root", "empty", marks=SLOW["megatron"]),
     ],
 )
-def test_outputs_come_in_the_samples_order(
+def test_outputs_have_the_order_of_the_sample(
     ranks: RankPool, engine: str, units: str, split: str
 ) -> None:
     setup = Setup(engine=engine, model=model(**BUDGET), options=UNITS[units], split=SPLITS[split])
@@ -177,7 +177,7 @@ def test_outputs_come_in_the_samples_order(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_function_may_turn_outputs_into_results(ranks: RankPool, engine: str) -> None:
+def test_output_function_can_transform_outputs(ranks: RankPool, engine: str) -> None:
     setup = Setup(engine=engine, model=model(**BUDGET), split=SPLITS["empty"])
     nothing, found = ranks(2, f"{HERE}:forward_with_function", setup)
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_completions_do_not_depend_on_the_ranks(ranks: RankPool, units: str, spl
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_a_failed_generation_leaves_the_engine_as_it_was(
+def test_failed_generation_does_not_change_the_engine(
     ranks: RankPool, tmp_path: Path, units: str
 ) -> None:
     setup = Setup(model=model(), options=UNITS[units], split=SPLITS["unequal"])
@@ -225,7 +225,7 @@ def test_a_failed_generation_leaves_the_engine_as_it_was(
         assert after == fresh
 
 
-def test_torch_that_cannot_reset_fsdp_refuses_a_step_after_one_that_failed(ranks: RankPool) -> None:
+def test_step_after_a_failed_step_is_rejected_if_torch_cannot_reset_fsdp(ranks: RankPool) -> None:
     """Otherwise gradients of the failed step would silently be added to those of the next one."""
     setup = Setup(model=model(), options=UNITS["layers"], split=[[0, 1, 2], [3, 4]])
     for message in ranks(2, f"{HERE}:refused_after_failed_training", setup):
@@ -238,7 +238,7 @@ def test_torch_that_cannot_reset_fsdp_refuses_a_step_after_one_that_failed(ranks
 @pytest.mark.parametrize(
     ("units", "dtype"), [("root", "float32"), ("layers", "float32"), ("layers", "bfloat16")]
 )
-def test_a_failed_loss_leaves_nothing_behind(
+def test_failed_loss_does_not_affect_the_next_step(
     ranks: RankPool, tmp_path: Path, units: str, dtype: str
 ) -> None:
     """Neither gathered weights nor gradients of earlier micro-batches."""
@@ -271,7 +271,7 @@ def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path, engine: str) -> 
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_checkpoint_loads_on_another_number_of_ranks(
+def test_checkpoint_loads_on_another_number_of_ranks(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
     folders = [tmp_path / str(index) for index in range(3)]
@@ -295,7 +295,9 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
 
 
 @pytest.mark.parametrize(("units", "split"), [("layers", "one"), ("root", "unequal")])
-def test_memory_is_given_back_and_taken_again(ranks: RankPool, units: str, split: str) -> None:
+def test_offload_frees_memory_and_onload_restores_it(
+    ranks: RankPool, units: str, split: str
+) -> None:
     """Of every weight and its moments; megatron's, which has gradients too, is beside its other
     tests.
     """

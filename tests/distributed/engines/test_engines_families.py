@@ -72,7 +72,7 @@ def plain_decoder(architecture: dict[str, Any]) -> Decoder:
         ("gpt2", "layers"),
     ],
 )
-def test_gradients_of_every_family_are_those_of_one_process(
+def test_gradients_of_every_family_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, units: str
 ) -> None:
     architecture = {**FAMILIES[family], "initializer_range": SCALES.get(family, 0.1)}
@@ -82,7 +82,9 @@ def test_gradients_of_every_family_are_those_of_one_process(
 
 
 @pytest.mark.parametrize("family", ["gemma", "mixtral", "gpt2"])
-def test_an_export_is_what_the_decoder_writes(ranks: RankPool, tmp_path: Path, family: str) -> None:
+def test_export_equals_the_files_written_by_the_decoder(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
     setup = Setup(model=model(architecture=FAMILIES[family]), split=SPLIT)
     folder, _ = train_and_export(ranks, setup, tmp_path, "builtin")
     (tmp_path / "again").mkdir()
@@ -99,7 +101,7 @@ def test_an_export_is_what_the_decoder_writes(ranks: RankPool, tmp_path: Path, f
         ("full", "layers", "float32"),
     ],
 )
-def test_recomputation_changes_nothing(
+def test_recomputation_changes_no_result(
     ranks: RankPool, tmp_path: Path, mode: str, units: str, dtype: str
 ) -> None:
     found = []
@@ -116,7 +118,7 @@ def test_recomputation_changes_nothing(
 
 
 @pytest.mark.parametrize(("units", "mode"), [("root", "off"), ("layers", "full")])
-def test_a_model_of_transformers_trains_like_the_builtin(
+def test_transformers_model_trains_like_the_built_in_one(
     ranks: RankPool, tmp_path: Path, units: str, mode: str
 ) -> None:
     source = tmp_path / "source"
@@ -143,7 +145,7 @@ def test_a_model_of_transformers_trains_like_the_builtin(
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next", "mamba", "biogpt", "zamba2"])
-def test_sharded_blocks_of_transformers_have_the_gradients_of_one_rank(
+def test_sharded_transformers_blocks_have_the_gradients_of_one_rank(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
     """With recomputation, also of blocks that are nested, shared or without a name."""
@@ -167,14 +169,14 @@ def test_sharded_blocks_of_transformers_have_the_gradients_of_one_rank(
         assert abs(gradient - found[0][name]).max() < 1e-5 * largest, name
 
 
-def test_padding_counts_where_a_model_pads(ranks: RankPool) -> None:
+def test_token_budget_counts_padding_of_padded_models(ranks: RankPool) -> None:
     setup = Setup(model=model(implementation="hf", max_tokens_per_microbatch=16), split=SPLIT)
     outputs, training = zip(*ranks(2, f"{HERE}:row_tokens", setup), strict=True)
     assert outputs == training
     assert max(map(max, outputs)) <= 16
 
 
-def test_an_export_of_a_model_of_transformers_is_loaded(ranks: RankPool, tmp_path: Path) -> None:
+def test_export_of_a_transformers_model_can_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
     architecture = {**MOE, "moe_intermediate_size": 16}  # a size that its kernels take
     setup = Setup(model=model(architecture=architecture, implementation="hf"), split=SPLIT)
     _, loaded = train_and_export(ranks, setup, tmp_path, "hf")
@@ -184,7 +186,7 @@ def test_an_export_of_a_model_of_transformers_is_loaded(ranks: RankPool, tmp_pat
 
 
 @pytest.mark.parametrize("units", UNITS)
-def test_a_model_of_transformers_generates_like_the_builtin(
+def test_transformers_model_generates_like_the_built_in_one(
     ranks: RankPool, tmp_path: Path, units: str
 ) -> None:
     """Ranks make different numbers of steps, before any other call."""
@@ -203,9 +205,7 @@ def test_a_model_of_transformers_generates_like_the_builtin(
             assert our_logp == pytest.approx(their_logp, abs=1e-4)
 
 
-def test_a_critic_of_transformers_starts_at_zero_and_learns(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_transformers_critic_starts_at_zero_and_learns(ranks: RankPool, tmp_path: Path) -> None:
     settings = model(architecture=FAMILIES["gemma"], implementation="hf")
     setup = Setup(model=settings, head="value", split=SPLIT)
     results = ranks(2, f"{HERE}:train", setup, range(2))

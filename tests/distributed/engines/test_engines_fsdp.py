@@ -64,7 +64,7 @@ def test_random_weights_do_not_depend_on_the_ranks(ranks: RankPool, n: int) -> N
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_weights_come_from_a_folder(ranks: RankPool, folder: Path) -> None:
+def test_weights_are_loaded_from_a_directory(ranks: RankPool, folder: Path) -> None:
     setup = Setup(model=model(architecture=None), source=folder)
     found = assembled(ranks(4, f"{HERE}:start_values", setup))
     expected = random_weights("lm", 5)
@@ -72,7 +72,7 @@ def test_weights_come_from_a_folder(ranks: RankPool, folder: Path) -> None:
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_critic_takes_the_body_and_starts_at_zero(ranks: RankPool, folder: Path) -> None:
+def test_critic_loads_the_body_and_predicts_zero(ranks: RankPool, folder: Path) -> None:
     setup = Setup(model=model(architecture=None), source=folder, head="value")
     found = assembled(ranks(2, f"{HERE}:start_values", setup))
     expected = random_weights("lm", 5)
@@ -81,7 +81,7 @@ def test_a_critic_takes_the_body_and_starts_at_zero(ranks: RankPool, folder: Pat
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-def test_a_folder_whose_shapes_differ_is_refused(ranks: RankPool, folder: Path) -> None:
+def test_directory_with_other_shapes_is_rejected(ranks: RankPool, folder: Path) -> None:
     wrong = {**CONFIG.to_hf(), "vocab_size": 34}
     (folder / "config.json").write_text(json.dumps(wrong))
     setup = Setup(model=model(architecture=None), source=folder)
@@ -105,7 +105,7 @@ def test_bfloat16_trains_on_float32_weights(ranks: RankPool, tmp_path: Path, n: 
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_frozen_model_saves_nothing_and_keeps_its_type(
+def test_frozen_model_saves_nothing_and_keeps_its_dtype(
     ranks: RankPool, tmp_path: Path, n: int
 ) -> None:
     setup = Setup(model=model(dtype="bfloat16"), trained=False)
@@ -117,12 +117,12 @@ def test_a_frozen_model_saves_nothing_and_keeps_its_type(
         assert torch.equal(found[name], value.bfloat16())
 
 
-def test_an_empty_global_batch_is_refused(ranks: RankPool) -> None:
+def test_empty_global_batch_is_rejected(ranks: RankPool) -> None:
     with pytest.raises(RankError, match="the batch is empty on every rank"):
         ranks(2, f"{HERE}:train", Setup(model=model(), split=[[], []]))
 
 
-def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_rejected(ranks: RankPool, tmp_path: Path) -> None:
     setup = Setup(model=model(), split=[[0], [1]])
     ranks(2, f"{HERE}:train", setup, save=tmp_path)
     other = {**ARCHITECTURE, "intermediate_size": 52}
@@ -156,7 +156,7 @@ def test_transformers_loads_an_export(ranks: RankPool, tmp_path: Path, tied: boo
     assert not torch.equal(changed, torch.ones_like(changed))
 
 
-def test_a_missing_rank_file_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_missing_rank_file_is_rejected(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, f"{HERE}:train", Setup(model=model(), split=[[0], [1]]), save=tmp_path)
     (tmp_path / "actor.1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors does not exist"):
@@ -182,7 +182,7 @@ def gathered_before_backward(setup: Setup) -> dict[str, bool]:
     return seen
 
 
-def test_embedding_and_projection_are_gathered_only_for_their_use(ranks: RankPool) -> None:
+def test_embedding_and_projection_are_gathered_only_when_used(ranks: RankPool) -> None:
     """The embedding is freed during the layers; the projection is kept for its backward pass."""
     setup = Setup(model=model(), options={"small_bytes": 0})
     for seen in ranks(2, f"{HERE_TOO}:gathered_before_backward", setup):

@@ -91,7 +91,7 @@ def test_tensor_ranks_train_adapters_as_one_rank(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_ranks_train_as_one_and_a_restart_changes_nothing(
+def test_two_ranks_train_as_one_even_after_a_restart(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:
     """Checkpoints have adapters only. Every rank's merged weights have the bits of the export."""
@@ -118,7 +118,7 @@ def test_two_ranks_train_as_one_and_a_restart_changes_nothing(
         ranks(2, f"{CASES}:train", setup(base, 2), range(2, 3), load=folder)
 
 
-def test_matrices_begin_as_in_peft(ranks: RankPool, tmp_path: Path) -> None:
+def test_adapter_matrices_are_initialized_as_in_peft(ranks: RankPool, tmp_path: Path) -> None:
     """The matrix after the inputs is random; the other one is zero, also of transposed weights."""
     for family in ("gpt2", "llama"):
         tiny_model(family, tmp_path / family)
@@ -146,7 +146,7 @@ def test_dropout_does_not_depend_on_the_ranks(ranks: RankPool, tmp_path: Path) -
     assert abs(without[1]["loss"] - found[1][1]["loss"]) > 1e-3
 
 
-def test_a_critic_trains_its_value_head_too(ranks: RankPool, tmp_path: Path) -> None:
+def test_critic_with_adapters_also_trains_its_value_head(ranks: RankPool, tmp_path: Path) -> None:
     base, folder = tmp_path / "base", tmp_path / "checkpoint"
     tiny_model("llama", base)
     folder.mkdir()

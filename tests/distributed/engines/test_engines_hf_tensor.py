@@ -142,7 +142,7 @@ def test_docs_say_how_many_families_tensor_ranks_can_share() -> None:
     assert f"- **Families:** {len(TENSOR_FAMILIES)} families, " in text
 
 
-def test_layout_of_tensor_ranks_has_the_whole_weights(ranks: RankPool) -> None:
+def test_layout_of_tensor_ranks_contains_the_whole_weights(ranks: RankPool) -> None:
     """Moves to rollouts and exports read this layout."""
     parts = ranks(4, f"{LAYOUT_CASES}:held", setup("gemma3_text", {"dp": 2, "tp": 2}))
     (whole,) = ranks(1, f"{LAYOUT_CASES}:held", setup("gemma3_text", ALONE))
@@ -172,7 +172,7 @@ def test_layout_of_tensor_ranks_has_the_whole_weights(ranks: RankPool) -> None:
         ("llama", {"intermediate_size": 33}, "t2 does not divide intermediate_size 33"),
     ],
 )
-def test_models_that_tensor_ranks_cannot_share_are_refused(
+def test_models_that_tensor_ranks_cannot_share_are_rejected(
     family: str, changes: dict[str, Any], message: str
 ) -> None:
     values = {**tiny(family), **changes}

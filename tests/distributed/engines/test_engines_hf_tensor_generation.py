@@ -50,7 +50,7 @@ def whole_batch(setup: Setup, options: GenerationOptions) -> tuple[list[int], li
         ("qwen3_5_moe_text", {"dp": 1, "tp": 2}, "fsdp"),
     ],
 )
-def test_tensor_ranks_generate_what_one_rank_generates(
+def test_tensor_ranks_generate_the_same_tokens_as_one_rank(
     ranks: RankPool, family: str, sizes: dict[str, int], engine: str, options: GenerationOptions
 ) -> None:
     """All ranks have the same bits. A cache holds the keys and values of a rank's heads only."""

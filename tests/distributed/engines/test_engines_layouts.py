@@ -108,7 +108,7 @@ def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any
         ("qwen2", "c2t2", {"gradient_checkpointing": "selective", "layers": True}),
     ],
 )
-def test_gradients_are_those_of_one_process(
+def test_gradients_in_each_layout_equal_one_process(
     ranks: RankPool, tmp_path: Path, family: str, layout: str, options: dict[str, Any]
 ) -> None:
     """At the bounds of the contract; key and value heads are fewer than the ranks in t4 and c4."""
@@ -182,7 +182,7 @@ def test_family_trains_as_in_one_process_in_each_layout(
 
 
 @pytest.mark.parametrize(("layout", "sequence"), [("d2t2", False), ("c2t2", True)])
-def test_outputs_and_values_come_in_the_samples_order(
+def test_outputs_and_values_have_the_order_of_the_sample(
     ranks: RankPool, tmp_path: Path, layout: str, sequence: bool
 ) -> None:
     value = value_model(tmp_path, **MODELS["qwen3"])
@@ -232,7 +232,7 @@ FEW_LAYOUTS = [("qwen3", "d2t2"), ("qwen3", "t4"), ("mixtral", "c2t2"), ("gpt2",
         for pair in dict.fromkeys([*FEW_LAYOUTS, *PAIRS[::2]])
     ],
 )
-def test_a_layout_says_where_every_element_lies(
+def test_layout_locates_every_element(
     ranks: RankPool, tmp_path: Path, family: str, layout: str
 ) -> None:
     """For a folder in which all elements differ, and for weights drawn from the seed."""
@@ -249,7 +249,7 @@ def test_a_layout_says_where_every_element_lies(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_completions_are_those_of_one_process(ranks: RankPool, family: str) -> None:
+def test_completions_in_each_layout_equal_one_process(ranks: RankPool, family: str) -> None:
     """Key and value heads fewer than the tensor ranks, and rows that do not fill their parts."""
     options = GenerationOptions(max_new_tokens=6, stop_token_ids=(3, 4, 5))
     sample = batch()
@@ -304,7 +304,7 @@ def test_checkpoints_move_between_layouts(ranks: RankPool, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("engine", "needed"), [("fsdp", [(0, 1), (1, 2, 3)]), ("megatron", [range(4)] * 2)]
 )
-def test_a_rank_loads_its_own_boxes_in_blocks(
+def test_rank_loads_only_its_own_boxes_in_blocks(
     ranks: RankPool, tmp_path: Path, engine: str, needed: list[tuple[int, ...]]
 ) -> None:
     """It opens the files that have them, and never holds another copy of a tensor."""
@@ -317,7 +317,7 @@ def test_a_rank_loads_its_own_boxes_in_blocks(
         assert peak < own_bytes // 2, "the layout's text, two blocks, and no half of the embedding"
 
 
-def test_the_first_rank_of_those_with_the_same_samples_speaks(ranks: RankPool) -> None:
+def test_ranks_with_the_same_samples_return_equal_results(ranks: RankPool) -> None:
     results = ranks(4, f"{HERE}:shared", Setup(sizes=D2T2, split=SPLITS[2]))
     assert results[0] == results[1]
     assert results[2] == results[3]
@@ -330,7 +330,7 @@ def test_the_first_rank_of_those_with_the_same_samples_speaks(ranks: RankPool) -
     assert data["values"] is None
 
 
-def test_weights_may_stay_in_host_memory(ranks: RankPool, tmp_path: Path) -> None:
+def test_weights_can_stay_in_host_memory(ranks: RankPool, tmp_path: Path) -> None:
     setup = setup_of(D2T2, MODELS["qwen3"], cpu_offload=True, layers=True)
     assert_as_one_process(ranks, tmp_path, setup, MODELS["qwen3"])
 
@@ -343,7 +343,7 @@ def test_weights_may_stay_in_host_memory(ranks: RankPool, tmp_path: Path) -> Non
         ({"pp": 2}, {}, "does not split along pp"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(
+def test_layouts_that_do_not_fit_are_rejected(
     ranks: RankPool, sizes: dict[str, int], change: dict[str, Any], message: str
 ) -> None:
     setup = setup_of(sizes, {**MODELS["qwen3"], **change})
@@ -351,7 +351,7 @@ def test_layouts_that_do_not_fit_are_refused(
         ranks(setup.ranks, f"{HERE}:forward", setup)
 
 
-def test_tokens_of_a_model_of_transformers_are_not_split(ranks: RankPool) -> None:
+def test_context_parallelism_is_rejected_for_transformers_models(ranks: RankPool) -> None:
     setup = setup_of({"cp": 2}, MODELS["qwen3"], implementation="hf")
     with pytest.raises(RankError, match="supports d and t only"):
         ranks(2, f"{HERE}:forward", setup)

@@ -18,7 +18,7 @@ FSDP = Side({"dp": 4}, trained=True)
 
 
 @pytest.mark.parametrize("sides", [(MEGATRON, FSDP), (FSDP, MEGATRON)], ids=["fsdp", "megatron"])
-def test_no_rank_holds_more_than_its_part_and_a_block(
+def test_loading_keeps_at_most_a_ranks_part_and_one_block(
     ranks: RankPool, tmp_path: Path, sides: tuple[Side, Side]
 ) -> None:
     """No rank ever holds the model, nor a tensor, that it does not own."""

@@ -71,13 +71,13 @@ def compare_with_one_rank(
 
 
 @pytest.mark.parametrize("lengths", [(8192,), (100, 1500, 6592)])
-def test_8192_tokens_train_as_in_one_process(
+def test_sequence_of_8192_tokens_trains_as_in_one_process(
     ranks: RankPool, tmp_path: Path, lengths: tuple[int, ...]
 ) -> None:
     compare_with_one_rank(ranks, tmp_path, lengths)
 
 
-def test_resumed_ring_is_bit_identical(ranks: RankPool, tmp_path: Path) -> None:
+def test_resumed_ring_training_is_bit_identical(ranks: RankPool, tmp_path: Path) -> None:
     """Two steps, and one step in new engines after a checkpoint of the first."""
     folders = [tmp_path / name for name in ("whole", "first", "second")]
     for folder in folders:
@@ -92,7 +92,7 @@ def test_resumed_ring_is_bit_identical(ranks: RankPool, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_131072_tokens_train_as_in_one_process(
+def test_sequence_of_131072_tokens_trains_as_in_one_process(
     ranks: RankPool, tmp_path: Path, record_property: Any
 ) -> None:
     """One sequence, which four ranks hold in parts."""

@@ -136,7 +136,7 @@ def leaders(setup: Setup) -> Iterator[tuple[int, list[int]]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_that_of_peft(
+def test_adapter_step_equals_peft(
     ranks: RankPool, reference: Reference, tmp_path: Path, layout: str
 ) -> None:
     """Outputs with and without adapters, loss, and every gradient, from a checkpoint of one rank,
@@ -145,7 +145,7 @@ def test_a_step_is_that_of_peft(
     assert_step(ranks, reference, tmp_path, layout)
 
 
-def test_a_critic_trains_its_value_head_too(
+def test_critic_with_adapters_also_trains_its_value_head(
     ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     lora = Lora(rank=2, targets=("q_proj", "v_proj", "down_proj"), rslora=True)
@@ -180,9 +180,7 @@ def assert_step(ranks: RankPool, reference: Reference, folder: Path, layout: str
         torch.testing.assert_close(found, gradient, rtol=0, atol=bound, msg=name)
 
 
-def test_merged_weights_are_those_of_peft(
-    ranks: RankPool, reference: Reference, tmp_path: Path
-) -> None:
+def test_merged_weights_equal_peft(ranks: RankPool, reference: Reference, tmp_path: Path) -> None:
     """The engine's weights for moves, which are bit for bit the export's, and transformers' logits
     on the export.
     """
@@ -203,7 +201,7 @@ def test_merged_weights_are_those_of_peft(
             np.testing.assert_array_equal(chunk.numpy(), expected)
 
 
-def test_adapters_are_not_resumed_on_other_frozen_weights(
+def test_resume_with_other_frozen_weights_is_rejected(
     ranks: RankPool, reference: Reference, tmp_path: Path
 ) -> None:
     """The fingerprint is the same on every layout. Checkpoints of older versions have none."""
@@ -245,7 +243,7 @@ def test_only_adapters_are_trained_and_committed(
     assert {spec.dtype for spec in saved.values()} == {"float32"}
 
 
-def test_frozen_weights_are_offloaded_too(ranks: RankPool, reference: Reference) -> None:
+def test_offload_includes_frozen_weights(ranks: RankPool, reference: Reference) -> None:
     for during, offloaded, kept in ranks(2, f"{HERE}:offloaded", reference.setup("d2")):
         assert during == 0
         assert offloaded == kept

@@ -249,7 +249,9 @@ def compared(
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_a_model_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_megatron_model_trains_as_in_one_process(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
     where, architecture, head = FAST[name]
     compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head))
 
@@ -269,7 +271,9 @@ DESCENDED = (
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", DESCENDED)
-def test_plain_descent_is_that_of_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_plain_gradient_descent_equals_one_process(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
     """Steps in proportion to the gradient, where AdamW's hardly depend on its size."""
     where, architecture, head = {**FAST, **LONG}[name]
     compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head), **DESCENT)

@@ -64,7 +64,7 @@ VALUED = ("t2 sp tied", "p2 v2", "p4 tied", "d2 experts e2")
         *((name, "value") for name in VALUED),
     ],
 )
-def test_pieces_of_all_ranks_make_up_the_folders_tensors(
+def test_pieces_of_all_ranks_form_the_tensors_of_the_files(
     ranks: RankPool, tmp_path: Path, name: str, head: Any
 ) -> None:
     where, architecture, _ = ALL[name]
@@ -78,7 +78,7 @@ def test_pieces_of_all_ranks_make_up_the_folders_tensors(
 
 
 @pytest.mark.long
-def test_a_value_head_that_the_folder_lacks_is_zero(ranks: RankPool, tmp_path: Path) -> None:
+def test_missing_value_head_is_initialized_to_zero(ranks: RankPool, tmp_path: Path) -> None:
     decoder = random_model(tmp_path, TIED)
     case = Case(placed(pp=2), model(architecture=None, **BUDGET), "value", source=tmp_path)
     found = assembled(ranks(2, f"{HERE}:held", case, deadline_s=300.0))
@@ -101,7 +101,7 @@ OTHER = [(True, "value"), (False, "lm")]
         *((where, *case) for where in (placed(pp=2, dp=2), placed(cp=2, tp=2)) for case in OTHER),
     ],
 )
-def test_outputs_are_those_of_one_process_on_every_rank(
+def test_outputs_on_every_rank_equal_one_process(
     ranks: RankPool, tmp_path: Path, where: Placed, trained: bool, head: Any
 ) -> None:
     if head == "value":
@@ -140,9 +140,7 @@ def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path, where: Placed) -
 
 
 @pytest.mark.long
-def test_a_checkpoint_goes_from_layout_to_layout_and_engine_to_engine(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_checkpoint_moves_between_layouts_and_engines(ranks: RankPool, tmp_path: Path) -> None:
     settings = model(architecture=EVEN, optimizer=ADAM, **BUDGET)
     folders = [tmp_path / str(index) for index in range(4)]
     for folder in folders:
@@ -175,7 +173,7 @@ def test_a_checkpoint_goes_from_layout_to_layout_and_engine_to_engine(
         (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "bfloat16"),
     ],
 )
-def test_memory_is_given_back_and_taken_again(
+def test_offload_frees_memory_and_onload_restores_it(
     ranks: RankPool, where: Placed, architecture: dict[str, Any], dtype: str
 ) -> None:
     case = Case(where, model(architecture=architecture, dtype=dtype, **BUDGET))
@@ -212,7 +210,7 @@ def test_bfloat16_trains_on_float32_weights(
 
 
 @pytest.mark.long
-def test_a_frozen_model_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_frozen_model_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
     case = Case(placed(tp=2, sp=True), model(architecture=EVEN, **BUDGET), trained=False)
     for files, message in ranks(2, f"{HERE}:frozen", case, tmp_path, deadline_s=300.0):
         assert files == []
@@ -239,7 +237,7 @@ def test_a_frozen_model_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
         (placed(tp=2), MOE, "experts are trained on t2 with sequence parallelism only"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(
+def test_layouts_that_do_not_fit_are_rejected(
     ranks: RankPool, where: Placed, architecture: dict[str, Any], message: str
 ) -> None:
     case = Case(where, model(architecture=architecture, **BUDGET))
@@ -248,7 +246,7 @@ def test_layouts_that_do_not_fit_are_refused(
 
 
 @pytest.mark.long
-def test_sequences_beyond_all_positions_are_refused(ranks: RankPool) -> None:
+def test_sequences_beyond_all_positions_are_rejected(ranks: RankPool) -> None:
     """Dynamic rotations would depend on the length of the sequence there."""
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
     architecture = {**EVEN, "rope_scaling": rope, "max_position_embeddings": 10}
@@ -257,7 +255,7 @@ def test_sequences_beyond_all_positions_are_refused(ranks: RankPool) -> None:
         ranks(1, f"{HERE}:outputs", case, deadline_s=300.0)
 
 
-def test_share_of_an_update_is_that_of_the_float32_weights(ranks: RankPool) -> None:
+def test_kept_update_share_uses_the_float32_weights(ranks: RankPool) -> None:
     """The optimizer's, of which each rank updates a part; the model's own are rounded."""
     settings = model(architecture=EVEN, dtype="bfloat16", **BUDGET)
     for wide, share in ranks(2, f"{HERE}:kept", Case(placed(dp=2), settings)):

@@ -114,7 +114,7 @@ def assert_same_state(checkpoint: RoleCheckpoint, alone: OneProcess, number: int
 
 
 @pytest.mark.long
-def test_each_model_computes_as_alone(ranks: RankPool, tmp_path: Path) -> None:
+def test_models_in_one_process_compute_as_if_alone(ranks: RankPool, tmp_path: Path) -> None:
     """What the frozen ones and the critic say makes the advantages, the returns and the price of
     distance that the trained ones learn from; at the second step the actor has left the policy that
     was recorded.

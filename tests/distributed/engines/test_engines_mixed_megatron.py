@@ -99,7 +99,9 @@ def trained(chosen: dict[str, Role], folder: Path, *, offload: bool) -> dict[str
 
 
 @pytest.mark.long
-def test_each_is_as_when_alone(ranks: RankPool, tmp_path: Path) -> None:
+def test_megatron_and_fsdp_models_together_train_as_if_alone(
+    ranks: RankPool, tmp_path: Path
+) -> None:
     value_model(tmp_path / "model", **EVEN)
     chosen = roles(tmp_path / "model")
     (tmp_path / "together").mkdir()

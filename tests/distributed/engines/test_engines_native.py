@@ -76,7 +76,7 @@ def moved(setup: Setup, sizes: dict[str, int], split: list[list[int]]) -> list[A
         ),
     ],
 )
-def test_it_generates_what_the_trained_engine_does(
+def test_native_engine_generates_like_the_training_engine(
     ranks: RankPool, settings: dict[str, Any], trained: dict[str, int], native: dict[str, int]
 ) -> None:
     split = {2: HALVES, 1: WHOLE}

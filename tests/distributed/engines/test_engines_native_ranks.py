@@ -198,7 +198,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ("c2", True, False),
     ],
 )
-def test_split_models_serve_what_one_rank_serves(
+def test_tensor_parallel_models_serve_like_one_rank(
     ranks: RankPool, layout: str, overlap: bool, stale_cache: bool, folders: tuple[Path, Path]
 ) -> None:
     """Groups, stops, aborts, refusals, preemption, pauses and new weights in the middle: the same
@@ -238,7 +238,7 @@ async def in_company(rollout: NativeRollout) -> dict[str, set[tuple[float, ...]]
 
 @pytest.mark.skipif(not packable(torch.zeros(8, 8)), reason="no compiled products here")
 @pytest.mark.parametrize("layout", ["t2", "c2"])
-def test_log_probabilities_of_split_models_do_not_depend_on_company(
+def test_logprobs_of_tensor_parallel_models_do_not_depend_on_the_batch(
     ranks: RankPool, layout: str
 ) -> None:
     """Else a trial of episodes, whose requests come when they come, would end with other bits each
@@ -258,7 +258,9 @@ def memory_of_all(setup: Setup) -> int:
 
 
 @pytest.mark.parametrize("layout", ["t2", "c2"])
-def test_all_ranks_have_a_cache_for_the_least_free_memory(ranks: RankPool, layout: str) -> None:
+def test_cache_size_of_all_ranks_follows_the_least_free_memory(
+    ranks: RankPool, layout: str
+) -> None:
     """Otherwise they would preempt different rows."""
     assert ranks(2, f"{HERE}:memory_of_all", LAYOUTS[layout]) == [99, 99]
 
@@ -270,7 +272,7 @@ async def idle(rollout: NativeRollout, seconds: float) -> None:
     await rollout.submit(request("second", 4, 1))
 
 
-def test_a_leader_may_have_no_request_for_longer_than_a_collective_may_take(
+def test_idle_leader_does_not_cause_a_collective_timeout(
     ranks: RankPool,
 ) -> None:
     """The other ranks wait for it, before its first request and between two."""
@@ -333,7 +335,7 @@ READ_WEIGHTS = rollout_module.read_weights
         ("weights", ["could not be read .* other ranks of the model", "stale file handle"]),
     ],
 )
-def test_a_rank_that_breaks_ends_the_others(
+def test_failed_rank_ends_the_other_ranks(
     ranks: RankPool, how: str, messages: list[str], folders: tuple[Path, Path]
 ) -> None:
     """None waits for a time-out, and none computes with other tokens or weights than its peers."""
@@ -357,7 +359,7 @@ def leaving(setup: Setup) -> str:
     return caught
 
 
-def test_a_leader_that_raises_lets_the_others_go(ranks: RankPool) -> None:
+def test_leader_that_raises_releases_the_other_ranks(ranks: RankPool) -> None:
     assert ranks(2, f"{HERE}:leaving", LAYOUTS["t2"]) == ["an episode's own error", ""]
 
 
@@ -406,7 +408,7 @@ def disagreeing(setup: Setup, token: int) -> None:
 
 @pytest.mark.parametrize("token", [3, 32], ids=["stop", "other"])
 @pytest.mark.parametrize("layout", ["t2", "c2"])
-def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
+def test_ranks_end_if_they_sample_different_tokens(
     ranks: RankPool, layout: str, token: int
 ) -> None:
     """All of them, before one computes with fewer rows than another, which would hang, and before
@@ -419,7 +421,9 @@ def test_ranks_that_draw_different_tokens_of_a_whole_batch_end(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_batches_of_split_models_are_served_as_requests(ranks: RankPool, layout: str) -> None:
+def test_whole_batches_of_tensor_parallel_models_become_requests(
+    ranks: RankPool, layout: str
+) -> None:
     """Three completions of each prompt read it once, as on one rank; all ranks get the same bits,
     each time.
     """

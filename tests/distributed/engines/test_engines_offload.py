@@ -101,7 +101,7 @@ def refusals(case: Setup | Case, folder: Path) -> tuple[dict[str, str], float]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_frozen_model_gives_its_memory_back(
+def test_offloaded_frozen_model_frees_its_memory(
     ranks: RankPool, case: Setup | Case, dtype: str
 ) -> None:
     frozen = type(case)(**changed(case, trained=False, dtype=dtype))
@@ -112,7 +112,7 @@ def test_a_frozen_model_gives_its_memory_back(
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_it_refuses_to_compute_and_to_save(
+def test_offloaded_model_rejects_computation_and_saving(
     ranks: RankPool, tmp_path: Path, case: Setup | Case
 ) -> None:
     for said, found in ranks(2, f"{__name__}:refusals", case, tmp_path, deadline_s=300.0):
@@ -122,7 +122,7 @@ def test_it_refuses_to_compute_and_to_save(
         assert isfinite(found)
 
 
-def test_what_lies_in_host_memory_anyway_computes_on(ranks: RankPool, tmp_path: Path) -> None:
+def test_cpu_offloaded_model_computes_after_offload(ranks: RankPool, tmp_path: Path) -> None:
     setup = Setup(**changed(FSDP["d2"], trained=True, cpu_offload=True))
     for said, _ in ranks(2, f"{__name__}:refusals", setup, tmp_path):
         assert set(said.values()) == {"done"}

@@ -39,7 +39,7 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
     ],
 )
 @pytest.mark.parametrize("separate", [False, True], ids=["items", "sequences"])
-def test_results_are_those_of_whole_sequences(
+def test_results_with_shared_prefixes_equal_whole_sequences(
     ranks: RankPool,
     tmp_path: Path,
     family: str,
@@ -87,7 +87,7 @@ def test_results_are_those_of_whole_sequences(
         pytest.param({"cp": 2}, {}, TOKENS // 2, id="c2"),
     ],
 )
-def test_only_what_stays_exact_is_shared(
+def test_prefixes_are_shared_only_if_results_stay_exact(
     ranks: RankPool, sizes: dict[str, int], settings: dict[str, Any], tokens: int
 ) -> None:
     setup = Setup(
@@ -98,7 +98,7 @@ def test_only_what_stays_exact_is_shared(
     assert {read[-1] for _, _, read in results} == {tokens}
 
 
-def test_the_budget_counts_a_prefix_once_and_keeps_its_sequences_together(ranks: RankPool) -> None:
+def test_token_budget_counts_a_shared_prefix_once(ranks: RankPool) -> None:
     """The largest prompt has 52 tokens with its completions, of 145 in its sequences."""
     settings = model(architecture=MODELS["qwen3"], max_tokens_per_microbatch=52)
     ((few, _, read),) = ranks(1, TRAIN, Setup(model=settings, split=ALL), True)

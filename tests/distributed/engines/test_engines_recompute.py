@@ -93,7 +93,7 @@ LAYOUTS = (
         *((name, "bfloat16") for name in ("t2 sp tied", "d2 experts e2")),
     ],
 )
-def test_what_runs_again_and_that_values_stay(
+def test_recomputation_repeats_expected_operations_with_equal_results(
     ranks: RankPool, tmp_path: Path, name: str, dtype: str
 ) -> None:
     """``selective`` repeats first products of feed-forward blocks, but no product and no attention
@@ -120,7 +120,7 @@ def test_what_runs_again_and_that_values_stay(
             assert 0 < off.calls[operator] < selective.calls[operator], operator
 
 
-def test_both_engines_keep_the_same(ranks: RankPool) -> None:
+def test_fsdp_and_megatron_keep_the_same_activations(ranks: RankPool) -> None:
     """What ``selective`` adds to ``full`` is the same in both engines, and far less than what
     ``off`` adds, because inner units are most of a layer's activations.
     """

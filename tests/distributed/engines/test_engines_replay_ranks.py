@@ -53,7 +53,7 @@ LAYOUTS: dict[str, tuple[Placed, dict[str, Any], str]] = {
     ("sequence", "sizes"),
     [(False, {"cp": 2, "tp": 2}), (True, {"cp": 2, "tp": 2}), (False, {"cp": 3})],
 )
-def test_ranks_replay_experts_as_one_process_does(
+def test_ranks_replay_experts_like_one_process(
     sequence: bool, sizes: dict[str, int], ranks: RankPool, tmp_path: Path
 ) -> None:
     """With tokens that are split in other ways than sequences."""
@@ -68,7 +68,7 @@ def test_ranks_replay_experts_as_one_process_does(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_megatron_replays_experts_as_fsdp_does(name: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_megatron_replays_experts_like_fsdp(name: str, ranks: RankPool, tmp_path: Path) -> None:
     """Outputs, and the gradients, the statistics and the weights of a step with several
     micro-batches. Beside it a model without a record routes as before.
     """
@@ -111,7 +111,7 @@ def megatron_as_fsdp(
         assert (of_step(megatron, name) - of_step(fsdp, name)).abs().max() < 1e-5, name
 
 
-def test_routers_of_megatron_choose_where_no_whole_set_is_recorded(ranks: RankPool) -> None:
+def test_megatron_router_chooses_experts_for_incomplete_records(ranks: RankPool) -> None:
     """Two experts of three in each of two blocks; a damaged record must not make them fewer."""
     rows = [[[0, 2], [2, 1]], [[UNKNOWN, UNKNOWN], [1, 0]], [[1, 1], [UNKNOWN, 2]]]
     (found,) = ranks(1, "tests.distributed.engines.replay_cases:marked", rows, 3)
@@ -148,7 +148,7 @@ def free_margin(decoder: Decoder, blocks: int, experts: int) -> float:
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_ranks_replay_supports_as_one_process_does(
+def test_ranks_replay_sampling_masks_like_one_process(
     engine: str, ranks: RankPool, tmp_path: Path
 ) -> None:
     """Outputs, and the loss and gradient of a step, with several micro-batches."""

@@ -157,7 +157,7 @@ def trained_and_served(
     [({"tp": 2}, "builtin"), ({"dp": 2}, "builtin"), ({"dp": 2}, "hf")],
     ids=str,
 )
-def test_servers_draw_with_the_weights_of_every_step(
+def test_servers_sample_with_the_weights_of_every_step(
     ranks: RankPool, tmp_path: Path, sizes: dict[str, int], implementation: str
 ) -> None:
     """One server for two tensor ranks, of which both get its completions, or one for each
@@ -200,9 +200,7 @@ def killed_by_requests(program: str, log: Path) -> None:
         servers.close()
 
 
-def test_a_server_that_always_ends_with_the_same_error_ends_the_trial(
-    ranks: RankPool, tmp_path: Path
-) -> None:
+def test_server_that_repeats_one_error_ends_the_trial(ranks: RankPool, tmp_path: Path) -> None:
     """Each of its starts installs the weights and dies of the first request.
 
     The error of the rank is a user error, after which no incarnation is tried, and says which
@@ -252,7 +250,7 @@ def served(settings: Running) -> list[Any]:
     return results
 
 
-def test_running_servers_share_the_requests_and_get_every_version(
+def test_external_servers_share_requests_and_get_every_version(
     ranks: RankPool, tmp_path: Path, started: list[Started]
 ) -> None:
     """By TCP and by a Unix socket, each with its keys, one of which is for updates alone.
@@ -292,7 +290,7 @@ def test_running_servers_share_the_requests_and_get_every_version(
         (("--mounted-as", "/elsewhere"), "see .*weights.*server_weights to a folder"),
     ],
 )
-def test_a_running_server_that_cannot_be_used_is_refused_with_the_reason(
+def test_unusable_external_server_is_rejected_with_the_reason(
     ranks: RankPool,
     tmp_path: Path,
     started: list[Started],

@@ -41,7 +41,7 @@ def saved_around_training(setup: Setup, folder: Path) -> list[str]:
         pytest.param("megatron", "bfloat16", marks=pytest.mark.long),
     ],
 )
-def test_a_copy_stays_while_training_continues(
+def test_snapshot_is_unchanged_while_training_continues(
     ranks: RankPool, tmp_path: Path, engine: str, dtype: str
 ) -> None:
     for name in FOLDERS:

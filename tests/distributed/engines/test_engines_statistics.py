@@ -20,12 +20,12 @@ def totals(names: list[list[str]]) -> dict[str, float]:
     return sums.over_ranks(here, some_empty=True)
 
 
-def test_names_of_any_number_and_length_reach_ranks_without_work(ranks: RankPool) -> None:
+def test_statistic_names_of_any_length_reach_ranks_without_samples(ranks: RankPool) -> None:
     names = [f"share of tokens in bucket {number}, größer als zuvor" for number in range(300)]
     found = ranks(3, f"{HERE}:totals", [[], names, names])
     assert found == [dict.fromkeys(sorted(names), 2.0)] * 3
 
 
-def test_different_names_are_an_error_of_ours(ranks: RankPool) -> None:
+def test_different_statistic_names_on_ranks_are_an_error(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"UsageError: .* a, c .*the same names"):
         ranks(3, f"{HERE}:totals", [["b", "c"], [], ["a", "c"]], deadline_s=60.0)

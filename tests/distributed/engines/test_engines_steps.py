@@ -158,7 +158,7 @@ def test_optimizer_steps_match_one_process(
 
 @pytest.mark.parametrize("why", ["skipped", "vetoed"])
 @pytest.mark.parametrize(("case", "architecture"), LAYOUTS)
-def test_a_step_that_is_left_out_changes_nothing(
+def test_skipped_step_changes_no_weights(
     ranks: RankPool, tmp_path: Path, case: Setup | Case, architecture: dict[str, Any], why: str
 ) -> None:
     """Because its gradient is not finite, or because of what its statistics say."""

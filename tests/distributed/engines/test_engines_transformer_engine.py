@@ -50,18 +50,22 @@ def te_ranks() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_model_trains_as_in_one_process(te_ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_model_with_transformer_engine_trains_as_in_one_process(
+    te_ranks: RankPool, tmp_path: Path, name: str
+) -> None:
     where, architecture, head = LAYOUTS[name]
     compared(te_ranks, tmp_path, where, head, start(tmp_path, architecture, head), USED, **DESCENT)
 
 
-def test_recorded_experts_are_replayed(te_ranks: RankPool, tmp_path: Path) -> None:
+def test_layers_of_transformer_engine_replay_recorded_experts(
+    te_ranks: RankPool, tmp_path: Path
+) -> None:
     """Also when megatron computes a block of experts again by itself."""
     where, architecture, _ = LAYOUTS["experts t2 sp e2"]
     megatron_as_fsdp(where, architecture, "selective", te_ranks, tmp_path, **USED)
 
 
-def test_layers_are_made_of_its_modules(te_ranks: RankPool) -> None:
+def test_layers_use_transformer_engine_modules(te_ranks: RankPool) -> None:
     case = Case(placed(), model(architecture=MOE, **USED, **BUDGET))
     (kinds,) = te_ranks(1, f"{HERE}:kinds", case)
     assert kinds >= {"RMSNorm", "TEColumnParallelLinear", "TERowParallelLinear"}
@@ -71,7 +75,9 @@ def test_layers_are_made_of_its_modules(te_ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recomputed_layers_step_alike(te_ranks: RankPool, recompute: str, dtype: str) -> None:
+def test_recomputation_does_not_change_the_step(
+    te_ranks: RankPool, recompute: str, dtype: str
+) -> None:
     settings = model(architecture=MOE, dtype=dtype, **USED, **BUDGET)
     again = {**settings, "gradient_checkpointing": recompute}
     kept, computed = (
@@ -80,7 +86,9 @@ def test_recomputed_layers_step_alike(te_ranks: RankPool, recompute: str, dtype:
     assert kept == computed
 
 
-def test_norms_and_feed_forward_blocks_run_again(te_ranks: RankPool, tmp_path: Path) -> None:
+def test_selective_mode_repeats_norms_and_feed_forward_blocks(
+    te_ranks: RankPool, tmp_path: Path
+) -> None:
     """Products of attention do not."""
     settings = model(architecture=EVEN, **USED, **BUDGET)
     again = {**settings, "gradient_checkpointing": "selective"}
@@ -91,7 +99,7 @@ def test_norms_and_feed_forward_blocks_run_again(te_ranks: RankPool, tmp_path: P
     assert computed["aten::rsqrt"] > kept["aten::rsqrt"] > 0
 
 
-def test_release_that_megatron_does_not_take_is_passed_over(te_ranks: RankPool) -> None:
+def test_release_unsupported_by_megatron_is_not_used(te_ranks: RankPool) -> None:
     assert te_ranks(1, f"{HERE}:chosen", "2.11.0", "bfloat16") == [(True, [])]
     assert te_ranks(1, f"{HERE}:chosen", "2.11.0", "float32") == [(False, [])]
     (found,) = te_ranks(1, f"{HERE}:chosen", "2.12.0", "bfloat16")
@@ -102,7 +110,7 @@ def test_release_that_megatron_does_not_take_is_passed_over(te_ranks: RankPool) 
     assert found == (False, [message])
 
 
-def test_it_must_be_there_where_it_is_wanted(ranks: RankPool) -> None:
+def test_missing_transformer_engine_is_an_error_if_required(ranks: RankPool) -> None:
     assert ranks(1, f"{HERE}:without", None) == [False]
     assert ranks(1, f"{HERE}:without", False) == [False]
     (message,) = ranks(1, f"{HERE}:without", True)

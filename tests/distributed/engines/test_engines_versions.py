@@ -46,7 +46,7 @@ STEPS = 3
         pytest.param("qwen3", "float16", marks=pytest.mark.long),
     ],
 )
-def test_ranks_of_fsdp_have_the_tensors_of_an_export(
+def test_fsdp_ranks_publish_the_tensors_of_an_export(
     ranks: RankPool, tmp_path: Path, family: str, dtype: str
 ) -> None:
     settings = model(architecture=MODELS[family], dtype="bfloat16")
@@ -58,7 +58,7 @@ def test_ranks_of_fsdp_have_the_tensors_of_an_export(
     ("family", "count"),
     [("gemma", 2), ("mixtral", 2), pytest.param("mixtral", 1, marks=pytest.mark.long)],
 )
-def test_ranks_of_a_model_of_transformers_do_too(
+def test_ranks_of_a_transformers_model_publish_the_tensors_of_an_export(
     ranks: RankPool, tmp_path: Path, family: str, count: int
 ) -> None:
     """Its experts are stacked in the model, and each is a tensor of the files."""
@@ -76,7 +76,7 @@ def test_ranks_of_a_model_of_transformers_do_too(
         pytest.param(placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, id="d2 experts e2"),
     ],
 )
-def test_ranks_of_megatron_do_too(
+def test_megatron_ranks_publish_the_tensors_of_an_export(
     ranks: RankPool, tmp_path: Path, where: Placed, architecture: dict[str, Any]
 ) -> None:
     case = Case(where, model(architecture=architecture, dtype="bfloat16", **BUDGET))
@@ -116,7 +116,7 @@ def check(
         pytest.param({"dp": 2, "tp": 2}, "bfloat16", marks=pytest.mark.long),
     ],
 )
-def test_a_task_merges_adapters_to_the_bits_that_a_move_has(
+def test_task_merges_adapters_to_the_same_bits_as_a_weight_move(
     ranks: RankPool, tmp_path: Path, sizes: dict[str, int], dtype: str
 ) -> None:
     """The ranks publish adapters, and the fingerprint of frozen weights is that of the folder."""

@@ -28,7 +28,7 @@ def assert_as_whole(
 @pytest.mark.parametrize("window", [None, 1, 6, 30, 1000])
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (3, 3)])
-def test_values_and_gradients_equal_whole_scores(
+def test_ring_attention_equals_attention_with_all_scores(
     ranks: RankPool, n: int, heads: int, kv_heads: int, window: int | None
 ) -> None:
     case = Case(MIXED, heads=heads, kv_heads=kv_heads, window=window)
@@ -36,7 +36,9 @@ def test_values_and_gradients_equal_whole_scores(
 
 
 @pytest.mark.parametrize("lengths", [(600,), (1, 700), (300, 301), (1,), (1, 1, 1), (5, 0, 9)])
-def test_few_sequences_and_tokens(ranks: RankPool, lengths: tuple[int, ...]) -> None:
+def test_ring_attention_handles_few_sequences_and_tokens(
+    ranks: RankPool, lengths: tuple[int, ...]
+) -> None:
     """More queries than a block has, empty chunks and ranks without tokens."""
     assert_as_whole(ranks, 4, Case(lengths))
     assert_as_whole(ranks, 4, Case(lengths, window=290))
@@ -44,7 +46,7 @@ def test_few_sequences_and_tokens(ranks: RankPool, lengths: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("window", [None, 1, 30, 90])
 @pytest.mark.parametrize("kv_heads", [1, 2])
-def test_calls_of_flash_attention_equal_whole_scores(
+def test_ring_attention_with_flash_calls_equals_all_scores(
     ranks: RankPool, kv_heads: int, window: int | None
 ) -> None:
     """With kernels that are written out, and have the arguments of those for GPUs."""
@@ -59,21 +61,21 @@ def test_selective_checkpointing_keeps_results(ranks: RankPool) -> None:
     assert assert_as_whole(ranks, 4, case, function="attend_checkpointed") == whole
 
 
-def test_no_tokens_give_nothing(ranks: RankPool) -> None:
+def test_empty_input_gives_empty_output(ranks: RankPool) -> None:
     for found, sent in ranks(2, f"{HERE}:attend", Case(())):
         assert all(x.shape[0] == 0 for x in found)
         assert sent == []
 
 
-def test_bfloat16_results_are_near(ranks: RankPool) -> None:
+def test_bfloat16_results_are_close(ranks: RankPool) -> None:
     assert_as_whole(ranks, 4, Case((9, 200), dtype=torch.bfloat16), near=2e-2)
 
 
-def test_large_scores_are_merged(ranks: RankPool) -> None:
+def test_large_scores_are_merged_without_overflow(ranks: RankPool) -> None:
     assert_as_whole(ranks, 4, Case((33, 120), scale=40.0), near=1e-4)
 
 
-def test_ranks_send_only_keys_that_others_see(ranks: RankPool) -> None:
+def test_ranks_send_only_keys_needed_by_other_ranks(ranks: RankPool) -> None:
     """Nothing for sequences within a chunk, and a window's keys for longer ones."""
     within = assert_as_whole(ranks, 4, Case((8,) * 16))
     assert within == [[]] * 4

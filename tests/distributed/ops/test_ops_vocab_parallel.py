@@ -57,14 +57,14 @@ def test_bfloat16_inputs_give_float32_results(ranks: RankPool) -> None:
         assert (ours - expected).abs().max() < 0.1
 
 
-def test_no_tokens_give_nothing(ranks: RankPool) -> None:
+def test_empty_input_gives_empty_output(ranks: RankPool) -> None:
     logp, entropy, hidden, weight = computed(ranks, 2, Case(tokens=0))
     assert logp.shape == entropy.shape == (0,)
     assert hidden.shape == (0, 12)
     assert not weight.any()
 
 
-def test_logits_are_never_kept_whole(ranks: RankPool) -> None:
+def test_full_logits_are_never_kept(ranks: RankPool) -> None:
     """Not a rank's part of them either: the largest tensor is that of three numbers of each token
     of each rank.
     """

@@ -57,7 +57,7 @@ def waits() -> float:
     return seconds
 
 
-def test_groups_wait_for_the_given_timeout(ranks: RankPool) -> None:
+def test_process_groups_have_the_given_timeout(ranks: RankPool) -> None:
     assert ranks(4, f"{HERE}:waits") == [10800.0] * 4
 
 
@@ -77,7 +77,7 @@ def test_every_rank_finds_its_groups(ranks: RankPool) -> None:
     assert results[1]["reward"] == (0, 1, 0, {"dp": 1.0, "shard": 1.0})
 
 
-def test_sizes_must_make_up_the_ranks() -> None:
+def test_sizes_must_multiply_to_the_number_of_ranks() -> None:
     with pytest.raises(ValueError, match=r"actor: sizes .* need 4 ranks, the plan gives 3"):
         topology_of(Model("actor", (0, 1, 2), {"dp": 4}))
     assert topology_of(Model("ref", (5,))).axes == ("dp",)

@@ -46,7 +46,7 @@ EXPERTS = [
     [(EVEN, DENSE), (TIED, DENSE), (MOE, EXPERTS)],
     ids=["dense", "tied", "experts"],
 )
-def test_every_bit_arrives_between_all_pairs(
+def test_weight_move_between_all_layout_pairs_is_exact(
     ranks: RankPool, architecture: dict[str, Any], sides: list[Side]
 ) -> None:
     received = ranks(4, f"{HERE}:all_pairs", sides, architecture)
@@ -57,7 +57,7 @@ def test_every_bit_arrives_between_all_pairs(
     assert len(sent) > pairs / 2  # in the other pairs every rank has what it needs
 
 
-def test_a_move_allocates_its_staging_at_most(ranks: RankPool) -> None:
+def test_weight_move_allocates_at_most_its_staging_buffer(ranks: RankPool) -> None:
     """Rows of a matrix are sent from where they are and received into their place; only what lies
     scattered on a side passes through buffers, which the plan's staging bounds. Whole models of
     which several copies are made one after the other need none.
@@ -71,12 +71,12 @@ def test_a_move_allocates_its_staging_at_most(ranks: RankPool) -> None:
     assert any(peak > 1024 for peak, _ in found)
 
 
-def test_a_backend_may_have_one_operation_for_a_batch(ranks: RankPool) -> None:
+def test_coalesced_transfers_move_the_same_weights(ranks: RankPool) -> None:
     sides = [megatron(pp=2, tp=2), Side({"dp": 2, "tp": 2}, "native", dtype="bfloat16")]
     ranks(4, f"{HERE}:coalesced", sides, EVEN)
 
 
-def test_moving_average(ranks: RankPool) -> None:
+def test_weight_move_can_update_a_moving_average(ranks: RankPool) -> None:
     sides = [megatron(pp=2, tp=2), Side({"dp": 2, "tp": 2})]
     ranks(4, f"{HERE}:moving_average", sides, TIED, 0.3)
 
@@ -89,7 +89,7 @@ def test_moving_average(ranks: RankPool) -> None:
         ("skipped tie", "'model.embed_tokens.weight' on rank 3 of the target differs"),
     ],
 )
-def test_a_fault_is_found_by_verification(ranks: RankPool, fault: str, message: str) -> None:
+def test_verification_detects_a_faulty_move(ranks: RankPool, fault: str, message: str) -> None:
     sides = [Side({"dp": 1, "tp": 4}), megatron(pp=2, tp=2)]
     reports = ranks(4, f"{HERE}:planted", sides, TIED, fault)
     assert all(reports)

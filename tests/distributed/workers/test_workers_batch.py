@@ -27,7 +27,7 @@ CALLS = [
 ]
 
 
-def test_every_call_finds_its_inputs(ranks: RankPool) -> None:
+def test_every_call_receives_its_inputs(ranks: RankPool) -> None:
     """Also where parts are empty, and where a batch is smaller than a layout."""
     events = ranks(4, f"{HERE}:run", LAYOUTS, CALLS, [13, 1, 2, 8], deadline_s=60.0)
     everywhere = ["generate", "judge", "values", "again", "stages"]
@@ -39,7 +39,7 @@ def test_every_call_finds_its_inputs(ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("filtered", [2, 4])
-def test_chosen_items_keep_what_was_made_of_them(ranks: RankPool, filtered: int) -> None:
+def test_chosen_items_keep_their_earlier_results(ranks: RankPool, filtered: int) -> None:
     """Calls up to a filter see all candidates of several rounds, calls after it the chosen items
     with what the former made of them, wherever that is: also of parts that are empty, of a round
     without a chosen item, and after a step in which none was chosen.
@@ -56,7 +56,7 @@ def test_chosen_items_keep_what_was_made_of_them(ranks: RankPool, filtered: int)
         assert sorted(trained) == sorted(chosen) or not chosen
 
 
-def test_a_rank_that_only_sends_does_not_wait(ranks: RankPool) -> None:
+def test_sending_rank_does_not_wait(ranks: RankPool) -> None:
     """Ranks 0 and 1 finish a batch although rank 2 has not begun to read what they made: it waits
     for rank 3, which waits for them.
     """
@@ -92,7 +92,7 @@ def test_other_ranks_read_inputs_while_producer_is_busy(ranks: RankPool) -> None
 
 
 @pytest.mark.parametrize("items", [1, 5])
-def test_one_rank_sends_nothing(ranks: RankPool, items: int) -> None:
+def test_single_rank_sends_no_data(ranks: RankPool, items: int) -> None:
     layouts = [Where("actor", {"dp": 1}, (0,))]
     calls = [("generate", 0, ("prompt_ids",), ROLLOUT), ("train", 0, ROLLOUT, ())]
     assert ranks(1, f"{HERE}:run", layouts, calls, [items]) == [[["generate", "train"]]]
