@@ -19,7 +19,7 @@ from slurmrl.engines.megatron.parts import layout_of, padded, place_of
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.parallel.boxes import SharedParameters, TensorSplit
-from slurmrl.models.shapes import parameter_shapes
+from slurmrl.models.shapes import constant_specs, parameter_shapes
 from slurmrl.plan.estimates.shape import config_values
 from slurmrl.plan.model import CallPlan, ModelPlan, Plan, Reallocation
 from slurmrl.plan.placement import model_of
@@ -212,7 +212,8 @@ def _placing(plan: PlannedModel, config: ModelConfig, dtype: str, *, sharded: bo
     ranks = plan.sizes.get("tp", 1)
     split = TensorSplit(config, ranks) if ranks > 1 else None
     shapes = parameter_shapes(config, plan.head)
-    return Placing(shapes, dtype, topology_of(plan), 0, split, sharded=sharded)
+    constants = constant_specs(config)
+    return Placing(shapes, dtype, topology_of(plan), 0, split, constants, sharded=sharded)
 
 
 def _megatron(plan: PlannedModel, model: Model, config: ModelConfig) -> Layout:

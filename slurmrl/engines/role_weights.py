@@ -23,7 +23,7 @@ from slurmrl.models.adapters import shown, summand
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf import Weights, as_array, as_tensor, read_values
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
+from slurmrl.models.shapes import VALUE_HEAD, stored_shapes
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
 from slurmrl.tensors.layout import Box, Index, TensorSpec, blocks
@@ -63,7 +63,7 @@ def served_config(role: str, model: Model, source: Path | None) -> ModelConfig |
 def initial_weights(
     config: ModelConfig, head: Head, *, seed: int, source: Path | None, keep: int = 1
 ) -> Iterator[BoxReader]:
-    """Yield a reader of boxes of the built-in decoder's parameters.
+    """Yield a reader of boxes of the built-in decoder's parameters and constants.
 
     The parameters come from the folder ``source``. Without it, they are random values that depend
     only on (seed, name). The whole model is never in memory. The reader raises UsageError for
@@ -75,7 +75,7 @@ def initial_weights(
     if source is not None:
         yield Weights(source, config, head).read_finite
         return
-    shapes = parameter_shapes(config, head)
+    shapes = stored_shapes(config, head)
 
     @lru_cache(maxsize=keep)
     def initial(name: str) -> Tensor:
@@ -95,7 +95,7 @@ def init_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, seed: in
     """
     if name.endswith("norm.weight"):
         return torch.zeros(shape) if config.family.norm_offset else torch.ones(shape)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return torch.zeros(shape)
     generator = generator_of(name, seed)
     return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)

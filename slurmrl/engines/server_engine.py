@@ -25,7 +25,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.boxes import TensorSplit
-from slurmrl.models.shapes import parameter_shapes
+from slurmrl.models.shapes import constant_specs, parameter_shapes
 from slurmrl.rollouts.generation.base import (
     Completion,
     GenerationRequest,
@@ -163,7 +163,7 @@ class ServerEngine(GenerateEngine):
 
             shapes, constants = tensor_specs(config, self.head)
         else:
-            shapes = parameter_shapes(config, self.head)
+            shapes, constants = parameter_shapes(config, self.head), constant_specs(config)
             split = TensorSplit(config, tensor_ranks) if tensor_ranks > 1 else None
         return Placing(
             shapes,

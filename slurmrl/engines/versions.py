@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from slurmrl.engines.host import HostTensors, Specs
 from slurmrl.models.hf import as_array
-from slurmrl.tensors.checkpoint.export import FLOATS
+from slurmrl.tensors.checkpoint.export import EXACT, FLOATS
 from slurmrl.tensors.checkpoint.tensors import (
     FileTensor,
     Storage,
@@ -47,8 +47,9 @@ class OwnedTensors:
         """Plan the move of weights to the ranks that own tensors of the files.
 
         ``source`` is the layout of the model's parameters, which ``storage`` maps to tensors of
-        files. Floating-point tensors become ``dtype``. ``hosts`` gives the host of each global
-        rank. ``staging_bytes`` bounds the bytes that a rank sends and receives at a time.
+        files. Floating-point tensors become ``dtype``, except for `EXACT` ones. ``hosts`` gives the
+        host of each global rank. ``staging_bytes`` bounds the bytes that a rank sends and receives
+        at a time.
         ``copies`` results of `take` are valid at the same time.
         """
         self._group, self._device = group, device
@@ -59,7 +60,7 @@ class OwnedTensors:
         self._plan = plan_move(source, self._target, hosts=hosts, budget=staging_bytes)
         own = source.ranks.index(dist.get_rank())
         self._specs = {
-            name: TensorSpec(file.spec.shape, converted(file.spec.dtype, dtype))
+            name: TensorSpec(file.spec.shape, converted(name, file.spec.dtype, dtype))
             for name, file in files.items()
             if owners[name] == own
         }
@@ -92,9 +93,9 @@ class OwnedTensors:
         ]
 
 
-def converted(stored: str, wanted: str) -> str:
+def converted(name: str, stored: str, wanted: str) -> str:
     """Return the type that a tensor of type ``stored`` has in a version."""
-    return wanted if stored in FLOATS else stored
+    return wanted if stored in FLOATS and not name.endswith(EXACT) else stored
 
 
 def owners_of(files: Mapping[str, FileTensor], layout: Layout) -> dict[str, int]:
@@ -132,7 +133,7 @@ def _whole(
         for name, spec, cut in file.shards:
             parts[name].append(_part(owners[tensor], tensor, file, spec, cut))
     specs = {
-        name: TensorSpec(spec.shape, converted(spec.dtype, dtype))
+        name: TensorSpec(spec.shape, converted(name, spec.dtype, dtype))
         for name, spec in source.tensors.items()
     }
     holders = {name: Holders(tuple(held)) for name, held in parts.items()}

@@ -79,7 +79,11 @@ DESCRIPTIVE = (
     PARTIAL,
 )
 """Fields that each export rewrites or omits."""
-ALIASES = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
+ALIASES = {
+    "num_local_experts": "num_experts",
+    "num_experts": "num_local_experts",
+    "n_routed_experts": "num_local_experts",
+}
 """transformers accepts either name for the number of experts."""
 
 
@@ -96,22 +100,31 @@ class Rope:
     factor: float = 1.0
     original_length: int = 0
     """Context length before the extension (llama3, yarn)."""
+    partial: float | None = None
+    """Share of each head's dims that is rotated, the first ones; None for a family that always
+    rotates all."""
     options: Mapping[str, Any]
     """The kind's remaining fields, as in the file."""
 
     @staticmethod
-    def from_hf(values: Mapping[str, Any], max_positions: int) -> tuple[Rope, list[str]]:
+    def from_hf(
+        values: Mapping[str, Any], max_positions: int, *, partial: bool = False
+    ) -> tuple[Rope, list[str]]:
         """Read the rotary fields of a ``config.json`` like transformers; the list has the problems.
 
+        ``partial`` allows to rotate a part of each head's dims.
         The older ``rope_scaling`` precedes ``rope_parameters``, and an original length next to them
         precedes one inside.
         """
         stated = dict(values.get("rope_scaling") or values.get("rope_parameters") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
         stated.pop("type", None)
-        partial = stated.pop(PARTIAL, None)
-        if partial not in WHOLE_HEADS:
-            return Rope(options={}), [f"{PARTIAL} {partial!r} is not supported, only 1"]
+        share = stated.pop(PARTIAL, None)
+        if not partial and share not in WHOLE_HEADS:
+            return Rope(options={}), [f"{PARTIAL} {share!r} is not supported, only 1"]
+        share = share or values.get(PARTIAL)
+        if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+            return Rope(options={}), [f"{PARTIAL} is {share!r}, must be above 0 and at most 1"]
         theta = stated.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
         if kind not in ROPE_KINDS:
             reason = REFUSED_ROPES.get(kind) or f"it is not one of {', '.join(ROPE_KINDS)}"
@@ -129,6 +142,7 @@ class Rope:
             theta=float(theta),
             factor=float(factor),
             original_length=int(original),
+            partial=float(share) if partial and share is not None else None,
             options=stated,
         )
         return rope, []
@@ -140,6 +154,8 @@ class Rope:
             values["factor"] = self.factor
         if self.original_length:
             values[ORIGINAL_LENGTH] = self.original_length
+        if self.partial is not None:
+            values[PARTIAL] = self.partial
         return {**values, **self.options}
 
 
@@ -175,6 +191,15 @@ class MoE:
     balance: float
     """Coefficient of the load-balancing loss in training; 0 for none. As in transformers, it
     applies only with ``output_router_logits``."""
+    corrected: bool = False
+    """Whether the router's scores are sigmoids, and a stored correction is added to choose."""
+    groups: int = 1
+    """Groups of consecutive experts; only the best ``chosen_groups`` of a token take part."""
+    chosen_groups: int = 1
+    scale: float = 1.0
+    """Factor of the weights of a token's experts."""
+    shared: int = 0
+    """Inner size of the shared experts, which process every token; 0 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +235,12 @@ class ModelConfig:
     @property
     def family(self) -> Family:
         return family_of(self.model_type)
+
+    @property
+    def rotary_dims(self) -> int:
+        """Number of a head's dims that are rotated."""
+        share = self.rope.partial if self.rope is not None else None
+        return self.head_dim if share is None else int(self.head_dim * share)
 
     @property
     def position_limit(self) -> int | None:
@@ -249,6 +280,11 @@ class ModelConfig:
             raise _refused(family, problems)
         config = _build(family, full, rope)
         problems = bad_sizes(_sizes(config), rotary=rope is not None)
+        partial = rope is not None and rope.partial is not None
+        if partial and (config.rotary_dims < 2 or config.rotary_dims % 2):
+            problems.append(f"{PARTIAL} rotates {config.rotary_dims} dims of a head, must be even")
+        if config.moe and config.moe.shared < 0:
+            problems.append("n_shared_experts is negative")
         if problems:
             raise _refused(family, problems)
         return config
@@ -310,7 +346,8 @@ def _full(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
 def _rope(family: Family, full: Mapping[str, Any]) -> tuple[Rope | None, list[str]]:
     if "rope_parameters" in family.without:
         return None, []
-    return Rope.from_hf(full, int(full["max_position_embeddings"]))
+    positions = int(full["max_position_embeddings"])
+    return Rope.from_hf(full, positions, partial=family.partial_rotary)
 
 
 def _build(family: Family, full: Mapping[str, Any], rope: Rope | None) -> ModelConfig:
@@ -336,7 +373,7 @@ def _build(family: Family, full: Mapping[str, Any], rope: Rope | None) -> ModelC
         qkv_bias=family.switched(family.qkv_bias, full),
         o_bias=family.switched(family.o_bias, full),
         mlp_bias=family.switched(family.mlp_bias, full),
-        qk_norm=family.qk_norm,
+        qk_norm=family.switched(family.qk_norm, full),
         windows=_windows(family, full, layers),
         moe=_moe(family, full, layers),
         extra=_extra(family, full),
@@ -361,14 +398,26 @@ def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
     if names is None:
         return None
     step, dense = full.get("decoder_sparse_step") or 1, full.get("mlp_only_layers") or ()
-    sparse = (n for n in range(layers) if n not in dense and (n + 1) % step == 0)
+    first, inner = int(full.get("first_k_dense_replace") or 0), int(full[names.inner])
+    sparse = (n for n in range(first, layers) if n not in dense and (n + 1) % step == 0)
+    balanced = full.get("output_router_logits") and not names.sigmoid
+    more: dict[str, Any] = {}
+    if names.sigmoid:
+        more = {
+            "corrected": True,
+            "groups": int(full["n_group"] or 1),
+            "chosen_groups": int(full["topk_group"] or 1),
+            "scale": float(full["routed_scaling_factor"]),
+            "shared": inner * int(full["n_shared_experts"] or 0),
+        }
     return MoE(
         experts=int(full[names.count]),
         per_token=int(full["num_experts_per_tok"]),
-        inner=int(full[names.inner]),
+        inner=inner,
         normalized=family.switched(names.normalized, full),
         layers=frozenset(sparse),
-        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") else 0.0,
+        balance=float(full["router_aux_loss_coef"]) if balanced else 0.0,
+        **more,
     )
 
 
@@ -393,6 +442,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         sizes["number of experts"] = config.moe.experts
         sizes["num_experts_per_tok"] = config.moe.per_token
         sizes["inner size of the experts"] = config.moe.inner
+        sizes |= {"n_group": config.moe.groups, "topk_group": config.moe.chosen_groups}
     windows = [window for window in config.windows if window is not None]
     return {**sizes, "sliding_window": min(windows)} if windows else sizes
 

@@ -85,8 +85,5 @@ class PackedModel(nn.Module, ABC):
         """
 
     def constants(self) -> dict[str, Tensor]:
-        """Tensors by name that no optimizer step changes but that checkpoints and exports include.
-
-        The built-in decoders have none.
-        """
+        """Tensors by name that no optimizer step changes. Checkpoints and exports include them."""
         return {}

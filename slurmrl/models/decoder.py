@@ -140,11 +140,14 @@ class Decoder(PackedModel):
         elif not config.tie_embeddings:
             self.lm_head = VocabProjection(config.hidden_size, config.vocab_size, split)
         self._embedding_scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
-        self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
+        self._rotary = RotaryTable(config.rope, config.rotary_dims) if config.rope else None
         self.balance = self._balance()
         self._replayed: Replayed | None = None
         for number, block in enumerate(self._sparse_blocks):
             block.number = number
+
+    def constants(self) -> dict[str, Tensor]:
+        return dict(self.named_buffers())
 
     @property
     def layers(self) -> Iterable[nn.Module]:

@@ -16,13 +16,15 @@ C cells of the cache, L blocks with experts, K experts of a token in each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from slurmrl.models.architecture import ModelConfig
+from slurmrl.models.architecture import ModelConfig, MoE
+from slurmrl.models.layer_parts import GatedMLP
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.tensors.ops.arguments import wide
 from slurmrl.tensors.ops.elementwise import gated_product
@@ -49,8 +51,55 @@ class ExpertLayer(nn.Module):
         return grouped_linear(gated_product(gate, up, self.activation), self.down_proj, counts)
 
 
+class Router(nn.Linear):
+    """The scores of the experts; a ``corrected`` one has a correction of the choice in float32."""
+
+    def __init__(self, hidden: int, experts: int, *, corrected: bool) -> None:
+        super().__init__(hidden, experts, bias=False)
+        if corrected:
+            self.register_buffer("e_score_correction_bias", torch.zeros(experts))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        exact = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, values in self._buffers.items():
+            if values is not None and values.dtype != torch.float32:
+                self._buffers[name] = cast(Tensor, exact[name]).to(values.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [T, E] of tokens ``x`` [T, h]; of corrected scores in float32."""
+        if not self._buffers:
+            return super().forward(x)
+        dtype = wide(x.dtype)
+        return F.linear(x.to(dtype), self.weight.to(dtype))
+
+
+def corrected_scores(moe: MoE, logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores of experts and the values that choose them (DeepSeek-AI 2024, DeepSeek-V3).
+
+    All are [T, E]. The best K values choose, among them none of a group that is left out: a group
+    is as good as the sum of its best two.
+    """
+    scores = logits.sigmoid()
+    values = scores + correction
+    if moe.groups > 1:
+        grouped = values.view(values.shape[0], moe.groups, -1)
+        best = grouped.topk(2, -1).values.sum(-1).topk(moe.chosen_groups, -1).indices
+        left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+        values = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    return scores, values
+
+
+def scaled_weights(moe: MoE, weights: Tensor) -> Tensor:
+    """Return the weights of a token's experts from their scores, experts along the last dim."""
+    if moe.normalized:
+        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if moe.corrected else 0.0))
+    return weights * moe.scale if moe.scale != 1 else weights
+
+
 class SparseMLP(nn.Module):
-    """A router and its experts.
+    """A router, its experts, and shared experts, which process every token.
 
     Each tensor rank has a share of every expert's inner units, and the whole router.
     """
@@ -60,11 +109,12 @@ class SparseMLP(nn.Module):
         self.split = split
         moe = config.moe
         assert moe is not None
-        self.gate = nn.Linear(config.hidden_size, moe.experts, bias=False)
+        self.moe = moe
+        self.gate = Router(config.hidden_size, moe.experts, corrected=moe.corrected)
         inner = moe.inner // split.tensor.size
         self.experts = ExpertLayer(moe.experts, config.hidden_size, inner, config.activation)
+        self.shared_experts = GatedMLP(config, split, moe.shared) if moe.shared else None
         self.per_token = moe.per_token
-        self.normalized = moe.normalized
         self.balance: Balance | None = None
         """The model's load-balancing loss, if it has one."""
         self.number = 0
@@ -76,16 +126,27 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output [T, h] for ``x`` [T, h]."""
+        if self.shared_experts is not None:
+            out: Tensor = self._routed(x) + self.shared_experts(x)
+            return out
+        return self._routed(x)
+
+    def _routed(self, x: Tensor) -> Tensor:
         x = self.split.enter(x)
         logits: Tensor = self.gate(x)
-        probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
-        weights, chosen = probabilities.topk(self.per_token)
+        if self.moe.corrected:
+            correction = self.gate.get_buffer("e_score_correction_bias")
+            probabilities, values = corrected_scores(self.moe, logits, correction)
+            chosen = values.topk(self.per_token).indices
+            weights = probabilities.gather(-1, chosen)
+        else:
+            probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
+            weights, chosen = probabilities.topk(self.per_token)
         if self.routes is not None:
             taken = self.routes.chosen(self.number, chosen)
             if taken is not chosen:
                 weights, chosen = probabilities.gather(-1, taken), taken
-        if self.normalized:
-            weights = weights / weights.sum(-1, keepdim=True)
+        weights = scaled_weights(self.moe, weights)
         counts = tokens_of_experts(chosen, probabilities.shape[1])
         if self.balance is not None:
             real = probabilities[: self.tokens]

@@ -43,6 +43,9 @@ class Experts:
     """Config field of an expert's inner size."""
     normalized: Switch = True
     """Whether the weights of a token's experts are scaled to a sum of 1."""
+    sigmoid: bool = False
+    """Whether the router's scores are sigmoids, with a stored correction of the choice, groups of
+    experts, a factor of the weights and shared experts (DeepSeek-V3); otherwise softmax."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class Family:
     qkv_bias: Switch = False
     o_bias: Switch = False
     mlp_bias: Switch = False
-    qk_norm: bool = False
+    qk_norm: Switch = False
     """RMSNorm over head_dim of queries and keys, before the rotation."""
     norm_offset: bool = False
     """Norms multiply by 1 + weight."""
@@ -67,6 +70,8 @@ class Family:
     """Whether the dense feed-forward part has a gate."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of the hidden size."""
+    partial_rotary: bool = False
+    """A part of each head's dims is rotated (``partial_rotary_factor``); otherwise all dims."""
     windows: Literal["none", "all", "chosen"] = "none"
     """Which layers see only the last ``sliding_window`` tokens: none, all, or those that
     ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose."""
@@ -228,6 +233,41 @@ QWEN3_MOE = Family(
         "mlp_only_layers": [],
     },
 )
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    class_prefix="Glm4Moe",
+    qkv_bias="attention_bias",
+    qk_norm="use_qk_norm",
+    partial_rotary=True,
+    files="slurmrl.models.shapes:experts",
+    experts=Experts(
+        count="n_routed_experts",
+        inner="moe_intermediate_size",
+        normalized="norm_topk_prob",
+        sigmoid=True,
+    ),
+    fields={"num_nextn_predict_layers": "num_mtp_layers"},  # which transformers accepts too
+    defaults={
+        **COMMON_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        PARTIAL: 0.5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "output_router_logits": False,
+        "num_nextn_predict_layers": 1,
+    },
+)
 GPT2 = Family(
     model_type="gpt2",
     class_prefix="GPT2",
@@ -275,7 +315,7 @@ GPT2 = Family(
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, MIXTRAL, QWEN3_MOE, GPT2)
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT2)
 }
 REFUSED: Mapping[str, str] = {
     "gemma2": "it caps scores and logits softly (attn_logit_softcapping, "
@@ -311,6 +351,10 @@ SIZES = (
     "num_experts_per_tok",
     "sliding_window",
     "decoder_sparse_step",
+    "n_shared_experts",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
 )
 NUMBERS = (
     "rms_norm_eps",
@@ -318,6 +362,8 @@ NUMBERS = (
     "rope_theta",
     "original_max_position_embeddings",
     "router_aux_loss_coef",
+    "routed_scaling_factor",
+    PARTIAL,
 )
 LARGEST = {"num_hidden_layers": 10**5}
 """Sizes that take memory and time when only a configuration is read."""
@@ -354,7 +400,7 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
     problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
     if full["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
-    if full.get(PARTIAL) not in WHOLE_HEADS:
+    if full.get(PARTIAL) not in WHOLE_HEADS and not family.partial_rotary:
         problems.append(f"{PARTIAL} {full[PARTIAL]!r} is not supported, only 1")
     return problems + _layer_types(family, full)
 
@@ -387,4 +433,21 @@ def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
     experts, chosen = sizes.get("number of experts"), sizes.get("num_experts_per_tok", 0)
     if experts is not None and chosen > experts:
         problems.append(f"num_experts_per_tok is {chosen}, but there are {experts} experts")
+    elif experts is not None and min(sizes.values()) > 0:
+        problems += _bad_groups(experts, chosen, sizes["n_group"], sizes["topk_group"])
     return problems
+
+
+def _bad_groups(experts: int, chosen: int, groups: int, taken: int) -> list[str]:
+    if groups == 1 == taken:
+        return []
+    if experts % groups or experts // groups < 2:
+        return [f"n_group {groups} does not divide {experts} experts into groups of 2 or more"]
+    if taken > groups:
+        return [f"topk_group is {taken}, but n_group is {groups}"]
+    if experts // groups * taken < chosen:
+        return [
+            f"num_experts_per_tok is {chosen}, but topk_group {taken} leaves only "
+            f"{experts // groups * taken} experts"
+        ]
+    return []

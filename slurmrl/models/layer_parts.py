@@ -54,10 +54,12 @@ class GatedMLP(nn.Module):
     """Whether the backward pass calls the block again. Then it may hold one more tensor, the input
     of the last product, so that the second call ends before that product."""
 
-    def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
+    def __init__(self, config: ModelConfig, split: Split = WHOLE, inner: int = 0) -> None:
+        """``inner`` is the inner size; 0 for the size of the config's dense layers."""
         super().__init__()
         self.split = split
-        hidden, inner = config.hidden_size, config.intermediate_size // split.tensor.size
+        hidden = config.hidden_size
+        inner = (inner or config.intermediate_size) // split.tensor.size
         self.gate_proj = Linear(hidden, inner, bias=config.mlp_bias)
         self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, hidden, bias=config.mlp_bias, split=split)
@@ -107,7 +109,7 @@ class RMSNorm(nn.Module):
 
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, each [T, 1, D], as ``tensors.ops.elementwise.rotate`` takes them."""
+"""cos and sin of R rotated dims, [T, 1, R] each (see ``tensors.ops.elementwise.rotate``)."""
 
 
 class RotaryTable:

@@ -33,9 +33,10 @@ from slurmrl.models.shapes import (
     VALUE_HEAD,
     FolderTensors,
     TrainedTensors,
+    constant_specs,
     file_form,
-    parameter_shapes,
     storage_of,
+    stored_shapes,
 )
 from slurmrl.tensors.checkpoint.export import BLOCK, INDEX_FILE, ExportedWeights, narrowed, widened
 from slurmrl.tensors.checkpoint.manifest import PinnedOrigin, is_pinned, read_origin
@@ -153,8 +154,7 @@ def unused(headers: Mapping[str, TensorSpec], config: ModelConfig, head: Head) -
 def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor of the files, by name."""
     specs = [
-        (name, TensorSpec(shape, "float32"))
-        for name, shape in parameter_shapes(config, head).items()
+        (name, TensorSpec(shape, "float32")) for name, shape in stored_shapes(config, head).items()
     ]
     tensors = file_tensors(specs, storage_of(config))
     return {name: tuple(tensor.spec.shape) for name, tensor in tensors.items()}
@@ -308,7 +308,7 @@ class FolderParameters:
         self._specs = self._tensors.specs()
         if problems := mismatches(self._specs, config, head):
             raise UsageError(f"{folder}: {'; '.join(problems)}")
-        self._shapes = parameter_shapes(config, head)
+        self._shapes = stored_shapes(config, head)
         self._storage = storage_of(config)
 
     def stored(self, name: str) -> list[str]:
@@ -348,9 +348,9 @@ class MergedCheckpoint:
     ) -> None:
         inputs.check_folder(folder)
         self._frozen = FolderParameters(folder, config, head)
-        self._trained, self._scale = trained, lora.scale
+        self._config, self._trained, self._scale = config, trained, lora.scale
         self._trained_specs = dict(trained.weights())
-        self._shapes = parameter_shapes(config, head)
+        self._shapes = stored_shapes(config, head)
         self._adapted = {name for name, _ in adapted_weights(config, lora)}
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
@@ -386,12 +386,13 @@ class MergedCheckpoint:
             )
 
     def _fingerprint(self, dtype: str) -> str:
-        total = 0
+        total, constants = 0, constant_specs(self._config)
         for name, shape in self._shapes.items():
             if name in self._trained_specs:
                 continue
+            stored = constants[name].dtype if name in constants else dtype
             for box in blocks(Box.whole(shape), WEIGHED):
-                values = narrowed(self._wide(name, box), dtype).reshape(-1)
+                values = narrowed(self._wide(name, box), stored).reshape(-1)
                 bits = values.view(f"i{values.itemsize}")
                 total += int(summand(name, shape, box, bits, np.arange))
         return shown(total)

@@ -163,9 +163,9 @@ class PagedCore:
     def of_layer(
         self, spec: AttentionSpec, layer: PackedLayer, x: Tensor, rotation: Rotation | None
     ) -> Tensor | None:
-        """A whole layer, without fresh tokens."""
+        """Run one fused layer. Return None with fresh tokens or a rotation of only some dims."""
         call, (keys, values) = self._call, self._cache.layers[spec.layer]
-        if call.fresh_tokens:
+        if call.fresh_tokens or (rotation is not None and rotation[0].shape[-1] < keys.shape[-1]):
             return None
         places = (call.slots, call.tables, call.rows, call.lengths)
         sizes: dict[str, Any] = {"page": self._cache.page, "scale": spec.scale}

@@ -45,6 +45,27 @@ def parameter_shapes(config: ModelConfig, head: Head) -> Shapes:
     return shapes
 
 
+CORRECTION = "mlp.gate.e_score_correction_bias"
+
+
+def constant_specs(config: ModelConfig) -> dict[str, TensorSpec]:
+    """The tensors of a model that no optimizer step changes, by name.
+
+    They are float32 in every model, because rounding them would change the choice of experts.
+    """
+    moe = config.moe
+    if moe is None or not moe.corrected:
+        return {}
+    spec = TensorSpec((moe.experts,), "float32")
+    return {f"{LAYERS}{layer}.{CORRECTION}": spec for layer in sorted(moe.layers)}
+
+
+def stored_shapes(config: ModelConfig, head: Head) -> Shapes:
+    """Shape of every parameter and constant, by name."""
+    constants = constant_specs(config)
+    return parameter_shapes(config, head) | {n: tuple(s.shape) for n, s in constants.items()}
+
+
 def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -62,6 +83,10 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         shapes["mlp.experts.gate_proj"] = (experts, inner, hidden)
         shapes["mlp.experts.up_proj"] = (experts, inner, hidden)
         shapes["mlp.experts.down_proj"] = (experts, hidden, inner)
+        if shared := config.moe.shared:
+            _linear(shapes, "mlp.shared_experts.gate_proj", shared, hidden, config.mlp_bias)
+            _linear(shapes, "mlp.shared_experts.up_proj", shared, hidden, config.mlp_bias)
+            _linear(shapes, "mlp.shared_experts.down_proj", hidden, shared, config.mlp_bias)
     else:
         inner = config.intermediate_size
         if config.family.gated:

@@ -24,8 +24,8 @@ def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float
     decoder.to_empty(device="cpu")
     weights = Weights(folder, config, head)
     with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            parameter.copy_(weights.read(name, Box.whole(tuple(parameter.shape))))
+        for name, values in (dict(decoder.named_parameters()) | decoder.constants()).items():
+            values.copy_(weights.read(name, Box.whole(tuple(values.shape))))
     return decoder
 
 
@@ -35,7 +35,7 @@ def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> 
     The weight files equal the output of transformers' ``save_pretrained`` byte for byte. One tensor
     at a time is copied.
     """
-    parameters = dict(decoder.named_parameters())
+    parameters = dict(decoder.named_parameters()) | decoder.constants()
     specs = [
         (name, TensorSpec(tuple(p.shape), str(p.dtype).removeprefix("torch.")))
         for name, p in parameters.items()

@@ -65,9 +65,10 @@ from slurmrl.models.adapters import adapted_weight
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.experts import Balance
 from slurmrl.models.layer_parts import Pieces
+from slurmrl.models.shapes import stored_shapes
 from slurmrl.plan.estimates.pass_seconds import SMALL_BYTES
 from slurmrl.tensors.checkpoint.shards import RoleSnapshot
-from slurmrl.tensors.layout import Layout
+from slurmrl.tensors.layout import Box, Layout
 from slurmrl.tensors.ops import attention
 from slurmrl.tensors.ops.arguments import OnHost
 from slurmrl.tensors.ops.sampling import Support
@@ -163,6 +164,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         if isinstance(self.config, ModelConfig):
             with initial_weights(self.config, self.head, seed=self._seed, source=source) as read:
                 fill(weights, self._placing.own_boxes(), read)
+                constants = self._shards.decoder.constants()
+                fill(constants, {n: Box.whole(c.shape) for n, c in constants.items()}, read)
         adapters = {n: chunk for n, chunk in local.items() if n not in weights}
         if adapters:
             placing, turned = self._trained_placing, is_transposed(self.config)
@@ -176,7 +179,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         """
         if not isinstance(self.config, ModelConfig):
             return file_fingerprint(source, self.context)
-        found = Fingerprint(self._placing.shapes, self.context.device)
+        found = Fingerprint(stored_shapes(self.config, self.head), self.context.device)
+        local = {**local, **self._shards.decoder.constants()}
         for shard in self._placing.layout(copies=False).held_by(self.context.rank):
             if shard.name not in self._trained_placing.shapes:
                 found.add(shard.name, shard.box, local[shard.storage])

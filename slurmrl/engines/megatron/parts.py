@@ -343,6 +343,8 @@ def check(config: ModelConfig) -> None:
             "megatron-core supports biases in all matrices, or only in those of queries, keys and "
             "values"
         )
+    if moe and moe.corrected:
+        problems.append("megatron layers do not support routers with a correction of the choice")
     if moe and config.o_bias:
         problems.append("megatron-core does not support experts in a model with attention_bias")
     if moe and moe.normalized and moe.per_token == 1:

@@ -27,6 +27,9 @@ SPLIT_DIMS = {
     "mlp.up_proj.weight": 0,
     "mlp.up_proj.bias": 0,
     "mlp.down_proj.weight": 1,
+    "mlp.shared_experts.gate_proj.weight": 0,
+    "mlp.shared_experts.up_proj.weight": 0,
+    "mlp.shared_experts.down_proj.weight": 1,
     "mlp.experts.gate_proj": 1,
     "mlp.experts.up_proj": 1,
     "mlp.experts.down_proj": 2,
@@ -120,6 +123,8 @@ def refusals(config: ModelConfig, tensor_ranks: int) -> Iterator[str]:
         sizes = {"num_attention_heads": heads, "intermediate_size": config.intermediate_size}
         if config.moe is not None:
             sizes["the inner size of the experts"] = config.moe.inner
+            if config.moe.shared:
+                sizes["the inner size of the shared experts"] = config.moe.shared
             if len(config.moe.layers) == config.num_layers:
                 del sizes["intermediate_size"]
         for what, number in sizes.items():

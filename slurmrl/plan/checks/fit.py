@@ -98,6 +98,8 @@ def _divisions(fit: Fit) -> Found:
     if shape.expert_layers < shape.layers:
         split.append(("tp", f"t{tp}", tp, "intermediate_size", shape.inner))
     shares = fit.model.implementation == HF  # each rank has some experts, which are whole
+    if shape.shared_inner and not shares:
+        split.append(("tp", f"t{tp}", tp, "the inner size of shared experts", shape.shared_inner))
     if shape.expert_layers and allocation.experts is None and not shares:
         split.append(("tp", f"t{tp}", tp, "the inner size of experts", shape.expert_inner))
     if not can(allocation.backend, "head_copies"):

@@ -78,6 +78,10 @@ ENOUGH: Final = 0.9
 """Share of the update below which slurmrl warns."""
 
 
+EXACT: Final = ("e_score_correction_bias",)
+"""Name suffixes of tensors that keep their type: rounding would change the choice of experts."""
+
+
 class ExportedWeights(Protocol):
     """The weights of a role, such as a ``RoleCheckpoint``."""
 
@@ -105,7 +109,8 @@ class Precision:
         """
         stored = entry.spec.dtype
         bare = entry.name.partition(".")[2]  # its name in files of a model without a head
-        wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or self.default
+        default = None if entry.name.endswith(EXACT) else self.default
+        wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or default
         if wanted is None or wanted == stored or stored not in FLOATS:
             return entry
         spec = TensorSpec(entry.spec.shape, wanted)

@@ -169,11 +169,14 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x [T, H, D] by the angles of each token.
+    """Rotate the pairs (i, i + R/2) of the first R dims of x [T, H, D] by each token's angles.
 
-    cos, sin [T, 1, D]: every angle twice, the sines of the first half negated. They get no
-    gradient.
+    cos, sin [T, 1, R]: every angle twice, the sines of the first half negated. They get no
+    gradient. Further dims stay as they are.
     """
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat((rotate(x[..., :turned], cos, sin), x[..., turned:]), -1)
     out: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return out
 

@@ -130,7 +130,7 @@ def attend_heads(
     """
     native = for_floats(heads)
     count, size = heads.shape[1] - 2 * keys.shape[1], heads.shape[2]
-    if native is not None:
+    if native is not None and (rotation is None or rotation[0].shape[-1] == size):
         out = heads.new_empty((heads.shape[0], count, size))
         cos, sin = rotation or (None, None)
         where = (keys, values, slots, tables, rows, lengths, out)

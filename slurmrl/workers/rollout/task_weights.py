@@ -31,7 +31,7 @@ from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, as_tensor
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_targets import adapted_tensors
 from slurmrl.models.model_tensors import open_folder
-from slurmrl.models.shapes import Shapes, parameter_shapes, storage_of
+from slurmrl.models.shapes import Shapes, constant_specs, storage_of, stored_shapes
 from slurmrl.rollouts.generation.base import WeightVersion
 from slurmrl.tensors.checkpoint.export import write_index, write_json
 from slurmrl.tensors.checkpoint.tensors import TensorEntry, TensorFile, file_entries, write_tensors
@@ -256,16 +256,17 @@ class MergingHost:
         atomic.make_private_directory(self._folder, calls=self._calls)
         if not isinstance(self._config, ModelConfig):
             return self._read_files()
-        shapes = parameter_shapes(self._config, "lm")
+        shapes, constants = stored_shapes(self._config, "lm"), constant_specs(self._config)
+        types = {n: constants[n].dtype if n in constants else self._dtype for n in shapes}
         fingerprint = Fingerprint(shapes, self._device)
         weights = Weights(self._source, self._config, "lm")
 
         def read(name: str, box: Box) -> Array:
-            values = weights.read(name, box).to(getattr(torch, self._dtype))
+            values = weights.read(name, box).to(getattr(torch, types[name]))
             fingerprint.add(name, box, values)
             return as_array(values)
 
-        specs = [(name, TensorSpec(shape, self._dtype)) for name, shape in shapes.items()]
+        specs = [(name, TensorSpec(shape, types[name])) for name, shape in shapes.items()]
         entries = file_entries(specs, read, storage_of(self._config))
         self._write(SHARED, (one for one in entries if one.name not in self._adapted))
         self._write(ADAPTED, (one for one in entries if one.name in self._adapted))

@@ -22,7 +22,8 @@ from tests.distributed.engines.cases import Setup, batch, context, make
 def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
     """This rank's shards: name, start of the box, values of the box."""
     engine = make(setup)
-    local = engine._shards.local()  # type: ignore[attr-defined]
+    held = engine._shards  # type: ignore[attr-defined]
+    local = held.local() | held.decoder.constants()
     shards = engine.layout().held_by(dist.get_rank())
     assert {shard.name for shard in shards} == {n for n, p in local.items() if p.numel()}
     for shard in shards:

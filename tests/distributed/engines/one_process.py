@@ -38,6 +38,8 @@ def random_model(
             p.copy_(init_tensor(name, tuple(p.shape), config, seed))
             if p.dim() == 1:
                 p += 0.1 * torch.randn(p.shape, generator=generator)
+        for constant in decoder.constants().values():
+            constant.copy_(torch.randn(constant.shape, generator=generator))
     to_hf(decoder, folder)
     return decoder
 
@@ -66,13 +68,20 @@ def assert_as_one_process(
     assert stats["tokens"] == sum(LENGTHS)
     found = gradients(decoder)
     assert stats["grad_norm"] == pytest.approx(norm_of(found), rel=2e-6)
-    assert_gradients(folder, found)
+    assert_gradients(folder, found, constants=decoder.constants())
 
 
-def assert_gradients(checkpoint: Path, expected: dict[str, Tensor], bound: float = 2e-6) -> None:
-    """The first moments after one step are the gradients."""
-    saved = RoleCheckpoint(checkpoint, "actor")
-    assert {name for name, _ in saved.weights()} == set(expected)
+def assert_gradients(
+    checkpoint: Path,
+    expected: dict[str, Tensor],
+    bound: float = 2e-6,
+    constants: dict[str, Tensor] | None = None,
+) -> None:
+    """The first moments after one step are the gradients; constants are as they were."""
+    saved, constants = RoleCheckpoint(checkpoint, "actor"), constants or {}
+    assert {name for name, _ in saved.weights()} == set(expected) | set(constants)
+    for name, values in constants.items():
+        assert torch.equal(torch.from_numpy(saved.read(name)), values), name
     whole = norm_of(expected)
     for name, gradient in expected.items():
         found = torch.from_numpy(saved.read(f"exp_avg/{name}"))

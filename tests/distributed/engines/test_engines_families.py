@@ -37,6 +37,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**ARCHITECTURE, "model_type": "gemma"},
     "mixtral": {**ARCHITECTURE, "model_type": "mixtral", "num_local_experts": 3},
     "qwen3_moe": MOE,
+    "glm4_moe": {
+        **ARCHITECTURE,
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "head_dim": 8,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 33,
@@ -69,6 +80,7 @@ def plain_decoder(architecture: dict[str, Any]) -> Decoder:
         ("gemma", "layers"),
         ("mixtral", "root"),
         ("qwen3_moe", "layers"),
+        ("glm4_moe", "layers"),
         ("gpt2", "layers"),
     ],
 )
@@ -81,7 +93,7 @@ def test_gradients_of_every_family_equal_one_process(
     assert_as_one_process(ranks, tmp_path, setup, architecture)
 
 
-@pytest.mark.parametrize("family", ["gemma", "mixtral", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma", "mixtral", "glm4_moe", "gpt2"])
 def test_export_equals_the_files_written_by_the_decoder(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:

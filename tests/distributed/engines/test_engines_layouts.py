@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slurmrl.engines.role_weights import init_tensor
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.shapes import parameter_shapes
+from slurmrl.models.shapes import stored_shapes
 from slurmrl.rollouts.generation.base import GenerationOptions
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, model
@@ -57,6 +57,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "moe_intermediate_size": 16,
         "initializer_range": 0.145,
+    },
+    "glm4_moe": {
+        **FAMILIES["glm4_moe"],
+        **EVEN,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "initializer_range": 0.12,
     },
     "gpt2": {**FAMILIES["gpt2"], "initializer_range": 0.1},
 }
@@ -104,6 +111,7 @@ def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any
         ("mixtral", "d2t2", {"sequence": True, "layers": True}),
         ("gpt2", "c2t2", {"sequence": True, "layers": True}),
         ("qwen3_moe", "d2c2", {}),
+        ("glm4_moe", "c2t2", {"sequence": True, "gradient_checkpointing": "selective"}),
         ("gemma", "c4", {"gradient_checkpointing": "full"}),
         ("qwen2", "c2t2", {"gradient_checkpointing": "selective", "layers": True}),
     ],
@@ -237,7 +245,7 @@ def test_layout_locates_every_element(
 ) -> None:
     """For a folder in which all elements differ, and for weights drawn from the seed."""
     config = ModelConfig.from_hf(MODELS[family])
-    shapes = parameter_shapes(config, "lm")
+    shapes = stored_shapes(config, "lm")
     drawn = setup_of(LAYOUTS[layout], MODELS[family])
     read = of_folder(drawn, tmp_path)
     values = random_model(tmp_path, MODELS[family]).state_dict()

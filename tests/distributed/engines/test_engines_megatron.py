@@ -14,7 +14,7 @@ from torch import Tensor
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.experts import SparseMLP
+from slurmrl.models.experts import SparseMLP, corrected_scores
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, batch, model
@@ -175,7 +175,11 @@ def margins(decoder: Decoder) -> Iterator[list[float]]:
     found: list[float] = []
 
     def note(router: SparseMLP, logits: Tensor) -> None:
-        ranked = logits.detach().sort(-1, descending=True).values
+        values = logits.detach()
+        if router.moe.corrected:
+            correction = router.gate.get_buffer("e_score_correction_bias")
+            _, values = corrected_scores(router.moe, values, correction)
+        ranked = values.sort(-1, descending=True).values
         gaps = ranked[:, router.per_token - 1] - ranked[:, router.per_token]
         found.append(gaps.min().item())
 
@@ -233,7 +237,10 @@ def compared(
         assert set(stats) < set(theirs)
         checkpoint = RoleCheckpoint(saved / str(number), "actor")
         checkpoint.layout.check()
-        assert {name for name, _ in checkpoint.weights()} == set(expected)
+        constants = decoder.constants()
+        assert {name for name, _ in checkpoint.weights()} == {*expected, *constants}
+        for name, values in constants.items():
+            assert torch.equal(torch.from_numpy(checkpoint.read(name)), values), name
         if number == 0:  # what is kept after one step is the gradient itself
             kept = "momentum" if options else "exp_avg"
             for name, gradient in expected.items():

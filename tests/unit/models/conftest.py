@@ -145,6 +145,30 @@ ODD: dict[str, dict[str, Any]] = {
         "use_sliding_window": True,
         "sliding_window": 6,
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "head_dim": 12,
+    },
+    "glm4_moe-groups": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_scaling": {**YARN, "partial_rotary_factor": 0.75},
+        "head_dim": 16,
+    },
     "gpt2": {"model_type": "gpt2"},
     "gpt2-odd": {
         "model_type": "gpt2",
@@ -167,6 +191,9 @@ def hf_model(values: dict[str, Any], seed: int) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, values in model.named_buffers():
+            if name.endswith("correction_bias"):
+                values.copy_(torch.randn(values.shape, generator=generator) * 0.3)
     return model
 
 

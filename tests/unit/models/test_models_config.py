@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family, family_of
+from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, PARTIAL, Family, family_of
 from slurmrl.models.layer_parts import frequencies
 from tests.support.decoder_folders import to_hf
 from tests.unit.models.conftest import random_decoder, small_decoder
@@ -59,6 +60,9 @@ def test_config_survives_a_round_trip(odd_name: str) -> None:
 def test_exports_name_transformers_classes(name: str) -> None:
     family = FAMILIES[name]
     assert family.class_name("lm") == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    if name == "glm4_moe":  # transformers has no such class; slurmrl reads such an export
+        assert name not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        return
     assert family.class_name("value") == MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[name]
 
 
@@ -163,6 +167,9 @@ def test_family_table_has_the_transformers_defaults(name: str) -> None:
             continue  # transformers fills these in by the values of others
         if field == "rope_theta":
             theirs.rope_theta = theirs.rope_parameters["rope_theta"]
+        if field == "partial_rotary_factor":
+            assert theirs.rope_parameters[field] == value
+            continue
         assert getattr(theirs, family.fields.get(field, field)) == value, field
 
 
@@ -185,6 +192,38 @@ def test_layers_get_their_attention_windows(
         {**LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 3} | changes
     )
     assert config.windows == expected
+
+
+GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 3}, "n_group 3 does not divide 128 experts into groups of 2 or more"),
+        ({"n_group": 128}, "n_group 128 does not divide 128 experts into groups of 2 or more"),
+        ({"n_group": 4, "topk_group": 5}, "topk_group is 5, but n_group is 4"),
+        ({"n_group": 32}, "num_experts_per_tok is 8, but topk_group 1 leaves only 4 experts"),
+        ({"n_group": 0.5}, "n_group is 0.5, must be a whole number"),
+        ({"topk_group": -1}, "topk_group is -1, must be at least 1"),
+        ({"n_shared_experts": -1}, "n_shared_experts is negative"),
+        ({"partial_rotary_factor": 0.2}, "partial_rotary_factor rotates 3 dims of a head"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, must be above 0"),
+        ({"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor is 'x'"),
+        ({"routed_scaling_factor": True}, "routed_scaling_factor is True, must be a number"),
+    ],
+)
+def test_impossible_router_or_rotation_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        ModelConfig.from_hf({**GLM, **changes})
+
+
+def test_share_of_rotated_dims_is_read_from_either_place() -> None:
+    for place in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {PARTIAL: 0.25}}):
+        config = ModelConfig.from_hf({**GLM, **place})
+        assert config.rotary_dims == 4
+        assert config.to_hf()["rope_parameters"][PARTIAL] == 0.25
+    assert ModelConfig.from_hf(GLM).rotary_dims == 8
 
 
 def test_both_names_of_the_number_of_experts_are_accepted() -> None:
@@ -227,7 +266,7 @@ def test_unknown_model_type_is_not_mistaken_for_another_architecture() -> None:
     with pytest.raises(UnknownNameError) as caught:
         family_of("qwen3_5_text")
     assert "did you mean" not in str(caught.value)
-    assert "allowed: gemma, gpt2" in str(caught.value)
+    assert "allowed: gemma, glm4_moe, gpt2" in str(caught.value)
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

@@ -127,7 +127,7 @@ def test_recorded_experts_equal_a_loop_over_tokens() -> None:
         probabilities = (block.gate.weight @ x[place]).softmax(-1)
         chosen = probabilities.topk(2).indices if place == 5 else row
         weights = probabilities[chosen]
-        if block.normalized:
+        if block.moe.normalized:
             weights = weights / weights.sum()
         wanted.append(
             sum(w * _expert(block, int(e), x[place]) for w, e in zip(weights, chosen, strict=True))

@@ -15,7 +15,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.hf import Weights
 from slurmrl.models.inference import join_matrices
 from slurmrl.models.parallel.boxes import TensorSplit
-from slurmrl.models.shapes import parameter_shapes
+from slurmrl.models.shapes import stored_shapes
 from slurmrl.rollouts.generation.base import Decode
 from slurmrl.rollouts.generation.batch_rollout import BatchRollout, RequestBatch
 from slurmrl.rollouts.generation.native.batch import ContinuousBatch
@@ -171,9 +171,9 @@ def read_weights(decoder: Decoder, folder: Path) -> None:
     """
     config, tensor = decoder.config, decoder.split.tensor
     split = TensorSplit(config, tensor.size)
-    shapes = parameter_shapes(config, decoder.head)
+    shapes = stored_shapes(config, decoder.head)
     boxes = {name: split.box(name, shape, tensor.rank) for name, shape in shapes.items()}
     weights = Weights(folder, config, decoder.head)
-    for name, parameter in decoder.named_parameters():
+    for name, values in (dict(decoder.named_parameters()) | decoder.constants()).items():
         if boxes[name].count:
-            parameter.copy_(weights.read(name, boxes[name]))
+            values.copy_(weights.read(name, boxes[name]))
