@@ -51,7 +51,7 @@ class ExpertLayer(nn.Module):
         return grouped_linear(gated_product(gate, up, self.activation), self.down_proj, counts)
 
 
-class Router(nn.Linear):
+class RouterLinear(nn.Linear):
     """The scores of the experts; a ``corrected`` one has a correction of the choice in float32."""
 
     def __init__(self, hidden: int, experts: int, *, corrected: bool) -> None:
@@ -59,7 +59,7 @@ class Router(nn.Linear):
         if corrected:
             self.register_buffer("e_score_correction_bias", torch.zeros(experts))
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+    def _apply(self, fn: Any, recurse: bool = True) -> RouterLinear:
         exact = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, values in self._buffers.items():
@@ -110,7 +110,7 @@ class SparseMLP(nn.Module):
         moe = config.moe
         assert moe is not None
         self.moe = moe
-        self.gate = Router(config.hidden_size, moe.experts, corrected=moe.corrected)
+        self.gate = RouterLinear(config.hidden_size, moe.experts, corrected=moe.corrected)
         inner = moe.inner // split.tensor.size
         self.experts = ExpertLayer(moe.experts, config.hidden_size, inner, config.activation)
         self.shared_experts = GatedMLP(config, split, moe.shared) if moe.shared else None

@@ -134,7 +134,7 @@ class MegatronEngine(TrainEngine):
             self._modules = replace(self._modules, router=router)
         self._random = RandomStates(seed, self._place)
         assert config.rope is not None, "checked"
-        self._rotary = RotaryTable(config.rope, config.head_dim)
+        self._rotary = RotaryTable(config.rope, config.rotary_dims)
         self._parts = self._parts_of(self._place)
         self._host, self._offload = HostCopies(), Offload(role)
         with self._random.used():  # TransformerEngine reads them while it makes modules

@@ -35,6 +35,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,10 +45,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from slurmrl.engines.megatron.parts import Stage
+from slurmrl.engines.megatron.parts import CORRECTION, Stage
 from slurmrl.errors import UsageError
-from slurmrl.models.architecture import ModelConfig
-from slurmrl.models.experts import UNKNOWN, Balance
+from slurmrl.models.architecture import ModelConfig, MoE
+from slurmrl.models.experts import UNKNOWN, Balance, corrected_scores, scaled_weights
 from slurmrl.models.layer_parts import RMSNorm, RotaryTable, Rotation
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.split import Axis
@@ -219,8 +220,12 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     router_replay: _Among | None
 
-    def __init__(self, *, balance: Balance | None = None, **options: Any) -> None:
+    def __init__(self, *, moe: MoE, balance: Balance | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self.moe = moe
+        if moe.corrected:
+            correction = torch.zeros(moe.experts, dtype=torch.float32, device=self.weight.device)
+            self.register_buffer(CORRECTION, correction)
         self.balance = balance
         self.number = 0 if balance is None else balance.join()
         self.block = 0
@@ -248,12 +253,25 @@ class Router(TopKRouter):  # type: ignore[misc]
 
     def _among(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights and choices among the ``allowed`` experts [T, E]; None: among all."""
+        if self.moe.corrected:
+            return self._corrected(logits.flatten(0, -2), allowed)
         self.router_replay = None if allowed is None else _Among(allowed)
         try:
             chosen: tuple[Tensor, Tensor] = super().routing(logits)
         finally:
             self.router_replay = None
         return chosen
+
+    def _corrected(self, logits: Tensor, allowed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As the built-in decoder; groups do not restrict recorded experts."""
+        scores, values = corrected_scores(self.moe, logits, self.get_buffer(CORRECTION))
+        if allowed is not None:
+            recorded = scores.masked_fill(~allowed, -torch.inf)
+            values = torch.where(allowed.all(-1, keepdim=True), values, recorded)
+        experts = values.topk(self.moe.per_token).indices
+        weights = scaled_weights(self.moe, scores.gather(-1, experts))
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, experts, True)
+        return torch.zeros_like(scores).scatter(-1, experts, weights), chosen
 
 
 @dataclass(frozen=True)
@@ -348,10 +366,14 @@ def _layer(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
 
 
 def _feed_forward(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
-    if config.moe is not None and layer in config.moe.layers:
-        parts = MoESubmodules(experts=modules.experts, router=modules.router)
-        return ModuleSpec(MoELayer, submodules=parts)
     matrices = MLPSubmodules(modules.column, modules.activation, modules.row)
+    if config.moe is not None and layer in config.moe.layers:
+        parts = MoESubmodules(
+            experts=modules.experts,
+            shared_experts=ModuleSpec(SharedExpertMLP, submodules=matrices),
+            router=partial(modules.router, moe=config.moe),
+        )
+        return ModuleSpec(MoELayer, submodules=parts)
     return ModuleSpec(MLP, submodules=matrices)
 
 

@@ -105,6 +105,7 @@ def _experts(config: ModelConfig, context: ParallelContext) -> dict[str, Any]:
     return {
         "num_moe_experts": moe.experts,
         "moe_ffn_hidden_size": moe.inner,
+        "moe_shared_expert_intermediate_size": moe.shared or None,
         "moe_layer_freq": [int(layer in moe.layers) for layer in range(config.num_layers)],
         "moe_router_topk": moe.per_token,
         # Probabilities of all experts, or normalized over the chosen ones.

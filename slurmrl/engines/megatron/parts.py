@@ -17,7 +17,14 @@ from typing import Any
 
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
-from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
+from slurmrl.models.shapes import (
+    EMBEDDING,
+    LM_HEAD,
+    VALUE_HEAD,
+    constant_specs,
+    parameter_shapes,
+    stored_shapes,
+)
 from slurmrl.tensors.layout import Box, Index, Layout, Shard, TensorSpec, flat_range
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
@@ -26,6 +33,8 @@ Parts = dict[str, list[Shard]]
 Rows = tuple[str, int, int]
 """A parameter, and its rows: first row and number of rows."""
 SHAPES = ("weight", "bias")
+CORRECTION = "e_score_correction_bias"
+"""Name of a router's correction, here and in the model."""
 EXPERTS = {
     False: "experts.local_experts.{index}.linear_{matrix}.weight",
     True: "experts.linear_{matrix}.weight{index}",
@@ -142,6 +151,7 @@ def layout_of(
     }
     shapes = parameter_shapes(config, head)
     specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
+    specs |= constant_specs(config)
     return Layout.of(specs, [rows[place] for place in places])
 
 
@@ -164,7 +174,7 @@ class _Parts:
         self, config: ModelConfig, head: Head, place: Place, vocabulary: int, expert: str
     ) -> None:
         self.config, self.place, self.expert = config, place, expert
-        self.shapes: Mapping[str, Index] = parameter_shapes(config, head)
+        self.shapes: Mapping[str, Index] = stored_shapes(config, head)
         self.parts: Parts = {}
         for stage in place.stages(config.num_layers):
             if stage.embeds:
@@ -197,8 +207,12 @@ class _Parts:
         moe = self.config.moe
         if moe is not None and layer in moe.layers:
             self._experts(f"{storage}mlp.", f"{name}mlp.", moe.experts)
+            if moe.shared:
+                self._mlp(f"{storage}mlp.shared_experts.", f"{name}mlp.shared_experts.", moe.shared)
+            if moe.corrected:
+                self._whole(f"{storage}mlp.router.{CORRECTION}", f"{name}mlp.gate.{CORRECTION}")
         else:
-            self._mlp(f"{storage}mlp.", f"{name}mlp.")
+            self._mlp(f"{storage}mlp.", f"{name}mlp.", self.config.intermediate_size)
 
     def _attention(self, storage: str, name: str) -> None:
         config, place = self.config, self.place
@@ -214,8 +228,8 @@ class _Parts:
             for part in "qk":
                 self._whole(f"{storage}{part}_layernorm.weight", f"{name}{part}_norm.weight")
 
-    def _mlp(self, storage: str, name: str) -> None:
-        rows = self.config.intermediate_size // self.place.tp
+    def _mlp(self, storage: str, name: str, inner: int) -> None:
+        rows = inner // self.place.tp
         first = rows * self.place.tp_rank
         halves = [(f"{name}{half}_proj", first, rows) for half in ("gate", "up")]
         self._columns(f"{storage}linear_fc1", halves)
@@ -307,6 +321,7 @@ def misfits(
     if moe is not None:
         parts.append((f"e{place.ep}", place.ep, "the number of experts", moe.experts))
         parts.append((f"t{place.etp} of experts", place.etp, "their inner size", moe.inner))
+        parts.append((f"t{place.tp}", place.tp, "the inner size of shared experts", moe.shared))
     for spelled, size, what, number in parts:
         if number % size:
             yield f"{spelled} does not divide {what} {number}"
@@ -343,8 +358,6 @@ def check(config: ModelConfig) -> None:
             "megatron-core supports biases in all matrices, or only in those of queries, keys and "
             "values"
         )
-    if moe and moe.corrected:
-        problems.append("megatron layers do not support routers with a correction of the choice")
     if moe and config.o_bias:
         problems.append("megatron-core does not support experts in a model with attention_bias")
     if moe and moe.normalized and moe.per_token == 1:

@@ -6,7 +6,7 @@ megatron-core's distributed optimizer wraps slurmrl's optimizers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import isfinite
@@ -29,10 +29,10 @@ from slurmrl.engines.optimizers import OPTIMIZERS, ShardOptimizer
 from slurmrl.engines.role_weights import BoxReader, fill_saved, random_entries
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf import as_array
-from slurmrl.models.shapes import parameter_shapes
+from slurmrl.models.shapes import constant_specs, parameter_shapes
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.tensors.checkpoint.tensors import TensorEntry
-from slurmrl.tensors.layout import Index, Layout, Shard, TensorSpec
+from slurmrl.tensors.layout import Layout, Shard, TensorSpec
 from slurmrl.tensors.parallel.groups import ParallelContext
 
 Held = dict[str, tuple[Tensor, list[Shard]]]
@@ -56,17 +56,19 @@ class ModelState:
         optimizer: ShardedOptimizer | None,
     ) -> None:
         self._shapes = parameter_shapes(config, head)
+        self._constant_specs = constant_specs(config)
         self._context = context
         self._parts = parts
         self._chunks = chunks
         self._optimizer = optimizer
 
     def weights(self) -> Held:
-        """The parameters and the shards in them."""
-        return {
+        """The parameters and constants, and the shards in them."""
+        parameters = {
             name: (parameter.detach().view(-1), self._parts[name])
             for name, parameter in self._parameters().items()
         }
+        return parameters | self._constants()
 
     def shards(self, *, moments: bool = True) -> Held:
         """The float32 weights that this rank updates, and their moments."""
@@ -117,7 +119,7 @@ class ModelState:
         With ``host``, tensors are copied to it now. Otherwise, they are read when the snapshot is
         written. The random state is read now.
         """
-        held = {name: tensor for name, (tensor, _) in self.shards().items()}
+        held = {name: tensor for name, (tensor, _) in self._saved().items()}
         if host is not None:
             held = dict(host.copy(held))
         arrays = (
@@ -127,6 +129,10 @@ class ModelState:
         header = ShardHeader(role, self._context.rank, self._context.size, step)
         return RoleSnapshot(header, (*arrays, *random_entries()), self._saved_layout)
 
+    def _saved(self, *, moments: bool = True) -> Held:
+        """The tensors of a checkpoint."""
+        return self.shards(moments=moments) | self._constants()
+
     def _parameters(self) -> dict[str, nn.Parameter]:
         """By storage."""
         return {
@@ -134,6 +140,15 @@ class ModelState:
             for index, chunk in enumerate(self._chunks)
             for name, parameter in getattr(chunk, "module", chunk).named_parameters()
         }
+
+    def _constants(self) -> Held:
+        """The tensors that no step changes."""
+        held = {
+            f"{index}.{name}": values
+            for index, chunk in enumerate(self._chunks)
+            for name, values in getattr(chunk, "module", chunk).named_buffers()
+        }
+        return {n: (values, self._parts[n]) for n, values in held.items() if n in self._parts}
 
     @property
     def _prefixes(self) -> tuple[str, ...]:
@@ -145,12 +160,16 @@ class ModelState:
     def _specs(self) -> dict[str, TensorSpec]:
         """Weights and moments of a checkpoint."""
         shapes = self._shapes.items()
-        return {p + n: TensorSpec(s, "float32") for p in self._prefixes for n, s in shapes}
+        specs = {p + n: TensorSpec(s, "float32") for p in self._prefixes for n, s in shapes}
+        return specs | self._constant_specs
 
     @cached_property
     def _saved_layout(self) -> Layout | None:
-        held = self.shards(moments=False)
-        return saved_layout(self._context, self._shapes, self._prefixes, held)
+        held = self._saved(moments=False)
+        specs = {name: TensorSpec(shape, "float32") for name, shape in self._shapes.items()}
+        return saved_layout(
+            self._context, specs | self._constant_specs, self._prefixes, held, self._constant_specs
+        )
 
 
 def _of_moment(moment: str, shard: Shard) -> Shard:
@@ -174,13 +193,15 @@ def _targets(held: Iterable[tuple[Tensor, list[Shard]]]) -> Iterator[tuple[Tenso
 
 def saved_layout(
     context: ParallelContext,
-    shapes: Mapping[str, Index],
+    specs: Mapping[str, TensorSpec],
     prefixes: Sequence[str],
     held: Held,
+    constants: Container[str] = (),
 ) -> Layout | None:
     """The layout of a checkpoint, on the model's first rank; None on the others. Collective.
 
-    ``held`` are the weights that this rank updates; moments are held like them. Only megatron on
+    ``held`` are the weights that this rank updates; moments are held like them, except for
+    ``constants``, which have none. Only megatron on
     each rank knows how its buffers divide the weights of this rank.
     """
     own = [shard.to_json() for _, shards in held.values() for shard in shards]
@@ -189,12 +210,18 @@ def saved_layout(
         return None
     rows = dict(map(json.loads, texts))
     weights = Layout.of(
-        {name: TensorSpec(shape, "float32") for name, shape in shapes.items()},
+        specs,
         [[Shard.from_json(values) for values in rows[rank]] for rank in range(context.size)],
     )
+    names = {
+        prefix + name: name
+        for prefix in prefixes
+        for name in specs
+        if not prefix or name not in constants
+    }
     return Layout(
-        {prefix + name: spec for prefix in prefixes for name, spec in weights.tensors.items()},
-        {prefix + name: each for prefix in prefixes for name, each in weights.holders.items()},
+        {full: weights.tensors[name] for full, name in names.items()},
+        {full: weights.holders[name] for full, name in names.items()},
         context.size,
     )
 

@@ -68,6 +68,21 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "initializer_range": 0.135,
 }
+GLM = {
+    **EVEN,
+    "model_type": "glm4_moe",
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "initializer_range": 0.12,
+}
 BUDGET = {"max_tokens_per_microbatch": 16, "model": {"make_vocab_size_divisible_by": 1}}
 STEPS = 3
 ROUNDING = 2e-6
@@ -90,6 +105,7 @@ FAST: Layouts = {
     "p2 v2": (placed(pp=2, v=2), EVEN, "lm"),
     "d2 experts e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "lm"),
     "c3 ring": (placed(cp=3), EVEN, "lm"),
+    "corrected t2 sp p2": (placed(tp=2, sp=True, pp=2), GLM, "lm"),
 }
 LONG: Layouts = {
     "one": (placed(), EVEN, "lm"),
@@ -121,6 +137,13 @@ LONG: Layouts = {
     "p2 c2 ring": (placed(pp=2, cp=2), ONE_HEAD, "lm"),
     "value c3 ring": (placed(cp=3), MISTRAL, "value"),
     "experts c3 ring": (placed(cp=3), MOE, "lm"),
+    "corrected p2 v2": (placed(pp=2, v=2), GLM, "lm"),
+    "corrected c2 e2": (placed(cp=2, experts=grid(1, 1, 2, 1)), GLM, "lm"),
+    "corrected c3 ring": (placed(cp=3), GLM, "lm"),
+    "corrected attn t2 d2 ffn e2 t2": (
+        placed(tp=2, sp=True, dp=2, experts=grid(1, 1, 2, 2)), GLM, "lm",
+    ),
+    "corrected value p2 d2 e2": (placed(pp=2, dp=2, experts=grid(2, 1, 2, 1)), GLM, "value"),
     "mixtral d2 e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MIXTRAL, "lm"),
 }  # fmt: skip
 
@@ -131,6 +154,8 @@ def start(folder: Path, architecture: dict[str, Any], head: Any) -> Decoder:
         decoder = value_model(folder, **architecture)
     else:
         decoder = decoder_of(head, architecture)
+        for constant in decoder.constants().values():
+            constant.copy_(torch.linspace(-1, 1, constant.numel()))
         to_hf(decoder, folder)
     return decoder.double()
 
@@ -169,17 +194,21 @@ def outputs_of(decoder: Decoder, sample: SequenceSample) -> Outputs:
     return {name: torch.cat([row[name] for row in found]) for name in found[0]}
 
 
+def choosing(router: SparseMLP, logits: Tensor) -> Tensor:
+    """The values whose largest choose the experts of a token."""
+    if not router.moe.corrected:
+        return logits
+    correction = router.gate.get_buffer("e_score_correction_bias")
+    return corrected_scores(router.moe, logits, correction)[1]
+
+
 @contextmanager
 def margins(decoder: Decoder) -> Iterator[list[float]]:
     """The least margin of each call of each router."""
     found: list[float] = []
 
     def note(router: SparseMLP, logits: Tensor) -> None:
-        values = logits.detach()
-        if router.moe.corrected:
-            correction = router.gate.get_buffer("e_score_correction_bias")
-            _, values = corrected_scores(router.moe, values, correction)
-        ranked = values.sort(-1, descending=True).values
+        ranked = choosing(router, logits.detach()).sort(-1, descending=True).values
         gaps = ranked[:, router.per_token - 1] - ranked[:, router.per_token]
         found.append(gaps.min().item())
 
