@@ -2,8 +2,10 @@
 
 Each measurement yields points: plain values with the minimum seconds of several repetitions,
 because other processes can only make a repetition slower. Ranks with one thread on a processor
-count CPU seconds for the same reason; in collectives, these include the threads that send and
-receive. `desk.measured_profile` turns the points into the numbers of a hardware profile.
+count CPU seconds for the same reason; in collectives inside a host, these include the threads that
+send and receive. Between hosts, wall seconds count, because a processor does not work while the
+network carries data. `desk.measured_profile` turns the points into the numbers of a hardware
+profile.
 """
 
 from __future__ import annotations
@@ -52,6 +54,10 @@ class Ranks:
     """``host`` for ranks of one host, ``hosts`` for one rank of each host."""
     peer: int
     """Global rank of the next member."""
+
+    @property
+    def over_network(self) -> bool:
+        return self.place == "hosts"
 
 
 class Measures:
@@ -160,7 +166,7 @@ class Measures:
             count = max(size // 4 // ranks.size, 1)
             whole, part = self._random(count * ranks.size), self._random(count)
             for name, action in self._actions(ranks, whole, part).items():
-                seconds = self._least(action, ranks.group)
+                seconds = self._least(action, ranks)
                 yield {
                     "what": name,
                     "place": ranks.place,
@@ -203,7 +209,7 @@ class Measures:
             with torch.no_grad():
                 decoder(ids, ends, 1)
 
-        seconds = self._least(forward, ranks.group)
+        seconds = self._least(forward, ranks)
         yield {"what": "sharded", "place": ranks.place, "ranks": ranks.size, "seconds": seconds}
 
     def overlap(self, ranks: Ranks) -> Iterator[Point]:
@@ -214,7 +220,7 @@ class Measures:
         one, other, out = (self._random(side, side) for _ in range(3))
         product = partial(torch.mm, one, other, out=out)
         gather = partial(dist.all_gather_into_tensor, whole, part, group=ranks.group)
-        gathered = self._least(gather, ranks.group)
+        gathered = self._least(gather, ranks)
         repeated = torch.tensor([round(gathered / self._least(product))], device=self._device)
         dist.all_reduce(repeated, dist.ReduceOp.MAX, group=ranks.group)
         count = min(max(int(repeated), 1), MOST)
@@ -231,30 +237,30 @@ class Measures:
         yield {
             "what": "overlap",
             "gather": gathered,
-            "product": self._least(multiply, ranks.group),
-            "seconds": self._least(both, ranks.group),
+            "product": self._least(multiply, ranks),
+            "seconds": self._least(both, ranks),
         }
 
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.rand(shape, device=self._device).to(dtype)
 
-    def _least(self, action: Callable[[], Any], group: Any = False) -> float:
+    def _least(self, action: Callable[[], Any], ranks: Ranks | None = None) -> float:
         """Return the minimum seconds of an action, after one run to warm up.
 
-        The members of a ``group`` repeat it the same number of times, and start together.
+        Together, ``ranks`` repeat it the same number of times and start at the same time.
         """
-        together, clock = group is not False, self._clock
+        clock = self._clock if ranks is None or not ranks.over_network else time.perf_counter
         self._seconds(action, clock)
         first = self._seconds(action, clock)
-        if together:
+        if ranks is not None:
             slowest = torch.tensor([first], device=self._device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks.group)
             first = float(slowest)
         repetitions = min(max(int(self._sizes.point_s / max(first, 1e-9)), LEAST), MOST)
         least = float("inf")
         for _ in range(repetitions):
-            if together:
-                dist.barrier(group=group)
+            if ranks is not None:
+                dist.barrier(group=ranks.group)
             least = min(least, self._seconds(action, clock))
         return max(least, 1e-9)
 
