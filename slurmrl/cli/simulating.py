@@ -158,6 +158,14 @@ def _limits(text: str) -> list[str]:
     help="Seconds from the preemption signal to the kill. Default: 30.",
 )
 @click.option(
+    "--slurmd-timeout",
+    type=SECONDS,
+    default=300.0,
+    metavar="SECONDS",
+    help="SlurmdTimeout of the cluster, after which Slurm takes a silent host for lost. Default: "
+    "300.",
+)
+@click.option(
     "--stragglers",
     type=FiniteRange(0, 2),
     default=0.0,
@@ -309,6 +317,7 @@ def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Distur
         options["crashes"],
         options["preemptions"],
         options["grace_seconds"],
+        options["slurmd_timeout"],
         options["stragglers"],
     )
     trace = None if options["trace"] is None else QueueTrace.read(options["trace"])

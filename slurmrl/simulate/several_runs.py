@@ -114,7 +114,7 @@ def commit_advice(costs: TrialCosts, disturbances: Disturbances) -> CommitAdvice
 
     A commit at a warning (time limit, preemption) loses nothing, so only failures count.
     """
-    rate = disturbances.failures * (costs.hosts + costs.spares) + disturbances.crashes * costs.hosts
+    rate = (disturbances.failures + disturbances.crashes) * costs.hosts
     if not rate:
         return None
     between_s, stall_s = DAY_S / rate, max(costs.stall_s, 1e-3)

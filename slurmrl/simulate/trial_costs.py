@@ -34,7 +34,10 @@ RESTART_S: Final = 15.0
 WRITE_RATE: Final = 10e9
 """Bytes per second of the shared directory."""
 SIGNAL_EARLY_S: Final = 30.0
-"""Most seconds by which Slurm signals a job too early: it looks at time limits this often."""
+"""Most seconds by which Slurm signals a job too early: it looks at time limits this often.
+
+Its documentation allows twice as much, so agents accept more (`workers.agent.agent_host.LATE_S`).
+"""
 POINTS: Final = 256
 """Lengths at which the mean of the longest completion is evaluated."""
 
@@ -371,6 +374,8 @@ class Disturbances:
     """Preemptions, per job."""
     grace_s: float = 30.0
     """Seconds from the signal of a preemption to the kill."""
+    slurmd_timeout_s: float = 300.0
+    """Seconds after which Slurm takes a silent host for lost (``SlurmdTimeout``)."""
     stragglers: float = 0.0
     """Standard deviation of the logarithm of a host's seconds; a step waits for the slowest."""
 

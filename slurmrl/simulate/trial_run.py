@@ -27,6 +27,7 @@ from slurmrl.run.history.slots import Kind, Record
 from slurmrl.run.reports import Cause, Failure, Report, Warned
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import shortage
+from slurmrl.simulate.host_losses import HostLosses
 from slurmrl.simulate.task_pool import TaskPool
 from slurmrl.simulate.trial_costs import (
     DAY_S,
@@ -37,7 +38,6 @@ from slurmrl.simulate.trial_costs import (
 )
 from slurmrl.workers.master.judgement import TIME_LIMIT, judge
 from slurmrl.workers.polling import PollIntervals
-from slurmrl.workers.supervisor.rounds import LOOK_S, LOST_GRACE_S
 
 QUEUE: Final = "queue"
 START: Final = "start"
@@ -148,7 +148,9 @@ class TrialRun:
         self._hosts = hosts
         intervals = PollIntervals.of(hosts, self._config.cluster.heartbeat_s)
         self._ttl_s = self._config.cluster.lease_ttl_s
-        self._status_s = intervals.status_s
+        self._losses = HostLosses(
+            costs.hosts, costs.spares, conditions.disturbances, self._ttl_s, intervals.status_s
+        )
         self._pool = None
         if costs.tasks is not None:
             self._pool = TaskPool(
@@ -249,13 +251,13 @@ class TrialRun:
         self._warn_at = self._kill_at - costs.slurm.signal_lead_s - early_s
         self._preempt_at = self._now + seconds_to_event(rates.preemptions, self._faults)
         self._preempted = False
-        spares, round_ = costs.spares, 0
+        spares, round_ = self._losses.of_spares(self._now, self._faults), 0
         if self._pool is not None:
             self._pool.job_started(self._now)
         cold = True
         while True:
-            hosts = costs.hosts + spares
-            self._lost_at = self._now + seconds_to_event(rates.failures * hosts, self._faults)
+            lost_s = seconds_to_event(rates.failures * costs.hosts, self._faults)
+            self._lost_at = self._now + lost_s
             self._crash_at = self._now + seconds_to_event(rates.crashes * costs.hosts, self._faults)
             try:
                 return self._incarnation(f"{start}.{round_}", cold=cold)
@@ -265,23 +267,20 @@ class TrialRun:
             if cause == KILLED:
                 self._events["jobs killed before their commit"] += 1
                 return "preempted" if self._preempted else KILLED
+            self._lost_at = self._crash_at = math.inf
             cold = cause == Cause.LOST_HOST
+            if not cold:
+                continue
+            first = self._faults.random() * costs.hosts < 1
             try:
-                self._recover(cause)
+                self._advance(self._losses.found_s(first=first), DETECTION)
             except ReportedError:
                 return "preempted" if self._preempted else KILLED
-            if cold:
-                if spares == 0:
-                    return "lost"
-                spares, round_ = spares - 1, round_ + 1
-
-    def _recover(self, cause: str) -> None:
-        """The failure is found, and the agents of a lost host's round end."""
-        self._lost_at = self._crash_at = math.inf
-        if cause == Cause.LOST_HOST:
-            self._advance(self._ttl_s + self._status_s / 2, DETECTION)
-            if self._costs.hosts > 1:
-                self._advance(LOOK_S / 2 + LOST_GRACE_S, DETECTION)
+            spares = [lost_at for lost_at in spares if lost_at > self._now]
+            if first or not spares:
+                return "lost"
+            spares.pop()
+            round_ += 1
 
     # -- one incarnation ---------------------------------------------------------------------
 

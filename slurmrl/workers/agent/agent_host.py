@@ -56,7 +56,7 @@ from slurmrl.workers.polling import LOOK_S, PollIntervals, Presence
 logger = log.get(__name__)
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LATE_S = 90.0
-"""Slurm may send a warning up to a minute early; 30 s more allow for a busy host."""
+"""Slurm's documentation allows a warning up to 60 s early; 30 s more allow for a busy host."""
 SHARE = 4
 """An output file may take 1/SHARE of the limit of its task, and so may its previous part. The
 remaining space is for earlier attempts and for stacks."""

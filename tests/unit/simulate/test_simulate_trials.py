@@ -15,6 +15,7 @@ from slurmrl.config.schema.rollout import Publish, Tasks
 from slurmrl.errors import UsageError
 from slurmrl.plan.estimates.pass_seconds import LengthDistribution
 from slurmrl.plan.settings import load_settings
+from slurmrl.simulate.host_losses import HostLosses
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
 from slurmrl.simulate.several_runs import commit_advice
 from slurmrl.simulate.task_pool import TaskPool
@@ -163,9 +164,37 @@ def test_more_disturbances_never_shorten_a_trial(
     assert [calm, *by_failures] == sorted([calm, *by_failures])
     assert [calm, *by_waits] == sorted([calm, *by_waits])
     assert calm < seconds("--stragglers=0.1", "--hosts=100")
-    assert seconds("cluster.slurm.spares=1", "--failures=8", "--queue-wait=1h") < seconds(
-        "--failures=8", "--queue-wait=1h"
-    )
+    lost = ("--hosts=8", "--failures=2", "--queue-wait=1h")
+    assert seconds("cluster.slurm.spares=1", *lost) < seconds(*lost)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "spares", "first", "slurmd_timeout_s", "found_s"),
+    [
+        (4, 1, False, 300, 60 + 5 + 7.5 + 30),
+        (4, 1, True, 300, 60 + 5 + 30),
+        (4, 1, True, 70, 60 + 5 + 5),
+        (4, 1, False, 5, 60 + 5 + 7.5 + 30),
+        (4, 0, False, 5, 5),
+        (4, 0, False, 300, 60 + 5 + 7.5 + 30),
+        (1, 0, True, 300, 300),
+        (1, 1, True, 300, 300 + 15),
+    ],
+)
+def test_loss_is_found_by_other_hosts_or_by_slurm(
+    hosts: int, spares: int, first: bool, slurmd_timeout_s: float, found_s: float
+) -> None:
+    """Leases expire after 60 s and are read every 10 s; agents ask Slurm for at most 30 s."""
+    losses = HostLosses(hosts, spares, Disturbances(slurmd_timeout_s=slurmd_timeout_s), 60.0, 10.0)
+    assert losses.found_s(first=first) == found_s
+
+
+def test_lost_spares_do_not_interrupt_training(config: Path) -> None:
+    given = replace(costs(config), tasks=None, hosts=2, spares=8, steps=2000)
+    runs = [TrialRun(given, conditions(failures=10.0), str(seed)).run() for seed in range(200)]
+    days = sum(run.seconds for run in runs) / 86400
+    lost = sum(run.events.get("lost hosts", 0) for run in runs)
+    assert lost / days == pytest.approx(2 * 10.0, rel=0.3), "only hosts that train count"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +327,7 @@ def test_new_job_of_a_task_starts_without_unfinished_groups(config: Path, inside
     given = costs(config, groups_per_s=0.1)
     assert given.tasks is not None
     given = replace(given, steps=40, tasks=replace(given.tasks, inside=inside))
-    for rates in ({"failures": 200.0}, {"preemptions": 200.0}):
+    for rates in ({"failures": 200.0, "slurmd_timeout_s": 60.0}, {"preemptions": 200.0}):
         outcome = TrialRun(given, conditions(**rates), "1").run()
         assert outcome.finished, outcome.why
 
