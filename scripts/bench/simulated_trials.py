@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Compare `slurmrl simulate` with whole trials on a private test bed of Slurm.
 
-scripts/bench/simulated_trials.py [--cases calm,kills,preemptions,limit,tasks,task-kills] [--seed N]
+scripts/bench/simulated_trials.py [--cases calm,kills,preemptions,lost,limit,tasks,task-kills]
+                                  [--seed N]
 
 Each trial gives the mean seconds of a step, a commit, a start, a restart and a wait for the next
 job, which depend on the load of the machine. The rates of the disturbances are chosen, and a trial
 with one rollout task gives the speed of a task. From these numbers, `slurmrl simulate` predicts the
 wall seconds. The table has the measured seconds, the median and the 80 % interval of the simulated
-ones, and the error of the median.
+ones, and the error of the median. A trial meets few disturbances, so their number is a matter of
+chance: the last columns have the median of the simulated trials with as many, and its error.
 
 Rewards pause, so a step takes most of its time without computing and other programs matter less.
 """
@@ -16,15 +18,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,14 +39,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from slurmrl.run import events
 from slurmrl.run.history.slots import Kind
 from tests.support import paced, rollout_trials
+from tests.support.beds import run_bed
 from tests.support.chaos_trials.watched import Watched
-from tests.support.nodes import preempt, private_bed
+from tests.support.nodes import kill_node, node_of, preempt, private_bed, slurm
 from tests.support.trials import REPOSITORY, Site, processes, wait_until
 
-CASES = ("calm", "kills", "preemptions", "limit", "tasks", "task-kills")
+CASES = ("calm", "kills", "preemptions", "lost", "limit", "tasks", "task-kills")
 DAY_S = 86400.0
 HOSTS = 2
-RUNS = 50
+RUNS = 500
+LEASE_S = 20.0
+"""Time without a heartbeat after which an agent of the case ``lost`` counts as dead."""
 FIRST = 3
 """Steps of a trial with tasks that do not count, because tasks had more time for them."""
 
@@ -54,14 +62,22 @@ class Row(NamedTuple):
     predicted: float
     low: float
     high: float
+    equal: list[float]
+    """Seconds of the simulated trials with as many disturbances."""
     notes: str
 
     def text(self) -> str:
-        error = self.predicted / self.measured - 1
-        return (
-            f"{self.case:<12} {self.measured:9.1f} {self.predicted:10.1f} {error:+7.1%} "
-            f"{self.low:7.1f} to {self.high:<7.1f} {self.notes}"
+        words = (
+            f"{self.case:<12} {self.measured:9.1f} {self._beside(self.predicted)} "
+            f"{self.low:7.1f} to {self.high:<7.1f} "
         )
+        as_many = f"{len(self.equal):4} runs"
+        if self.equal:
+            as_many += f" {self._beside(statistics.median(self.equal))}"
+        return f"{words} {as_many:<29} {self.notes}"
+
+    def _beside(self, predicted: float) -> str:
+        return f"{predicted:10.1f} {predicted / self.measured - 1:+7.1%}"
 
 
 class Running(NamedTuple):
@@ -72,13 +88,14 @@ class Running(NamedTuple):
 
 
 def submitted(
-    folder: Path, steps: int, pause_s: float, commits: int = 5, **slurm_options: Any
+    folder: Path, steps: int, pause_s: float, commits: int, **slurm_options: Any
 ) -> Running:
     """Submit PPO on two nodes, whose reward takes ``pause_s``."""
     folder.mkdir()
     config = paced.config(folder, pause_s=pause_s)
     options = {"partition": "low", "links": 30, "time": "1-0", **setup(folder), **slurm_options}
     config["cluster"] = paced.cluster(folder, **options)
+    config["cluster"]["lease_ttl_s"] = LEASE_S
     config |= {"total_steps": steps, "checkpoint": {"every_steps": commits}}
     config["max_restarts_without_commit"] = 100
     trial = Watched(Site(folder), config, "slurm")
@@ -132,14 +149,41 @@ class Kills(NamedTuple):
         wait_until("a worker of the trainers", killed)
 
 
-def seen(trial: Watched, kind: str, writer: str, since: float) -> list[float]:
+@dataclass
+class Losses:
+    """Lets a random node of the trial's job fail at each call, and repairs it later."""
+
+    running: Running
+    bed: Path
+    rng: random.Random
+    times: list[float] = field(default_factory=list)
+    repairs: list[threading.Thread] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        shown = slurm("squeue", "-h", "-t", "R", "-o", "%N")
+        names = slurm("scontrol", "show", "hostnames", shown).split() if shown else []
+        if not names:
+            return  # the trial waits in the queue
+        name, run = self.rng.choice(names), self.running.trial.witness.paths.run
+        used = {node_of(pid) for pid in processes(run)["agent"]} or names
+        kill_node(self.bed, run, name)
+        if name in used:  # else it was a spare
+            self.times.append(time.time())
+        self.repairs.append(threading.Thread(target=self._repair, args=(name,)))
+        self.repairs[-1].start()
+
+    def _repair(self, name: str) -> None:
+        down = f"node {name} to be down"
+        wait_until(down, lambda: "down" in slurm("sinfo", "-h", "-n", name, "-o", "%t"))
+        run_bed("start", name, "--dir", str(self.bed))
+
+
+def seen(trial: Watched, kind: str, writer: str) -> list[float]:
     """Times of the events of a kind by a kind of writer."""
     return sorted(
         float(event["time"])
         for event in events.read_all(trial.witness.paths)
-        if event["kind"] == kind
-        and str(event["writer"]).startswith(writer)
-        and float(event["time"]) >= since
+        if event["kind"] == kind and str(event["writer"]).startswith(writer)
     )
 
 
@@ -150,11 +194,11 @@ class Parts(NamedTuple):
     commit: float
     first_wait: float
     start: float
-    """From the start of a job to the first step."""
+    """From the start of a job to the first step, of jobs that made one."""
     restart: float | None
-    """From a kill to the next step; None without a kill."""
+    """From a kill to the next step, unless another kill is between them; None without a kill."""
     wait: float | None
-    """From the last commit of a job to the start of the next one; None with one job."""
+    """From the end of a job to the start of the next one; None with one job."""
 
     def options(self) -> list[str]:
         found = {
@@ -175,13 +219,27 @@ class Parts(NamedTuple):
 def parts_of(running: Running, kills: list[float]) -> Parts:
     """Measure the parts of a trial that has ended, whose workers were killed at ``kills``."""
     trial, mean = running.trial, statistics.mean
-    starts = seen(trial, "start", "supervisor.trainer.", 0)
-    ready = seen(trial, "ready", "master.", 0)
-
-    def to_ready(since: float) -> float | None:
-        return next((at - since for at in ready if at > since), None)
-
+    starts = seen(trial, "start", "supervisor.trainer.")
+    ready = seen(trial, "ready", "master.")
+    ends = seen(trial, "end", "supervisor.trainer.")
+    warned = seen(trial, "warned", "agent.trainer.")
     commits = [one.time for one in trial.witness.records if one.kind is Kind.COMMIT]
+
+    def to_ready(times: list[float]) -> list[float]:
+        """Seconds to the next step from each time that no later one precedes."""
+        spans = pairwise([*times, math.inf])
+        first = (
+            (one, next((at for at in ready if one < at < other), None)) for one, other in spans
+        )
+        return [at - one for one, at in first if at is not None]
+
+    def ended(start: float, following: float) -> float | None:
+        """When a job ended: with its commit after a warning, otherwise with its supervisor."""
+        told = next((at for at in warned if start < at < following), math.inf)
+        last = [at for at in commits if told < at < following]
+        last = last or [at for at in ends if start < at < following]
+        return max(last, default=None)
+
     lines = trial.site.metrics(trial.name)
     steps = [
         line["time/total"] - line.get("rollout/waited_s", 0.0)
@@ -189,62 +247,79 @@ def parts_of(running: Running, kills: list[float]) -> Parts:
         if "time/total" in line
     ]
     stalls = [line["time/checkpoint_stall"] for line in lines if "time/checkpoint_stall" in line]
-    restarts = [found for at in kills if (found := to_ready(at)) is not None]
+    restarts = to_ready(kills)
     waits = [
-        start - max(own)
-        for before, start in pairwise(starts)
-        if (own := [at for at in commits if before < at < start])
+        following - at
+        for start, following in pairwise(starts)
+        if (at := ended(start, following)) is not None
     ]
     return Parts(
         mean(steps),
         mean(stalls),
         starts[0] - running.queued_at,
-        mean(found for at in starts if (found := to_ready(at)) is not None),
+        mean(to_ready(starts)),
         mean(restarts) if restarts else None,
         mean(waits) if waits else None,
     )
 
 
-def simulated(config: Path, site: Site, options: list[str]) -> list[float]:
-    """Seconds of simulated trials with a configuration."""
+def simulated(config: Path, site: Site, options: list[str]) -> list[dict[str, Any]]:
+    """Return simulated trials with a configuration, the shortest first."""
     done = site.slurmrl("simulate", str(config), "--json", f"--runs={RUNS}", *options, code=None)
     found = json.loads(done.stdout)
     runs = found["time_limits"][0]["runs"]
     ended = [one["why"] for one in runs if not one["finished"]]
     if ended:
         print(f"simulated trials that did not finish: {len(ended)}, such as: {ended[0]}")
-    return sorted(float(one["seconds"]) for one in runs)
+    return sorted(runs, key=lambda one: float(one["seconds"]))
 
 
-def compared(case: str, running: Running, options: list[str], notes: str) -> Row:
+def compared(
+    case: str, running: Running, options: list[str], notes: str, met: tuple[str, int] | None
+) -> Row:
+    """Compare with simulated trials; ``met``: the kind and number of the real disturbances."""
     trial = running.trial
-    values = simulated(trial.site.folder / "config.yaml", trial.site, options)
+    runs = simulated(trial.site.folder / "config.yaml", trial.site, options)
+    values = [float(one["seconds"]) for one in runs]
     low, high = (values[round(share * (len(values) - 1))] for share in (0.1, 0.9))
-    row = Row(case, wall_s(running), statistics.median(values), low, high, notes)
+    as_many = [
+        float(one["seconds"]) for one in runs if met and one["events"].get(met[0], 0) == met[1]
+    ]
+    row = Row(case, wall_s(running), statistics.median(values), low, high, as_many, notes)
     print(row.text(), flush=True)
     return row
 
 
 def trainers_case(case: str, folder: Path, given: argparse.Namespace) -> Row:
     """Run a trial without rollout tasks, and simulate it."""
-    options, rate, kills = list[str](), 0.0, list[float]()
+    options, rate, kills, kind = list[str](), 0.0, list[float](), ""
     limits: dict[str, Any] = {}
     if case == "limit":
         limits = {"partition": "main", "time": "3", "signal_lead_s": 60}
-    running = submitted(folder, given.steps, given.pause_s, **limits)
+    elif case == "lost":
+        limits = {"partition": "main", "spares": 1, "extra_lines": ["--exclusive"]}
+    running = submitted(folder, given.steps, given.pause_s, given.commit_steps, **limits)
     act: Callable[[], object] = preempt
+    losses = Losses(running, given.bed, random.Random(f"{given.seed} nodes"))
     if case == "kills":
-        rate, act = 1 / given.kill_every_s, Kills(running, kills)
+        rate, act, kind = 1 / given.kill_every_s, Kills(running, kills), "crashes"
         options = [f"--crashes={rate / HOSTS * DAY_S}"]
     elif case == "preemptions":
-        rate = 1 / given.preempt_every_s
+        rate, kind = 1 / given.preempt_every_s, "preemptions"
         options = [f"--preemptions={rate * DAY_S}", "--grace-seconds=6"]
+    elif case == "lost":
+        rate, act, kind = 1 / given.lose_every_s, losses, "lost hosts"
+        options = [f"--failures={rate / (HOSTS + 1) * DAY_S}", "--slurmd-timeout=5"]
     count = to_the_end(running, rate, act, given.seed)
+    for repair in losses.repairs:
+        repair.join()
     parts = parts_of(running, kills)
     print(f"{case}: {parts.text()}", flush=True)
-    jobs = len(seen(running.trial, "start", "supervisor.trainer.", 0))
+    jobs = len(seen(running.trial, "start", "supervisor.trainer."))
+    count = {"preemptions": jobs - 1, "lost": len(losses.times)}.get(case, count)
     notes = f"{count} {case}, {jobs} jobs" if rate else f"{jobs} jobs"
-    return compared(case, running, [*parts.options(), *options], notes)
+    met = (kind, count) if kind else None
+    return compared(case, running, [*parts.options(), *options], notes, met)
 
 
 def with_tasks(folder: Path, tasks: int, given: argparse.Namespace, steps: int) -> Running:
@@ -277,7 +352,8 @@ def tasks_case(case: str, folder: Path, given: argparse.Namespace) -> Row:
     parts = parts_of(running, kills)
     print(f"{case}: {given.tasks} tasks; {parts.text()}", flush=True)
     options = [*parts.options(), f"--groups-per-hour={per_hour}", f"--crashes={rate * DAY_S}"]
-    return compared(case, running, options, f"{given.tasks} tasks, {count} kills")
+    met = ("crashes", count) if rate else None
+    return compared(case, running, options, f"{given.tasks} tasks, {count} kills", met)
 
 
 def groups_per_hour(running: Running) -> float:
@@ -299,19 +375,24 @@ def main() -> None:
     parser.add_argument("--task-steps", type=int, default=60)
     parser.add_argument("--tasks", type=int, default=2)
     parser.add_argument("--kill-every-s", type=float, default=20.0)
-    parser.add_argument("--preempt-every-s", type=float, default=90.0)
+    parser.add_argument("--preempt-every-s", type=float, default=60.0)
+    parser.add_argument("--lose-every-s", type=float, default=120.0)
+    parser.add_argument("--commit-steps", type=int, default=5, help="between two commits")
     given = parser.parse_args()
     given.cases = given.cases.split(",")
     if unknown := set(given.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; allowed: {', '.join(CASES)}")
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
-    with tempfile.TemporaryDirectory() as name, private_bed():
+    with tempfile.TemporaryDirectory() as name, private_bed() as given.bed:
         for case in given.cases:
             print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", flush=True)
             make = tasks_case if case.startswith("task") else trainers_case
             rows.append(make(case, Path(name) / case, given))
-    print("\nCASE          MEASURED  PREDICTED   ERROR  80 % OF 50 SIMULATED TRIALS")
+    print(
+        f"\nCASE          MEASURED  PREDICTED   ERROR  80 % OF {RUNS} SIMULATED TRIALS, "
+        "AND THOSE WITH AS MANY DISTURBANCES"
+    )
     for row in rows:
         print(row.text())
 

@@ -205,6 +205,7 @@ def _runs(runs: Runs) -> Mapping[str, Any]:
                 "jobs": one.jobs,
                 "incarnations": one.incarnations,
                 "gpu_hours": one.gpu_s / 3600,
+                "events": dict(one.events),
             }
             for one in runs.outcomes
         ],
