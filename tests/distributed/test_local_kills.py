@@ -108,7 +108,7 @@ def go_on(site: Site, kind: str, step: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the sinks' libraries
-def test_outcome_unchanged_when_master_agent_and_chain_are_killed(
+def test_outcome_is_unchanged_after_master_agent_and_chain_are_killed(
     tmp_path: Path,
     undisturbed: Callable[[str], dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -149,7 +149,7 @@ def test_outcome_unchanged_when_master_agent_and_chain_are_killed(
         pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=soak),
     ],
 )
-def test_outcome_unchanged_when_a_process_is_killed(
+def test_outcome_is_unchanged_after_a_process_is_killed(
     tmp_path: Path,
     undisturbed: Callable[[str], dict[str, Any]],
     kind: str,
@@ -242,7 +242,7 @@ def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | No
 
 
 @long
-def test_outcome_unchanged_when_a_worker_and_an_agent_hang(
+def test_outcome_is_unchanged_after_a_worker_and_an_agent_hang(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
     """The agent replaces a silent worker. The master on the same host kills the agent, because its

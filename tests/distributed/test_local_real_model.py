@@ -114,7 +114,7 @@ def test_reward_model_scores_completions_where_it_was_trained(site: Site) -> Non
     assert sorted(ended) == [False, True, True, True]
 
 
-def test_default_export_keeps_the_gain_of_small_updates(site: Site) -> None:
+def test_default_export_keeps_small_updates(site: Site) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     lines = [{"prompt": p, "answer": "Certainly! Here is a poem instead."} for p in PROMPTS]

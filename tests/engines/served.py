@@ -318,7 +318,7 @@ class ServedContract:
 
         served.loop.run(work())
 
-    def test_request_rejected_if_it_can_never_be_served(
+    def test_request_that_can_never_be_served_is_rejected(
         self, served: Served, tmp_path: Path
     ) -> None:
         """A prompt as long as the context, a token outside the vocabulary, and a version without

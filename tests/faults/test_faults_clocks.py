@@ -60,7 +60,7 @@ def test_suspended_observer_declares_no_holder_dead(tmp_path: Path, jump_s: floa
 
 
 @pytest.mark.parametrize("step_s", [1.0, 15.0, 40.0, HOUR_S])
-def test_expired_lease_detected_at_any_polling_interval(tmp_path: Path, step_s: float) -> None:
+def test_expired_lease_is_detected_at_any_polling_interval(tmp_path: Path, step_s: float) -> None:
     clock = Clock()
     lease, watching = Lease(tmp_path / "lease"), LeaseObserver(tmp_path / "lease", TTL_S, clock)
     lease.beat()

@@ -78,7 +78,7 @@ def held_bytes() -> int:
     return torch.cuda.memory_allocated()
 
 
-def test_offloading_frees_weights_and_moments_and_brings_them_back(
+def test_offload_frees_weights_and_moments_and_onload_restores_them(
     context: ParallelContext,
 ) -> None:
     made, other = make(context), make(context)
@@ -95,7 +95,7 @@ def test_offloading_frees_weights_and_moments_and_brings_them_back(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_weights_that_stay_on_the_host_train_the_same(context: ParallelContext) -> None:
+def test_host_resident_weights_train_like_gpu_weights(context: ParallelContext) -> None:
     step(make(context).engine)  # the libraries' own memory is there from now on
     before = held_bytes()
     on_host = make(context, cpu_offload=True)

@@ -38,7 +38,7 @@ def test_fused_kernels_compile_and_run(monkeypatch: pytest.MonkeyPatch, dtype: t
     assert counts["launches"] == 3 + 2 * len(ACTIVATIONS) + copies
 
 
-def test_log_probabilities_add_products_in_place() -> None:
+def test_fused_logprobs_accumulate_products_in_place() -> None:
     """The release of torch that is tested adds bfloat16 products to a float32 matrix."""
     total, a = torch.zeros((8, 16)).cuda(), torch.zeros((8, 8), dtype=torch.bfloat16).cuda()
     b = torch.zeros((8, 16), dtype=torch.bfloat16).cuda()

@@ -238,7 +238,7 @@ def test_modules_have_no_import_cycles() -> None:
     )
 
 
-def test_packages_define_nothing_with_the_name_of_a_module() -> None:
+def test_classes_and_functions_do_not_share_names_with_modules() -> None:
     """Importing the module would replace it."""
     defined = [
         f"{module}.{node.name}"
@@ -338,7 +338,7 @@ def example(kind: type[Exception]) -> Exception:
 
 
 @pytest.mark.parametrize("kind", ERRORS)
-def test_errors_pickle_and_belong_to_the_tree(kind: type[Exception]) -> None:
+def test_errors_can_be_pickled_and_derive_from_the_base_error(kind: type[Exception]) -> None:
     error = example(kind)
     error.add_note("a note")
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes

@@ -183,7 +183,7 @@ def test_models_that_tensor_ranks_cannot_share_are_rejected(
         made.split(Axis(0, 2))
 
 
-def test_language_models_of_larger_configs_are_accepted_before_a_job() -> None:
+def test_text_parts_of_multimodal_configs_are_accepted_before_a_job() -> None:
     """Transformers runs only the language model of these configs."""
     for whole, part in (("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")):
         values = {"model_type": whole, "text_config": tiny(part)}
@@ -193,7 +193,7 @@ def test_language_models_of_larger_configs_are_accepted_before_a_job() -> None:
 
 
 @pytest.mark.parametrize("family", ["exaone4", "gemma3_text", "qwen3"])
-def test_gradients_of_head_norms_summed_if_plan_leaves_them_out(
+def test_head_norm_gradients_are_summed_if_the_plan_omits_the_norms(
     monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Plans of transformers 5.0 leave them out."""

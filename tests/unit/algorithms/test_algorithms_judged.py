@@ -319,7 +319,7 @@ def batch_of(lengths: list[list[int]]) -> SequenceSample:
 
 
 @pytest.mark.parametrize(("algorithm", "interface", "lengths", "head"), CASES)
-def test_micro_batches_and_order_change_nothing(
+def test_loss_does_not_depend_on_micro_batches_and_order(
     algorithm: Any, interface: Any, lengths: list[list[int]], head: Any
 ) -> None:
     """An item is never split, however small a micro-batch is; metrics and updates are the same."""

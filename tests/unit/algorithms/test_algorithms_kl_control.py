@@ -33,7 +33,7 @@ def test_controller_converges_to_the_target_kl() -> None:
     assert 0.5 / coef == pytest.approx(2.0, rel=0.01)
 
 
-def test_the_controller_reads_kl_per_completion_and_restores() -> None:
+def test_controller_reads_kl_per_completion_and_restores_its_state() -> None:
     ppo = PolicyGradient(
         batch_size=100, kl=KL(kind="adaptive", coef=0.1, target=6.0, horizon=1000.0)
     )
@@ -55,7 +55,7 @@ def test_default_kl_coefficient_is_fixed() -> None:
     assert controller.values() == {"kl_coef": 0.1}
 
 
-def test_no_scalars_returns_no_values() -> None:
+def test_controller_without_scalars_returns_no_values() -> None:
     nothing = NoScalars(None)
     nothing.update({"kl": 1.0})
     nothing.restore(nothing.state())

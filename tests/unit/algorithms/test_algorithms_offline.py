@@ -235,7 +235,7 @@ def test_interval_of_rewards_is_chosen_by_scores(
         assert 0.0 <= found.low < found.high <= 1.0
 
 
-def test_intervals_of_means_and_ratios() -> None:
+def test_means_and_ratios_have_correct_intervals() -> None:
     values = [1.0, 2.0, 4.0, 9.0]
     center = 4.0
     deviation = math.sqrt(sum((value - center) ** 2 for value in values) / 3)

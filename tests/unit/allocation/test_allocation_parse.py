@@ -76,7 +76,7 @@ def test_allocation_string_gives_engine_and_axes(
         ("fsdp:d\u0662", 7, "needs a whole number"),
     ],
 )
-def test_errors_point_at_the_character_and_say_what_is_allowed(
+def test_errors_point_at_the_character_and_list_allowed_values(
     text: str, position: int, rule: str
 ) -> None:
     with pytest.raises(AllocationError) as caught:

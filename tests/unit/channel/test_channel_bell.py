@@ -139,7 +139,7 @@ def test_valid_token_from_unknown_sender_causes_no_read(site: Site) -> None:
     stranger.close()
 
 
-def test_wake_up_ignored_for_older_incarnation(site: Site) -> None:
+def test_notification_for_an_older_incarnation_is_ignored(site: Site) -> None:
     """The new bell got the port of the old one."""
     older = Bell(LOOPBACK)
     site.ring("a", BellAddress(*site.bell.address.source, older.address.token))

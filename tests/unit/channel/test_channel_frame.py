@@ -75,7 +75,7 @@ def test_garbage_on_a_pipe_is_an_error(data: bytes) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"\xff", b"[" * 10**5])
 @pytest.mark.parametrize("torn", [True, False])
-def test_whole_frames_with_wrong_content_are_errors(body: bytes, torn: bool) -> None:
+def test_complete_frames_with_wrong_content_are_errors(body: bytes, torn: bool) -> None:
     with pytest.raises(CorruptFileError, match="a frame does not hold"):
         decode(framed(body), torn=torn)
 

@@ -90,7 +90,7 @@ def test_all_problems_of_a_checkpoint_are_reported_at_once(checkpoint: Path) -> 
     assert "state.json has another checksum" in message
 
 
-def test_sizes_alone_can_be_checked(checkpoint: Path) -> None:
+def test_check_can_be_limited_to_sizes(checkpoint: Path) -> None:
     """Only the state's checksum is verified: it is small, and a master resumes from it."""
     path = checkpoint / "actor.0.safetensors"
     path.write_bytes(path.read_bytes()[::-1])

@@ -467,7 +467,7 @@ def test_export_keeps_tensor_types_of_the_initial_model(
         (4.003, "float16", "float16", "100.0% of the update survives in float16"),
     ],
 )
-def test_export_keeps_the_update_unless_told_otherwise(
+def test_export_dtype_preserves_the_update_unless_another_is_given(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     trained: float,

@@ -416,7 +416,7 @@ def test_dry_run_shows_batch_script_without_its_shell_functions(
     assert len(shown) < 40 < len(whole)
 
 
-def test_checks_announced_on_a_terminal_before_they_run(
+def test_checks_are_announced_on_a_terminal_before_they_run(
     root: Path,
     tmp_path: Path,
     scheduler: FakeScheduler,

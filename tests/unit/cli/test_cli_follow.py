@@ -102,7 +102,7 @@ def test_follow_waits_a_limited_time_for_remaining_processes(
     assert scene.follow()["state"] == "COMPLETED"
 
 
-def test_ctrl_c_twice_kills(scene: Scene) -> None:
+def test_second_ctrl_c_kills_the_run(scene: Scene) -> None:
     scene.happenings = [scene.ctrl_c, scene.ctrl_c, lambda: scene.stop(JobState.FAILED)]
     assert exit_code(scene.follow()) == 130
     assert scene.scheduler.done == ["interrupt", "kill"]

@@ -169,7 +169,9 @@ def test_plan_shows_only_the_busiest_of_many_ranks(
     assert "16 less busy ranks are left out; --json lists them" in out
 
 
-def test_a_plan_without_moves_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_that_there_are_no_moves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = moved(capsys, tmp_path)
     assert code == 2  # no tokenizer
     assert "moves: none, because every call runs on the layout of its model" in out
@@ -328,7 +330,7 @@ def test_plan_finds_function_in_module_named_as_its_package(
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "local"])
-def test_plan_refuses_megatron_on_cpus(
+def test_plan_rejects_megatron_on_cpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], scheduler: str
 ) -> None:
     config = str(write_config(tmp_path))
@@ -363,7 +365,7 @@ HEADS = {
         ),
     ],
 )
-def test_plan_refuses_models_that_vllm_cannot_serve_on_cpus(
+def test_plan_rejects_models_that_vllm_cannot_serve_on_cpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: dict[str, Any], reason: str
 ) -> None:
     config = str(write_config(tmp_path))

@@ -34,7 +34,7 @@ def test_a_longer_run_reports_its_new_learning_rates(tmp_path: Path) -> None:
     assert "from 0.000543, not 0;" in told(before, now, step=10)[0]
 
 
-def test_a_schedule_begins_after_the_steps_that_do_not_train_its_model(tmp_path: Path) -> None:
+def test_schedule_begins_with_the_first_step_that_trains_its_model(tmp_path: Path) -> None:
     """Three further steps at the start change neither rates nor what is said of the updates."""
     before, now = (config(tmp_path, LINEAR, f"total_steps={steps}") for steps in (10, 20))
     later = [config(tmp_path, LINEAR, f"total_steps={steps}") for steps in (13, 23)]

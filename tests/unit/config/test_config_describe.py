@@ -99,7 +99,7 @@ def test_example_of_each_key_is_valid() -> None:
                 model.model_validate({"value": value})
 
 
-def test_example_of_the_index_is_a_configuration() -> None:
+def test_example_on_the_index_page_is_a_valid_configuration() -> None:
     block = re.search(r"```yaml\n(.*?)```", pages(schemas(), "")["configuration.md"], re.DOTALL)
     assert block is not None
     config = Config.model_validate(YAML(typ="safe", pure=True).load(block[1]))

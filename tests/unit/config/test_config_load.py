@@ -116,7 +116,7 @@ def test_path_setting_has_its_variables_replaced(
     ],
 )
 @pytest.mark.parametrize("key", ["root", "actor.tokenizer", "dataset.path"])
-def test_path_setting_is_refused_for_a_variable_without_value(
+def test_path_setting_with_an_unset_variable_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, written: str, message: str
 ) -> None:
     monkeypatch.delenv("SCRATCH", raising=False)
@@ -271,7 +271,9 @@ def test_message_about_an_unknown_key_names_its_place(tmp_path: Path, key: str, 
         ("actor.attn_implementation", "unknown key; allowed: architecture, "),
     ],
 )
-def test_suggestion_says_how_the_meaning_differs(tmp_path: Path, key: str, meaning: str) -> None:
+def test_suggestion_explains_how_the_meaning_differs(
+    tmp_path: Path, key: str, meaning: str
+) -> None:
     (found,) = [one for one in problems(tmp_path, f"{key}=3") if one.key == key]
     assert meaning in found.message
 
@@ -280,7 +282,7 @@ def test_renamed_keys_with_another_meaning_have_a_place() -> None:
     assert config_problems.DIFFERENT.keys() <= config_problems.PLACES.keys()
 
 
-def test_unknown_key_not_answered_with_setting_of_another_algorithm() -> None:
+def test_message_about_an_unknown_key_omits_settings_of_other_algorithms() -> None:
     assert (
         config_problems.unknown_key(SFT, ("gamma",), ("algorithm",))
         == "unknown key; allowed: batch_size, name"
@@ -428,7 +430,7 @@ def test_null_clears_a_setting(tmp_path: Path, null: str) -> None:
         parse(load(path, [f"experiment={null}"]))
 
 
-def test_removed_setting_is_left_out_with_its_default_and_refused_with_another_value(
+def test_removed_setting_is_accepted_only_with_its_default(
     tmp_path: Path,
 ) -> None:
     """A trial of an earlier release has written every setting."""

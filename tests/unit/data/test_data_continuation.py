@@ -69,7 +69,7 @@ def answer_ids(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], lis
     "answer", ["3", " 3", "and", " and", "\nand", "\n\n3", ")and", "é", "a  b"]
 )
 @pytest.mark.parametrize("kind", [*SPACED, "never"])
-def test_answer_has_the_tokens_of_prompt_and_answer_together(kind: str, answer: str) -> None:
+def test_answer_has_its_tokens_from_the_joint_tokenization(kind: str, answer: str) -> None:
     tokenizer = llama(kind)
     prompt, made = answer_ids(tokenizer, "what is", answer)
     assert [*prompt, *made] == plain(tokenizer, f"what is{answer}")
@@ -82,7 +82,7 @@ def test_answers_with_and_without_leading_space_differ(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SPACED)
-def test_tried_reward_gets_the_token_ids_that_a_model_would_write(
+def test_try_reward_passes_the_token_ids_that_a_model_would_generate(
     kind: str, tmp_path: Path
 ) -> None:
     tokenizer = llama(kind)

@@ -40,7 +40,7 @@ PAIRS = {"chosen": [*ASKED, *SAID], "rejected": [*ASKED, *WRONG]}
         ({"type": "kto"}, {"prompt": "1+2=", "answer": "3", "label": True}, False),
     ],
 )
-def test_messages_found_under_the_keys_of_a_type(
+def test_messages_are_found_under_the_keys_of_each_dataset_type(
     tmp_path: Path, settings: dict[str, Any], row: dict[str, Any], expected: bool
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -48,7 +48,7 @@ def test_messages_found_under_the_keys_of_a_type(
     assert has_messages(Dataset(path=str(path), **settings)) is expected
 
 
-def test_messages_found_in_parquet(tmp_path: Path) -> None:
+def test_messages_are_found_in_parquet_files(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 

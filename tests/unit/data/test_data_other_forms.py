@@ -130,7 +130,7 @@ def test_mistake_in_first_row_is_not_reported_as_another_format(
         ([{"messages": [{"role": "user", "content": "1+1="}]}], "; allowed: messages"),
     ],
 )
-def test_remedy_for_rows_in_a_list_given_if_the_file_has_one_object(
+def test_message_about_a_single_json_object_explains_the_remedy(
     tmp_path: Path, rows: list[dict[str, Any]], remedy: str
 ) -> None:
     path = tmp_path / "rows.json"

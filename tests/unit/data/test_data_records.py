@@ -91,7 +91,7 @@ def test_rows_with_the_same_problem_become_one_problem(rows: int, messages: list
     assert found[0].where == "rows.jsonl:1"
 
 
-def test_different_problems_stay_apart_in_the_order_of_rows() -> None:
+def test_different_problems_are_listed_separately_in_row_order() -> None:
     given = [Problem(f"a.parquet, row {row}", "x", f"is {row % 2}") for row in range(8)]
     found = listed(given)
     assert [problem.where for problem in found] == ["a.parquet, row 0", "a.parquet, row 1"]

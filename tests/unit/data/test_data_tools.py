@@ -29,7 +29,7 @@ def test_data_files_equal_output_of_their_script(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("name", "start"), [("tools", "conversations"), ("code", "programs")])
-def test_held_out_problems_not_trained_on(name: str, start: str) -> None:
+def test_held_out_problems_are_not_trained_on(name: str, start: str) -> None:
     def prompts(file: str) -> set[str]:
         rows = map(json.loads, (EXAMPLES / name / f"{file}.jsonl").read_text().splitlines())
         return {

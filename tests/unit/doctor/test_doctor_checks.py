@@ -115,7 +115,7 @@ def test_directory_check_passes_for_a_working_private_directory(tmp_path: Path) 
         directory.owner(folder)
 
 
-def test_a_file_system_that_maps_modes_is_reported(
+def test_file_system_that_changes_file_modes_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "mine"
@@ -130,7 +130,7 @@ def test_a_file_system_that_maps_modes_is_reported(
     assert (found.state, "0404" in found.measured) == (State.FAILED, True)
 
 
-def test_a_file_system_without_links_is_reported(
+def test_file_system_without_hard_links_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoLinks(SystemCalls):

@@ -287,7 +287,7 @@ def test_damaged_weights_end_the_engine(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_too_long_request_fails_alone() -> None:
+def test_too_long_request_does_not_fail_other_requests() -> None:
     model = model_of("keys and values of all tokens")
     model._made = HFConfig.from_hf(tiny("gpt2"))
 

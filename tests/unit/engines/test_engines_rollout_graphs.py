@@ -162,7 +162,7 @@ def test_graph_that_fails_or_samples_differently_is_not_used(
 @pytest.mark.parametrize(
     ("overlap", "stale_cache"), [(False, False), (True, False), (False, True), (True, True)]
 )
-def test_graphs_follow_new_weights_aborts_and_later_requests(
+def test_cuda_graphs_follow_new_weights_aborts_and_later_requests(
     start: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool, stale_cache: bool, copied: bool
 ) -> None:
     """In the middle of decoding, also with a call in flight whose tokens nobody has read."""

@@ -387,7 +387,7 @@ def test_completion_takes_the_experts_of_its_last_segment() -> None:
     assert drawing.completion("aborted").experts is None
 
 
-def test_experts_recorded_for_aborted_sample_with_stop_token() -> None:
+def test_experts_are_recorded_for_an_aborted_sample_with_stop_token() -> None:
     asked = draw(experts=True, stop_token_ids=(4,))
     rows = np.full((3, 3, 2), [0, 1])
     for answer in (routed(rows, reply([3, 4], "abort")), reply([3, 4], "abort")):

@@ -215,7 +215,7 @@ def test_remove_exactly_restores_a_concurrently_replaced_file(tmp_path: Path) ->
     assert temporaries(tmp_path) == []
 
 
-def test_temporaries_skipped_by_listing_and_removed_by_sweep(tmp_path: Path) -> None:
+def test_temporaries_are_skipped_by_listing_and_removed_by_sweep(tmp_path: Path) -> None:
     for name in ("b", "a", f"{TEMPORARY_PREFIX}1", f"{TEMPORARY_PREFIX}2"):
         (tmp_path / name).touch()
     assert atomic.list_names(tmp_path) == ["a", "b"]
@@ -255,7 +255,7 @@ def test_writers_survive_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("odd_umask")
-def test_modes_are_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_files_are_private_with_any_umask(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "b"
     atomic.make_private_directory(directory)
     atomic.exclusive_create(directory / "created", b"1")

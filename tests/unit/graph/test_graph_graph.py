@@ -110,7 +110,7 @@ def test_built_in_call_may_produce_unread_keys() -> None:
     ]
 
 
-def test_results_of_an_evaluation_need_not_be_read() -> None:
+def test_evaluation_results_may_stay_unread() -> None:
     assert unread((GENERATE, JUDGE), "prompt", evaluation=True) == [
         "'extra' of call 'gen' is never read"
     ]

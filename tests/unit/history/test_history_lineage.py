@@ -62,7 +62,7 @@ def test_start_from_scratch_invalidates_earlier_steps() -> None:
     assert not found.has(0, 1)
 
 
-def test_commits_that_were_deleted_later_still_link_incarnations() -> None:
+def test_deleted_commits_still_connect_incarnations() -> None:
     found = lineage(
         *(begin(1), commit(2, 1), begin(2, base="2.1"), commit(5, 2), delete(2, 1, 2)),
         begin(3, base="5.2"),

@@ -65,7 +65,7 @@ def test_state_counts_starts_since_the_last_commit() -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.FAILED, Kind.CANCELLED])
-def test_ends_hold_until_a_resume(kind: Kind) -> None:
+def test_end_of_a_trial_holds_until_a_resume(kind: Kind) -> None:
     ended = records(BEGIN_1, (kind, 1, {"reason": "why"}))
     assert fold(ended).end == ended[-1]
     resumed = fold(records(BEGIN_1, (kind, 1, {}), (Kind.RESUME, 1, {})))

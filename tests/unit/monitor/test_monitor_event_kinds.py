@@ -46,7 +46,7 @@ def test_events_page_lists_each_kind_once() -> None:
     assert sorted(documented()) == sorted(KINDS)
 
 
-def test_each_kind_of_event_is_written_somewhere() -> None:
+def test_each_kind_of_event_is_written_by_the_code() -> None:
     texts = {
         node.value
         for tree in trees()

@@ -200,7 +200,7 @@ def test_scheduler_state_decides_who_sent_a_signal(
         ("", [], "preempted or killed"),
     ],
 )
-def test_end_says_preempted_only_with_evidence_from_the_scheduler(
+def test_end_is_preemption_only_with_evidence_from_the_scheduler(
     run: FakeRun, next_job: str, tasks: list[TaskState], words: str
 ) -> None:
     """The scheduler is not asked about ended trials: the next start of the job is left."""

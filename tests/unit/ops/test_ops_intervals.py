@@ -47,7 +47,9 @@ def size_of(pairs: list[tuple[int, int]]) -> int:
 
 
 @given(separate(), st.sampled_from(ALL))
-def test_gather_and_scatter_back(pairs: list[tuple[int, int]], dtype: torch.dtype) -> None:
+def test_scatter_restores_gathered_elements(
+    pairs: list[tuple[int, int]], dtype: torch.dtype
+) -> None:
     source = numbers(size_of(pairs), dtype)
     intervals = Intervals.of(pairs)
     packed = gather(source, intervals)
@@ -69,7 +71,7 @@ def test_gather_and_scatter_back(pairs: list[tuple[int, int]], dtype: torch.dtyp
     st.sampled_from(FLOATS),
     st.floats(0, 1, allow_subnormal=False),
 )
-def test_moving_average_with_conversion(
+def test_moving_average_converts_dtypes(
     pairs: list[tuple[int, int]], one: torch.dtype, other: torch.dtype, eta: float
 ) -> None:
     intervals = Intervals.of(pairs)

@@ -88,7 +88,7 @@ def test_system_prompt_needs_messages_if_chat_template_is_not_set(
         load_ppo("dataset.system_prompt=Add.")
 
 
-def test_decision_for_text_keeps_the_rules_of_older_trials(load_ppo: Load) -> None:
+def test_older_text_trials_keep_their_chat_template_rules(load_ppo: Load) -> None:
     """The fingerprint of a dataset must not change, or a resumed trial would be refused."""
     decided = load_ppo().config.dataset
     undecided = decided.model_copy(update={"chat_template": None})

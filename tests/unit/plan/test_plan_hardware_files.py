@@ -53,7 +53,7 @@ def test_shipped_profile_gives_each_number_with_its_source(name: str, own_folder
     assert found.fused.attention > found.efficiency.attention
 
 
-def test_gpu_is_found_in_the_names_of_clusters(own_folder: Path) -> None:
+def test_gpu_is_recognized_from_slurm_gpu_types(own_folder: Path) -> None:
     assert known(hardware_of(cluster("nvidia_h200_141gb_hbm3e"))).name == "h200"
     assert hardware_of(cluster("mi300")) is None
     assert hardware_of(cluster("h100", gpus_per_worker=0)) is None, "ranks without GPUs"

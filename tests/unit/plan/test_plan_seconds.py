@@ -177,7 +177,7 @@ def test_small_model_gathers_its_weights_once_a_step() -> None:
     assert alone["weights"] == 0
 
 
-def test_processor_pays_for_each_gather_and_start_and_a_gpu_hides_them() -> None:
+def test_cpu_pays_for_gathers_and_launches_that_a_gpu_hides() -> None:
     rates = replace(H100.efficiency, gathers=1e-3, launches=1e-3)
     gpu = Machine(H100.gpu, 8, rates)
     cpu = Machine(replace(H100.gpu, asynchronous=False), 8, rates)
@@ -192,6 +192,6 @@ def test_processor_pays_for_each_gather_and_start_and_a_gpu_hides_them() -> None
     assert hidden == pytest.approx(sum(inference(large, H100).values()), rel=0.01)
 
 
-def test_efficiency_of_a_product_grows_with_its_smallest_side() -> None:
+def test_matrix_multiplication_efficiency_grows_with_its_smallest_side() -> None:
     rates = H100.efficiency
     assert rates.of_product(128, 8192) < rates.of_product(4096, 8192) < rates.products

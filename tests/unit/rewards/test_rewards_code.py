@@ -389,7 +389,7 @@ def test_program_may_use_a_process_pool(make: Make) -> None:
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_start_method_of_a_program_is_fork(make: Make, method: str) -> None:
+def test_programs_start_processes_with_fork(make: Make, method: str) -> None:
     """Another process could not import the program, which is no file."""
     program = (
         "import multiprocessing\n"

@@ -136,7 +136,7 @@ BRACKETED = (
 )
 
 
-def test_math_takes_answer_from_last_brackets_with_the_option() -> None:
+def test_math_option_takes_the_answer_from_the_last_brackets() -> None:
     with closing(MathReward(timeout_s=60.0, processes=1, brackets=True)) as reward:
         assert wrong_verdicts(reward, BRACKETED, finished=True) == []
         assert wrong_verdicts(reward, BRACKETED[:2], finished=False) == []

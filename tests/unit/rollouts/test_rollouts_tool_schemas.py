@@ -87,7 +87,7 @@ def test_rejected_schema_names_missing_parts_of_the_tool(
     assert lacks in str(caught.value)
 
 
-def test_tools_without_schema_have_a_reason_and_others_their_schema() -> None:
+def test_each_tool_has_a_schema_or_a_reason_for_none() -> None:
     tools = {"calculator": {}, "run": {"name": "python"}, "far": {"name": "nowhere:far"}}
     made = ToolSchemas(EpisodeSettings(name="mine:episode", tools=tools))
     assert [each["function"]["name"] for each in made.schemas] == ["calculator", "run"]

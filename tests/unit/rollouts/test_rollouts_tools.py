@@ -194,7 +194,7 @@ def test_tool_calls_are_answered_in_order() -> None:
     assert wait(environment.step(turn("The answer is 6."))).done
 
 
-def test_calls_in_brackets_have_one_argument() -> None:
+def test_calls_written_in_brackets_take_one_argument() -> None:
     environment = ToolCalls(
         item(), make_tools({"c": ToolChoice(name="calculator")}), format="brackets"
     )

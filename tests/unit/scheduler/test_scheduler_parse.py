@@ -96,7 +96,7 @@ def test_job_id_is_rejected_in_other_output(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["2026\n41\nbye\n", "41\n2026", "12\n41;cluster", "41\n41\n"])
-def test_job_id_not_guessed_among_several_numbers(text: str) -> None:
+def test_job_id_is_not_guessed_among_several_numbers(text: str) -> None:
     with pytest.raises(SchedulerError, match="one job id but with") as caught:
         parse.job_id(text)
     assert may_have_worked(caught.value), "the job is then looked for by its name"

@@ -44,7 +44,7 @@ def test_message_of_a_plugin_is_shown_after_the_job_is_queued(
     assert caplog.messages == ["message of sbatch: time limit is now 2 minutes"]
 
 
-def test_refusal_in_several_lines_has_no_prefixes(commands: Path) -> None:
+def test_rejection_text_of_several_lines_has_no_prefixes(commands: Path) -> None:
     lines = (
         "sbatch: error: Never on Mondays.",
         "sbatch: error:   Ask us.",

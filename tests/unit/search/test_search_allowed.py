@@ -111,7 +111,7 @@ def test_defaults_that_follow_from_a_change_are_named(
     assert f"algorithm.{name}={new} instead of {old}" in found["follows"]
 
 
-def test_roles_that_write_float32_change_together(
+def test_roles_with_explicit_float32_change_dtype_together(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     config.write_text(config.read_text() + "ref: {dtype: float32}\n")

@@ -198,7 +198,7 @@ def test_evaluation_engine_is_kept_if_training_does_not_generate() -> None:
     assert all(one.step.moves == 0 for one in found), "evaluations do not count"
 
 
-def test_less_memory_needs_more_recomputation_or_finds_nothing(config: Path) -> None:
+def test_smaller_memory_needs_more_recomputation_or_gives_no_answer(config: Path) -> None:
     wide = answers(config)[0].step.total
     narrow = answers(config, "cluster.gpu_memory=45G")
     assert narrow
@@ -364,7 +364,9 @@ def test_file_that_would_load_differently_is_not_written(
         ((3, 40, 1), (3, 6, 12, 24, 40)),
     ],
 )
-def test_sizes_of_a_range_fill_hosts(limits: tuple[int, int, int], sizes: tuple[int, ...]) -> None:
+def test_gpu_counts_of_a_range_fill_whole_hosts(
+    limits: tuple[int, int, int], sizes: tuple[int, ...]
+) -> None:
     assert _sizes(*limits) == sizes
 
 

@@ -81,7 +81,7 @@ def test_changed_file_is_reported_after_a_commit(site: Site) -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_damaged_commit_is_left_to_the_job(site: Site, gone: bool) -> None:
+def test_submit_does_not_report_a_damaged_commit(site: Site, gone: bool) -> None:
     """It goes back to the commit before it."""
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})
     checkpoint = site.run.paths.checkpoint(3, 1)
@@ -130,7 +130,7 @@ def test_file_with_another_size_is_not_read(site: Site, monkeypatch: pytest.Monk
     assert [found.weight for found in site.findings()] == [Weight.FAILED]
 
 
-def test_large_file_with_other_times_is_left_to_the_run(
+def test_submit_does_not_read_a_large_file_with_other_times(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.commit(dataset={"size": 2, "fingerprint": "f", "sources": site.sources()})

@@ -127,7 +127,7 @@ def test_recorded_trial_configuration_gets_no_new_schemas(config: Path) -> None:
     assert names(of(file)) == {"dataset": None}
 
 
-def test_failed_child_leaves_prompts_without_tools_and_warns(
+def test_failed_schema_process_gives_a_warning_and_prompts_without_tools(
     config: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trial_checks, "INSPECTOR", "no_such_module")

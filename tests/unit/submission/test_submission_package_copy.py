@@ -171,7 +171,7 @@ def test_unusable_cache_is_not_used(
     assert not list(tmp_path.glob("slurmrl/code/*"))
 
 
-def test_module_that_does_not_compile_is_copied_as_it_is() -> None:
+def test_module_that_does_not_compile_is_copied_unchanged() -> None:
     with zipfile.ZipFile(io.BytesIO(copying._packed({"broken.py": b"def\n"}))) as file:
         assert file.namelist() == ["broken.py"]
 

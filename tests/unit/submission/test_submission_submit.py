@@ -244,7 +244,7 @@ def test_rejected_submission_leaves_no_files(
 
 
 @pytest.mark.parametrize("kind", [Kind.FAILED, Kind.CANCELLED, None])
-def test_rejected_resume_leaves_trial_as_it_was(
+def test_rejected_resume_does_not_change_the_trial(
     again: Submit,
     scheduler: FakeScheduler,
     monkeypatch: pytest.MonkeyPatch,
@@ -264,7 +264,7 @@ def test_rejected_resume_leaves_trial_as_it_was(
 
 
 @pytest.mark.parametrize("words", ["Socket timed out on send/recv operation"])
-def test_submission_kept_when_jobs_may_be_queued(
+def test_submission_is_kept_if_its_jobs_may_be_queued(
     again: Submit,
     config: Path,
     scheduler: FakeScheduler,
@@ -277,7 +277,7 @@ def test_submission_kept_when_jobs_may_be_queued(
     assert list((config.parent / "runs").rglob("request.json"))
 
 
-def test_status_says_being_submitted_while_submit_runs(
+def test_status_is_being_submitted_while_submit_runs(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whom: a trial that is being submitted must not look interrupted."""

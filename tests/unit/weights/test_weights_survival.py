@@ -24,7 +24,7 @@ def start() -> Array:
         (1e-2, "bfloat16", 0.99, 1.0),
     ],
 )
-def test_share_follows_update_size_and_type(
+def test_kept_update_share_follows_update_size_and_dtype(
     update: float, dtype: str, low: float, high: float
 ) -> None:
     weights = start()
@@ -34,7 +34,7 @@ def test_share_follows_update_size_and_type(
     assert low <= share <= high
 
 
-def test_share_counts_kept_updates_despite_other_rounding() -> None:
+def test_kept_update_share_ignores_unrelated_rounding() -> None:
     """The rounding of float32 weights, with or without an update, is no loss of the update."""
     weights = np.random.default_rng(3).normal(0, 0.05, 2**20).astype("<f4")
     share = survival(weights, weights + np.float32(1e-5), "bfloat16").share
@@ -42,7 +42,7 @@ def test_share_counts_kept_updates_despite_other_rounding() -> None:
     assert share > 0.9
 
 
-def test_share_is_unknown_without_an_update() -> None:
+def test_kept_update_share_is_unknown_without_an_update() -> None:
     assert survival(start(), start(), "bfloat16").share is None
 
 

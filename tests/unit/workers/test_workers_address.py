@@ -10,7 +10,7 @@ from slurmrl.run.channel import bell
 LOOPBACK_INTERFACE = "lo"
 
 
-def test_interface_and_address_belong_together() -> None:
+def test_address_belongs_to_the_chosen_interface() -> None:
     assert bell.interface_address(LOOPBACK_INTERFACE) == "127.0.0.1"
     assert bell.interface_of("127.0.0.1") == LOOPBACK_INTERFACE
 
@@ -25,7 +25,7 @@ def test_single_host_uses_loopback() -> None:
     assert bell.fabric_address(None, 1) == "127.0.0.1"
 
 
-def test_configured_interface_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configured_interface_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bell, "interface_address", {"ib0": "10.0.0.7"}.get)
     monkeypatch.setattr(bell, "default_address", lambda: "10.9.9.9")
     assert bell.fabric_address("ib0", 1) == "10.0.0.7"

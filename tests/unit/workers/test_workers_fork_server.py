@@ -208,7 +208,7 @@ def ended(rank: int, number: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 2])
-def test_leftovers_of_worker_are_killed_with_it(host: Host, number: int) -> None:
+def test_leftover_processes_of_a_worker_are_killed_with_the_worker(host: Host, number: int) -> None:
     """Even one that left its process group: it could hold the GPU against the next worker.
 
     Its shared memory is freed. The workers of other ranks and their children are spared.
@@ -227,7 +227,7 @@ def test_leftovers_of_worker_are_killed_with_it(host: Host, number: int) -> None
     assert host.start(0)["pid"] not in (said["pid"], other["pid"])
 
 
-def test_orphan_of_running_worker_is_spared_when_another_ends(host: Host) -> None:
+def test_child_of_a_running_worker_survives_the_end_of_another_worker(host: Host) -> None:
     """The parent of an orphan has ended, so a fork server could take it for a leftover."""
     other = host.start(1)
     children = Path(f"/proc/{other['left']}/task/{other['left']}/children").read_text().split()

@@ -207,7 +207,7 @@ def test_too_many_starts_without_a_commit_fail_the_trial(past: Past) -> None:
     )
 
 
-def test_trial_given_up_for_hangs_reports_who_waited_for_whom(past: Past) -> None:
+def test_verdict_about_hangs_names_waiting_and_missing_ranks(past: Past) -> None:
     """The record that ends the trial explains its last hang.
 
     What two incarnations are compared by does not: the times in it differ.

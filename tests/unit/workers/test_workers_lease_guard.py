@@ -65,7 +65,7 @@ def test_heartbeats_and_fence_checks_follow_their_intervals(host: Host) -> None:
     assert len(host.checks) == 11
 
 
-def test_host_fenced_after_failed_heartbeat_until_write_and_read_succeed(host: Host) -> None:
+def test_host_is_fenced_until_heartbeat_and_fence_check_succeed(host: Host) -> None:
     host.turn()
     host.fails = True
     assert not host.turn(BEAT_S)

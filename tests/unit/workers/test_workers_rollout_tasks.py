@@ -1001,7 +1001,7 @@ def test_master_leases_items_according_to_the_settings(
     assert len(task.open) == leased
 
 
-def test_first_task_does_not_get_all_prompts(beds: Callable[..., Bed]) -> None:
+def test_first_task_gets_no_prompts_before_the_minimum_joined(beds: Callable[..., Bed]) -> None:
     """With `min`, nothing is leased before so many have joined."""
     bed = beds(least=2)
     bed.begin(0, "0.1")

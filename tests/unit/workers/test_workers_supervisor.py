@@ -289,9 +289,7 @@ def lose(paths: RunPaths, host: str, job: str) -> None:
     names.add(keys.lost(host), value)
 
 
-def test_spares_take_the_place_of_lost_hosts(
-    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spares_replace_lost_hosts(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [HostRow("n2", "down*", 0)])
     allocation = JobHosts(paths, 2, ("n0", "n1", "n2", "n3", "n4"), job="7.0")
     assert allocation.choose() == ("n0", "n1")
@@ -352,7 +350,7 @@ class FailingTask:
         return 1
 
 
-def test_host_excluded_after_two_failures_of_a_rollout_task_there(
+def test_host_is_excluded_after_two_failures_of_its_rollout_task(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = FailingTask(paths, monkeypatch)

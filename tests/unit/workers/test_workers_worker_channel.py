@@ -236,7 +236,7 @@ def test_end_is_announced_once_without_waiting(site: Site, monkeypatch: pytest.M
     site.channel.end()
 
 
-def test_warning_is_seen_while_collecting(site: Site) -> None:
+def test_warning_is_received_while_collecting_answers(site: Site) -> None:
     assert not site.channel.warned
     site.agents[0].append(done(0, 0), done(1, 0))
     site.agents[1].append(Warned(signal="SIGUSR2"), done(2, 0), done(3, 0))
