@@ -18,6 +18,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from slurmrl.data.conversations import is_messages
 from slurmrl.data.image_files import as_text, is_content
 from slurmrl.data.source_files import (
     NOT_AN_OBJECT,
@@ -50,7 +51,7 @@ TOKEN_CHARACTERS = 16
 """Maximum length of an unquoted token that the end of the buffer can cut (numbers cannot be rows).
 """
 BATCH_ROWS = 256
-SCHEMA_KEYS = ("parameters", "input_schema", "arguments")
+SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema", "arguments")
 """Keys that tools and tool calls have in addition to their names."""
 
 
@@ -406,7 +407,7 @@ def _converted(number: int, row: dict[str, Any]) -> SourceRow:
 
 
 def _with_own_keys(value: Any) -> Any:
-    """Return a value whose tools and tool calls have no null under a key, and null for each NaN.
+    """Return a value whose tools, calls and parts of messages have no null, and null for each NaN.
 
     Arrow gives all objects of a column the same keys; a key that a row lacks is null. pandas writes
     NaN for a missing number.
@@ -418,11 +419,17 @@ def _with_own_keys(value: Any) -> Any:
     if is_content(value):
         return as_text(value)
     if isinstance(value, dict):
-        return {
-            key: _without_nulls(each) if key == "tool_calls" else _with_own_keys(each)
-            for key, each in value.items()
-        }
+        return {key: _under_key(key, each) for key, each in value.items()}
     return value
+
+
+def _under_key(key: str, value: Any) -> Any:
+    """Return a value under a key. Templates take a part with the key ``image`` for an image."""
+    if key in ("tool_calls", "function_call"):
+        return _without_nulls(value)
+    if key == "content" and is_messages(value):
+        value = [{name: each for name, each in part.items() if each is not None} for part in value]
+    return _with_own_keys(value)
 
 
 def _is_tool(value: Any) -> bool:

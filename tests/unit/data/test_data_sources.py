@@ -199,7 +199,8 @@ def test_arrow_rows_have_no_null_keys_of_other_rows(tmp_path: Path) -> None:
     def row(name: str, own: str) -> dict[str, Any]:
         function = {"name": name, "parameters": {"properties": {own: {"enum": ["x", None]}}}}
         call = {"id": None, "function": {"name": name, "arguments": {own: "1"}}}
-        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        older = {"name": name, "arguments": {own: "1"}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call], "function_call": older}
         tool = {"type": "function", "function": function}
         return {"messages": [said], "deep": {"tools": [tool]}, "meta": {"a": None, own: "1"}}
 
@@ -210,11 +211,23 @@ def test_arrow_rows_have_no_null_keys_of_other_rows(tmp_path: Path) -> None:
         assert found["deep"] == expected["deep"]
         (call,) = found["messages"][0]["tool_calls"]
         assert call["function"] == expected["messages"][0]["tool_calls"][0]["function"]
+        assert found["messages"][0]["function_call"] == expected["messages"][0]["function_call"]
         assert found["messages"][0]["content"] is None
         assert found["meta"].keys() == {"a", "b"}
-    plain = [{"name": "f", "input_schema": {own: "x"}} for own in ("a", "b")]
-    path = write(tmp_path, "parquet", [{"tools": [tool]} for tool in plain])
-    assert [found["tools"] for found in read_records(path, "id").rows] == [[tool] for tool in plain]
+    for schema in ("input_schema", "inputSchema"):
+        plain = [{"name": "f", schema: {own: "x"}} for own in ("a", "b")]
+        path = write(tmp_path, "parquet", [{"tools": [tool]} for tool in plain])
+        rows = [*read_records(path, "id").rows]
+        assert [found["tools"] for found in rows] == [[tool] for tool in plain]
+
+
+def test_arrow_parts_of_a_message_have_no_null_keys_of_other_parts(tmp_path: Path) -> None:
+    """Templates such as Qwen2-VL's take a part with the key ``image`` for an image."""
+    image = {"bytes": None, "path": "a.png"}
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "hi"}]
+    path = write(tmp_path, "parquet", [{"messages": [{"role": "user", "content": parts}]}])
+    (found,) = read_records(path, "id").rows
+    assert found["messages"][0]["content"] == parts
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
