@@ -156,15 +156,16 @@ def _adapter_refusal(draft: Draft, role: str, model: Model, lora: Lora) -> str |
     own = draft.writes(role, "path") or draft.writes(role, "architecture")
     if draft.writes(role if own else "actor", "architecture"):
         return "the frozen weights of a new architecture would stay random; set a path instead"
+    hf, reason = model.implementation == HF, None
     try:
         values = shape.config_values(model)
-        reason: str | None
-        if model.implementation == HF:
-            reason = resolve(HF_REFUSAL)(values, "lm", lora)
-        else:
-            reason = resolve(REFUSAL)(resolve(MODEL_CONFIG).from_hf(values), lora)
+        config = resolve(HF_ARCHITECTURES if hf else MODEL_CONFIG).from_hf(values)
     except (UsageError, ValueError, TypeError):
         return None  # reported by the check of weights
+    try:
+        reason = resolve(HF_REFUSAL)(values, "lm", lora) if hf else resolve(REFUSAL)(config, lora)
+    except UsageError as error:  # transformers cannot build the model
+        reason = str(error)
     return reason
 
 

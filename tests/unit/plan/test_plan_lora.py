@@ -222,6 +222,7 @@ def test_adapters_of_transformers_models_are_counted(
         ("targets: [qkv]", LARGE, "this llama model has no linear layer 'qkv'; it has down_proj"),
         ("targets: [lm_head]", LARGE, "'lm_head' is the output layer"),
         ("targets: [gate_up_proj]", DEEPSEEK, "of all experts as one tensor"),
+        ("rank: 4", {**LARGE, "hidden_act": "no"}, "cannot build a llama model: 'no'"),
     ],
 )
 def test_wrong_adapter_targets_of_transformers_models_are_rejected(
