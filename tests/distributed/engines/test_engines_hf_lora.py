@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from slurmrl.models.hf_config import MODULE
+from slurmrl.config.schema.roles import Lora
+from slurmrl.models.adapters import write_adapter
+from slurmrl.models.hf_config import MODULE, stored
 from slurmrl.models.hf_merged import MergedFolder
 from slurmrl.models.hf_targets import TRANSPOSED
 from slurmrl.models.model_tensors import open_folder
+from slurmrl.models.shapes import file_form
+from slurmrl.tensors.checkpoint.export import export
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.layout import Box
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, model
 from tests.distributed.engines.test_engines_hf_tensor import assert_trains_alike, saved_tensors
 from tests.distributed.engines.test_engines_layouts import setup_of
+from tests.distributed.engines.test_engines_lora import outputs_of
 from tests.pool import RankError, RankPool
 from tests.support import families
 
@@ -76,7 +85,7 @@ def test_tensor_ranks_train_adapters_as_one_rank(
 ) -> None:
     """Gradients, dropout and merged weights are equal, and checkpoints move between layouts."""
     base = tmp_path / "base"
-    tiny_model(family, base)
+    families.tiny_model(family, base, vocab_size=34)  # two ranks can have equal parts
     alone = setup(base, 1, head, dropout=dropout)
     split = setup(base, data_ranks, head, tensor_ranks=2, dropout=dropout)
     folder = assert_trains_alike(ranks, tmp_path, alone, split, STEP_BOUND)
@@ -88,6 +97,37 @@ def test_tensor_ranks_train_adapters_as_one_rank(
         assert {name for name in names if name.endswith("lora_A") and "/" not in name} == (
             compared & names
         )
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "qwen3_5_text"])
+def test_peft_and_merged_export_compute_as_tensor_ranks(
+    ranks: RankPool, tmp_path: Path, family: str
+) -> None:
+    """Of a dense model, of experts and of linear attention, which each rank has whole."""
+    base, folder = tmp_path / "base", tmp_path / "checkpoint"
+    families.tiny_model(family, base, vocab_size=34)  # two ranks can have equal parts
+    folder.mkdir()
+    split = setup(base, 1, tensor_ranks=2)
+    ranks(2, f"{CASES}:train", split, range(2), save=folder)
+    (adapted, frozen, _), *_ = ranks(2, f"{LORA_CASES}:loaded", split, folder)
+    saved, lora = RoleCheckpoint(folder, "actor"), Lora(rank=3, alpha=5.0, targets="all-linear")
+    values = json.loads((base / "config.json").read_text())
+    written = write_adapter(saved, tmp_path / "adapter", lora, "lm", base="base", theirs=values)
+    merged = MergedFolder(saved, open_folder(base), "lm", lora.scale)
+    form, _ = file_form(values, "hf", "lm")
+    merged_at = export(merged, form, tmp_path / "merged", generation={}, storage=stored)
+    whole, exported = (AutoModelForCausalLM.from_pretrained(each) for each in (base, merged_at))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's own
+        theirs = peft.PeftModel.from_pretrained(whole, written).eval()
+    assert (adapted["logp"] - frozen["logp"]).abs().max() > 1e-3
+    with torch.no_grad():
+        found = [(outputs_of(each, "lm"), adapted) for each in (theirs, exported.eval())]
+        with theirs.disable_adapter():
+            found.append((outputs_of(theirs, "lm"), frozen))
+    for computed, wanted in found:
+        for name, each in wanted.items():
+            torch.testing.assert_close(computed[name], each, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
