@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -34,7 +34,13 @@ from slurmrl.models.hf_trial import check_generation
 from slurmrl.models.parallel.split import Axis
 from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.tensors.ops.arguments import OnHost, upload
-from slurmrl.tensors.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
+from slurmrl.tensors.ops.collectives import whole_to_partial
+from slurmrl.tensors.ops.logprobs import (
+    Rows,
+    packed_logprobs_and_entropy,
+    packed_logprobs_of_logits,
+    vocab_parallel_logprobs_and_entropy,
+)
 from slurmrl.tensors.ops.products import wide_linear
 from slurmrl.tensors.ops.sampling import Support
 
@@ -55,6 +61,9 @@ class HFModel(PackedModel):
     tensor: HFTensorSplit | None = None
     """How tensor ranks share the parameters, if there are several."""
     tensor_rank = 0
+    _axis = Axis()
+    _vocabulary = 0
+    """Rows of the whole output layer of a model that only multiplies hidden states by it."""
 
     def __init__(
         self,
@@ -80,6 +89,8 @@ class HFModel(PackedModel):
         reject_dropout(self.inner)
         self._replayed: Replayed | None = None
         self._multiplies = head == "lm" and only_multiplies(self.inner)
+        if self._multiplies:
+            self._vocabulary = int(cast(Any, self.inner).get_output_embeddings().out_features)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
             raise UsageError(
                 f"{type(self.inner).__name__} has no linear layer 'score' to compute values with"
@@ -93,6 +104,7 @@ class HFModel(PackedModel):
     def split(self, axis: Axis) -> None:
         """Keep a tensor rank's part. Raises UsageError for a family that cannot be split."""
         self.tensor, self.tensor_rank = split_over(self.inner, axis), axis.rank
+        self._axis = axis
 
     @property
     def layers(self) -> Iterable[nn.Module]:
@@ -177,7 +189,14 @@ class HFModel(PackedModel):
         if not self._multiplies:
             return packed_logprobs_of_logits(features, *batch, support)
         weight = cast(Any, self.inner).get_output_embeddings().weight
-        return packed_logprobs_and_entropy(features, weight, *batch, support=support)
+        compute = None
+        if (own := weight.shape[0]) < self._vocabulary:
+            rows = Rows(self._axis.group, own)
+            features = whole_to_partial(features, rows.group)
+            compute = partial(vocab_parallel_logprobs_and_entropy, rows=rows)
+        return packed_logprobs_and_entropy(
+            features, weight, *batch, support=support, compute=compute
+        )
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         score = cast(nn.Linear, self.inner.score)

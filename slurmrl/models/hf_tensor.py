@@ -1,15 +1,16 @@
 """Tensor parallelism of transformers' models, by their own plans.
 
 Each tensor rank holds parts of the matrices that the family's ``tp_plan`` names, and its own heads,
-inner units and experts. Everything else is whole on each rank: the embedding, the head, norms,
-linear attention. FSDP2 then shards a rank's parts as it does with a whole model.
+inner units and experts. The ranks also share the rows of the embedding and of the output layer, if
+they can have equal parts. Everything else is whole on each rank: norms, linear attention. FSDP2
+then shards a rank's parts as it does with a whole model.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Final, NamedTuple, cast
@@ -27,7 +28,7 @@ from slurmrl.models.hf_loading import sketch
 from slurmrl.models.hf_targets import EXPERT_FIELDS
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.layout import Box, Index
-from slurmrl.tensors.ops.collectives import partial_to_whole, whole_to_partial
+from slurmrl.tensors.ops.collectives import own_to_whole, partial_to_whole, whole_to_partial
 
 COLUMNS: Final = "colwise"
 """Transformers' style of a linear layer whose outputs are split over the ranks."""
@@ -52,9 +53,8 @@ them whole: linear attention, or norms over all heads."""
 INNER: Final = "intermediate_size"
 FIRST_INPUT: Final = "first"
 """Attribute of a linear layer: the number of its first input in the whole layer."""
-WHOLE: Final = ("lm_head", "embed_tokens")
-"""The embedding and the output layer: they may be one matrix, and each rank computes
-log-probabilities with the whole one."""
+OF_TOKENS: Final = ("lm_head", "embed_tokens")
+"""The output layer and the embedding, whose rows ranks share without a plan; see `_vocabulary`."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
             module.register_forward_hook(_shared_keys(cast(int, parent.qk_rope_head_dim), tensor))
         elif style in EXPERTS:
             _share_experts(module, tensor)
+    _share_vocabulary(_vocabulary(inner, tensor.size), tensor)
     return split
 
 
@@ -229,6 +230,8 @@ def _cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit
             )
     of_parts |= between
     _check_sizes(inner, ranks, {name: whole[name][dim] for name, dim in dims.items()})
+    of_tokens = {id(p) for each in _vocabulary(inner, ranks) for p in each.parameters()}
+    dims |= {MODULE + name: 0 for name, p in inner.named_parameters() if id(p) in of_tokens}
     return found, HFTensorSplit(ranks, dims, frozenset(of_parts), whole)
 
 
@@ -270,8 +273,59 @@ def _styled(inner: PreTrainedModel) -> Iterator[tuple[str, nn.Module | nn.Parame
     named: dict[str, Any] = {**dict(inner.named_parameters()), **dict(inner.named_modules())}
     for name, found in named.items():
         key = next((key for pattern, key in patterns.items() if re.fullmatch(pattern, name)), None)
-        if key is not None and name.rpartition(".")[2] not in WHOLE:
+        if key is not None and name.rpartition(".")[2] not in OF_TOKENS:
             yield name, found, plan[key]
+
+
+def _vocabulary(inner: PreTrainedModel, ranks: int) -> list[nn.Embedding | nn.Linear]:
+    """Return the embedding and the output layer, as far as ranks can have equal parts of them."""
+    ends = (inner.get_input_embeddings(), cast(Any, inner).get_output_embeddings())
+    return [
+        each
+        for each in ends
+        if isinstance(each, nn.Embedding | nn.Linear) and each.weight.shape[0] % ranks == 0
+    ]
+
+
+def _share_vocabulary(modules: Iterable[nn.Embedding | nn.Linear], tensor: Axis) -> None:
+    """Keep this rank's rows of the embedding and the output layer. Their outputs remain whole."""
+    parts: dict[int, nn.Parameter] = {}  # a tied weight is one parameter
+    for module in modules:
+        for own, values in list(module.named_parameters(recurse=False)):
+            if id(values) not in parts:
+                part = values.detach().chunk(tensor.size)[tensor.rank].clone()
+                parts[id(values)] = nn.Parameter(part, requires_grad=values.requires_grad)
+            setattr(module, own, parts[id(values)])
+        rows = module.weight.shape[0]
+        compute: Callable[[Tensor], Tensor] = module.forward
+        if isinstance(module, nn.Linear):
+            module.out_features = rows
+            vars(module)["forward"] = partial(_whole_logits, compute, tensor)
+            continue
+        first = tensor.rank * rows
+        module.num_embeddings = rows
+        if module.padding_idx is not None:
+            padding = module.padding_idx - first
+            module.padding_idx = padding if 0 <= padding < rows else None
+        vars(module)["forward"] = partial(_whole_embeddings, compute, tensor, first, rows)
+
+
+def _whole_logits(compute: Callable[[Tensor], Tensor], tensor: Axis, x: Tensor) -> Tensor:
+    """Return logits [..., V] of inputs x [..., h]. ``compute`` makes this rank's part of them."""
+    own = compute(whole_to_partial(x, tensor.group))
+    return own_to_whole(own.movedim(-1, 0), tensor.group).movedim(0, -1).contiguous()
+
+
+def _whole_embeddings(
+    compute: Callable[[Tensor], Tensor], tensor: Axis, first: int, rows: int, ids: Tensor
+) -> Tensor:
+    """Return embeddings [..., h] of tokens.
+
+    ``compute`` reads this rank's ``rows``, the first of which belongs to the token ``first``.
+    """
+    row = ids - first
+    here = (row >= 0) & (row < rows)
+    return partial_to_whole(compute(row * here) * here.unsqueeze(-1), tensor.group)
 
 
 def _share_experts(module: nn.Module, tensor: Axis) -> None:

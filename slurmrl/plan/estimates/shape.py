@@ -149,8 +149,8 @@ class ModelShape:
     """Inner size of the shared experts, which process every token."""
     dense_layers: int = 0
     """Number of layers without experts in a model with experts."""
-    whole_vocabulary: bool = False
-    """Whether each tensor rank has the whole embedding and projection (models of transformers)."""
+    equal_vocabulary: bool = False
+    """Whether tensor ranks have a vocabulary whole that t does not divide (transformers)."""
     whole_attention: bool = False
     """Whether each tensor rank has all heads (some families of transformers)."""
     tower: int = 0
@@ -170,7 +170,7 @@ class ModelShape:
 
     def vocabulary_of_rank(self, tp: int) -> float:
         """Rows of the embedding on one tensor rank."""
-        return self.vocabulary / (1 if self.whole_vocabulary else tp)
+        return self.vocabulary / (1 if self.equal_vocabulary and self.vocabulary % tp else tp)
 
     def attention_ranks(self, tp: int) -> int:
         """Number of the tensor ranks that share the heads of attention."""
@@ -193,7 +193,7 @@ def shape_of(model: Model) -> ModelShape | None:
     if shape is None or model.implementation != HF:
         return shape
     whole = values.get("model_type") in resolve(WHOLE_ATTENTION)
-    return replace(shape, whole_vocabulary=True, whole_attention=whole)
+    return replace(shape, equal_vocabulary=True, whole_attention=whole)
 
 
 @lru_cache(maxsize=8)

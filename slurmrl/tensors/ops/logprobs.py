@@ -8,6 +8,7 @@ are float64 for float64 inputs, else float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,7 @@ from slurmrl.tensors.ops.sampling import Support
 CHUNK_ELEMENTS = 2**22
 """Logits per chunk of a small vocabulary (16 MiB in float32)."""
 CHUNK_TOKENS = 1024
-"""Minimum tokens per chunk, because each chunk reads and writes the gradient of the whole weight.
-"""
+"""Minimum tokens per chunk: each chunk reads and writes the gradient of the whole weight."""
 
 
 def chunk_tokens(vocabulary: int) -> int:
@@ -63,6 +63,7 @@ def packed_logprobs_and_entropy(
     temperature: float = 1.0,
     chunk: int | None = None,
     support: Support | None = None,
+    compute: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``logprobs_and_entropy`` aligned with packed sequences, both [T].
 
@@ -70,15 +71,16 @@ def packed_logprobs_and_entropy(
     Both are 0 at the first token of a sequence.
 
     hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory, support of the T tokens.
+    ``compute`` replaces ``logprobs_and_entropy``.
     """
     (rest,) = upload([following_tokens(cu_seqlens)], hidden.device)
-    logp, entropy = logprobs_and_entropy(
+    logp, entropy = (compute or logprobs_and_entropy)(
         hidden.index_select(0, rest - 1),
         weight,
         input_ids[rest],
-        temperature,
-        chunk,
-        None if support is None else support.at(rest),
+        temperature=temperature,
+        chunk=chunk,
+        support=None if support is None else support.at(rest),
     )
     zeros = logp.new_zeros(input_ids.shape[0])
     return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)

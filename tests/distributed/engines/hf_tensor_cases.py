@@ -19,6 +19,9 @@ from tests.support.families import tiny
 
 ATTENTION = re.compile(r"attn|attention")
 LENGTHS = (5, 9, 2)
+ROUNDING = 5e-7
+"""Largest difference of two gradients that is rounding. Some gradients are nothing else: routers
+that choose one expert, whose weight is then 1."""
 
 
 def made(family: str) -> HFModel:
@@ -60,7 +63,8 @@ def differences(families: Sequence[str]) -> list[tuple[str, float, float, bool]]
                 dist.all_reduce(gradient)
             part = whole[name][split.box(name, split.whole[name], rank).slices]
             scale = float(whole[name].abs().max()) or 1.0
-            worst = max(worst, torch.nan_to_num((gradient - part).abs(), inf).max().item() / scale)
+            apart = torch.nan_to_num((gradient - part).abs(), inf).max().item()
+            worst = max(worst, (apart - ROUNDING) / scale)
         both = torch.tensor([float((logp - wanted).abs().max()), worst])
         dist.all_reduce(both, dist.ReduceOp.MAX)
         shared = any(ATTENTION.search(name) for name in split.dims)

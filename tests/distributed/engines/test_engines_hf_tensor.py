@@ -34,9 +34,15 @@ ALONE = {"dp": 1}
 
 
 def setup(
-    family: str, sizes: dict[str, int], *, layers: bool = False, head: str = "lm", **changes: Any
+    family: str,
+    sizes: dict[str, int],
+    *,
+    layers: bool = False,
+    head: str = "lm",
+    vocabulary: int = 34,
+    **changes: Any,
 ) -> Setup:
-    architecture = {**tiny(family), "vocab_size": 33, "initializer_range": 0.1}
+    architecture = {**tiny(family), "vocab_size": vocabulary, "initializer_range": 0.1}
     one = setup_of(sizes, {}, layers=layers, head=head)
     settings = {"max_tokens_per_microbatch": 16, "implementation": "hf", **changes}
     return replace(one, model=model(architecture=architecture, **settings))
@@ -82,6 +88,7 @@ def assert_trains_alike(
         ("qwen3", {"dp": 2, "tp": 2}, {"layers": True}),
         ("gemma3_text", {"tp": 2}, {"layers": True, "gradient_checkpointing": "full"}),
         ("starcoder2", {"dp": 2, "tp": 2}, {}),
+        ("starcoder2", {"tp": 2}, {"vocabulary": 33}),  # each rank has the whole vocabulary
         ("qwen3", {"tp": 2}, {"head": "value"}),
         ("qwen3_moe", {"dp": 2, "tp": 2}, {"layers": True}),
         ("gpt_oss", {"tp": 2}, {}),
@@ -93,8 +100,9 @@ def test_tensor_ranks_train_as_one_rank(
     ranks: RankPool, tmp_path: Path, family: str, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:
     """Gradients, weights and statistics are equal, and checkpoints move between the layouts."""
-    alone = setup(family, ALONE, head=options.get("head", "lm"))
-    assert_trains_alike(ranks, tmp_path, alone, setup(family, sizes, **options), BOUND)
+    same = {name: options[name] for name in ("head", "vocabulary") if name in options}
+    alone = setup(family, ALONE, **same)
+    assert_trains_alike(ranks, tmp_path, alone, setup(family, sizes, **options), 3 * BOUND)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +162,19 @@ def test_layout_of_tensor_ranks_contains_the_whole_weights(ranks: RankPool) -> N
                 assert torch.equal(values[box], part), name
                 covered[box] = 1
         assert covered.all(), name
+
+
+def test_tensor_ranks_share_vocabulary_that_has_equal_parts() -> None:
+    """A tied weight remains one parameter. The padding token's row gets no gradient."""
+    for family, size, rows in (("llama", 34, 17), ("llama", 33, 33), ("gemma2", 34, 17)):
+        config = HFConfig.from_hf({**tiny(family), "vocab_size": size, "pad_token_id": 20})
+        made = HFModel(config, "lm", source=None, seed=0, dtype=torch.float32)
+        made.split(Axis(1, 2))
+        inner: Any = made.inner
+        table, head = inner.get_input_embeddings(), inner.get_output_embeddings()
+        assert (table.weight.shape[0], head.weight.shape[0]) == (rows, rows)
+        assert (table.weight is head.weight) == (family == "gemma2")
+        assert table.padding_idx == 20 - (size - rows)
 
 
 @pytest.mark.parametrize(

@@ -122,11 +122,12 @@ def test_length_distribution_has_the_given_mean(mean: float) -> None:
 
 
 def decode(
-    layout: str = "vllm:d1", values: Any = None, *, whole_vocabulary: bool = False, **settings: Any
+    layout: str = "vllm:d1", values: Any = None, shaped: Any = None, **settings: Any
 ) -> float:
+    """Seconds of a model of ``values``, with other fields of its shape (``shaped``)."""
     found = read(values or LLAMA_8B)
     assert found is not None
-    shape = replace(found, whole_vocabulary=whole_vocabulary)
+    shape = replace(found, **(shaped or {}))
     usual: dict[str, Any] = {
         "sequences": 64,
         "prompt": 256,
@@ -149,9 +150,13 @@ def test_decoding_reads_all_weights_for_each_token_of_the_longest_completion() -
 
 
 def test_ranks_with_the_whole_vocabulary_read_the_whole_head_but_no_embedding() -> None:
+    """Ranks of a model of transformers have the whole vocabulary if t does not divide it."""
     one: dict[str, Any] = {"sequences": 1, "prompt": 1, "lengths": LengthDistribution(1024, 1024)}
-    more = decode("native:t8", whole_vocabulary=True, **one) - decode("native:t8", **one)
-    head = 2 * LLAMA_8B["vocab_size"] * LLAMA_8B["hidden_size"]
+    equal = {"equal_vocabulary": True}
+    assert decode("native:t8", shaped=equal, **one) == decode("native:t8", **one)
+    odd: dict[str, Any] = {**LLAMA_8B, "vocab_size": LLAMA_8B["vocab_size"] - 1}
+    more = decode("native:t8", odd, equal, **one) - decode("native:t8", odd, **one)
+    head = 2 * odd["vocab_size"] * LLAMA_8B["hidden_size"]
     streamed = H100.gpu.bytes_per_s * H100.efficiency.decoding
     assert more == pytest.approx(1024 * 7 / 8 * head / streamed, rel=0.01)
 
