@@ -390,11 +390,11 @@ def call_flops(
         )
     if method is Method.TRAIN_STEP:
         tokens = lengths.sequences * lengths.longest * int(frozen)
-        total = total * (1 + BACKWARD) - tokens * forward_flops_per_token(shape, head)
+        total = total * (1 + BACKWARD) - tokens * round(forward_flops_per_token(shape, head))
         total *= passes
     return total
 
 
 def forward_flops(shape: ModelShape, head: Head, length: int) -> int:
     """Operations of a forward pass over one sequence."""
-    return length * forward_flops_per_token(shape, head) + attention_flops(shape, length)
+    return length * round(forward_flops_per_token(shape, head)) + attention_flops(shape, length)

@@ -186,18 +186,18 @@ def _copies(job: PassJob) -> int:
     return job.allocation.sizes["dp"] * job.allocation.sizes["cp"]
 
 
-def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
+def forward_flops_per_token(shape: ModelShape, head: Head, tp: int = 1) -> float:
     """Operations of the matrix products with the parameters that are active for a token.
 
-    The embedding lookup is free.
+    The embedding lookup is free. With ``tp`` tensor ranks, it is the mean of a rank.
     """
-    attention = 2 * shape.hidden * (shape.queries + shape.keys)
+    attention = 2 * shape.hidden * (shape.queries + shape.keys) / shape.attention_ranks(tp)
     dense = shape.mlp_matrices * shape.hidden * shape.inner
     routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
     sparse = shape.mlp_matrices * shape.hidden * routed + shape.hidden * shape.experts
     plain = shape.layers - shape.expert_layers
-    outputs = shape.vocabulary if head == "lm" else 1
-    layers = shape.layers * attention + plain * dense + shape.expert_layers * sparse
+    outputs = shape.vocabulary_of_rank(tp) if head == "lm" else 1 / tp
+    layers = shape.layers * attention + (plain * dense + shape.expert_layers * sparse) / tp
     return 2 * (layers + shape.hidden * outputs)
 
 
@@ -387,11 +387,11 @@ def generation(job: DecodeJob, machine: Machine) -> Seconds:
     rows = min(job.sequences, max(job.cache_tokens / (job.prompt + mean), 1.0))
     waiting = max(job.sequences - rows, 0.0)
     full = waiting / rows * mean * token_seconds(job, machine, rows, job.prompt + mean / 2)
-    flops = job.sequences / job.group * job.prompt * forward_flops_per_token(job.shape, "lm")
     tp = job.allocation.sizes["tp"]
+    flops = job.sequences / job.group * job.prompt * forward_flops_per_token(job.shape, "lm", tp)
     share = machine.efficiency.of_product(job.shape.queries / tp)
     parts = min(job.allocation.sizes["pp"], max(job.sequences / job.group, 1.0))
-    prefill = flops / tp / parts / machine.flops(share, job.width)
+    prefill = flops / parts / machine.flops(share, job.width)
     return {"prefill": prefill, "decode": full + _until_the_last(job, machine, rows)}
 
 
@@ -417,7 +417,7 @@ def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float)
     """Sequences of one of the parts that the stages decode at a time; each part passes them all."""
     weights = _read_elements(job, own) * job.width / streamed
     share = machine.efficiency.products
-    products = own * forward_flops_per_token(shape, "lm") / tp / machine.flops(share, job.width)
+    products = own * forward_flops_per_token(shape, "lm", tp) / machine.flops(share, job.width)
     keys = 2 * shape.layers * shape.kv_heads_of_rank(tp) * shape.head_dim * job.width
     rates = machine.efficiency
     costs = ENGINES.get(job.allocation.backend, EngineCosts(rates.token, rates.row))

@@ -161,6 +161,15 @@ def test_ranks_with_the_whole_vocabulary_read_the_whole_head_but_no_embedding() 
     assert more == pytest.approx(1024 * 7 / 8 * head / streamed, rel=0.01)
 
 
+def test_ranks_with_whole_attention_compute_all_of_it() -> None:
+    """Prefill and decoding of many sequences are bound by products."""
+    many: dict[str, Any] = {"sequences": 8192, "prompt": 4096, "cache_tokens": 1e9}
+    whole = {"whole_attention": True}
+    flops = [decode("native:t8", shaped=each, **many) for each in (None, whole)]
+    assert flops[1] > 1.5 * flops[0]
+    assert decode("native:t1", shaped=whole, **many) == decode("native:t1", **many)
+
+
 def test_pipeline_stages_do_not_speed_up_a_single_sequence() -> None:
     """Its tokens pass the stages one after the other and read all weights, as without stages."""
     one = {"sequences": 1, "lengths": LengthDistribution(1023, 1024)}
