@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,11 +22,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from slurmrl import child
 from slurmrl.errors import EnvironmentFailure
 
 DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 SMI: Final = "nvidia-smi"
 TIMEOUT_S: Final = 20.0
+MOST_BYTES: Final = 2**20
+"""Maximum bytes read of nvidia-smi's output."""
 LEAST_DRIVER: Final = {11: 450, 12: 525, 13: 580}
 """First branch of the driver that serves every minor version of a CUDA release (the tables "CUDA
 minor version compatibility" of NVIDIA's release notes)."""
@@ -142,18 +144,10 @@ def nvidia_smi(*arguments: str) -> str | None:
     if shutil.which(SMI) is None:
         return None
     try:
-        done = subprocess.run(
-            [SMI, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = child.run([SMI, *arguments], TIMEOUT_S, kept_bytes=MOST_BYTES)
+    except OSError:
         return None
-    return done.stdout if done.returncode == 0 else None
+    return done.output.decode(errors="replace") if done.code == 0 else None
 
 
 def compute_capability() -> float | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections import deque
@@ -15,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurmrl import log
+from slurmrl import child, log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.run import hang
@@ -136,18 +135,17 @@ def _py_spy(pid: int, state: str, deadline: float) -> str:
         ("--nonblocking",) if state in (*HELD, BLOCKED) else ("--native", "--nonblocking")
     ):
         try:
-            done = subprocess.run(
-                [program, "dump", option, "--pid", str(pid)],
-                capture_output=True,
-                timeout=max(0.0, deadline - time.monotonic()),
-                check=False,
-                stdin=subprocess.DEVNULL,
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
+            left_s = deadline - time.monotonic()
+            command = [program, "dump", option, "--pid", str(pid)]
+            late = child.ChildEnd(None)
+            done = child.run(command, left_s, kept_bytes=MOST_BYTES) if left_s > 0 else late
+        except OSError as error:
             return f"({PY_SPY}: {error})\n"
-        if done.returncode == 0:
-            return SEEN + done.stdout.decode(errors="replace")[:MOST_BYTES]
-        failed = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        if done.code is None:
+            return f"({PY_SPY} did not end in time)\n"
+        if done.code == 0:
+            return SEEN + done.output.decode(errors="replace")
+        failed = done.errors.partition("\n")[0]
     return f"({PY_SPY} cannot read it: {failed}{DENIED if 'ermission' in failed else ''})\n"
 
 

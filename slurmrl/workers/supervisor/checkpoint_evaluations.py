@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -41,7 +40,7 @@ from slurmrl.run.history.slots import History, Kind
 from slurmrl.run.history.state import Commit, fold, recent
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.manifest import ORIGIN, is_pinned
-from slurmrl.workers.supervisor.tasks_inside import signals_held_back, unblock
+from slurmrl.workers.supervisor.tasks_inside import signals_held_back
 
 logger = log.get(__name__)
 
@@ -232,18 +231,12 @@ class _Failures:
 def _error(command: list[str]) -> str:
     """Run a command; return why it failed, or "" if it succeeded."""
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=TIMEOUT_S,
-            preexec_fn=unblock,
-            check=False,
-        )
-    except (subprocess.TimeoutExpired, OSError) as error:
+        done = child.run(command, TIMEOUT_S)
+    except OSError as error:
         return str(error)
-    said = done.stderr.decode(errors="replace").strip()
-    return "" if done.returncode == 0 else said[-SAID:] or f"exit code {done.returncode}"
+    if done.code is None:
+        return f"it did not end within {TIMEOUT_S:g} s"
+    return "" if done.code == 0 else done.errors[-SAID:] or f"exit code {done.code}"
 
 
 def link_files(paths: RunPaths, commit: Commit) -> None:

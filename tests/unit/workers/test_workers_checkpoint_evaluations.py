@@ -282,9 +282,14 @@ def test_cancelled_trial_or_trial_without_suites_submits_nothing(
     assert site.commands == []
 
 
-def test_failed_submission_command_reports_its_reason(tmp_path: Path) -> None:
+def test_failed_submission_command_reports_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = ["/bin/sh", "-c", "echo 'no such partition' >&2; exit 3"]
     assert checkpoint_evaluations._error(script) == "no such partition"
     assert checkpoint_evaluations._error(["/bin/sh", "-c", "exit 3"]) == "exit code 3"
     assert checkpoint_evaluations._error(["/bin/true"]) == ""
     assert "absent" in checkpoint_evaluations._error([str(tmp_path / "absent")])
+    monkeypatch.setattr(checkpoint_evaluations, "TIMEOUT_S", 0.1)
+    late = checkpoint_evaluations._error(["/bin/sleep", "600"])
+    assert late == "it did not end within 0.1 s"
