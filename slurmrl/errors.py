@@ -55,7 +55,7 @@ class UnreadableInputError(UsageError):
         return str(self.args[0]) if self.args else ""
 
 
-class RefusedError(UsageError):
+class RejectedError(UsageError):
     """A server refuses a request. ``args``: the message and `status`."""
 
     @property

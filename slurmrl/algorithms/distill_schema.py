@@ -39,8 +39,8 @@ class Distill(AlgorithmSchema):
         return (generate_call(config), teacher_call(), train)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        judged = () if config.reward is None else reward_calls(config)
-        return (generate_call(config), *judged, teacher_call())
+        scoring = () if config.reward is None else reward_calls(config)
+        return (generate_call(config), *scoring, teacher_call())
 
 
 def teacher_call() -> Call:

@@ -56,9 +56,9 @@ class Generate(AlgorithmSchema):
 
     def calls(self, config: Config) -> tuple[Call, ...]:
         turns = config.rollout.episode.has_turns
-        judged = reward_calls(config) if config.reward is not None or turns else ()
-        record = completions_call(config, logprobs=self.logprobs, rewards=bool(judged))
-        return (generate_call(config), *judged, record)
+        scoring = reward_calls(config) if config.reward is not None or turns else ()
+        record = completions_call(config, logprobs=self.logprobs, rewards=bool(scoring))
+        return (generate_call(config), *scoring, record)
 
 
 class Evaluate(AlgorithmSchema):

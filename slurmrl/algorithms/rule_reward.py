@@ -22,9 +22,9 @@ from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Record
-from slurmrl.plan.metric_names import JUDGED, UNSCORED
+from slurmrl.plan.metric_names import SCORED_BY_TASKS, UNSCORED
 from slurmrl.rewards.checked_reward import Extras, of_completion
-from slurmrl.rewards.scores import JudgedCompletions, check_sum
+from slurmrl.rewards.scores import ScoredCompletions, check_sum
 from slurmrl.rewards.weighted import Row, WeightedReward, make_reward
 
 if TYPE_CHECKING:
@@ -47,14 +47,14 @@ class RuleRewardInterface(Interface):
         does not score failed episodes, nor completions that a rollout task has scored. The sample
         has the dataset's metadata.
         """
-        groups = [context.stored(name).judged if context.stored else None for name in sample.ids]
+        groups = [context.stored(name).scored if context.stored else None for name in sample.ids]
         reward = self._prepare(context) if any(group is None for group in groups) else None
         questions = Questions.about(sample, context)
         completions, places = questions.completions, questions.places
         counts = sample.sequence_counts("input_ids")
-        judged = _judged(groups, counts, questions, reward)
-        scores: Sequence[float | None] = judged.scores
-        stats = judged.metrics()
+        found = _scored(groups, counts, questions, reward)
+        scores: Sequence[float | None] = found.scores
+        stats = found.metrics()
         if TURN_REWARDS in sample.keys:
             scores = _with_turns(scores, earned(sample), places)
         rewards = torch.tensor([nan if one is None else one for one in scores], dtype=torch.float32)
@@ -65,7 +65,7 @@ class RuleRewardInterface(Interface):
             stats[UNSCORED] = (float(len(scores) - len(scored)), float(len(scores)))
         if context.stored:
             by_tasks = sum(count for count, group in zip(counts, groups, strict=True) if group)
-            stats[JUDGED] = (float(by_tasks), float(len(scores)))
+            stats[SCORED_BY_TASKS] = (float(by_tasks), float(len(scores)))
         evaluation = config.evaluation if context.evaluation else None
         records: dict[str, Record] = {}
         if evaluation is not None:
@@ -77,7 +77,7 @@ class RuleRewardInterface(Interface):
                 data={"rewards": rewards},
             ),
             stats,
-            _texts(sample, completions, scores, judged.parts, context),
+            _texts(sample, completions, scores, found.parts, context),
             records=records,
         )
 
@@ -99,12 +99,12 @@ class RuleRewardInterface(Interface):
         return self._reward
 
 
-def _judged(
-    groups: Sequence[JudgedCompletions | None],
+def _scored(
+    groups: Sequence[ScoredCompletions | None],
     counts: Sequence[int],
     questions: Questions,
     reward: WeightedReward | None,
-) -> JudgedCompletions:
+) -> ScoredCompletions:
     """Scores from rollout tasks, and from the reward function for all other items."""
     left = [
         place
@@ -113,9 +113,9 @@ def _judged(
         for place in range(end - count, end)
     ]
     if reward is None:
-        return JudgedCompletions().spread([], len(left)).filled(groups, counts)
-    judge = reward.judge
-    return questions.of(left).answered(lambda asked: judge(**vars(asked))).filled(groups, counts)
+        return ScoredCompletions().spread([], len(left)).filled(groups, counts)
+    score = reward.score
+    return questions.of(left).answered(lambda asked: score(**vars(asked))).filled(groups, counts)
 
 
 def score_records(
@@ -211,7 +211,7 @@ def _rendered(sample: SequenceSample, item: int, number: int, tokenizer: Any) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """The arguments of `WeightedReward.judge`, one entry for each completion."""
+    """The arguments of `WeightedReward.score`, one entry for each completion."""
 
     prompts: Sequence[str]
     completions: Sequence[str]
@@ -245,17 +245,17 @@ class Questions:
             extras=of_completion(self.extras, places),
         )
 
-    def answered(self, judge: Judge) -> JudgedCompletions:
+    def answered(self, score: ScoreQuestions) -> ScoredCompletions:
         """Score the completions, except completions without a token.
 
         These score 0: their episodes have failed.
         """
         asked = [place for place, tokens in enumerate(self.extras["token_ids"]) if tokens]
-        found = judge(self.of(asked)) if asked else JudgedCompletions()
+        found = score(self.of(asked)) if asked else ScoredCompletions()
         return found.spread(asked, len(self.completions))
 
 
-Judge: TypeAlias = Callable[[Questions], JudgedCompletions]
+ScoreQuestions: TypeAlias = Callable[[Questions], ScoredCompletions]
 
 
 def decode_completions(

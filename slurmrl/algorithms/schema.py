@@ -239,9 +239,9 @@ def generate_call(config: Config, *, also: tuple[str, ...] = ()) -> Call:
 
 def reward_calls(config: Config) -> tuple[Call, ...]:
     """Return the calls that score completions: the reward, after the model that it uses, if any."""
-    judge = reward_call(config)
+    scoring = reward_call(config)
     if config.reward is None or not config.reward.uses_model:
-        return (judge,)
+        return (scoring,)
     scores = Call(
         name="reward_model_inf",
         role=REWARD_MODEL,
@@ -251,7 +251,7 @@ def reward_calls(config: Config) -> tuple[Call, ...]:
         outputs=("model_scores",),
         metrics=("model_score",),
     )
-    return (scores, replace(judge, inputs=(*judge.inputs, "model_scores")))
+    return (scores, replace(scoring, inputs=(*scoring.inputs, "model_scores")))
 
 
 def reward_call(config: Config) -> Call:

@@ -146,7 +146,7 @@ def _plan(
     from slurmrl.cli.searching import faster_layout
     from slurmrl.desk import trial_code
     from slurmrl.desk.proposal import kept_defaults
-    from slurmrl.desk.submitting import refusal
+    from slurmrl.desk.submitting import rejection
     from slurmrl.desk.trials import chosen_root
     from slurmrl.display.terminal import Lines
     from slurmrl.plan import build, precision
@@ -179,7 +179,7 @@ def _plan(
     slurm = settings.config.cluster.slurm
     made["warnings" if slurm.container or slurm.setup else "missing"] += code.notes
     made["missing"] += trial_code.undefined(settings)
-    if reason := refusal(settings):
+    if reason := rejection(settings):
         made["missing"].append(reason)
     if settings.profile is not None:
         made["profile"] = settings.profile.to_json()

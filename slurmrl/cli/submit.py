@@ -142,7 +142,7 @@ def report_checks(
 
     Raises ConfigError for findings that would make the run fail.
     """
-    from slurmrl.desk.trial_checks import refuse
+    from slurmrl.desk.trial_checks import reject
 
     if timeout_s is None:
         click.echo("not checked: data, weights, tokenizer, reward, disk (--no-check)", err=True)
@@ -150,7 +150,7 @@ def report_checks(
         what = "data, weights, tokenizer, reward, disk"
         click.echo(f"checking {what} of {proposal.trial} (--no-check skips this) …", err=True)
     checked = proposal.check(timeout_s, compared)
-    refuse(checked)
+    reject(checked)
     for one in checked:
         click.echo(f"{one.weight}: {one.problem}", err=True)
     return checked

@@ -214,11 +214,11 @@ def _problem(
     elif details["type"] == "extra_forbidden":
         message = unknown_key(schema, location, prefix)
     else:
-        message = refused(details)
+        message = rejected(details)
     return source.problem((*prefix, *location), message)
 
 
-def refused(details: ErrorDetails) -> str:
+def rejected(details: ErrorDetails) -> str:
     """Return the value that breaks a rule, and the rule."""
     value = details["input"]
     context: Mapping[str, Any] = details.get("ctx", {})

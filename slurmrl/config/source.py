@@ -241,14 +241,14 @@ class Builder:
             message = f"more than {MOST_VALUES} values, with every alias expanded"
             raise ConfigError((Problem(self._where(node), dotted(path), message),))
         if len(path) > MOST_DEPTH:
-            return self._refuse(path, f"nested more than {MOST_DEPTH} levels deep")
+            return self._reject(path, f"nested more than {MOST_DEPTH} levels deep")
         if isinstance(node, ScalarNode):
             value = self._scalar(node, path)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 self._source.marks[path] = Mark(self._source.where(path), str(node.value))
             return value
         if id(node) in self._open:
-            return self._refuse(path, "an alias must not refer to a value that contains it")
+            return self._reject(path, "an alias must not refer to a value that contains it")
         self._open.add(id(node))
         try:
             if isinstance(node, MappingNode):
@@ -262,14 +262,14 @@ class Builder:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, ScalarNode):
-                self._refuse(path, "a key must be a plain word")
+                self._reject(path, "a key must be a plain word")
                 continue
             key = str(key_node.value)
             here = (*path, key)
             if key in values:
                 first = self._source.where(here)
                 self._mark(here, key_node)
-                self._refuse(here, f"duplicate key; first at {first}")
+                self._reject(here, f"duplicate key; first at {first}")
                 continue
             self._mark(here, key_node)
             values[key] = self.value(value_node, here)
@@ -289,20 +289,20 @@ class Builder:
             value = self._constructor.construct_object(node)
         except (YAMLError, ValueError) as error:
             reason = getattr(error, "problem", None) or error
-            return self._refuse(path, f"{node.value!r} cannot be read: {reason}")
+            return self._reject(path, f"{node.value!r} cannot be read: {reason}")
         if isinstance(value, str):
             return self.text(value, path)
         if isinstance(value, int) and abs(value) > LARGEST:
-            return self._refuse(path, f"{node.value[:20]}… has more than {MOST_DIGITS} digits")
+            return self._reject(path, f"{node.value[:20]}… has more than {MOST_DIGITS} digits")
         if value is None or isinstance(value, bool | int | float):
             return value
-        return self._refuse(path, f"{node.value!r} has the unsupported type {node.tag}")
+        return self._reject(path, f"{node.value!r} has the unsupported type {node.tag}")
 
     def text(self, text: str, path: KeyPath) -> str | None:
         """Return the text if it contains only valid characters."""
         if is_text(text):
             return text
-        self._refuse(path, f"{text!r} contains a lone surrogate, which is not a character")
+        self._reject(path, f"{text!r} contains a lone surrogate, which is not a character")
         return None
 
     def _mark(self, path: KeyPath, node: Node) -> None:
@@ -311,7 +311,7 @@ class Builder:
     def _where(self, node: Node) -> str:
         return f"{self._file}:{node.start_mark.line + 1}" if self._file else COMMAND_LINE
 
-    def _refuse(self, path: KeyPath, message: str) -> None:
+    def _reject(self, path: KeyPath, message: str) -> None:
         self._source.problems.append(self._source.problem(path, message))
 
 

@@ -83,7 +83,7 @@ class SampleLedger(Ledger):
         """``lineage`` belongs to the new ``incarnation``; leases in the record are older."""
         record = record or LedgerRecord()
         super().__init__(record)
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         """Results and samples that did not count, by reason, since the incarnation began."""
         self._incarnation = incarnation
         self._lineage = lineage
@@ -167,11 +167,11 @@ class SampleLedger(Ledger):
     def finish(self, lease: str, sample: StoredGroup) -> bool:
         """Take the sample of a leased item.
 
-        Return whether it counts (see `refused`). If the sample is rolled back, queue its item
+        Return whether it counts (see `rejected`). If the sample is rolled back, queue its item
         again.
         """
         if not self._release(lease, (sample.item,)):
-            self.refused[LATE] += 1
+            self.rejected[LATE] += 1
             return False
         if not self._counts(sample):
             self._queued_again.add(sample.item)
@@ -299,7 +299,7 @@ class SampleLedger(Ledger):
         versions = map(VersionId.parse, sample.versions)
         if all(self._lineage.has(one.step, one.incarnation) for one in versions):
             return True
-        self.refused[ROLLED_BACK] += 1
+        self.rejected[ROLLED_BACK] += 1
         return False
 
     def _hold(self, lease: LeasedItems) -> None:

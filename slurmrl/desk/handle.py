@@ -10,7 +10,7 @@ from typing import Any, Final
 from slurmrl.desk import trial_code, trial_jobs, trials
 from slurmrl.desk.proposal import Proposal, propose, propose_resume
 from slurmrl.desk.submitting import submit as start
-from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, refuse
+from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, reject
 from slurmrl.errors import UsageError, WaitTimeoutError
 from slurmrl.run import evaluated
 from slurmrl.run.paths import RunPaths
@@ -161,5 +161,5 @@ def find(name: str, root: str | None) -> Trial:
 
 
 def _start(proposal: Proposal, *, check: bool) -> None:
-    refuse(proposal.check(CHECK_TIMEOUT_S if check else None))
+    reject(proposal.check(CHECK_TIMEOUT_S if check else None))
     start(proposal)

@@ -208,8 +208,8 @@ class InputChecks:
                         f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
                     )
                     yield Finding("reward", Weight.FAILED, message, key)
-                sections = judged(self.config, key)
-                yield from self._judged_rows(function, sections)
+                sections = scored_datasets(self.config, key)
+                yield from self._scored_rows(function, sections)
                 prompts = (name for name, part in sources(sections) if part.kind == "prompt")
                 if rows := next((self.rows[name] for name in prompts if name in self.rows), None):
                     yield from score_first_row(reward, key, function, rows, self._metric)
@@ -248,7 +248,7 @@ class InputChecks:
         for dataset in chat:
             Dialogue(dataset, tokenizer).require([role])
 
-    def _judged_rows(
+    def _scored_rows(
         self, function: WeightedReward, sections: Mapping[KeyPath, DatasetConfig]
     ) -> Iterator[Finding]:
         """Yield the rows that the reward cannot score."""
@@ -264,10 +264,10 @@ class InputChecks:
                 continue
             checked = function.check_rows(rows.scored(range(len(rows))))
             messages = zip(rows.records.numbers, checked, strict=True)
-            refused = ((number, message) for number, message in messages if message)
+            rejected = ((number, message) for number, message in messages if message)
             problems = [
                 Problem(rows.records.where(number), dataset.answer_key, message)
-                for number, message in islice(refused, MOST_PROBLEMS)
+                for number, message in islice(rejected, MOST_PROBLEMS)
             ]
             for problem in listed(problems):
                 yield Finding("reward", Weight.FAILED, problem.message, problem.key, problem.where)
@@ -411,17 +411,17 @@ def sources(sections: Mapping[KeyPath, DatasetConfig]) -> Iterator[tuple[str, Da
             yield dotted((*key, "sources", name) if name else key), part
 
 
-def judged(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
+def scored_datasets(config: Config, reward: str) -> Mapping[KeyPath, DatasetConfig]:
     """Return the datasets that the reward with this dotted key scores.
 
     The trial's reward scores all datasets, except for suites with a separate reward.
     """
-    judges: dict[KeyPath, str] = {("dataset",): "reward"}
+    rewards: dict[KeyPath, str] = {("dataset",): "reward"}
     for suite in config.evaluations:
         key = evaluation_key(suite)
         own = (*key, "reward") in config.rewards()
-        judges[*key, "dataset"] = dotted((*key, "reward")) if own else "reward"
-    return {key: part for key, part in config.datasets().items() if judges[key] == reward}
+        rewards[*key, "dataset"] = dotted((*key, "reward")) if own else "reward"
+    return {key: part for key, part in config.datasets().items() if rewards[key] == reward}
 
 
 def limits(dataset: DatasetConfig) -> str:

@@ -141,7 +141,7 @@ class DataReport:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ScoredItem:
     """One completion and its score."""
 
     line: int
@@ -155,7 +155,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class Tried:
-    items: tuple[Judged, ...]
+    items: tuple[ScoredItem, ...]
     stats: dict[str, float]
     """Means of the reward's other statistics."""
     made_s: float
@@ -178,8 +178,8 @@ class RewardData:
                 (settings.source.problem(("reward",), "the configuration has no reward"),)
             )
         self.reward: Reward = config.reward
-        judged = [own for own in config.evaluations.values() if own.reward == config.reward]
-        sections = (config.dataset, *(own.held_out for own in judged))
+        suites = [own for own in config.evaluations.values() if own.reward == config.reward]
+        sections = (config.dataset, *(own.held_out for own in suites))
         prompts = [data for data in sections if data.kind == "prompt"]
         if not prompts:
             message = "has no prompts for a reward to score: type 'prompt' is required"
@@ -216,7 +216,7 @@ def try_reward(
         )
         reply = _checked(request, data.reward.title, timeout_s)
     return Tried(
-        tuple(Judged(**item) for item in reply["items"]),
+        tuple(ScoredItem(**item) for item in reply["items"]),
         {name: total / count for name, (total, count) in reply["stats"].items() if count},
         reply["made_s"],
         reply["scored_s"],

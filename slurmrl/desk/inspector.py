@@ -38,7 +38,7 @@ from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.registry import describe
 from slurmrl.rewards.checked_reward import MODEL_SCORES
-from slurmrl.rewards.scores import JudgedCompletions
+from slurmrl.rewards.scores import ScoredCompletions
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.tools import ToolSchemas
 
@@ -191,7 +191,7 @@ def _try(request: Mapping[str, Any]) -> dict[str, Any]:
             completions = [item.completion for item in items]
             extras["token_ids"] = token_ids(config.actor.tokenizer, completions)
         made = time.monotonic()
-        judged = _judged(function, rows, items, extras)
+        found = _scored(function, rows, items, extras)
         scored = time.monotonic()
         shown = [
             {
@@ -201,10 +201,10 @@ def _try(request: Mapping[str, Any]) -> dict[str, Any]:
                 "answer": rows.answer(item.row),
                 "score": score,
             }
-            for item, score in zip(items, judged.scores, strict=True)
+            for item, score in zip(items, found.scores, strict=True)
         ]
         times = {"made_s": made - began, "scored_s": scored - made}
-        return {"items": shown, "stats": judged.metrics(), **times}
+        return {"items": shown, "stats": found.metrics(), **times}
 
 
 def _made(settings: Reward) -> WeightedReward:
@@ -217,10 +217,10 @@ def _made(settings: Reward) -> WeightedReward:
         raise UsageError(f"reward '{settings.title}': {describe(error)}") from error
 
 
-def _judged(
+def _scored(
     function: WeightedReward, rows: FoundRows, items: Sequence[Item], extras: dict[str, Any]
-) -> JudgedCompletions:
-    return function.judge(
+) -> ScoredCompletions:
+    return function.score(
         [rows.prompt(item.row) for item in items],
         [item.completion for item in items],
         [{**item.row.values, "answer": rows.answer(item.row)} for item in items],

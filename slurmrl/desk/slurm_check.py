@@ -15,7 +15,7 @@ from slurmrl.plan.placement import ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import near
 from slurmrl.scheduler.base import SubmissionRequest
-from slurmrl.scheduler.batch_script import Refusal, refusals
+from slurmrl.scheduler.batch_script import Rejection, rejections
 from slurmrl.scheduler.client import SlurmClient, is_out_of_service
 from slurmrl.scheduler.parse import Partition
 
@@ -42,12 +42,12 @@ def ask_slurm(
     """
     client = client or SlurmClient(timeout_s=TIMEOUT_S)
     try:
-        refused = list(refusals(client, request))
+        rejected = list(rejections(client, request))
         partitions = {one.name: one for one in client.partitions()}
     except SchedulerError as error:
         text = f"Slurm was not asked whether it accepts the jobs: {error}"
         return [Finding(SUBJECT, Weight.WARNING, text)]
-    findings = [_refused(one, settings, client, partitions) for one in refused]
+    findings = [_rejected(one, settings, client, partitions) for one in rejected]
     found = {finding.key for finding in findings}
     for group in request.groups:
         slurm = slurm_of(settings.config, group.name)
@@ -60,8 +60,8 @@ def ask_slurm(
     return findings
 
 
-def _refused(
-    one: Refusal, settings: Settings, client: SlurmClient, partitions: dict[str, Partition]
+def _rejected(
+    one: Rejection, settings: Settings, client: SlurmClient, partitions: dict[str, Partition]
 ) -> Finding:
     name = one.directive
     if name.startswith("#"):
@@ -114,7 +114,7 @@ def _partitions_of(slurm: Slurm, partitions: dict[str, Partition]) -> list[Parti
 
 
 def _out_of_service(
-    one: Refusal, settings: Settings, client: SlurmClient, partitions: dict[str, Partition]
+    one: Rejection, settings: Settings, client: SlurmClient, partitions: dict[str, Partition]
 ) -> bool:
     """Return whether a host or partition that the job may use is out of service."""
     slurm = slurm_of(settings.config, one.group)

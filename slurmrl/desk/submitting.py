@@ -189,7 +189,7 @@ def _outlook(proposal: Proposal) -> Outlook:
     return Outlook(state, complete=False, left=left, submission=newest, notes=tuple(notes))
 
 
-def refusal(settings: Settings) -> str:
+def rejection(settings: Settings) -> str:
     """Return why the trial of this name cannot continue with a configuration.
 
     Empty if it can, if there is no such trial, or if it began with another slurmrl, whose defaults

@@ -129,7 +129,7 @@ def check_trial(
     return sorted(placed, key=lambda finding: order.index(finding.weight))
 
 
-def refuse(findings: Sequence[Finding]) -> None:
+def reject(findings: Sequence[Finding]) -> None:
     """Raise ConfigError with all findings that would make the run fail."""
     failed = tuple(finding.problem for finding in findings if finding.weight is Weight.FAILED)
     if failed:

@@ -27,11 +27,11 @@ STALENESS_MAX: Final = "rollout/staleness_max"
 """Metrics of the groups of a step."""
 WAITED_S: Final = "rollout/waited_s"
 """For the groups of a step."""
-JUDGED: Final = "rollout/judged"
+SCORED_BY_TASKS: Final = "rollout/judged"
 """The share of the completions of a step whose rewards come from tasks."""
 UNSCORED: Final = "reward_unscored"
 """The share of completions to which the reward gave no score, where it may do so."""
-ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, JUDGED)
+ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, SCORED_BY_TASKS)
 """Metrics of trials with rollout tasks."""
 UPDATE_KEPT: Final = "update_kept"
 """The share of the actor's update that the weights in the type of generation have."""
@@ -60,12 +60,12 @@ def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     names |= {UPDATE_KEPT} if rounds_to(config) and generates(calls) else set()
     for suite, own in config.evaluations.items():
         evaluation_calls = algorithm.evaluation_calls(own)
-        judged = {name for call in evaluation_calls for name in call.metrics}
-        judged |= _part_metrics(own) if makes_rewards(evaluation_calls) else set()
+        measured = {name for call in evaluation_calls for name in call.metrics}
+        measured |= _part_metrics(own) if makes_rewards(evaluation_calls) else set()
         measures = algorithm.evaluation_measures(own)
-        judged |= {f"{name}{end}" for name in measures for end in ("", "/low", "/high")}
+        measured |= {f"{name}{end}" for name in measures for end in ("", "/low", "/high")}
         prefix = evaluation_metric(suite)
-        names |= {f"{prefix}{name}" for name in judged | set(STEP_METRICS)} | {EVALUATION_S}
+        names |= {f"{prefix}{name}" for name in measured | set(STEP_METRICS)} | {EVALUATION_S}
         names |= set() if suite == WHOLE else {f"{EVALUATION_S}/{suite}"}
     return sorted(names)
 

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, NamedTuple, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from slurmrl.config.problems import refused
+from slurmrl.config.problems import rejected
 from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.config import OWN_ROLE, ROLES
@@ -275,9 +275,9 @@ def _wrong_default(schema: type[BaseModel]) -> str:
     """Return why a setting cannot have its default, which pydantic checks only on demand."""
     strict = {"model_config": ConfigDict(validate_default=True)}
     try:
-        return _refused_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))
+        return _rejected_default(cast(type[BaseModel], type(schema.__name__, (schema,), strict)))
     except Exception as error:  # noqa: BLE001 - a user's validator may need the missing values
-        if not (message := _refused_default(_without_validators(schema))):
+        if not (message := _rejected_default(_without_validators(schema))):
             return ""
         return f"{message}; and a validator raises {type(error).__name__} on defaults: {error}"
 
@@ -292,13 +292,13 @@ def _without_validators(schema: type[BaseModel]) -> type[BaseModel]:
     return made
 
 
-def _refused_default(model: type[BaseModel]) -> str:
+def _rejected_default(model: type[BaseModel]) -> str:
     try:
         model.model_validate({})
     except ValidationError as error:
         wrong = [each for each in error.errors() if each["loc"] and each["type"] != "missing"]
         for details in wrong:
-            setting, reason = dotted(details["loc"]), refused(details)
+            setting, reason = dotted(details["loc"]), rejected(details)
             return f"the default of {model.__name__}.{setting} is wrong: {reason}"
     return ""
 

@@ -107,8 +107,8 @@ class CodeReward(RewardFunction):
         )
         self._pool = ProcessPool(program, timeout_s + GRACE_S, processes)
         self._checked = False
-        self._unjudged = 0
-        self._judged = 0
+        self._unscored = 0
+        self._scored = 0
 
     def __call__(
         self,
@@ -131,12 +131,12 @@ class CodeReward(RewardFunction):
         if not self._share:  # most wrong programs fail the first test
             self._advance(runs, 1, deadline)
         self._advance(runs, MOST_CASES, deadline)
-        self._judged = len(runs)
-        self._unjudged = sum(bool(run.unjudged) for run in runs)
+        self._scored = len(runs)
+        self._unscored = sum(bool(run.unscored) for run in runs)
         for index, run in enumerate(runs):
-            if run.unjudged:
+            if run.unscored:
                 message = "a program could not be scored and gets 0, %s: %s"
-                logger.warning(message, run.unjudged, programs[index][:200])
+                logger.warning(message, run.unscored, programs[index][:200])
         return [run.score(share=self._share) for run in runs]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -152,7 +152,7 @@ class CodeReward(RewardFunction):
         return problems
 
     def stats(self) -> dict[str, tuple[float, float]]:
-        return {"reward_unjudged": (float(self._unjudged), float(self._judged))}
+        return {"reward_unjudged": (float(self._unscored), float(self._scored))}
 
     def close(self) -> None:
         self._pool.close()
@@ -175,8 +175,8 @@ class CodeReward(RewardFunction):
         if not requests:
             return
         left_s = max(deadline - time.monotonic(), 0.0)
-        most_judges = min(self.cores, MOST_PROCESSES)
-        replies = self._pool.ask(requests, most=most_judges, within_s=left_s)
+        most_processes = min(self.cores, MOST_PROCESSES)
+        replies = self._pool.ask(requests, most=most_processes, within_s=left_s)
         for (run, cases), reply in zip(owners, replies, strict=True):
             run.add(cases, reply)
 
@@ -221,7 +221,7 @@ class _Run:
 
     def __init__(self, program: str, cases: Sequence[Case]) -> None:
         self.program = program
-        self.unjudged = ""
+        self.unscored = ""
         """Reason why it could not be scored, if any."""
         self._cases = cases
         self._begun = 0
@@ -233,7 +233,7 @@ class _Run:
 
         There are none for a program that can no longer pass.
         """
-        if self.unjudged or (self._failed and not share):
+        if self.unscored or (self._failed and not share):
             return []
         cases = self._cases[self._begun : self._begun + most]
         self._begun += len(cases)
@@ -249,7 +249,7 @@ class _Run:
 
     def add(self, cases: Sequence[Case], reply: Reply | Unanswered) -> None:
         if isinstance(reply, Unanswered):
-            self.unjudged = reply.why
+            self.unscored = reply.why
             return
         results = zip(cases, reply["results"], strict=False)  # the sandbox may have stopped early
         passed = sum(case.passed(result) for case, result in results)
@@ -257,7 +257,7 @@ class _Run:
         self._failed = self._failed or passed < len(cases)
 
     def score(self, *, share: bool) -> float:
-        if self.unjudged:
+        if self.unscored:
             return 0.0
         return self._passed / len(self._cases) if share else float(not self._failed)
 

@@ -73,8 +73,8 @@ class MathReward(RewardFunction):
             raise UsageError(f"batch_timeout_s {batch_timeout_s} must be positive")
         self._batch_timeout_s = batch_timeout_s
         self._pool = ProcessPool(PROGRAM, timeout_s, processes)
-        self._unjudged = 0
-        self._judged = 0
+        self._unscored = 0
+        self._scored = 0
 
     def __call__(  # type: ignore[override]
         self,
@@ -91,17 +91,17 @@ class MathReward(RewardFunction):
         :raises UnusableRowError: a reference has nothing to compare with.
         """
         asked = zip(completions, rows, finished, strict=True)
-        replies = self._judge([self._request(*each) for each in asked], self._batch_timeout_s)
+        replies = self._score([self._request(*each) for each in asked], self._batch_timeout_s)
         for index, reply in enumerate(replies):
             if not isinstance(reply, Unanswered) and reply["refused"]:
-                raise UnusableRowError(_refused(rows[index], reply["refused"]), index)
-        self._judged = len(replies)
-        self._unjudged = sum(isinstance(reply, Unanswered) for reply in replies)
-        if self._unjudged:
+                raise UnusableRowError(_rejected(rows[index], reply["refused"]), index)
+        self._scored = len(replies)
+        self._unscored = sum(isinstance(reply, Unanswered) for reply in replies)
+        if self._unscored:
             logger.warning(
                 "%d of %d completions took too long to score and get 0",
-                self._unjudged,
-                self._judged,
+                self._unscored,
+                self._scored,
             )
         return [
             0.0 if isinstance(reply, Unanswered) else float(reply["correct"]) for reply in replies
@@ -111,22 +111,22 @@ class MathReward(RewardFunction):
         """Return why references are unusable: nothing to compare with, or too slow to parse."""
         references = [self._answer(row["answer"])[0] for row in rows]
         unclear = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
-        replies = self._judge([{"reference": references[index]} for index in unclear], inf)
+        replies = self._score([{"reference": references[index]} for index in unclear], inf)
         problems = [""] * len(rows)
         for index, reply in zip(unclear, replies, strict=True):
             if isinstance(reply, Unanswered):
-                problems[index] = _refused(rows[index], "math-verify takes too long to read it")
+                problems[index] = _rejected(rows[index], "math-verify takes too long to read it")
             elif reply["refused"]:
-                problems[index] = _refused(rows[index], reply["refused"])
+                problems[index] = _rejected(rows[index], reply["refused"])
         return problems
 
     def stats(self) -> dict[str, tuple[float, float]]:
-        return {"reward_unjudged": (float(self._unjudged), float(self._judged))}
+        return {"reward_unjudged": (float(self._unscored), float(self._scored))}
 
     def close(self) -> None:
         self._pool.close()
 
-    def _judge(self, requests: list[dict[str, Any]], within_s: float) -> list[Reply | Unanswered]:
+    def _score(self, requests: list[dict[str, Any]], within_s: float) -> list[Reply | Unanswered]:
         return self._pool.ask(requests, most=min(self.cores, MOST_PROCESSES), within_s=within_s)
 
     def _request(
@@ -162,7 +162,7 @@ def tail(text: str, characters: int) -> str:
     return end if end == text else end[end.find("\n", 0, characters // 2) + 1 :]
 
 
-def _refused(row: Mapping[str, Any], why: str) -> str:
+def _rejected(row: Mapping[str, Any], why: str) -> str:
     text = str(row["answer"])
     shown = text if len(text) <= 100 else f"…{text[-100:]}"
     return f"reward 'math' cannot use the reference {shown!r}: {why}"

@@ -97,7 +97,7 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         reference = read(request["reference"])
-        reply: dict[str, Any] = {"refused": refusal(request["reference"], reference)}
+        reply: dict[str, Any] = {"refused": rejection(request["reference"], reference)}
         if "completion" in request and not reply["refused"]:
             reply["correct"] = correct(request, reference)
         send(replies, reply)
@@ -255,7 +255,7 @@ def prepare(text: str, *, plain: bool = False) -> str:
     return text
 
 
-def refusal(text: str, reference: Reading) -> str:
+def rejection(text: str, reference: Reading) -> str:
     """Return why completions cannot be compared with a reference; "" if they can.
 
     Expressions that math-verify cannot compute are compared as strings.

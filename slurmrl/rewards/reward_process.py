@@ -70,10 +70,10 @@ def _reply(reward: WeightedReward, request: Mapping[str, Any], *, of_groups: boo
     try:
         if "row" in request:
             return {"problem": str(reward.check_rows([request["row"]])[0])}
-        judged = reward.judge(**request)
-        if of_groups and (problem := judged.problem(len(request["completions"]))):
+        scored = reward.score(**request)
+        if of_groups and (problem := scored.problem(len(request["completions"]))):
             raise RewardError(f"the reward {problem}")
-        return {"judged": documents.to_json(judged)}
+        return {"judged": documents.to_json(scored)}
     except MemoryError as error:  # it may never release its memory
         return {"error": _short(error), "retire": True}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything

@@ -107,7 +107,7 @@ def shortened(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedCompletions:
+class ScoredCompletions:
     """Scores of completions, one entry for each. Numbers keep all their bits, even in files."""
 
     scores: tuple[Annotated[float | None, SCORE], ...] = ()
@@ -139,17 +139,17 @@ class JudgedCompletions:
         )
         return added([self.stats, *given])
 
-    def spread(self, places: Sequence[int], count: int) -> JudgedCompletions:
+    def spread(self, places: Sequence[int], count: int) -> ScoredCompletions:
         """Return scores of ``count`` completions: these at ``places``, and 0 for the others."""
         scores: list[float | None] = [0.0] * count
         parts = [dict[str, float]() for _ in range(count)]
         for place, score, part in zip(places, self.scores, self.parts, strict=True):
             scores[place], parts[place] = score, dict(part)
-        return JudgedCompletions(scores=tuple(scores), parts=tuple(parts), stats=self.stats)
+        return ScoredCompletions(scores=tuple(scores), parts=tuple(parts), stats=self.stats)
 
     def filled(
-        self, groups: Sequence[JudgedCompletions | None], counts: Sequence[int]
-    ) -> JudgedCompletions:
+        self, groups: Sequence[ScoredCompletions | None], counts: Sequence[int]
+    ) -> ScoredCompletions:
         """Return the groups in order, with these completions in the places of groups that are None.
 
         ``counts`` are the numbers of completions of the groups.
@@ -159,10 +159,10 @@ class JudgedCompletions:
             stop = start + (count if group is None else 0)
             here = slice(start, stop)
             found.append(
-                group or JudgedCompletions(scores=self.scores[here], parts=self.parts[here])
+                group or ScoredCompletions(scores=self.scores[here], parts=self.parts[here])
             )
             start = stop
-        return JudgedCompletions(
+        return ScoredCompletions(
             scores=tuple(score for each in found for score in each.scores),
             parts=tuple(part for each in found for part in each.parts),
             stats=added([self.stats, *(each.stats for each in found)]),

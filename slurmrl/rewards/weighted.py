@@ -18,7 +18,7 @@ from slurmrl.errors import RewardError
 from slurmrl.rewards import make
 from slurmrl.rewards.checked_reward import NO_EXTRAS, Extras, Stats, of_completion
 from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
-from slurmrl.rewards.scores import JudgedCompletions, added, check_sum, shortened
+from slurmrl.rewards.scores import ScoredCompletions, added, check_sum, shortened
 
 MODULE = "slurmrl.rewards.reward_process"
 MOST_REPLY_BYTES = 16 << 20
@@ -83,26 +83,26 @@ class WeightedReward:
 
     @property
     def checks_rows(self) -> bool:
-        """Whether a function reports the rows that it can score. Raises as `judge` does."""
+        """Whether a function reports the rows that it can score. Raises as `score` does."""
         return any(part.scorer.checks_rows for part in self._parts.values())
 
     @property
     def has_stats(self) -> bool:
-        """Whether a function may report additional metrics. Raises as `judge` does."""
+        """Whether a function may report additional metrics. Raises as `score` does."""
         return any(part.scorer.has_stats for part in self._parts.values())
 
     def wanted(self) -> set[str]:
-        """The names of the additional arguments that functions request. Raises as `judge` does."""
+        """The names of the additional arguments that functions request. Raises as `score` does."""
         return {name for part in self._parts.values() for name in part.scorer.wanted()}
 
-    def judge(
+    def score(
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
         rows: Sequence[Row],
         places: Sequence[str],
         extras: Extras = NO_EXTRAS,
-    ) -> JudgedCompletions:
+    ) -> ScoredCompletions:
         """Return the weighted sum for each completion, and its parts.
 
         The sum is None if a part with a weight could not score the completion.
@@ -113,7 +113,7 @@ class WeightedReward:
         stats: Stats = {}
         given: list[dict[str, float]] = [{} for _ in completions]
         for row, place in zip(rows, places, strict=True):
-            if problem := self._judged_by_none(row):
+            if problem := self._scored_by_none(row):
                 raise RewardError(f"{place}: {problem}")
         totals = [0.0] * len(completions)
         unscored: set[int] = set()
@@ -141,15 +141,15 @@ class WeightedReward:
         for total, place, summands in zip(totals, places, terms, strict=True):
             check_sum(total, place, " + ".join(summands))
         scores = (None if index in unscored else total for index, total in enumerate(totals))
-        return JudgedCompletions(scores=tuple(scores), parts=tuple(given), stats=stats)
+        return ScoredCompletions(scores=tuple(scores), parts=tuple(given), stats=stats)
 
     def check_rows(self, rows: Sequence[Row]) -> list[str]:
         """Return the reason why each row cannot be scored, "" if it can (see `RewardFunction`)."""
-        problems = [self._judged_by_none(row) for row in rows]
+        problems = [self._scored_by_none(row) for row in rows]
         for settings, scorer in self._parts.values():
             chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
-            refused = scorer.check_rows([rows[index] for index in chosen])
-            for index, problem in zip(chosen, refused, strict=True):
+            rejected = scorer.check_rows([rows[index] for index in chosen])
+            for index, problem in zip(chosen, rejected, strict=True):
                 problems[index] = problems[index] or problem
         return problems
 
@@ -157,7 +157,7 @@ class WeightedReward:
         for part in self._parts.values():
             part.scorer.close()
 
-    def _judged_by_none(self, row: Row) -> str:
+    def _scored_by_none(self, row: Row) -> str:
         """Return the reason why no part scores a row; "" if one does."""
         settings = [part.settings for part in self._parts.values()]
         if any(applies(each, row) for each in settings):
@@ -324,8 +324,8 @@ class PooledReward:
             for reply in replies
             if not isinstance(reply, Unanswered) and "judged" in reply
         ]
-        unjudged = {"reward_unjudged": (float(sum(map(bool, errors))), float(len(errors)))}
-        self._stats = added([*scored, unjudged])
+        unscored_counts = {"reward_unjudged": (float(sum(map(bool, errors))), float(len(errors)))}
+        self._stats = added([*scored, unscored_counts])
         return [self._score(reply) for reply in replies]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:

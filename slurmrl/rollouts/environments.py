@@ -85,7 +85,7 @@ class ToolCalls(Environment):
 
     async def _call(self, call: ToolCall) -> ToolResult:
         if call.wrong:
-            return self.tools.refused(call.wrong)
+            return self.tools.rejected(call.wrong)
         return await self.tools.call(call.name, *call.arguments, **call.keywords)
 
 

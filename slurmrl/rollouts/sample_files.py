@@ -32,7 +32,7 @@ from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls, discard, make_private, opened, pwrite_all
 from slurmrl.fsio.documents import SIZE, TEXT, list_of
 from slurmrl.fsio.failures import NO_FILE, explain
-from slurmrl.rewards.scores import JudgedCompletions
+from slurmrl.rewards.scores import ScoredCompletions
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.weights.format import VERSION, VersionId
@@ -64,7 +64,7 @@ ROUTES = {EXPERT_SIZES: "<i4", EXPERTS: "<i2"}
 OWN = "group"
 """Key of the document's metadata, whose value is JSON."""
 _METADATA = {"item": SIZE, "lease": TEXT, "versions": list_of(VERSION)}
-_JUDGED = {"judged": documents.shape(JudgedCompletions)}
+_SCORED = {"judged": documents.shape(ScoredCompletions)}
 _HEAD = struct.Struct("<Q")
 
 
@@ -251,7 +251,7 @@ class SampleGroup:
     """int32 [n]: numbers in ``experts`` of each completion; None: none were recorded."""
     experts: Array | None = None
     """int16: experts of all completions, side by side (see `data.meta.EXPERTS`)."""
-    judged: JudgedCompletions | None = None
+    scored: ScoredCompletions | None = None
     """Scores of the completions in the task; None: the trainers score them."""
 
     def __post_init__(self) -> None:
@@ -310,8 +310,8 @@ class SampleGroup:
         if self.experts is not None:
             arrays |= {name: getattr(self, name) for name in ROUTES}
         own: dict[str, Any] = {"item": self.item, "lease": self.lease, "versions": self.versions}
-        if self.judged is not None:
-            own["judged"] = documents.to_json(self.judged)
+        if self.scored is not None:
+            own["judged"] = documents.to_json(self.scored)
         return save(arrays, {OWN: json.dumps(own)})
 
     @staticmethod
@@ -322,13 +322,13 @@ class SampleGroup:
             (size,) = _HEAD.unpack_from(data)
             header = documents.parse(data[_HEAD.size : _HEAD.size + size], "the header")
             own = documents.parse(
-                header["__metadata__"][OWN], "the header", _METADATA | _JUDGED, _METADATA
+                header["__metadata__"][OWN], "the header", _METADATA | _SCORED, _METADATA
             )
             found = own.get("judged")
-            judged = (
+            scored = (
                 None
                 if found is None
-                else documents.from_json(JudgedCompletions, found, "the header")
+                else documents.from_json(ScoredCompletions, found, "the header")
             )
         except (SafetensorError, CorruptFileError, LookupError, TypeError) as error:
             raise ValueError(str(error)) from error
@@ -340,7 +340,7 @@ class SampleGroup:
             lease=own["lease"],
             versions=tuple(own["versions"]),
             support=support,
-            judged=judged,
+            scored=scored,
             **arrays,
         )
 
@@ -374,7 +374,7 @@ class SampleGroup:
             return wrong
         if wrong := self._wrong_experts():
             return wrong
-        return None if self.judged is None else self.judged.problem(self.lengths.size)
+        return None if self.scored is None else self.scored.problem(self.lengths.size)
 
     def _wrong_experts(self) -> str | None:
         sizes, experts = self.expert_sizes, self.experts

@@ -8,7 +8,7 @@ The group of the trainers is one world on all of its hosts. In every other group
 separate world.
 
 `Ending` is the end of an incarnation, read from the reports. The master uses it to decide whether
-to start again (`workers.master.judgement`), and the status shows it (`watch.incarnation_rows`).
+to start again (`workers.master.futility`), and the status shows it (`watch.incarnation_rows`).
 """
 
 from __future__ import annotations

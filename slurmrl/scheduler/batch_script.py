@@ -267,7 +267,7 @@ def _of_ours(word: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Rejection:
     """A job that sbatch would not accept, or that would not start."""
 
     group: str
@@ -287,7 +287,7 @@ class Refusal:
         return UNCLEAR in self.words
 
 
-def refusals(client: SlurmClient, request: SubmissionRequest) -> Iterator[Refusal]:
+def rejections(client: SlurmClient, request: SubmissionRequest) -> Iterator[Rejection]:
     """Yield the rejections of ``sbatch --test-only``; nothing is submitted.
 
     Raises SchedulerError if Slurm does not answer.
@@ -300,24 +300,24 @@ def refusals(client: SlurmClient, request: SubmissionRequest) -> Iterator[Refusa
 
 def _of_group(
     client: SlurmClient, request: SubmissionRequest, group: GroupRequest, file: Path
-) -> Iterator[Refusal]:
-    def refused(text: str) -> str | None:
+) -> Iterator[Rejection]:
+    def rejected(text: str) -> str | None:
         file.write_text(text, encoding="utf-8")
-        return client.refusal(file)
+        return client.rejection(file)
 
     text = script(request, group, "srun")
-    words = refused(text)
+    words = rejected(text)
     for _ in range(MOST_DIRECTIVES):
         if words is None:
             return
         for name, line in _candidates(text, extra_lines(request, group)):
             rest = text.replace(f"{line}\n", "", 1)
-            if (other := refused(rest)) != words:
-                yield Refusal(group.name, words, name)
+            if (other := rejected(rest)) != words:
+                yield Rejection(group.name, words, name)
                 text, words = rest, other
                 break
         else:
-            yield Refusal(group.name, words)
+            yield Rejection(group.name, words)
             return
 
 

@@ -76,7 +76,7 @@ class SlurmClient:
         command = ("sbatch", "--test-only", *options, str(script))
         self._run(*command, environ=base.job_environment(os.environ))
 
-    def refusal(self, script: Path) -> str | None:
+    def rejection(self, script: Path) -> str | None:
         """Return Slurm's message if sbatch would reject a script; submit nothing.
 
         Return None if sbatch would accept the script, or cannot check it. Raises SchedulerError if

@@ -1,6 +1,6 @@
 """One trial on a simulated clock: its jobs, incarnations, steps, commits and failures.
 
-Real trials have the same rules: the judgment of endings (`workers.master.judgement`), the
+Real trials have the same rules: the judgment of endings (`workers.master.futility`), the
 chain (`scheduler.chain`), the times of commits and evaluations (`config.schema.config.Frequency`),
 and the ledger of rollout tasks (`task_pool`).
 """
@@ -36,7 +36,7 @@ from slurmrl.simulate.trial_costs import (
     TrialCosts,
     seconds_to_event,
 )
-from slurmrl.workers.master.judgement import TIME_LIMIT, judge
+from slurmrl.workers.master.futility import TIME_LIMIT, futile_start
 from slurmrl.workers.polling import PollIntervals
 
 QUEUE: Final = "queue"
@@ -214,7 +214,7 @@ class TrialRun:
             self._events.update({f"dropped groups ({why})": count for why, count in dropped})
         return TrialOutcome(
             finished=ended == "finished",
-            why=why or self._refusal,
+            why=why or self._futile,
             steps=0 if self._committed is None else self._committed.step,
             seconds=self._now,
             parts=dict(self._parts),
@@ -226,7 +226,7 @@ class TrialRun:
             events=dict(self._events),
         )
 
-    _refusal = ""
+    _futile = ""
 
     def _operations_per_s(self) -> float:
         hosts = self._hosts
@@ -287,9 +287,9 @@ class TrialRun:
     def _incarnation(self, job: str, *, cold: bool) -> str:
         config, evaluation = self._config, self._costs.evaluation
         limit = config.max_restarts_without_commit
-        refused = judge(self._records, self._names, job, limit)
-        if refused is not None:
-            self._refusal = f"the trial would fail: {refused['reason']}"
+        futile = futile_start(self._records, self._names, job, limit)
+        if futile is not None:
+            self._futile = f"the trial would fail: {futile['reason']}"
             return "failed"
         base = self._committed
         self._incarnations += 1

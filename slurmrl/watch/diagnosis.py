@@ -39,7 +39,7 @@ def diagnose(status: Status) -> list[StatusFinding]:
 
     ``status`` is the documented object without ``diagnosis`` and ``findings``.
     """
-    skipped = [*_skipped(status), *_unjudged(status)]
+    skipped = [*_skipped(status), *_unscored(status)]
     if status["state"] == "COMPLETED":
         return [*skipped, _ended(status)]
     if status["state"] in ("FAILED", "CANCELLED"):
@@ -103,13 +103,13 @@ def _skipped(status: Status) -> Iterator[StatusFinding]:
         yield StatusFinding("skipped", text)
 
 
-def _unjudged(status: Status) -> Iterator[StatusFinding]:
-    unjudged = status["unjudged"]
-    if unjudged is not None:
-        steps = unjudged["steps"]
+def _unscored(status: Status) -> Iterator[StatusFinding]:
+    unscored = status["unjudged"]
+    if unscored is not None:
+        steps = unscored["steps"]
         last = f"{steps} steps" if steps > 1 else "step"
         text = (
-            f"the reward could not score {unjudged['share']:.0%} of the completions of the last "
+            f"the reward could not score {unscored['share']:.0%} of the completions of the last "
             f"{last} (reward_unjudged); the workers' logs say why"
         )
         yield StatusFinding("unjudged", text)

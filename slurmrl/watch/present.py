@@ -19,8 +19,8 @@ from slurmrl.watch.snapshot import Traces, TrialSnapshot
 
 SKIPPED_STEPS = 3
 """Number of steps in a row without an update that is reported while a trial runs."""
-UNJUDGED_STEPS = 20
-MOST_UNJUDGED = 0.1
+UNSCORED_STEPS = 20
+MOST_UNSCORED = 0.1
 """Share of unscored completions from which on it is reported."""
 RECENT = 20
 """Number of newest steps over which the pace is averaged."""
@@ -46,7 +46,7 @@ def describe(
         "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
         "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
         "skipped": _skipped(snapshot),
-        "unjudged": _unjudged(snapshot),
+        "unjudged": _unscored(snapshot),
         "timing": _timing(snapshot, state, status["step"]),
     }
 
@@ -165,14 +165,14 @@ def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     return {"steps": longest, "model": model}
 
 
-def _unjudged(snapshot: TrialSnapshot) -> dict[str, Any] | None:
+def _unscored(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """Return the share of completions of the newest steps that the reward could not score.
 
     Return None if it is less than MOST_UNJUDGED.
     """
-    given = [line.get("reward_unjudged") for line in snapshot.lines[-UNJUDGED_STEPS:]]
+    given = [line.get("reward_unjudged") for line in snapshot.lines[-UNSCORED_STEPS:]]
     shares = [float(share) for share in given if isinstance(share, int | float)]
-    if not shares or sum(shares) < MOST_UNJUDGED * len(shares):
+    if not shares or sum(shares) < MOST_UNSCORED * len(shares):
         return None
     return {"steps": len(shares), "share": sum(shares) / len(shares)}
 

@@ -50,7 +50,7 @@ T = TypeVar("T")
 SHORTEST_POLL_S = 0.02
 POLL_S_PER_RANK = 0.0005
 """Poll interval per rank: all ranks together list the directory at most 2000 times a second."""
-Refuse = Callable[[str, int], str | None]
+Reject = Callable[[str, int], str | None]
 """Returns why models cannot fit into a GPU with this name and bytes; None if they may."""
 
 
@@ -185,7 +185,7 @@ def _file_name(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
-def take_gpus(group: GroupPlan, refuse: Refuse, activity: Activity, *, exclusive: bool) -> None:
+def take_gpus(group: GroupPlan, reject: Reject, activity: Activity, *, exclusive: bool) -> None:
     """Wait for this worker's GPUs, on cores near the first one.
 
     ``exclusive``: see `device.wait_until_free`. Raises UsageError for models that cannot fit, and
@@ -193,7 +193,7 @@ def take_gpus(group: GroupPlan, refuse: Refuse, activity: Activity, *, exclusive
     """
     first = torch.cuda.get_device_properties(device.GPU.device)
     gpu.bind_cpus_near(first, group.cpus_per_worker)
-    if reason := refuse(first.name, first.total_memory):
+    if reason := reject(first.name, first.total_memory):
         raise UsageError(f"{socket.gethostname()}: {reason}")
     activity.phase("waiting for free GPU memory")
     for number in range(group.gpus_per_worker):

@@ -60,7 +60,7 @@ ASK_S = (2.0, 60.0)
 """First and longest pause between attempts to end the job."""
 ASKED = 30
 """Number of attempts to end the job, which take more than 20 minutes."""
-REFUSALS = 3
+REJECTIONS = 3
 """Number of rejected requeues of a running job after which it is cancelled."""
 _START = FieldType(
     "JOBID.RESTARTCOUNT",
@@ -118,7 +118,7 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
     """
     client = SlurmClient(TIMEOUT_S)
     leave = client.requeue if _is_requeued(link) else _cancel(client)
-    backoff, refusals = Backoff(*ASK_S, sleep=sleep), 0
+    backoff, rejections = Backoff(*ASK_S, sleep=sleep), 0
     for number in range(ASKED):
         if number and not _holds_hosts(client, link):
             return
@@ -127,8 +127,8 @@ def requeue(link: Link, sleep: Callable[[float], None] = time.sleep) -> None:
             return
         except SchedulerError as error:
             logger.warning("cannot end the job: %s", error)
-            refusals += not may_have_worked(error)
-            if refusals == REFUSALS:
+            rejections += not may_have_worked(error)
+            if rejections == REJECTIONS:
                 leave = _cancel(client)
         backoff.sleep()
 

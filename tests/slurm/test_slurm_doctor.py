@@ -8,7 +8,7 @@ from typing import Any
 
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.batch_script import refusals
+from slurmrl.scheduler.batch_script import rejections
 from slurmrl.scheduler.client import SlurmClient
 from tests.support.nodes import queued
 from tests.support.trials import Site, sft_config
@@ -98,7 +98,7 @@ def test_each_directive_rejected_by_sbatch_is_named(tmp_path: Path) -> None:
         groups=(GroupRequest(name="trainer", hosts=1, workers_per_host=1, links=8),),
         options={"slurm": slurm},
     )
-    found = {one.directive: one.words for one in refusals(SlurmClient(), request)}
+    found = {one.directive: one.words for one in rejections(SlurmClient(), request)}
     assert found.keys() == {"#SBATCH --frobnicate", "constraint", "reservation"}
     assert "unrecognized option" in found["#SBATCH --frobnicate"]
     assert "feature" in found["constraint"]

@@ -56,7 +56,7 @@ from slurmrl.watch.overview import collect
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.master.__main__ import restore
 from slurmrl.workers.master.committer import choose
-from slurmrl.workers.master.judgement import judge
+from slurmrl.workers.master.futility import futile_start
 from slurmrl.workers.master.progress import Progress
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
@@ -331,7 +331,7 @@ def command(paths: RunPaths, words: tuple[str, ...]) -> None:
 def _master(paths: RunPaths) -> None:
     names = NameStore(paths.names)
     records = History(paths.history).read()
-    judge(records, names, "9.0.0", 3)
+    futile_start(records, names, "9.0.0", 3)
     state = fold(records)
     choose(paths, names, state, lambda seconds: None)
     published.failure(names, 1)

@@ -88,14 +88,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, name: str, what: str, revision: str, path: str) -> None:
         repository = self.hub.repositories.get(name)
         if repository is None:
-            return self._refuse(404, "RepoNotFound")
+            return self._reject(404, "RepoNotFound")
         shown = self.headers.get("Authorization", "")
         if repository.token and shown != f"Bearer {repository.token}":
-            return self._refuse(403 if what == "resolve" else 401, "GatedRepo")
+            return self._reject(403 if what == "resolve" else 401, "GatedRepo")
         commit = repository.branches.get(revision, revision)
         files = repository.commits.get(commit)
         if files is None:
-            return self._refuse(404, "RevisionNotFound")
+            return self._reject(404, "RevisionNotFound")
         if what == "revision":
             siblings = [{"rfilename": each} for each in files]
             return self._send(
@@ -116,7 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
                 )
             )
         if path not in files:
-            return self._refuse(404, "EntryNotFound")
+            return self._reject(404, "EntryNotFound")
         most = self.hub.breaks_after
         if self.command == "GET" and most is not None and len(self.hub.downloads) > most:
             self.close_connection = True
@@ -135,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(data)
 
-    def _refuse(self, status: int, code: str) -> None:
+    def _reject(self, status: int, code: str) -> None:
         self.send_response(status)
         self.send_header("X-Error-Code", code)
         self.send_header("X-Error-Message", code)

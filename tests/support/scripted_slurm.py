@@ -24,7 +24,7 @@ class Slurm(SlurmClient):
         self.inherited: list[Mapping[str, str] | None] = []
         self.done: list[str] = []
         self.array_size = "1001"
-        self.refuse = ""
+        self.reject = ""
         self.tries = 0
         self.lose = False
         self.looked_for: list[str] = []
@@ -50,8 +50,8 @@ class Slurm(SlurmClient):
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
     ) -> str:
         self.tries += 1
-        if self.refuse:
-            raise SchedulerError(self.refuse)
+        if self.reject:
+            raise SchedulerError(self.reject)
         text = script.read_text()
         said = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
         said |= dict(option.removeprefix("--").split("=", 1) for option in options)
@@ -103,7 +103,7 @@ class PickySlurm(SlurmClient):
         """Slurm's message for each word, in the order in which Slurm looks at them."""
         self.states = ["idle", "idle"]
 
-    def refusal(self, script: Path) -> str | None:
+    def rejection(self, script: Path) -> str | None:
         text = script.read_text()
         return next((words for part, words in self.refused.items() if part in text), None)
 

@@ -330,7 +330,7 @@ def example(kind: type[Exception]) -> Exception:
         return kind((errors.Problem("a.yaml:3", "actor.backend", "wrong"),))
     if kind is errors.SlotTakenError:
         return kind(3)
-    if kind is errors.RefusedError:
+    if kind is errors.RejectedError:
         return kind("what happened", 400)
     if kind is errors.ReportedError:
         return kind(Failure(reason="what happened"))

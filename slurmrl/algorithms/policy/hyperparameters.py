@@ -107,9 +107,9 @@ class Objective(Section):
             "sapo_tau_positive": self.objective == "sapo",
             "sapo_tau_negative": self.objective == "sapo",
         }
-        refuse_unused(self, used, f"objective: {self.objective}")
+        reject_unused(self, used, f"objective: {self.objective}")
         constant = self.aggregation == "constant"
-        refuse_unused(self, {"aggregation_length": constant}, f"aggregation: {self.aggregation}")
+        reject_unused(self, {"aggregation_length": constant}, f"aggregation: {self.aggregation}")
         return self
 
 
@@ -139,7 +139,7 @@ class Value(Section):
     @model_validator(mode="after")
     def _value_norm_uses_its_settings(self) -> Value:
         exponential = self.value_norm == "exponential"
-        refuse_unused(self, {"value_norm_decay": exponential}, f"value_norm: {self.value_norm}")
+        reject_unused(self, {"value_norm_decay": exponential}, f"value_norm: {self.value_norm}")
         return self
 
 
@@ -219,7 +219,7 @@ class Correction(Section):
             "correction_upper": bounded,
             "correction_lower": bounded,
         }
-        refuse_unused(self, used, f"correction: {self.correction or 'none'}")
+        reject_unused(self, used, f"correction: {self.correction or 'none'}")
         if self.correction_lower > self.correction_upper:
             raise ValueError(
                 f"correction_lower {self.correction_lower} exceeds correction_upper "
@@ -237,7 +237,7 @@ class Correction(Section):
     @model_validator(mode="after")
     def _rejection_has_bounds(self) -> Correction:
         names = ("reject_over", "reject_upper", "reject_lower")
-        refuse_unused(self, dict.fromkeys(names, self.reject_by is not None), "no reject_by")
+        reject_unused(self, dict.fromkeys(names, self.reject_by is not None), "no reject_by")
         lower, upper = self.reject_lower, self.reject_upper
         if self.reject_by is not None and lower is None and upper is None:
             raise ValueError(
@@ -253,7 +253,7 @@ class Correction(Section):
         return self
 
 
-def refuse_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
+def reject_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
     """Raise ValueError for settings that differ from their defaults but that ``chosen`` ignores."""
     fields = type(section).model_fields
     unused = [
@@ -322,7 +322,7 @@ class Advantages(Section):
                 f"allowed with advantage: {', '.join(DIVIDED)}"
             )
         divides = dict.fromkeys(("std_unbiased", "std_epsilon"), self.advantage_std != "none")
-        refuse_unused(self, divides, "advantage_std: none")
+        reject_unused(self, divides, "advantage_std: none")
         if self.discount != 1.0 and of_completions:
             raise ValueError(
                 f"discount {self.discount} is not allowed with {chosen}, which has one return per "
@@ -379,7 +379,7 @@ class Filters(Section):
     def _filter_settings_need_a_filter(self) -> Filters:
         names = ("filter_rounds", "filter_candidates", "short_batch")
         chosen = "zero_variance: keep and no max_truncated"
-        refuse_unused(self, dict.fromkeys(names, self.filters), chosen)
+        reject_unused(self, dict.fromkeys(names, self.filters), chosen)
         return self
 
     @property
@@ -442,7 +442,7 @@ class KL(Section):
                 "coef 0 is not allowed with kind: adaptive, which multiplies it; use more than 0"
             )
         steered = dict.fromkeys(("target", "horizon"), self.kind == "adaptive")
-        refuse_unused(self, steered, f"kind: {self.kind}")
+        reject_unused(self, steered, f"kind: {self.kind}")
         if self.where == "loss" and self.estimator == "k1" and self.coef > 0:
             raise ValueError(
                 "estimator: k1 is not allowed with where: loss: its gradient is 0 in the mean over "
@@ -480,7 +480,7 @@ class RewardShaping(Section):
         return value
 
     @model_validator(mode="after")
-    def _judges_truncated_completions_once(self) -> RewardShaping:
+    def _scores_truncated_completions_once(self) -> RewardShaping:
         if self.overlong_buffer is not None and self.mask_no_eos_with_zero:
             raise ValueError(
                 f"overlong_buffer {self.overlong_buffer} is not allowed with "

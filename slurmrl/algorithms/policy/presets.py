@@ -199,7 +199,7 @@ def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
     if name not in PRESETS:
         return dict(values)
     settings = settings_of(name, values)
-    _refuse_kl_without_coefficient(name, settings, values)
+    _reject_kl_without_coefficient(name, settings, values)
     return _merged(settings, values)
 
 
@@ -218,7 +218,7 @@ def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if BELONGS_TO.get(key) not in others}
 
 
-def _refuse_kl_without_coefficient(
+def _reject_kl_without_coefficient(
     name: str, settings: Mapping[str, Any], values: Mapping[str, Any]
 ) -> None:
     """Raise ValueError for settings of a KL penalty whose coefficient is 0 by default.

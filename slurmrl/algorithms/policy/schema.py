@@ -19,7 +19,7 @@ from slurmrl.algorithms.policy.hyperparameters import (
     Updates,
     Value,
     filter_call,
-    refuse_unused,
+    reject_unused,
 )
 from slurmrl.algorithms.policy.presets import CHOICES, PRESETS, settings_of, with_defaults
 from slurmrl.algorithms.schema import (
@@ -120,7 +120,7 @@ class PolicyGradient(
     @model_validator(mode="after")
     def _critic_settings_need_a_critic(self) -> PolicyGradient:
         used = dict.fromkeys(Value.model_fields, self.uses_critic)
-        refuse_unused(self, used, f"advantage: {self.advantage}")
+        reject_unused(self, used, f"advantage: {self.advantage}")
         return self
 
     @property
@@ -193,7 +193,7 @@ class PolicyGradient(
         greedy = self.advantage == "greedy"
         turns = config.rollout.episode.has_turns and self.advantage not in OF_COMPLETIONS
         supported, routed = supports(self, config), routes(self, config)
-        judged = (
+        scored = (
             *("input_ids", "prompt_mask", OLD_LOGPROBS if recomputes else "logprobs", "finished"),
             "rewards",
             *((TURN_REWARDS,) if turns else ()),
@@ -208,7 +208,7 @@ class PolicyGradient(
             *((greedy_generate_call(config), *greedy_reward_calls(config)) if greedy else ()),
             *((recompute_call((*supported, *routed)),) if recomputes else ()),
             *self._inference_calls(supported),
-            *self._training_calls(judged, (*supported, *routed), recomputes=recomputes),
+            *self._training_calls(scored, (*supported, *routed), recomputes=recomputes),
         )
 
     def _inference_calls(self, supported: tuple[str, ...]) -> Iterator[Call]:
@@ -221,15 +221,15 @@ class PolicyGradient(
             yield Call("critic_inf", "critic", Method.INFERENCE, CRITIC, ids, ("values",))
 
     def _training_calls(
-        self, judged: tuple[str, ...], recorded: tuple[str, ...], *, recomputes: bool
+        self, scored: tuple[str, ...], recorded: tuple[str, ...], *, recomputes: bool
     ) -> Iterator[Call]:
         train = Method.TRAIN_STEP
-        weighed = (*judged, *recorded, *(("logprobs",) if self.compares else ()))
+        weighed = (*scored, *recorded, *(("logprobs",) if self.compares else ()))
         metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
         yield Call("actor_train", "actor", train, ACTOR, weighed, (), metrics)
         if self.uses_critic:
             metrics = (*CRITIC_METRICS, *self.value_metrics())
-            yield Call("critic_train", "critic", train, CRITIC, judged, (), metrics)
+            yield Call("critic_train", "critic", train, CRITIC, scored, (), metrics)
 
     def conflicts(self, config: Config) -> Iterator[tuple[KeyPath, str]]:
         """Return settings of different sections that exclude each other."""
@@ -311,7 +311,7 @@ def greedy_generate_call(config: Config) -> Call:
 def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
     """Return the calls that score greedy completions: the reward, after the model that it uses."""
     turns = (GREEDY + TURN_REWARDS,) if config.rollout.episode.has_turns else ()
-    judge = Call(
+    scoring = Call(
         name="greedy_reward_inf",
         role=None,
         method=Method.INFERENCE,
@@ -321,7 +321,7 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
         metrics=("greedy_reward",),
     )
     if config.reward is None or not config.reward.uses_model:
-        return (judge,)
+        return (scoring,)
     scores = Call(
         name="greedy_reward_model_inf",
         role=REWARD_MODEL,
@@ -330,7 +330,7 @@ def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
         inputs=("greedy_input_ids", "greedy_prompt_mask"),
         outputs=("greedy_model_scores",),
     )
-    return (scores, replace(judge, inputs=(*judge.inputs, "greedy_model_scores")))
+    return (scores, replace(scoring, inputs=(*scoring.inputs, "greedy_model_scores")))
 
 
 def settled_correction(settings: Correction, config: Config) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Draft:
     def problem(self, key_path: KeyPath, message: str) -> Problem:
         return self.source.problem(self._below_models(key_path), message)
 
-    def refuse(self, key_path: KeyPath, reason: str, value: object = None) -> Problem:
+    def reject(self, key_path: KeyPath, reason: str, value: object = None) -> Problem:
         """Return the problem ``VALUE is not allowed REASON``.
 
         ``reason`` begins with ``:``, or with the circumstances. A string ``value`` gets quotes;

@@ -49,11 +49,11 @@ def completions(draft: Draft) -> Iterator[Problem]:
     config = draft.config
     if config.rollout.n > 1 and not generates(draft.algorithm.calls(config)):
         reason = f": {draft.algorithm.name} does not generate in training (see evaluation.n)"
-        yield draft.refuse((ROLLOUTS, "n"), reason, config.rollout.n)
+        yield draft.reject((ROLLOUTS, "n"), reason, config.rollout.n)
     for suite, own in config.evaluations.items():
         n = own.evaluation.n if own.evaluation is not None else 1
         if n > 1 and not generates(draft.algorithm.evaluation_calls(own)):
-            yield draft.refuse(
+            yield draft.reject(
                 (*evaluation_key(suite), "n"), ": this evaluation does not generate", n
             )
 
@@ -63,7 +63,7 @@ def publication(draft: Draft) -> Iterator[Problem]:
     rollout = draft.config.rollout
     if rollout.publish is not None and rollout.tasks is None and "actor" not in draft.trained:
         reason = f": {draft.algorithm.name} trains no actor whose weights change"
-        yield draft.refuse((ROLLOUTS, "publish"), reason)
+        yield draft.reject((ROLLOUTS, "publish"), reason)
 
 
 def sampling(draft: Draft) -> Iterator[Problem]:
@@ -85,7 +85,7 @@ def sampling(draft: Draft) -> Iterator[Problem]:
             f" with {name}: its losses assume that tokens are sampled from the whole vocabulary; "
             f"leave it out"
         )
-        yield draft.refuse((ROLLOUTS, field), reason, getattr(rollout, field))
+        yield draft.reject((ROLLOUTS, field), reason, getattr(rollout, field))
 
 
 def _unrecorded(draft: Draft) -> Iterator[Problem]:
@@ -97,16 +97,16 @@ def _unrecorded(draft: Draft) -> Iterator[Problem]:
                 f" without rollout.top_k, which bounds the recorded sampling mask of each token; "
                 f"set it to {MOST_SUPPORT} or less"
             )
-            yield draft.refuse((ROLLOUTS, "top_p"), reason, rollout.top_p)
+            yield draft.reject((ROLLOUTS, "top_p"), reason, rollout.top_p)
         return
     if rollout.top_k > MOST_SUPPORT:
         reason = (
             f" with {name}, which records that many token ids for each sampled token; at most "
             f"{MOST_SUPPORT}"
         )
-        yield draft.refuse((ROLLOUTS, "top_k"), reason, rollout.top_k)
+        yield draft.reject((ROLLOUTS, "top_k"), reason, rollout.top_k)
     elif reason := draft.lacks(ROLLOUTS, "support"):
-        yield draft.refuse((ROLLOUTS, "top_k"), f" with {name}: {reason}", rollout.top_k)
+        yield draft.reject((ROLLOUTS, "top_k"), f" with {name}: {reason}", rollout.top_k)
 
 
 def experts(draft: Draft) -> Iterator[Problem]:
@@ -128,7 +128,7 @@ def experts(draft: Draft) -> Iterator[Problem]:
         kind = f"experts of {config_values(draft.config.actor).get('model_type')}"
         reason = draft.lacks(name, kind if kind in CAPABILITIES else "experts")
     if reason:
-        yield draft.refuse((ROLLOUTS, "replay_experts"), f": {reason}", value=True)
+        yield draft.reject((ROLLOUTS, "replay_experts"), f": {reason}", value=True)
 
 
 def served(draft: Draft) -> bool:
@@ -149,7 +149,7 @@ def transformers_generation(draft: Draft) -> Iterator[Problem]:
         return  # reported by the check of weights
     reason = resolve(CACHE_REFUSAL)(values) if parts else ""
     if reason:
-        yield draft.refuse(("actor", "implementation"), f": {reason}", HF)
+        yield draft.reject(("actor", "implementation"), f": {reason}", HF)
         return
     limit = resolve(GENERATION_LIMIT)(values)
     for where, dataset, new_tokens in parts if limit else ():
@@ -197,7 +197,7 @@ def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
         return
     where = (*EPISODE, "cache_gib")
     if reason := draft.lacks(name, "cache_limit"):
-        yield draft.refuse(where, f": {reason}")
+        yield draft.reject(where, f": {reason}")
         return
     model, allocation = model_of(draft.config, name), placed[name].allocation
     shape = shape_of(model)
@@ -208,7 +208,7 @@ def _cache(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
     needed = tokens * kv_bytes_per_token(shape, allocation, model.dtype)
     if settings.cache_bytes < needed:
         reason = f": the longest sequence, {lengths.longest} tokens, needs {needed / GIB:.3g} GiB"
-        yield draft.refuse(where, reason, settings.cache_gib)
+        yield draft.reject(where, reason, settings.cache_gib)
 
 
 def _unknown_names(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]:
@@ -222,7 +222,7 @@ def _unknown_names(draft: Draft, settings: EpisodeSettings) -> Iterator[Problem]
     for where, name, table in named:
         known = sorted(resolve(f"{TABLES}:{table}"))
         if name not in known and not OWN.fullmatch(name):
-            yield draft.refuse(where, f"; {near(name, known)}, or module:name of your own", name)
+            yield draft.reject(where, f"; {near(name, known)}, or module:name of your own", name)
 
 
 def votes(draft: Draft) -> Iterator[Problem]:
@@ -275,8 +275,8 @@ def _unfinished_warmups(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 def no_rates(config: Config, key: str) -> str:
     """``key`` is the setting that adds them."""
-    judge = f"reward '{config.reward.title}'" if config.reward is not None else "the episode"
+    scorer = f"reward '{config.reward.title}'" if config.reward is not None else "the episode"
     return (
-        f"no pass@k or maj@k: {judge} can return scores other than 0 and 1; set {key} to the "
+        f"no pass@k or maj@k: {scorer} can return scores other than 0 and 1; set {key} to the "
         f"minimum score of a correct completion"
     )

@@ -275,7 +275,7 @@ def memory(draft: Draft) -> Iterator[Problem]:
             where if draft.writes(*where) else ("actor", "backend"),
             f"{message}: {advice(draft, limit)}",
         )
-    if reason := task_refusal(draft, limit):
+    if reason := task_rejection(draft, limit):
         yield draft.problem((ROLLOUTS, "backend"), reason)
 
 
@@ -289,7 +289,7 @@ def hardware(draft: Draft) -> Iterator[Problem]:
         yield draft.problem(("cluster", "hardware"), str(error))
 
 
-def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str | None:
+def task_rejection(checked: Checked, limit: int, *, certain: bool = False) -> str | None:
     """Return why the model of rollout tasks does not fit into GPUs of ``limit`` bytes.
 
     Return None if it may fit, or without such tasks. If ``certain``, assumed lengths of sequences
@@ -317,7 +317,7 @@ def task_refusal(checked: Checked, limit: int, *, certain: bool = False) -> str 
     return None
 
 
-def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
+def rejection(checked: Checked, name: str, total_bytes: int) -> str | None:
     """Return why models do not fit into a real GPU; None if they may.
 
     Assumed lengths of sequences do not count, and a ``cluster.gpu_memory`` was compared at
@@ -335,11 +335,11 @@ def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
     )
 
 
-def refusal_in_task(checked: Checked, name: str, total_bytes: int) -> str | None:
+def rejection_in_task(checked: Checked, name: str, total_bytes: int) -> str | None:
     """As `refusal`, for a GPU of a rollout task."""
     if checked.config.cluster.gpu_memory is not None:
         return None
-    reason = task_refusal(checked, total_bytes, certain=True)
+    reason = task_rejection(checked, total_bytes, certain=True)
     return f"{name}: {reason}" if reason else None
 
 

@@ -56,28 +56,28 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     if settings is None:
         if rollout.slurm != type(rollout.slurm)():
             reason = " without rollout.tasks: it configures their jobs"
-            yield draft.refuse((ROLLOUTS, "slurm"), reason)
+            yield draft.reject((ROLLOUTS, "slurm"), reason)
         return
     yield from _wrong_slurm(draft, rollout.slurm, (ROLLOUTS, "slurm"))
     calls = algorithm.calls(draft.config)
     generating = [call.name for call in calls if call.method is Method.GENERATE]
     if not generating or "actor" not in draft.trained:
         reason = f": {algorithm.name} does not train on completions"
-        yield draft.refuse((ROLLOUTS, "tasks"), reason)
+        yield draft.reject((ROLLOUTS, "tasks"), reason)
     elif len(generating) > 1:
         reason = (
             f": {algorithm.name} generates {len(generating)} times in a step "
             f"({', '.join(generating)}), but rollout tasks generate once"
         )
-        yield draft.refuse((ROLLOUTS, "tasks"), reason)
-    yield from _refused(draft, OF_TRAINERS, " with rollout.tasks")
+        yield draft.reject((ROLLOUTS, "tasks"), reason)
+    yield from _rejected(draft, OF_TRAINERS, " with rollout.tasks")
     publish = rollout.publish
     if publish is not None and publish.every_steps > settings.max_staleness + 1:
         reason = (
             f": weights are published every {publish.every_steps} steps "
             f"(rollout.publish.every_steps), so it must be at least {publish.every_steps - 1}"
         )
-        yield draft.refuse((ROLLOUTS, "tasks", "max_staleness"), reason, settings.max_staleness)
+        yield draft.reject((ROLLOUTS, "tasks", "max_staleness"), reason, settings.max_staleness)
     yield from _inside(draft)
     allocation = draft.allocations().get(ROLLOUTS)
     if allocation is None:
@@ -85,10 +85,10 @@ def tasks(draft: Draft) -> Iterator[Problem]:
     copies = allocation.sizes["dp"]
     if settings.max is not None and copies not in (1, settings.max):
         reason = f": rollout.backend '{rollout.backend}' sets {copies} tasks; leave out one of them"
-        yield draft.refuse((ROLLOUTS, "tasks", "max"), reason, settings.max)
+        yield draft.reject((ROLLOUTS, "tasks", "max"), reason, settings.max)
     if settings.min > (most := settings.max or copies):
         reason = f": at most {most} tasks run (rollout.tasks.max)"
-        yield draft.refuse((ROLLOUTS, "tasks", "min"), reason, settings.min)
+        yield draft.reject((ROLLOUTS, "tasks", "min"), reason, settings.min)
 
 
 def _inside(draft: Draft) -> Iterator[Problem]:
@@ -107,10 +107,10 @@ def _inside(draft: Draft) -> Iterator[Problem]:
             f" with rollout.tasks: the trainers' models use GPUs {format_gpus(range(workers))} and "
             f"the tasks use the next ones; write {format_gpus(behind)}"
         )
-        yield draft.refuse((ROLLOUTS, "gpus"), reason, rollout.gpus)
+        yield draft.reject((ROLLOUTS, "gpus"), reason, rollout.gpus)
     if rollout.slurm != type(rollout.slurm)():
         reason = " with rollout.gpus: the tasks are in the trainers' job"
-        yield draft.refuse((ROLLOUTS, "slurm"), reason)
+        yield draft.reject((ROLLOUTS, "slurm"), reason)
 
 
 def _wrong_slurm(draft: Draft, own: JobOptions, where: KeyPath) -> Iterator[Problem]:
@@ -130,7 +130,7 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
         return
     if "actor" not in draft.trained:
         reason = f": {algorithm.name} trains no actor whose checkpoints could be evaluated"
-        yield draft.refuse(TASKS, reason)
+        yield draft.reject(TASKS, reason)
     kinds = ("preference",) if algorithm.name == REWARD_MODEL else MEASURED
     for suite, own in config.evaluations.items():
         if own.held_out.kind not in kinds:
@@ -139,7 +139,7 @@ def evaluation_tasks(draft: Draft) -> Iterator[Problem]:
                 "Without evaluation.tasks the trainers evaluate on it"
             )
             where = (*evaluation_key(suite), "dataset", "type")
-            yield draft.refuse(where, reason, own.held_out.type)
+            yield draft.reject(where, reason, own.held_out.type)
         if len(suite) > LONGEST_SUITE:
             message = (
                 f"with evaluation.tasks, the name of a suite has at most {LONGEST_SUITE} characters"
@@ -174,7 +174,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
         allocation = parse(text) if text else own
         assert allocation is not None, "see above"
         if reason := lacking(allocation.backend, "training"):
-            yield draft.refuse(where, f": it is the layout of the actor, and {reason}", text)
+            yield draft.reject(where, f": it is the layout of the actor, and {reason}", text)
             return
         rules_of(allocation)
     except AllocationError as error:
@@ -185,7 +185,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
         reason = (
             f": algorithm.batch_size {batch} must be a multiple of its data-parallel size {size}"
         )
-        yield draft.refuse(where, reason, text)
+        yield draft.reject(where, reason, text)
     model = draft.config.actor.model_copy(update={"model": None})
     wanted = fit.Fit(model, allocation, shape_of(model), None)
     for misfit in islice(fit.check(wanted) if text else (), 1):
@@ -194,7 +194,7 @@ def _layout_of_evaluations(draft: Draft, text: str, calls: list[Call]) -> Iterat
     reason = lacking(allocation.backend, "generation")
     if reason and generates(calls) and not draft.config.evaluation_trials_roll_out:
         reason = f": the evaluation generates, and {reason}"
-        yield draft.refuse(where, reason, str(allocation))
+        yield draft.reject(where, reason, str(allocation))
 
 
 def servers(draft: Draft) -> Iterator[Problem]:
@@ -204,14 +204,14 @@ def servers(draft: Draft) -> Iterator[Problem]:
     backend = allocation.backend if allocation else ""
     if allocation is None or not BACKENDS[backend].serves:
         reason = f": only servers use it (rollout.backend {' or '.join(SERVER_KINDS)})"
-        yield from _refused(draft, (*OF_RUNNING, *OF_OURS, *OF_ALL), reason)
+        yield from _rejected(draft, (*OF_RUNNING, *OF_OURS, *OF_ALL), reason)
         return
     if rollout.servers:
         yield from _running(draft, allocation)
     else:
         if (draft.source.values.get(ROLLOUTS) or {}).get("servers"):
             return  # another check reports the invalid addresses
-        yield from _refused(draft, OF_RUNNING, " without rollout.servers")
+        yield from _rejected(draft, OF_RUNNING, " without rollout.servers")
         yield from _own(draft, backend)
         yield from _flags(draft, backend)
     yield from _temperatures(draft, backend)
@@ -220,7 +220,7 @@ def servers(draft: Draft) -> Iterator[Problem]:
         if text_config(config_values(draft.config.actor)).get("first_k_dense_replace"):
             return  # SGLang reads this field of DeepSeek's and other families
         layers = f"{shape.dense_layers} of {shape.layers} layers of this actor are dense"
-        yield draft.refuse((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
+        yield draft.reject((ROLLOUTS, "backend"), f": {layers}, and {reason}", str(allocation))
 
 
 def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
@@ -232,7 +232,7 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
             f" with greedy and {backend}: it reports log-probabilities of greedy tokens at "
             f"temperature 1"
         )
-        yield draft.refuse(key, reason, config.rollout.temperature)
+        yield draft.reject(key, reason, config.rollout.temperature)
     asked = {key: config.rollout.temperature}
     evaluates = config.rollout_evaluates or config.evaluation_trials_roll_out
     for suite, own in config.evaluations.items() if evaluates else ():
@@ -244,16 +244,16 @@ def _temperatures(draft: Draft, backend: str) -> Iterator[Problem]:
             reason = (
                 f" with {backend}, which would sample at another temperature; at least {least:g}"
             )
-            yield draft.refuse(key, reason, temperature)
+            yield draft.reject(key, reason, temperature)
 
 
-def _refused(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Problem]:
+def _rejected(draft: Draft, fields: Iterable[str], reason: str) -> Iterator[Problem]:
     """Refuse each of the fields that is set."""
     rollout = draft.config.rollout
     for field in fields:
         default = type(rollout).model_fields[field].get_default(call_default_factory=True)
         if getattr(rollout, field) != default:  # (a resumed trial states its defaults)
-            yield draft.refuse((ROLLOUTS, field), reason)
+            yield draft.reject((ROLLOUTS, field), reason)
 
 
 def _own(draft: Draft, backend: str) -> Iterator[Problem]:
@@ -286,16 +286,16 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
     """Running servers are addresses and, if need be, keys and a folder for weights."""
     rollout, backend = draft.config.rollout, allocation.backend
     reason = " with rollout.servers, which slurmrl does not start"
-    yield from _refused(draft, OF_OURS, reason)
+    yield from _rejected(draft, OF_OURS, reason)
     if allocation.sizes["dp"] > 1:
         reason = (
             f" with rollout.servers, which have their own layouts: write {backend}, or for example "
             f"{backend}:t2 to gather the weights on 2 GPUs of the trainers"
         )
-        yield draft.refuse((ROLLOUTS, "backend"), reason, rollout.backend)
+        yield draft.reject((ROLLOUTS, "backend"), reason, rollout.backend)
     if rollout.offload is not None:
         reason = " with rollout.servers: the run does not manage their memory"
-        yield draft.refuse((ROLLOUTS, "offload"), reason)
+        yield draft.reject((ROLLOUTS, "offload"), reason)
     twice = [address for address, count in Counter(rollout.servers).items() if count > 1]
     if twice:
         message = f"{', '.join(twice)} is listed more than once"
@@ -308,7 +308,7 @@ def _running(draft: Draft, allocation: Allocation) -> Iterator[Problem]:
     folder = rollout.server_weights
     if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
         reason = ": there is no such folder, or it cannot be written to"
-        yield draft.refuse((ROLLOUTS, "server_weights"), reason, folder)
+        yield draft.reject((ROLLOUTS, "server_weights"), reason, folder)
 
 
 def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
@@ -323,4 +323,4 @@ def _flags(draft: Draft, backend: str) -> Iterator[Problem]:
         word = argument.partition("=")[0]
         reason = next((flags[flag] for flag in flags if is_flag(word, flag)), None)
         if reason is not None:
-            yield draft.refuse((ROLLOUTS, "server_args"), f": {reason}", argument)
+            yield draft.reject((ROLLOUTS, "server_args"), f": {reason}", argument)

@@ -37,10 +37,10 @@ def images(draft: Draft) -> Iterator[Problem]:
     key = (*next(iter(sections)), "images_key")
     if draft.algorithm.name not in ALGORITHMS:
         reason = f": {draft.algorithm.name} reads no images; allowed algorithms: "
-        yield draft.refuse(key, reason + ", ".join(ALGORITHMS))
+        yield draft.reject(key, reason + ", ".join(ALGORITHMS))
     for use in uses_of(draft.config, draft.algorithm):
         if use.head == "value":
-            yield draft.refuse(key, f": {use.role} is a model with values, which reads no images")
+            yield draft.reject(key, f": {use.role} is a model with values, which reads no images")
     yield from _models(draft)
     yield from _servers(draft)
 
@@ -50,7 +50,7 @@ def pillow(draft: Draft) -> Iterator[Problem]:
     for where, dataset in draft.config.datasets().items():
         if dataset.images_key and find_spec("PIL") is None:
             reason = ": images need the package pillow: pip install pillow"
-            yield draft.refuse((*where, "images_key"), reason, dataset.images_key)
+            yield draft.reject((*where, "images_key"), reason, dataset.images_key)
 
 
 def _towers(draft: Draft) -> Iterator[Problem]:
@@ -59,25 +59,25 @@ def _towers(draft: Draft) -> Iterator[Problem]:
             continue
         key = (role, "train_vision")
         if model.implementation != HF:
-            yield draft.refuse(key, f": only implementation {HF} has image encoders", value=True)
+            yield draft.reject(key, f": only implementation {HF} has image encoders", value=True)
         elif model.lora is not None:
             reason = " with lora, whose adapters are in the language model only"
-            yield draft.refuse(key, reason, value=True)
+            yield draft.reject(key, reason, value=True)
         else:
             with suppress(UsageError):  # as in `_models`
                 if (values := config_values(model)) and resolve(REFUSAL)(values):
                     reason = f": {values.get('model_type')} models have no image encoder here"
-                    yield draft.refuse(key, reason, value=True)
+                    yield draft.reject(key, reason, value=True)
 
 
 def _section(draft: Draft, where: KeyPath, dataset: Dataset) -> Iterator[Problem]:
     key = (*where, "images_key")
     if dataset.kind not in TYPES:
         reason = f" with type {dataset.kind}; allowed types: {', '.join(TYPES)}"
-        yield draft.refuse(key, reason, dataset.images_key)
+        yield draft.reject(key, reason, dataset.images_key)
     elif not all(part.is_chat for part in dataset.parts.values()):
         reason = " without a chat template, which writes where images belong: set chat_template"
-        yield draft.refuse(key, reason, dataset.images_key)
+        yield draft.reject(key, reason, dataset.images_key)
 
 
 def _models(draft: Draft) -> Iterator[Problem]:
@@ -85,12 +85,12 @@ def _models(draft: Draft) -> Iterator[Problem]:
         where = role if draft.writes(role, "implementation") else "actor"
         if model.implementation != HF:
             reason = f": the built-in decoder reads no images; allowed: {HF}"
-            yield draft.refuse((where, "implementation"), reason, model.implementation)
+            yield draft.reject((where, "implementation"), reason, model.implementation)
             return
         with suppress(UsageError):  # of a folder, reported by the check of weights
             if (values := config_values(model)) and (reason := resolve(REFUSAL)(values)):
                 source = "path" if model.path is not None else "architecture"
-                yield draft.refuse((role, source), f": {reason}")
+                yield draft.reject((role, source), f": {reason}")
                 return
 
 
@@ -99,9 +99,9 @@ def _servers(draft: Draft) -> Iterator[Problem]:
     config, remedy = draft.config, "leave it out: the model generates with transformers then"
     if served(draft):
         reason = f": servers get no images here; {remedy}"
-        yield draft.refuse((ROLLOUTS, "backend"), reason, config.rollout.backend)
+        yield draft.reject((ROLLOUTS, "backend"), reason, config.rollout.backend)
     tasks = config.evaluation.tasks if config.evaluation is not None else None
     with suppress(AllocationError):  # reported by the check of evaluations
         if tasks is not None and tasks.backend and BACKENDS[parse(tasks.backend).backend].serves:
             reason = f": servers get no images here; {remedy}"
-            yield draft.refuse(("evaluation", "tasks", "backend"), reason, tasks.backend)
+            yield draft.reject(("evaluation", "tasks", "backend"), reason, tasks.backend)

@@ -32,7 +32,7 @@ def backends(draft: Draft) -> Iterator[Problem]:
             continue
         needed = "rollouts" if role == ROLLOUTS else "training"
         if reason := lacking(allocation.backend, needed):
-            yield draft.refuse((role, "backend"), f": {reason}", text)
+            yield draft.reject((role, "backend"), f": {reason}", text)
 
 
 def _written(draft: Draft) -> Iterator[tuple[str, str]]:
@@ -77,7 +77,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
     elif config.rollout.backend:
         if not generating:
             reason = ": no call of this trial generates"
-            yield draft.refuse((ROLLOUTS, "backend"), reason, config.rollout.backend)
+            yield draft.reject((ROLLOUTS, "backend"), reason, config.rollout.backend)
         return
     if not generating or allocation is None:
         return
@@ -92,7 +92,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
             if draft.writes("evaluation", "every_steps"):
                 remedy += " in place of evaluation.every_steps"
         text = f": {cause}, and {reason}; or {remedy}"
-        yield draft.refuse(("actor", "backend"), text, str(allocation))
+        yield draft.reject(("actor", "backend"), text, str(allocation))
 
 
 def gpus(draft: Draft) -> Iterator[Problem]:
@@ -111,7 +111,7 @@ def gpus(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((role, "gpus"), str(error))
     for field in () if draft.config.rollout.backend else ("gpus", "offload"):
         if draft.writes(ROLLOUTS, field):
-            yield draft.refuse((ROLLOUTS, field), " without rollout.backend")
+            yield draft.reject((ROLLOUTS, field), " without rollout.backend")
     placed = [place for place in draft.placements().values() if place.group == TRAINERS]
     used = {rank for place in placed for rank in place.ranks}
     empty = sorted(set(range(placement.trainers(placed))) - used)
@@ -142,14 +142,14 @@ def batches(draft: Draft) -> Iterator[Problem]:
                 f": must be a multiple of {size}, the data-parallel size of {role}.backend "
                 f"'{placed.allocation}'"
             )
-            yield draft.refuse(("algorithm", "batch_size"), reason, draft.algorithm.batch_size)
+            yield draft.reject(("algorithm", "batch_size"), reason, draft.algorithm.batch_size)
     used = [draft.placements().get(role) for role in ("actor", ROLLOUTS)]
     size = max((p.allocation.sizes["dp"] for p in used if p and p.group == TRAINERS), default=1)
     for suite, own in draft.config.evaluations.items() if draft.config.trainers_evaluate else ():
         samples = own.evaluation.samples if own.evaluation is not None else None
         if samples is not None and samples < size:
             reason = f": must be at least {size}, one for each rank"
-            yield draft.refuse((*evaluation_key(suite), "samples"), reason, samples)
+            yield draft.reject((*evaluation_key(suite), "samples"), reason, samples)
 
 
 def hosts(draft: Draft) -> Iterator[Problem]:
@@ -173,7 +173,7 @@ def hosts(draft: Draft) -> Iterator[Problem]:
             f": the {needed * per_host} workers of actor.backend '{placed['actor'].allocation}' "
             f"and the other models need {needed} hosts with {per_host} each"
         )
-        yield draft.refuse(("cluster", "hosts"), reason, cluster.hosts)
+        yield draft.reject(("cluster", "hosts"), reason, cluster.hosts)
 
 
 def _tensor_sizes(placed: dict[str, Placement]) -> list[int]:
@@ -192,7 +192,7 @@ def rollout_instances(draft: Draft) -> Iterator[Problem]:
     needed = servers.allocation.instance_size
     if needed > largest:
         reason = f": one copy needs {needed} GPUs (t*p), a host has {largest}"
-        yield draft.refuse((ROLLOUTS, "backend"), reason, str(servers.allocation))
+        yield draft.reject((ROLLOUTS, "backend"), reason, str(servers.allocation))
 
 
 def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
@@ -211,7 +211,7 @@ def _copies_over_hosts(draft: Draft, servers: Placement) -> Iterator[Problem]:
                 f": one server has GPUs {format_gpus(sorted(copy))}, which are on several hosts "
                 f"with {per_host} GPUs each"
             )
-            yield draft.refuse((ROLLOUTS, "gpus"), reason, str(servers.allocation))
+            yield draft.reject((ROLLOUTS, "gpus"), reason, str(servers.allocation))
             return
 
 
@@ -235,7 +235,7 @@ def architectures(draft: Draft) -> Iterator[Problem]:
         for misfit in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
             if role == ROLLOUTS and misfit.axis not in inherited_settings.FIELDS:
                 continue
-            text = _refusal(misfit, place)
+            text = _rejection(misfit, place)
             if model.backend.strip().startswith(ARCHON) and role != ROLLOUTS:
                 text = f"{text} ('{model.backend}' runs as {place.allocation})"
             yield draft.problem(_key(draft, role, misfit.axis), text)
@@ -252,7 +252,7 @@ def _writes_layout(draft: Draft, role: str) -> bool:
     return draft.writes(role, "backend") or draft.writes(role, "model")
 
 
-def _refusal(misfit: fit.Misfit, placed: Placement) -> str:
+def _rejection(misfit: fit.Misfit, placed: Placement) -> str:
     if misfit.axis == "length":
         return misfit.reason
     value = misfit.value or f"'{placed.allocation}'"

@@ -42,13 +42,13 @@ def weights(draft: Draft) -> Iterator[Problem]:
 
 def _of_role(draft: Draft, role: str, model: Model) -> Iterator[Problem]:
     if model.architecture is not None:
-        message = _refusal(draft, role, model, model.architecture, strict=True)
+        message = _rejection(draft, role, model, model.architecture, strict=True)
         if message:
             yield draft.problem((role, "architecture"), message)
     elif model.path is not None:
         message = _folder(draft, role, model, Path(model.path))
         if message:
-            yield draft.refuse((role, "path"), f": {message}", model.path)
+            yield draft.reject((role, "path"), f": {message}", model.path)
     elif not draft.writes(role, "path") and not draft.writes(role, "architecture"):
         yield draft.problem((role,), "a path or an architecture is required")
 
@@ -69,10 +69,10 @@ def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
         values = inputs.read_json(config)
     except UsageError as error:
         return f"its {shape.CONFIG} cannot be used: {error}"
-    return _refusal(draft, role, model, values, strict=False)
+    return _rejection(draft, role, model, values, strict=False)
 
 
-def _refusal(
+def _rejection(
     draft: Draft, role: str, model: Model, values: Mapping[str, Any], *, strict: bool
 ) -> str | None:
     """Return why the role's engine cannot run an architecture."""
@@ -100,13 +100,13 @@ def implementations(draft: Draft) -> Iterator[Problem]:
             known = hf_problems(draft.config.actor, allocation)
             where, reasons = role, [each for each in reasons if each not in known]
         for reason in reasons:
-            yield draft.refuse((where, "implementation"), f": {reason}", "hf")
+            yield draft.reject((where, "implementation"), f": {reason}", "hf")
     rollout = draft.allocations().get(ROLLOUTS)
     if rollout is not None and draft.config.actor.implementation == "hf":
         split = not BACKENDS[rollout.backend].serves
         for reason in hf_problems(draft.config.actor, rollout, split=split):
             text = f" with actor.implementation hf: {reason}"
-            yield draft.refuse((ROLLOUTS, "backend"), text, str(rollout))
+            yield draft.reject((ROLLOUTS, "backend"), text, str(rollout))
 
 
 def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> list[str]:
@@ -140,15 +140,15 @@ def adapters(draft: Draft) -> Iterator[Problem]:
     for role, model in draft.models():
         if model.lora is None:
             continue
-        reason = _adapter_refusal(draft, role, model, model.lora)
+        reason = _adapter_rejection(draft, role, model, model.lora)
         if reason is not None:
-            yield draft.refuse((role, "lora"), f": {reason}")
+            yield draft.reject((role, "lora"), f": {reason}")
     if draft.config.checkpoint.export_form == "adapter" and draft.config.actor.lora is None:
         reason = " without actor.lora; allowed: merged"
-        yield draft.refuse(("checkpoint", "export_form"), reason, "adapter")
+        yield draft.reject(("checkpoint", "export_form"), reason, "adapter")
 
 
-def _adapter_refusal(draft: Draft, role: str, model: Model, lora: Lora) -> str | None:
+def _adapter_rejection(draft: Draft, role: str, model: Model, lora: Lora) -> str | None:
     if role not in draft.trained:
         return f"{role} is not trained"
     if lack := draft.lacks(role, "adapters"):
@@ -179,7 +179,7 @@ def base_reference(draft: Draft) -> Iterator[Problem]:
                 ": with actor.lora the reference is the actor without its adapters; "
                 f"set actor.{field}"
             )
-            yield draft.refuse((REFERENCE, field), reason, value=True)
+            yield draft.reject((REFERENCE, field), reason, value=True)
 
 
 def lengths(draft: Draft) -> Iterator[Problem]:
@@ -227,7 +227,7 @@ def stop_tokens(draft: Draft) -> Iterator[Problem]:
     for token in draft.config.rollout.stop_token_ids:
         if size is not None and token >= size:
             reason = f": the actor's vocabulary has the ids 0 to {size - 1}"
-            yield draft.refuse(("rollout", "stop_token_ids"), reason, token)
+            yield draft.reject(("rollout", "stop_token_ids"), reason, token)
 
 
 def tokenizer(draft: Draft) -> Iterator[Problem]:
@@ -238,4 +238,4 @@ def tokenizer(draft: Draft) -> Iterator[Problem]:
             message = "is required: an architecture without a path has no tokenizer"
             yield draft.problem(("actor", "tokenizer"), message)
     elif not Path(folder).is_dir() and draft.writes("actor", "tokenizer"):
-        yield draft.refuse(("actor", "tokenizer"), ": there is no such folder", folder)
+        yield draft.reject(("actor", "tokenizer"), ": there is no such folder", folder)

@@ -38,10 +38,10 @@ def folder_of_runs(draft: Draft) -> Iterator[Problem]:
             f": '{os.pathsep}' separates the entries of PYTHONPATH, so workers would not find the "
             "trial's copy of the code; choose another folder"
         )
-        yield draft.refuse(("root",), reason, root)
+        yield draft.reject(("root",), reason, root)
     if not is_text(root):
         reason = ": its name is not UTF-8 text, and files of the run name it; choose another folder"
-        yield draft.refuse(("root",), reason, root)
+        yield draft.reject(("root",), reason, root)
 
 
 def dataset_types(draft: Draft) -> Iterator[Problem]:
@@ -52,7 +52,7 @@ def dataset_types(draft: Draft) -> Iterator[Problem]:
         if dataset.kind not in types:
             task = "trains on" if trains else "evaluates on"
             reason = f": {algorithm.name} {task} {' or '.join(types)}"
-            yield draft.refuse((*where, "type"), reason, dataset.type)
+            yield draft.reject((*where, "type"), reason, dataset.type)
 
 
 def _sources(draft: Draft) -> Iterator[tuple[KeyPath, Dataset]]:
@@ -65,11 +65,11 @@ def _sources(draft: Draft) -> Iterator[tuple[KeyPath, Dataset]]:
 def dataset_files(draft: Draft) -> Iterator[Problem]:
     for where, dataset in _sources(draft):
         if reason := _no_data(Path(dataset.path)):
-            yield draft.refuse((*where, "path"), f": {reason}", dataset.path)
+            yield draft.reject((*where, "path"), f": {reason}", dataset.path)
         template = dataset.chat_template
         if isinstance(template, str) and not Path(template).is_file():
             reason = ": there is no such file (true: the tokenizer's)"
-            yield draft.refuse((*where, "chat_template"), reason, template)
+            yield draft.reject((*where, "chat_template"), reason, template)
 
 
 def _no_data(path: Path) -> str:
@@ -100,7 +100,7 @@ def dataset_chats(draft: Draft) -> Iterator[Problem]:
         for name in ("system_prompt", "chat_template_options", "tools"):
             if getattr(dataset, name):
                 reason = " without a chat template: set chat_template to true"
-                yield draft.refuse((*where, name), reason)
+                yield draft.reject((*where, name), reason)
 
 
 def conflicts(draft: Draft) -> Iterator[Problem]:
@@ -116,23 +116,23 @@ def reward(draft: Draft) -> Iterator[Problem]:
     for suite, own in config.evaluations.items():
         user = dotted(evaluation_key(suite))
         users[user] = (own, draft.algorithm.evaluation_calls(own))
-    judging = [
+    scored = [
         user for user, (own, calls) in users.items() if makes_rewards(calls) and own.reward is None
     ]
-    if judging and not draft.writes("reward") and not config.rollout.episode.has_turns:
-        message = f"is required: it scores the completions of {' and '.join(judging)}"
+    if scored and not draft.writes("reward") and not config.rollout.episode.has_turns:
+        message = f"is required: it scores the completions of {' and '.join(scored)}"
         yield draft.problem(("reward",), message)
-    for where, judge in config.rewards().items():
-        yield from _unknown_functions(draft, where, judge)
+    for where, settings in config.rewards().items():
+        yield from _unknown_functions(draft, where, settings)
 
 
-def _unknown_functions(draft: Draft, where: KeyPath, judge: Reward) -> Iterator[Problem]:
+def _unknown_functions(draft: Draft, where: KeyPath, settings: Reward) -> Iterator[Problem]:
     known = sorted(resolve(REWARDS))
-    for name, part in judge.functions.items():
+    for name, part in settings.functions.items():
         if part.name not in known and not OWN_REWARD.fullmatch(part.name):
             key = ("name",) if name == ALONE else ("parts", name, "name")
             reason = f"; {near(part.name, known)}, or your own FILE.py:name"
-            yield draft.refuse((*where, *key), reason, part.name)
+            yield draft.reject((*where, *key), reason, part.name)
 
 
 def suite_rewards(draft: Draft) -> Iterator[Problem]:
@@ -145,7 +145,7 @@ def suite_rewards(draft: Draft) -> Iterator[Problem]:
                 f": the evaluation of a dataset of type {own.held_out.type} generates no "
                 f"completions that it could score"
             )
-            yield draft.refuse(key, reason)
+            yield draft.reject(key, reason)
 
 
 def unused_tools(draft: Draft) -> Iterator[Problem]:
@@ -153,7 +153,7 @@ def unused_tools(draft: Draft) -> Iterator[Problem]:
     episode = draft.config.rollout.episode
     if episode.name == VERIFIERS and episode.tools:
         reason = f" with name: {VERIFIERS}, whose environments have their own tools; remove it"
-        yield draft.refuse(("rollout", "episode", "tools"), reason)
+        yield draft.reject(("rollout", "episode", "tools"), reason)
 
 
 def unused_roles(draft: Draft) -> Iterator[Problem]:
@@ -164,7 +164,7 @@ def unused_roles(draft: Draft) -> Iterator[Problem]:
     for role in FOLLOWERS:
         if role not in used and draft.source.values.get(role) is not None:
             reason = f": {draft.algorithm.why_unused(role)}; remove the section"
-            yield draft.refuse((role,), reason)
+            yield draft.reject((role,), reason)
 
 
 def engine_options(draft: Draft) -> Iterator[Problem]:
@@ -173,7 +173,7 @@ def engine_options(draft: Draft) -> Iterator[Problem]:
         for field in OF_ENGINES:
             reason = draft.lacks(role, field)
             if reason and getattr(model, field) and draft.writes(role, field):
-                yield draft.refuse((role, field), f": {reason}", value=True)
+                yield draft.reject((role, field), f": {reason}", value=True)
 
 
 def averages(draft: Draft) -> Iterator[Problem]:
@@ -188,7 +188,7 @@ def averages(draft: Draft) -> Iterator[Problem]:
         elif (model.implementation, shape_of(model)) != (actor.implementation, shape_of(actor)):
             reason = reason or f"{role} and the actor are different architectures"
         if reason:
-            yield draft.refuse((role, "ema"), f": {reason}", model.ema)
+            yield draft.reject((role, "ema"), f": {reason}", model.ema)
 
 
 def optimizers(draft: Draft) -> Iterator[Problem]:
@@ -197,7 +197,7 @@ def optimizers(draft: Draft) -> Iterator[Problem]:
         options = model.optimizer
         for field in options.unused if role in draft.trained else ():
             reason = f" with {field}, which it does not use; allowed: {', '.join(USERS[field])}"
-            yield draft.refuse((role, "optimizer", "name"), reason, options.name)
+            yield draft.reject((role, "optimizer", "name"), reason, options.name)
 
 
 def untrained_steps(draft: Draft) -> Iterator[Problem]:
@@ -207,7 +207,7 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
         steps = draft.algorithm.untrained_steps(use.role) if use.trained else 0
         if total and steps >= total:
             reason = f": the first {steps} steps do not train {use.role}"
-            yield draft.refuse(("total_steps",), reason, total)
+            yield draft.reject(("total_steps",), reason, total)
 
 
 def length_of_run(draft: Draft) -> Iterator[Problem]:
@@ -226,9 +226,9 @@ def length_of_run(draft: Draft) -> Iterator[Problem]:
         yield draft.problem(("dataset", "sources"), message)
     if config.evaluation is not None:
         reason = f": {name} trains no model that an evaluation could use"
-        yield draft.refuse(("evaluation",), reason)
+        yield draft.reject(("evaluation",), reason)
     if config.stop_when is not None:
-        yield draft.refuse(("stop_when",), f": {name} ends after the last row of the dataset")
+        yield draft.reject(("stop_when",), f": {name} ends after the last row of the dataset")
 
 
 def something_to_do(draft: Draft) -> Iterator[Problem]:
@@ -237,7 +237,7 @@ def something_to_do(draft: Draft) -> Iterator[Problem]:
     evaluates = evaluation is not None and evaluation.tasks is None and evaluation.at_start
     if draft.config.total_steps == 0 and not evaluates:
         reason = " without an evaluation at the start: the trial would do nothing"
-        yield draft.refuse(("total_steps",), reason, 0)
+        yield draft.reject(("total_steps",), reason, 0)
 
 
 def stop_when(draft: Draft) -> Iterator[Problem]:
@@ -251,7 +251,7 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
     if not never and metric not in known and not (own and not RATES.match(metric)):
         never = [f"no step records '{metric}'; {near(metric, known)}"]
     for reason in never:
-        yield draft.refuse(("stop_when",), f": {reason}", text)
+        yield draft.reject(("stop_when",), f": {reason}", text)
 
 
 def _never_evaluated(draft: Draft, metric: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from slurmrl.backoff import Backoff
 from slurmrl.config.schema.rollout import Address
-from slurmrl.errors import MissingDependencyError, RefusedError, RunFailedError
+from slurmrl.errors import MissingDependencyError, RejectedError, RunFailedError
 
 try:
     import aiohttp
@@ -36,7 +36,7 @@ SHOWN_CHARACTERS = 500
 class HttpClient:
     """Requests to one server, whose answers are JSON values or strings.
 
-    They raise RefusedError if the server rejects the request itself, and RunFailedError if it
+    They raise RejectedError if the server rejects the request itself, and RunFailedError if it
     cannot be reached, fails, or does not answer in time. Requests that certainly had no effect (no
     connection, status 429 or 503) are repeated for ``patience_s``. Other requests are not repeated,
     because they may have had an effect. Proxies of the environment are not used, and redirects are
@@ -146,7 +146,7 @@ def _value(where: str, status: int, kind: str, content: bytes) -> object:
         if status in BUSY:
             raise _NotBegunError(message)
         if status in FAULTS_OF_THE_REQUEST:
-            raise RefusedError(message, status)
+            raise RejectedError(message, status)
         raise RunFailedError(message)
     try:
         return json.loads(content) if kind == "application/json" else content.decode()

@@ -58,7 +58,7 @@ class Tools(Mapping[str, Callable[..., Any]]):
         beginning with ``error:``; the episode continues.
         """
         if name not in self._tools:
-            return self.refused(f"there is no tool {name!r}; tools: {', '.join(self._tools)}")
+            return self.rejected(f"there is no tool {name!r}; tools: {', '.join(self._tools)}")
         tool = self._tools[name]
         try:
             if _is_async(tool):
@@ -67,11 +67,11 @@ class Tools(Mapping[str, Callable[..., Any]]):
                 value = await in_thread(lambda: tool(*arguments, **keywords))
         except Exception as error:  # noqa: BLE001 - a user's tool may raise anything
             reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-            return self.refused(reason)
+            return self.rejected(reason)
         self.calls += 1
         return ToolResult(str(value)[:MOST_CHARACTERS])
 
-    def refused(self, reason: str) -> ToolResult:
+    def rejected(self, reason: str) -> ToolResult:
         """The result of a call that fails."""
         self.calls += 1
         self.failures += 1

@@ -353,21 +353,21 @@ class IncarnationWriter:
 def begin(
     history: History,
     data: dict[str, Any] | Callable[[TrialState], dict[str, Any]],
-    judge: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
+    futile: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
 ) -> IncarnationWriter:
     """Begin a new incarnation; ``data`` may be computed from the state at that moment.
 
     Raises TrialEndedError if the trial has ended.
 
-    ``judge`` gets all previous records. If it returns data for a FAILED record, the trial ends with
-    this record instead, and TrialEndedError is raised. The new record directly follows the records
-    that ``judge`` got.
+    ``futile`` gets all previous records. If it returns data for a FAILED record, the trial ends
+    with this record instead, and TrialEndedError is raised. The new record directly follows the
+    records that ``futile`` got.
     """
 
     def next_record(records: list[Record]) -> tuple[Kind, int, dict[str, Any]]:
         state = fold(records)
-        _refuse_ended(state)
-        verdict = judge(records)
+        _reject_ended(state)
+        verdict = futile(records)
         if verdict is not None:
             return Kind.FAILED, state.incarnation, verdict
         return Kind.BEGIN, state.incarnation + 1, data(state) if callable(data) else data
@@ -387,7 +387,7 @@ def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
         raise UsageError(f"'{kind}' does not end a trial")
 
     def current(state: TrialState) -> int:
-        _refuse_ended(state)
+        _reject_ended(state)
         return state.incarnation
 
     return _append(history, kind, data, current)
@@ -426,7 +426,7 @@ def _win(
     raise WaitTimeoutError(f"lost {TRIES} history slots in a row to other writers")
 
 
-def _refuse_ended(state: TrialState) -> None:
+def _reject_ended(state: TrialState) -> None:
     if state.end is not None:
         raise TrialEndedError(f"the trial {_ending(state)}")
 

@@ -85,7 +85,7 @@ def _unusable(error: BaseException) -> UnusableGpuError:
     """Return the error.
 
     Its message names no host and no device, so that the same problem on two hosts gives the same
-    message (see `workers.master.judgement`).
+    message (see `workers.master.futility`).
     """
     reason = " ".join(str(error).split())
     build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"

@@ -325,7 +325,7 @@ class Warnings:
         if self._first is None or self._told:
             return None
         self._told = True
-        warned = self._judge(signal_name(self._first))
+        warned = self._explain(signal_name(self._first))
         logger.info("received %s (%s): this job will end soon", warned.signal, warned.cause)
         return warned
 
@@ -333,7 +333,7 @@ class Warnings:
         if self._first is None:
             self._first = number
 
-    def _judge(self, name: str) -> Warned:
+    def _explain(self, name: str) -> Warned:
         if self._local or self._stopped():
             return Warned(signal=name, cause="interrupt")
         end = env.JOB_END.get()

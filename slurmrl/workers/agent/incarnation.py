@@ -275,7 +275,7 @@ class Incarnation:
             done = any(isinstance(a, Done) and a.seq == self._passed_on for a in answers)
             if done and self._master_log is not None:  # the master posts the next step soon
                 self._master_log.expect_news()
-        self._symptoms.judge(news)
+        self._symptoms.evaluate(news)
 
     def _send_warning(self) -> None:
         """Report a warning to the master and in the name store, if the incarnation has begun."""

@@ -71,21 +71,21 @@ class Symptoms:
         """Return the maximum wait of the next turn."""
         return math.inf if self._echo is None else ECHO_TURN_S
 
-    def judge(self, news: News) -> None:
+    def evaluate(self, news: News) -> None:
         for failure in news.failures:
             if not failure.echo:
                 raise ReportedError(replace(failure, host=self._host))
             if self._echo is None:
                 self._echo, self._echo_until = failure, self._clock() + ECHO_GRACE_S
         for ended in news.ended:
-            self._judge_end(ended)
+            self._evaluate_end(ended)
         silent = self._children.silent()
         if silent and not self.told_to_exit:  # a process that exits sends no pulse
             raise ReportedError(self._of_silence(silent[0]))
         if self._echo is not None and self._clock() >= self._echo_until:
             raise ReportedError(replace(self._echo, host=self._host))
 
-    def _judge_end(self, ended: Ended) -> None:
+    def _evaluate_end(self, ended: Ended) -> None:
         is_master = ended.name == MASTER
         early = not is_master and not self.told_to_exit
         if ended.code == 0 and not early:

@@ -289,7 +289,7 @@ class RolloutTask:
             output.look()
         news = host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
         self._take(news)
-        self._symptoms.judge(news)
+        self._symptoms.evaluate(news)
 
     def _take(self, news: News) -> None:
         for message in news.received:

@@ -53,7 +53,7 @@ from slurmrl.workers.child_process import (
 )
 from slurmrl.workers.failure import COLLECT_S, failure_of, publish, publish_hang
 from slurmrl.workers.master.committer import begin_on_base, set_aside
-from slurmrl.workers.master.judgement import judge
+from slurmrl.workers.master.futility import futile_start
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress, ledger_of
 from slurmrl.workers.master.results import EvaluationScores, Results
@@ -76,7 +76,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         host = env.NODE_NAME.get() or socket.gethostname()
         data = {"job": job, "submission": submission, "link": link, "host": host}
         writer, damages = begin_on_base(
-            paths, names, history, data, lambda records: _judge(paths, names, job, records)
+            paths, names, history, data, lambda records: _futile_start(paths, names, job, records)
         )
     except TrialEndedError as end:
         logger.info("nothing to do: %s", end)
@@ -104,12 +104,12 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     return 0
 
 
-def _judge(
+def _futile_start(
     paths: RunPaths, names: NameStore, job: str, records: list[Record]
 ) -> dict[str, Any] | None:
     """Return the data of a FAILED record if another incarnation would be futile."""
     config = retry("read the configuration", lambda: load_resolved(paths.config), timeout_s=READ_S)
-    return judge(
+    return futile_start(
         records,
         names,
         job,

@@ -235,7 +235,7 @@ def begin_on_base(
     names: NameStore,
     history: History,
     data: dict[str, Any],
-    judge: Callable[[list[Record]], dict[str, Any] | None],
+    futile: Callable[[list[Record]], dict[str, Any] | None],
 ) -> tuple[IncarnationWriter, list[Damage]]:
     """Begin an incarnation on the newest usable commit; also return the newer, damaged ones.
 
@@ -251,7 +251,7 @@ def begin_on_base(
         )
         return {**data, "base": base}
 
-    return begin(history, describe, judge), damages
+    return begin(history, describe, futile), damages
 
 
 def choose(

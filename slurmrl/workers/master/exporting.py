@@ -413,20 +413,20 @@ class ExportTypes:
     kept: float | None = None
     """The share of the training's update that survives rounding to ``name``. None if nothing is
     rounded, or the weights before the training are unknown."""
-    refused: bool = False
+    rejected: bool = False
     """Whether the export is in float32, because ``name`` would lose too much of the update."""
 
     @property
     def warning(self) -> str | None:
         """Warning about an export that loses, or would have lost, much of the update."""
-        if self.refused and self.kept is None:
+        if self.rejected and self.kept is None:
             return (
                 "exported in float32: the weights that the training started from cannot be read, "
                 f"so the loss by rounding to {self.name} is unknown"
             )
         if self.kept is None or self.kept >= ENOUGH:
             return None
-        if self.refused:
+        if self.rejected:
             return (
                 f"exported in float32: only {self.kept:.1%} of the training's update would survive "
                 f"rounding to {self.name}, the type of the model that it started from "
@@ -462,7 +462,7 @@ def export_types(
     except (UsageError, CheckpointError, CorruptFileError):
         kept, enough = None, False
     if dtype == "auto" and not enough:
-        return ExportTypes(AS_STORED, name, kept, refused=True)
+        return ExportTypes(AS_STORED, name, kept, rejected=True)
     return ExportTypes(precision, name, kept)
 
 

@@ -21,7 +21,7 @@ LOSSES = 10
 """Factor of ``max_restarts_without_commit``: this many starts may be lost with their hosts."""
 
 
-def judge(
+def futile_start(
     records: list[Record],
     names: NameStore,
     job: str,

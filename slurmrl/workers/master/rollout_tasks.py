@@ -175,7 +175,7 @@ class RolloutTasks:
             self._numbers.look()
             self._failed.look(self._attempts.values(), self._lives)
             if self._wanted:
-                self._failed.judge(self._living.values(), self._lives, self._numbers.allowed)
+                self._failed.evaluate(self._living.values(), self._lives, self._numbers.allowed)
         self._read()
         self._end_those(dead)
         for sample, reason in self._checks.look():
@@ -300,7 +300,7 @@ class RolloutTasks:
             finished=_by_age(finished),
             trained=_by_age(self._counts.ages),
             dropped=dict(self._ledger.dropped),
-            refused=dict(self._ledger.refused),
+            refused=dict(self._ledger.rejected),
             damaged=self._counts.items["damaged"],
             aborted=self._counts.items["aborted"],
             given_back=self._counts.items["given_back"],
@@ -392,11 +392,11 @@ class RolloutTasks:
             case Holds():
                 self._leases.note(attempt, result.version)
             case Unreadable():
-                self._refuse(attempt, result)
+                self._reject(attempt, result)
             case Leaving():
                 self._end(attempt, LEFT, result.reason)
 
-    def _refuse(self, attempt: RolloutAttempt, result: Unreadable) -> None:
+    def _reject(self, attempt: RolloutAttempt, result: Unreadable) -> None:
         """Note a version of this incarnation that a task cannot read."""
         version = VersionId.parse(result.version)
         if version.incarnation != self._incarnation:

@@ -167,11 +167,11 @@ class StepRunner:
         accepted: list[int] = []
         groups: dict[int, StoredGroup] = {}
         reasons: Counter[str] = Counter()
-        rounds = judged = 0
+        rounds = tried = 0
         of_round = progress.batch_size
         if self._rollouts is None and refill.candidates is not None:
             of_round = refill.candidates
-        while judged < refill.rounds * of_round and len(accepted) < progress.batch_size:
+        while tried < refill.rounds * of_round and len(accepted) < progress.batch_size:
             samples: Sequence[StoredGroup] = ()
             if self._rollouts is None:
                 candidates = progress.take(of_round)
@@ -186,7 +186,7 @@ class StepRunner:
                 step, progress.items(candidates), before, candidates=True, samples=samples
             )
             rounds += 1
-            judged += len(candidates)
+            tried += len(candidates)
             dropped = _dropped(*answered[-1], candidates)
             for number, reason in dropped.items():
                 progress.drop([number], reason)

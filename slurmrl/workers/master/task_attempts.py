@@ -425,7 +425,7 @@ class FailedTasks:
             if failure is not None and (task, number) not in worked:
                 self._failures[task, number] = failure
 
-    def judge(
+    def evaluate(
         self,
         living: Iterable[RolloutAttempt],
         lives: Callable[[RolloutAttempt], bool],

@@ -336,8 +336,8 @@ class SampleCounts:
         return found
 
     def _sums(self) -> Counter[str]:
-        refused = self._ledger.refused.items()
-        sums = {f"refused_{why.replace(' ', '_')}": number for why, number in refused}
+        rejected = self._ledger.rejected.items()
+        sums = {f"refused_{why.replace(' ', '_')}": number for why, number in rejected}
         sums |= {f"dropped_{STALE}": self._ledger.dropped.get(STALE, 0), **self.items}
         return Counter({f"rollout/{name}": number for name, number in sums.items()})
 

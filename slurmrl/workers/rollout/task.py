@@ -203,12 +203,12 @@ class TaskAtWork:
                 await self._install(version)
 
     async def _tell_unreadable(self) -> None:
-        refused = self._weights.unreadable
-        if refused:
+        unreadable = self._weights.unreadable
+        if unreadable:
             self._messages += [
-                Unreadable(version=version.name, reason=why) for version, why in refused
+                Unreadable(version=version.name, reason=why) for version, why in unreadable
             ]
-            refused.clear()
+            unreadable.clear()
             await self._tell()
 
     async def _install(self, version: WeightVersion) -> None:

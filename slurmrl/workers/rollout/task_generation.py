@@ -36,7 +36,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import documents
 from slurmrl.rewards.process_pool import MOST_PROCESSES, ProcessPool, Unanswered
-from slurmrl.rewards.scores import JudgedCompletions
+from slurmrl.rewards.scores import ScoredCompletions
 from slurmrl.rewards.weighted import reward_program
 from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Waiting
@@ -184,14 +184,14 @@ class Scoring:
             sample: SequenceSample = await in_thread(lambda: self._rows.sample(row))
             turns = self._context.settings.config.rollout.episode.has_turns
             made = as_sample(sample.ids, [group], turns=turns, metadata=sample.metadata)
-            judged = await self._answer(Questions.about(made, self._context))
+            scored = await self._answer(Questions.about(made, self._context))
         except asyncio.CancelledError:
             self._late[row.item] += 1
             raise
         except SlurmrlError as error:
             logger.warning("the trainers will score item %d: %s", row.item, error)
             return group
-        return replace(group, judged=replace(judged, submission=self._submission))
+        return replace(group, scored=replace(scored, submission=self._submission))
 
     def close(self) -> None:
         """End the processes, at the latest when the threads end with this process."""
@@ -202,7 +202,7 @@ class Scoring:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._threads.clear()
 
-    async def _answer(self, questions: Questions) -> JudgedCompletions:
+    async def _answer(self, questions: Questions) -> ScoredCompletions:
         job = Job(
             lambda pool: questions.answered(
                 lambda asked: self._ask(asked, pool, job.future.cancelled)
@@ -214,8 +214,8 @@ class Scoring:
                 self._threads.append(threading.Thread(target=self._serve, daemon=True))
                 self._threads[-1].start()
             self._jobs.put(job)
-            judged: JudgedCompletions = await job.future
-            return judged
+            scored: ScoredCompletions = await job.future
+            return scored
         finally:
             self._asked -= 1
 
@@ -228,7 +228,7 @@ class Scoring:
 
     def _ask(
         self, questions: Questions, pool: ProcessPool, gone: Callable[[], bool]
-    ) -> JudgedCompletions:
+    ) -> ScoredCompletions:
         """``gone``: whether nobody waits for the scores any more.
 
         Raises SlurmrlError: there is none.
@@ -252,7 +252,7 @@ class Scoring:
             raise RewardError(verdict.why)
         if "error" in verdict:
             raise RewardError(verdict["error"])
-        return documents.from_json(JudgedCompletions, verdict["judged"], "the reply of the reward")
+        return documents.from_json(ScoredCompletions, verdict["judged"], "the reply of the reward")
 
 
 def scoring_of(call: CallContext, rows: TaskRows, submission: int) -> Scoring | None:

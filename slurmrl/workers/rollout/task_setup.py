@@ -81,8 +81,8 @@ def build_rollout(
     group = plan.group(start.agent.group)
     accelerator = device.choose(group.gpus_per_worker)
     if group.gpus_per_worker:
-        refuse = partial(fit.refusal_in_task, settings)
-        distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
+        reject = partial(fit.rejection_in_task, settings)
+        distributed.take_gpus(group, reject, activity, exclusive=start.exclusive)
     elif rank == 0:
         precision.log_slow_bfloat16(settings.config, plan, group)
     device.set_up(

@@ -75,7 +75,7 @@ class TaskWeights:
         self._copy = LocalCopy(folder / "copy", versions, calls=calls)
         self._calls = calls
         self._held: VersionId | None = None
-        self._refused: dict[VersionId, Stamp] = {}
+        self._rejected: dict[VersionId, Stamp] = {}
         """Versions that cannot be read."""
         self.unreadable: list[tuple[VersionId, str]] = []
         """Rejected versions with the reasons; the caller empties it."""
@@ -91,7 +91,7 @@ class TaskWeights:
                 copied = self._copy.advance(version)
                 folder = self._model_folder(copied)
             except WeightVersionError as error:  # the reason is already in the log
-                self._refused[version] = stamp
+                self._rejected[version] = stamp
                 self.unreadable.append((version, str(error)))
                 continue
             self._held = copied.id
@@ -117,7 +117,7 @@ class TaskWeights:
             if self._held is not None and not self._held < version:
                 return
             stamp = self._stamp(version)
-            if stamp is not None and stamp != self._refused.get(version):
+            if stamp is not None and stamp != self._rejected.get(version):
                 yield version, stamp
 
     def _stamp(self, version: VersionId) -> Stamp | None:

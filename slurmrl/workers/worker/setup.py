@@ -140,8 +140,8 @@ def build_trainer(
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
     accelerator = device.choose(group.gpus_per_worker)
     if accelerator.device.type == "cuda":  # models of a checkpoint have already fitted
-        refuse = partial(fit.refusal, settings) if start.base is None else _accept
-        distributed.take_gpus(group, refuse, activity, exclusive=start.exclusive)
+        reject = partial(fit.rejection, settings) if start.base is None else _accept
+        distributed.take_gpus(group, reject, activity, exclusive=start.exclusive)
     elif rank % group.workers_per_host == 0:
         precision.log_slow_bfloat16(settings.config, plan, group)
     deterministic = settings.config.deterministic

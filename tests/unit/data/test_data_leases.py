@@ -297,7 +297,7 @@ class Account(RuleBasedStateMachine):
         assert self.ledger.leased == len(self.items("leased"))
         holders = {state[2] for state in self.states if state[0] == "leased"}
         assert self.ledger.holders == sorted(holders)
-        assert self.ledger.refused == self.refused
+        assert self.ledger.rejected == self.refused
 
 
 Account.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

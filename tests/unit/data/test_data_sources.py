@@ -185,10 +185,10 @@ def test_columns_are_converted_to_json(tmp_path: Path) -> None:
 def test_column_that_pyarrow_cannot_read_is_one_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> Any:
+    def reject(path: Path) -> Any:
         raise pyarrow.ArrowNotImplementedError("nested data")
 
-    monkeypatch.setattr("slurmrl.data.sources._batches", refuse)
+    monkeypatch.setattr("slurmrl.data.sources._batches", reject)
     with pytest.raises(ConfigError, match=r"parquet: pyarrow cannot read it: nested data; save"):
         read_records(write(tmp_path, "parquet", ROWS), "id")
 

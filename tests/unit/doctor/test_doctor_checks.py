@@ -252,11 +252,11 @@ def test_hosts_with_other_software_are_named() -> None:
 def test_command_missing_in_jobs_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*arguments: object) -> None:
+    def reject(*arguments: object) -> None:
         raise SchedulerError("sbatch is not on PATH")
 
     monkeypatch.setattr(SlurmClient, "ping", lambda self: None)
-    monkeypatch.setattr(SlurmClient, "try_out", refuse)
+    monkeypatch.setattr(SlurmClient, "try_out", reject)
     found = machine.slurm_in_jobs(tmp_path / "script.sh")
     assert states(found) == {"scontrol in jobs": State.OK, "sbatch in jobs": State.WARNING}
     assert "slurmrl resume" in found[1].advice

@@ -201,10 +201,10 @@ def test_output_of_a_job_without_results_is_shown(
 def test_rejected_job_is_a_failed_check(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(request: SubmissionRequest) -> None:
+    def reject(request: SubmissionRequest) -> None:
         raise SchedulerError("sbatch failed (1): invalid account")
 
-    monkeypatch.setattr(slurm, "submit", refuse)
+    monkeypatch.setattr(slurm, "submit", reject)
     found = look(tmp_path / "r", scheduler="slurm", job=True)
     assert "invalid account" in found["job"].measured
     assert not (tmp_path / "r").exists()

@@ -92,13 +92,13 @@ def test_checkpointing_does_not_touch_random_states(
 ) -> None:
     """Reading the state of a GPU's generator costs a copy for each layer."""
 
-    def refuse(*_: object) -> None:
+    def reject(*_: object) -> None:
         raise AssertionError("a random state was read or set")
 
     decoder = small_decoder("llama")
     decoder.use(mode)
     for name in ("get_rng_state", "set_rng_state"):
-        monkeypatch.setattr(torch, name, refuse)
+        monkeypatch.setattr(torch, name, reject)
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
     decoder(torch.arange(8), cu_seqlens, 5).sum().backward()
     assert all(p.grad is not None for p in decoder.model.layers.parameters())

@@ -282,11 +282,11 @@ def test_torch_fallback_warns_once(
 
 
 def test_small_batches_do_not_trigger_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device) -> Any:
+    def reject(device: torch.device) -> Any:
         raise AssertionError("a library was asked for")
 
     monkeypatch.setenv("SLURMRL_OPS", "auto")
-    monkeypatch.setattr(loading, "_ready", refuse)
+    monkeypatch.setattr(loading, "_ready", reject)
     few = loading.SMALL_ELEMENTS - 1
     assert loading.operators(torch.device("cpu"), few) is None
     monkeypatch.setenv("SLURMRL_OPS", "torch")

@@ -17,7 +17,7 @@ TOO_OLD = (
 )
 
 
-def refuse(reason: Exception) -> None:
+def reject(reason: Exception) -> None:
     raise reason
 
 
@@ -50,7 +50,7 @@ def test_gpu_unusable_for_torch_is_a_host_failure_with_the_reason(
     The failure names host and GPU; the text does not, so that the same lack on another host is
     recognized.
     """
-    cuda.setattr(torch.cuda, "init", lambda: refuse(reason))
+    cuda.setattr(torch.cuda, "init", lambda: reject(reason))
     cuda.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnusableGpuError) as caught:
         device.choose(1)
@@ -74,7 +74,7 @@ def test_workers_without_gpus_use_only_the_cpu(
 ) -> None:
     cuda.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("init", "set_device"):
-        cuda.setattr(torch.cuda, name, lambda *_: refuse(AssertionError("a GPU was touched")))
+        cuda.setattr(torch.cuda, name, lambda *_: reject(AssertionError("a GPU was touched")))
     chosen = device.choose(0)
     device.set_up(chosen, threads=torch.get_num_threads(), deterministic=False)
     assert (chosen.device.type, chosen.backend) == ("cpu", "gloo")

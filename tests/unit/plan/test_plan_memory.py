@@ -8,7 +8,7 @@ import pytest
 
 from slurmrl.display import terminal
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks.fit import refusal
+from slurmrl.plan.checks.fit import rejection
 from slurmrl.plan.estimates.call_costs import margin, memories
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.worker_memory import fullest_gpu, worker_bytes
@@ -98,14 +98,14 @@ def test_smallest_layout_that_fits_is_suggested(plan_ppo: Load) -> None:
 
 
 def test_worker_rejects_models_that_exceed_its_gpu(plan_ppo: Load) -> None:
-    """The refusal names models, parts, the GPU and what to change.
+    """The rejection names models, parts, the GPU and what to change.
 
     It counts neither a margin nor assumed lengths, and ``cluster.gpu_memory`` takes precedence.
     """
     settings = plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)
     needed = fullest_gpu(settings).size
-    assert refusal(settings, "NVIDIA H100", needed) is None
-    said = refusal(settings, "NVIDIA H100", needed - 1)
+    assert rejection(settings, "NVIDIA H100", needed) is None
+    said = rejection(settings, "NVIDIA H100", needed - 1)
     assert said is not None
     for part in (
         "actor, critic, ref",
@@ -116,11 +116,11 @@ def test_worker_rejects_models_that_exceed_its_gpu(plan_ppo: Load) -> None:
     ):
         assert part in said
     given = plan_ppo(*LAYOUT, "cluster.gpu_memory=800G", architecture=SEVEN_BILLION)
-    assert refusal(given, "NVIDIA H100", needed - 1) is None
+    assert rejection(given, "NVIDIA H100", needed - 1) is None
     positions = {**SEVEN_BILLION, "max_position_embeddings": 1_000_000}
     unbounded = plan_ppo(*LAYOUT, "dataset.max_prompt_tokens=", architecture=positions)
     assert fullest_gpu(unbounded).size > 2 * needed
-    assert refusal(unbounded, "NVIDIA H100", needed - 1) is None
+    assert rejection(unbounded, "NVIDIA H100", needed - 1) is None
 
 
 GENERATION = ("actor.backend=fsdp:d8", "rollout.backend=native:d8", "rollout.gpus=0-7")

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks.fit import refusal
+from slurmrl.plan.checks.fit import rejection
 from slurmrl.plan.estimates.call_costs import margin
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.shape import least_context
@@ -112,7 +112,7 @@ def test_too_little_server_memory_is_rejected_with_the_remedy(plan_ppo: Load) ->
     (problem,) = memory_problems(known)
     assert re.search(r"server .* GiB.*set rollout.offload to true", problem.message)
     unknown = load(plan_ppo, *tight, "rollout.offload=false", "cluster.gpu_memory=")
-    said = refusal(unknown, "NVIDIA A40", 48 * GIB)
+    said = rejection(unknown, "NVIDIA A40", 48 * GIB)
     assert said is not None
     assert "server" in said
 

@@ -208,11 +208,11 @@ def test_missing_data_is_reported_if_its_directory_is_unreadable(
 ) -> None:
     list_names = os.listdir
 
-    def refuse(path: Path) -> list[str]:
+    def reject(path: Path) -> list[str]:
         if path == folder:
             raise PermissionError
         return list_names(path)
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "listdir", reject)
     (problem,) = problems(load_ppo, f"dataset.path={folder / 'trian.jsonl'}")
     assert problem.message.endswith("is not allowed: there is no such file or folder")

@@ -9,7 +9,7 @@ import pytest
 from slurmrl.config.schema import Config
 from slurmrl.plan import build, plan_values
 from slurmrl.plan.build import ROLLOUT_WORKER, STORED, make_plan
-from slurmrl.plan.checks.fit import refusal_in_task
+from slurmrl.plan.checks.fit import rejection_in_task
 from slurmrl.plan.dataflow import Method
 from slurmrl.plan.estimates.call_costs import memories
 from slurmrl.plan.estimates.hardware import GIB
@@ -163,5 +163,5 @@ def test_server_larger_than_the_gpus_of_its_task_is_rejected(plan_ppo: Load) -> 
     said = {problem.key: problem.message for problem in memory_problems(known)}
     assert re.search(r"a server needs .* of weights.*gets 13\.0 GiB", said["rollout.backend"])
     unknown = plan_ppo(*small, "cluster.gpu_memory=", architecture=SEVEN_BILLION)
-    assert refusal_in_task(unknown, "GPU of 80", 80 * GIB) is None
-    assert "a server needs" in (refusal_in_task(unknown, "GPU of 16", 16 * GIB) or "")
+    assert rejection_in_task(unknown, "GPU of 80", 80 * GIB) is None
+    assert "a server needs" in (rejection_in_task(unknown, "GPU of 16", 16 * GIB) or "")

@@ -12,7 +12,7 @@ from slurmrl.config.changes import differences
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema.reward import RewardPart
 from slurmrl.errors import RewardError
-from slurmrl.rewards.scores import JudgedCompletions
+from slurmrl.rewards.scores import ScoredCompletions
 from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
 from tests.support.trials import ppo_config
 
@@ -42,10 +42,10 @@ def reward() -> Iterator[Make]:
         made.close()
 
 
-def judge(made: WeightedReward, completions: Sequence[str]) -> JudgedCompletions:
+def judge(made: WeightedReward, completions: Sequence[str]) -> ScoredCompletions:
     count = len(completions)
     places = [f"rows.jsonl:{line}" for line in range(1, count + 1)]
-    return made.judge(["p"] * count, completions, ROWS[:count], places)
+    return made.score(["p"] * count, completions, ROWS[:count], places)
 
 
 def test_weighted_sum_adds_scores_and_reports_each_part(reward: Make) -> None:
@@ -89,7 +89,7 @@ def test_row_chooses_its_parts_of_the_sum(reward: Make) -> None:
     assert problems[3].startswith("no part of the reward scores this row (source: 'four')")
     assert "(source: absent)" in problems[4]
     with pytest.raises(RewardError, match=r"rows\.jsonl:9: no part .* \(source: 'four'\)"):
-        made.judge(["p"], ["a"], [{"source": "four"}], ["rows.jsonl:9"])
+        made.score(["p"], ["a"], [{"source": "four"}], ["rows.jsonl:9"])
 
 
 @pytest.mark.parametrize(

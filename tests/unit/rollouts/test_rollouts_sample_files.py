@@ -18,7 +18,7 @@ from safetensors.numpy import load
 
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
-from slurmrl.rewards.scores import JudgedCompletions
+from slurmrl.rewards.scores import ScoredCompletions
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.sample_files import (
@@ -66,7 +66,7 @@ def assert_same(found: SampleGroup, group: SampleGroup) -> None:
     for name in (*PER_TOKEN, *PER_COMPLETION):
         np.testing.assert_array_equal(getattr(found, name), getattr(group, name))
         assert getattr(found, name).dtype == getattr(group, name).dtype
-    assert found.judged == group.judged
+    assert found.scored == group.scored
 
 
 @given(
@@ -84,12 +84,12 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
         each.tool_calls, each.tool_failures = 2 * number, number
     group = SampleGroup.of(7, "2.11", ended, "1.1")
     if judged:
-        given = JudgedCompletions(
+        given = ScoredCompletions(
             scores=tuple(0.1 * number for number in range(len(ended))),
             parts=tuple({"right": 1 / (number + 3)} for number in range(len(ended))),
             stats={"reward_unjudged": (1.0, 3.0)},
         )
-        group = replace(group, judged=given)
+        group = replace(group, scored=given)
     data = group.to_bytes()
     assert data == replace(group).to_bytes()
     found = SampleGroup.from_bytes(data)
@@ -110,7 +110,7 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
         start = stop
     used = {name for each in ended for name in each.versions if name}
     assert found.versions == (tuple(name for name in NAMES if name in used) or ("1.1",))
-    assert judged == (found.judged is not None)
+    assert judged == (found.scored is not None)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_sample_files_round_trip_completions(rows: list[Any], judged: bool) -> N
         ({"drawn_by": np.full(5, 2, np.int32)}, "none of the versions"),
         ({"versions": VERSIONS[::-1]}, "from old to new"),
         ({"versions": ()}, "from old to new"),
-        ({"judged": JudgedCompletions(scores=(1.0,), parts=({}, {}))}, "scores 1 completions of 2"),
-        ({"judged": JudgedCompletions(scores=(1.0, np.inf), parts=({}, {}))}, "not finite"),
-        ({"judged": JudgedCompletions(scores=(1, 1), parts=({}, {"right": np.nan}))}, "not finite"),
+        ({"scored": ScoredCompletions(scores=(1.0,), parts=({}, {}))}, "scores 1 completions of 2"),
+        ({"scored": ScoredCompletions(scores=(1.0, np.inf), parts=({}, {}))}, "not finite"),
+        ({"scored": ScoredCompletions(scores=(1, 1), parts=({}, {"right": np.nan}))}, "not finite"),
         ({"lease": "../x"}, "lease"),
         ({"input_ids": np.full(5, -1, np.int32)}, "negative"),
     ],

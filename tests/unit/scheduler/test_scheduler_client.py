@@ -177,14 +177,14 @@ def test_submission_with_a_lost_reply_is_found_by_name(
 ) -> None:
     """One that was refused is not looked for."""
     request = request_of(tmp_path, "pass")
-    slurm.refuse = "sbatch failed (1): Socket timed out on send/recv operation"
+    slurm.reject = "sbatch failed (1): Socket timed out on send/recv operation"
     slurm.rows = [row((0, 1), "PENDING", request.job_name("trainer"))]
     assert scheduler.submit(request) == {"trainer": ("41",)}
     slurm.rows = []
     with pytest.raises(SchedulerError, match="Socket timed out"):
         scheduler.submit(request)
     slurm.looked_for.clear()
-    slurm.refuse = "invalid qos"
+    slurm.reject = "invalid qos"
     with pytest.raises(SchedulerError, match="invalid qos"):
         scheduler.submit(request)
     assert slurm.looked_for == []

@@ -234,12 +234,12 @@ def test_running_job_requests_more_jobs_after_a_commit(
 def test_rejected_sbatch_is_retried_a_few_times_and_at_job_end(run: RunPaths, slurm: Slurm) -> None:
     slurm.running = ("41", 2)
     commit(run, 1)
-    slurm.refuse, slurm.tries = "sbatch: error: Access/permission denied", 0
+    slurm.reject, slurm.tries = "sbatch: error: Access/permission denied", 0
     looks = Upkeep(link(run, 2), {}, pytest.fail)
     looks.start()
     wait_until("the last try", lambda: ended(looks))
     assert slurm.tries == chain.TRIES
     assert "no link is left" in continue_after(link(run, 2))
-    slurm.refuse = ""
+    slurm.reject = ""
     assert continue_after(link(run, 2)).endswith("follows, 3 left")
     assert slurm.jobs["42"][1] == [3, 4, 5], "numbers that were refused are used again"

@@ -10,7 +10,7 @@ import pytest
 from slurmrl.errors import SchedulerError
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.batch_script import Refusal, refusals
+from slurmrl.scheduler.batch_script import Rejection, rejections
 from slurmrl.scheduler.client import SlurmClient
 from tests.support.scripted_slurm import PickySlurm
 
@@ -32,7 +32,7 @@ def test_each_rejected_directive_is_named() -> None:
         {"--frob": "unrecognized option", "--qos": "qos", "--constraint": "feature"}
     )
     slurm = {"qos": "x", "constraint": "fast", "extra_lines": ["--exclusive", "--frob"]}
-    found = list(refusals(client, request(**slurm)))
+    found = list(rejections(client, request(**slurm)))
     assert [(one.words, one.directive) for one in found] == [
         ("unrecognized option", "#SBATCH --frob"),
         ("qos", "qos"),
@@ -42,7 +42,7 @@ def test_each_rejected_directive_is_named() -> None:
 
 def test_no_directive_is_named_if_no_single_one_is_the_cause() -> None:
     found = list(
-        refusals(PickySlurm({"": "Requested node configuration is not available"}), request())
+        rejections(PickySlurm({"": "Requested node configuration is not available"}), request())
     )
     assert [(one.directive, one.unclear, one.waits) for one in found] == [("", True, False)]
 
@@ -56,7 +56,7 @@ def test_no_directive_is_named_if_no_single_one_is_the_cause() -> None:
     ],
 )
 def test_busy_hosts_are_no_rejection(words: str) -> None:
-    assert Refusal("trainer", words).waits
+    assert Rejection("trainer", words).waits
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,10 @@ def test_client_returns_the_text_of_a_rejection(
     program.write_text(f"#!/bin/sh\n{output}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert SlurmClient().refusal(tmp_path / "job.sh") == expected
+    assert SlurmClient().rejection(tmp_path / "job.sh") == expected
 
 
 def test_client_raises_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SchedulerError, match=re.escape("sbatch is not on PATH")):
-        SlurmClient().refusal(tmp_path / "job.sh")
+        SlurmClient().rejection(tmp_path / "job.sh")

@@ -22,7 +22,7 @@ from slurmrl.data.tokenizer import save_tokenizer, vocabulary
 from slurmrl.desk import input_checks, trial_checks, trial_code
 from slurmrl.desk.proposal import Proposal
 from slurmrl.desk.provenance import TorchBuild
-from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, refuse
+from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, reject
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
@@ -97,7 +97,7 @@ def test_all_check_errors_are_reported_at_once_with_their_places(tmp_path: Path)
     assert "absent" in places["command line", "cluster.variables_file"]
     assert " are free in " in places["sft.yaml", "root"]
     with pytest.raises(ConfigError) as caught:
-        refuse(found)
+        reject(found)
     assert len(caught.value.problems) == 5
 
 
@@ -135,7 +135,7 @@ def test_cpu_build_of_torch_is_rejected_for_gpu_workers(
         for words in ("2.13.0+cpu", "--torch cuda", "gpus_per_worker: 0"):
             assert words in problem.message
         with pytest.raises(ConfigError, match="gpus_per_worker"):
-            refuse([problem])
+            reject([problem])
         assert problems(TorchBuild("2.13.0", "13.0", gpus=True), *overrides) == []
     (problem,) = problems(cpu, "cluster.slurm.setup=['module load cuda']")
     assert (problem.weight, "--no-check" in problem.message) == (Weight.FAILED, True)

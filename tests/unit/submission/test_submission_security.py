@@ -27,7 +27,7 @@ from slurmrl.scheduler.local_chain import ChainState
 from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
 from slurmrl.tensors.checkpoint.manifest import read_manifest, read_state
 from slurmrl.watch import snapshot
-from slurmrl.workers.master.judgement import read_ending
+from slurmrl.workers.master.futility import read_ending
 from tests.fake_runs import FakeRun, write_config
 
 

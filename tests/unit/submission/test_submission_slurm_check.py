@@ -123,7 +123,7 @@ def test_job_is_not_rejected_while_hosts_are_out_of_service(tmp_path: Path) -> N
 
 def test_controller_without_an_answer_is_a_warning(tmp_path: Path) -> None:
     class Silent(PickySlurm):
-        def refusal(self, script: Path) -> str | None:
+        def rejection(self, script: Path) -> str | None:
             raise SchedulerError("sbatch did not answer within 20 s")
 
     [found] = asked(tmp_path, Silent({}))

@@ -480,10 +480,10 @@ def test_submit_writes_nothing_before_all_checks(
     monkeypatch: pytest.MonkeyPatch,
     written: str,
 ) -> None:
-    def refuse(*arguments: object) -> None:
+    def reject(*arguments: object) -> None:
         raise EnvironmentFailure("no")
 
-    monkeypatch.setattr(scheduler, written, refuse)
+    monkeypatch.setattr(scheduler, written, reject)
     with pytest.raises(EnvironmentFailure):
         again()
     assert not (config.parent / "runs").exists()

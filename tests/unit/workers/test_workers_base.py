@@ -28,7 +28,7 @@ from slurmrl.workers.failure import failure_of, publish
 from slurmrl.workers.master import __main__
 from slurmrl.workers.master import committer as base_module
 from slurmrl.workers.master.committer import Damage, begin_on_base, choose, set_aside
-from slurmrl.workers.master.judgement import judge
+from slurmrl.workers.master.futility import futile_start
 
 
 class Past:
@@ -242,7 +242,7 @@ def test_damaged_report_of_a_past_incarnation_is_ignored(
         path.write_bytes(content)
 
     def verdict(records: list[Record]) -> dict[str, Any] | None:
-        found = judge(records, past.names, "2.0.0", 3)
+        found = futile_start(records, past.names, "2.0.0", 3)
         return found.data if found is not None else None
 
     begin_on_base(past.paths, past.names, past.history, {"job": "2.0.0"}, verdict)

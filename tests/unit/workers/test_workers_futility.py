@@ -14,8 +14,8 @@ from slurmrl.run.history.slots import History, Kind, Record
 from slurmrl.run.history.state import IncarnationWriter, begin, end, fold, resume
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import JobTag
-from slurmrl.workers.master import judgement
-from slurmrl.workers.master.judgement import judge
+from slurmrl.workers.master import futility
+from slurmrl.workers.master.futility import futile_start
 
 MOST = 3
 
@@ -73,7 +73,7 @@ class Past:
         writer.append(Kind.COMMIT, {"step": step, "directory": name})
 
     def verdict(self) -> dict[str, Any] | None:
-        return judge(self.history.read(), self.names, self.job, MOST)
+        return futile_start(self.history.read(), self.names, self.job, MOST)
 
 
 def futile(reason: str, traceback: str = "") -> dict[str, Any]:
@@ -224,7 +224,7 @@ def test_verdict_about_hangs_names_waiting_and_missing_ranks(past: Past) -> None
         f"ranks 0-2 have waited {MOST - 1} s in gen for rank 3"
     )
     job = JobTag(past.job)
-    endings = [judgement.read_ending(past.names, begun, job) for begun in past.history.read()]
+    endings = [futility.read_ending(past.names, begun, job) for begun in past.history.read()]
     assert {(ending.what, ending.reason) for ending in endings} == {
         (f"gen: {silence}", f"rank 3, gen: {silence}")
     }
@@ -270,11 +270,11 @@ def test_requeues_without_a_report_are_not_counted(past: Past) -> None:
 
 def test_trial_that_loses_many_hosts_fails(past: Past) -> None:
     """A trial that brings its hosts down would go through the whole cluster."""
-    for restart in range(judgement.LOSSES * MOST):
+    for restart in range(futility.LOSSES * MOST):
         past.job = f"7.{restart}.0"
         assert past.verdict() is None
         past.ends()
-    past.job = f"7.{judgement.LOSSES * MOST}.0"
+    past.job = f"7.{futility.LOSSES * MOST}.0"
     verdict = past.verdict()
     assert verdict is not None
     assert "lost a host before their first commit" in verdict["reason"]
@@ -291,7 +291,7 @@ def test_rounds_of_one_job_are_counted(past: Past) -> None:
 def test_time_limit_reached_twice_fails_the_trial(past: Past) -> None:
     for _ in range(2):
         past.ends(warned="time_limit")
-    verdict = judge(
+    verdict = futile_start(
         past.history.read(),
         past.names,
         past.job,
@@ -408,7 +408,7 @@ def test_kernel_launch_failure_on_every_host_is_a_trial_failure(past: Past) -> N
 
 
 def test_trial_fails_after_the_maximum_of_lost_hosts(past: Past) -> None:
-    for _ in range(judgement.LOSSES * MOST):
+    for _ in range(futility.LOSSES * MOST):
         past.ends(cause="lost_host", reason="host n1 is lost", host="n1")
     verdict = past.verdict()
     assert verdict is not None

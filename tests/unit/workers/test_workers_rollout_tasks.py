@@ -565,7 +565,7 @@ def test_items_of_a_task_that_cannot_write_go_to_other_tasks(
     mute.finish(*kept)
     other.finish(*other.open)
     bed.look()
-    assert bed.ledger.refused["late"] == len(kept)
+    assert bed.ledger.rejected["late"] == len(kept)
     assert bed.train() == [0, 1, 2, 3]
     mute.hold("1.1")
     other.hold("1.1")

@@ -80,10 +80,10 @@ def test_samples_with_any_content_are_valid_json() -> None:
     rows = [{"id": "a@0", "reward": float("nan"), "turns": [{"reward": float("inf")}]}]
     lines = publish.sample_lines(3, rows).splitlines()
 
-    def refuse(token: str) -> None:
+    def reject(token: str) -> None:
         raise AssertionError(f"{token} is no JSON")
 
-    assert [json.loads(line, parse_constant=refuse) for line in lines] == [
+    assert [json.loads(line, parse_constant=reject) for line in lines] == [
         {"step": 3, "id": "a@0", "reward": None, "turns": [{"reward": None}]}
     ]
 

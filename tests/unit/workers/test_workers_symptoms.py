@@ -51,7 +51,7 @@ class Bed:
         )
 
     def see(self, *failures: Failure, ended: tuple[Ended, ...] = ()) -> None:
-        self.symptoms.judge(News(failures=list(failures), ended=list(ended)))
+        self.symptoms.evaluate(News(failures=list(failures), ended=list(ended)))
 
     def failure(self, *failures: Failure, ended: tuple[Ended, ...] = ()) -> Failure:
         with pytest.raises(ReportedError) as caught:

@@ -163,10 +163,10 @@ def test_failed_read_is_retried(
 def test_failed_listing_is_retried(
     reader: str, number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Any = ".") -> list[str]:
+    def reject(path: Any = ".") -> list[str]:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "listdir", reject)
     with pytest.raises((OSError, UsageError)) as caught:
         READERS[reader](folder)
     assert_tried_again(caught.value)
