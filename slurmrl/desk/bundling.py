@@ -197,7 +197,7 @@ class _Files:
         if source in self._names:
             return self._names[source]
         if name in (CONFIG, MANIFEST, INPUTS, WHEELS):
-            raise UsageError(f"{source}: a bundle already has a file {name}; rename this one")
+            raise UsageError(f"{source}: the bundle already has a file {name}; rename this file")
         new = {str(PurePosixPath(name) / part): path for part, path in copying.files(source)}
         if not new:
             raise UsageError(f"{source}: the folder has no files")

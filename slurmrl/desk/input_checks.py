@@ -74,7 +74,7 @@ class InputChecks:
             "episode": ("importing and making the episode", self._episode),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
             "lengths": ("tokenizing the data", self._lengths),
-            "prompts": ("looking for traps in the data", self._remarks),
+            "prompts": ("looking for mistakes in the data", self._remarks),
             "steps": ("counting the steps", self._steps),
             "adapters": ("comparing the models that adapters belong to", self._adapters),
         }

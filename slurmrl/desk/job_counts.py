@@ -25,8 +25,8 @@ from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
 from slurmrl.watch.snapshot import newest_submission
 
 IDLE = "no job of the trial is queued or running: the number applies after slurmrl resume"
-WITHIN_SECONDS = "the local chain follows within seconds"
-FOLLOWS = "the trainers' job follows within a minute"
+WITHIN_SECONDS = "the local chain applies the number within seconds"
+FOLLOWS = "the trainers' job applies the number within a minute"
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def set_tasks(paths: RunPaths, tasks: int) -> Scaled:
     group = plan.group(ROLLOUTS)
     if group not in plan.jobs:
         raise UsageError(
-            f"the rollout tasks of {name} have GPUs of its trainers' job (rollout.gpus): their "
+            f"the rollout tasks of {name} use GPUs of its trainers' job (rollout.gpus): their "
             "number is fixed"
         )
     if tasks > group.links:

@@ -80,7 +80,7 @@ def survey() -> Survey:
     try:
         found.accounts = client.accounts(user_name())
         if not found.accounts.names:
-            found.missing.append("accounts: sacctmgr knows none of yours")
+            found.missing.append("accounts: sacctmgr lists none for you")
     except SchedulerError as error:
         found.missing.append(f"your accounts: {_brief(error)}")
     found.interfaces = interfaces()

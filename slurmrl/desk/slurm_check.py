@@ -45,7 +45,7 @@ def ask_slurm(
         rejected = list(rejections(client, request))
         partitions = {one.name: one for one in client.partitions()}
     except SchedulerError as error:
-        text = f"Slurm was not asked whether it accepts the jobs: {error}"
+        text = f"cannot check if Slurm would accept the jobs: {error}"
         return [Finding(SUBJECT, Weight.WARNING, text)]
     findings = [_rejected(one, settings, client, partitions) for one in rejected]
     found = {finding.key for finding in findings}

@@ -105,10 +105,10 @@ def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
     taken = [str(path) for path in data if path.exists() and not _has(path, data[path])]
     if taken and not force:
         verb = "exist" if len(taken) > 1 else "exists"
-        raise UsageError(f"{', '.join(taken)} {verb}: --force replaces, --output names another")
+        raise UsageError(f"{', '.join(taken)} {verb}: --force replaces, --output changes the name")
     for path in data:
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is not a file: --output names another one")
+            raise UsageError(f"{path} is not a file: choose another name with --output")
     needed = [path for path in data if not _has(path, data[path])]
     for path in reversed(needed):
         if force:

@@ -183,7 +183,7 @@ def _chosen(
     if any(isinstance(each, Conv1D) for each in layers.values()) != (
         config.model_type in TRANSPOSED
     ):
-        return {}, f"layers of {config.model_type} store their weights in an unknown form"
+        return {}, f"layers of {config.model_type} store their weights in an unsupported layout"
     targets = targets_of(config.model_type, lora)
     if targets == ALL_LINEAR:
         return layers, None if layers else f"this {config.model_type} model has no linear layers"

@@ -50,7 +50,7 @@ def _asked(text: str, head: Head) -> FileForm:
     if "form" not in reply:
         why = request.ended.last_line or f"exit code {request.ended.code}"
         raise RunFailedError(
-            f"the form of the model's files is unknown: a process with transformers failed: {why}"
+            f"the layout of the model's files is unknown: a process with transformers failed: {why}"
         )
     form: dict[str, Any] = reply["form"]
     parts = {name: tuple(map(_slice, slices)) for name, slices in form["slices"].items()}

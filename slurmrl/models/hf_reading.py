@@ -70,7 +70,7 @@ def _read_converted(model: HFModel, folder: Path, name: str, boxes: Mapping[str,
     except (ValueError, KeyError, OSError, RuntimeError):
         problem = True
     if problem or made.state_dict().keys() != model.inner.state_dict().keys():
-        raise UsageError(f"{folder} holds another model: '{name}' is not in its form")
+        raise UsageError(f"{folder} contains another model: it lacks tensor '{name}'")
     read = ((own, values, boxes.get(MODULE + own)) for own, values in made.state_dict().items())
     model.inner.load_state_dict(
         {own: values if box is None else values[box.slices] for own, values, box in read}

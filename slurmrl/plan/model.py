@@ -178,7 +178,7 @@ class Plan(_PlanPart):
     def _has_trainers(self) -> Plan:
         names = [group.name for group in self.groups]
         if names.count(TRAINERS) != 1 or len(set(names)) < len(names):
-            raise ValueError(f"groups {names}: one of them must be '{TRAINERS}', and none twice")
+            raise ValueError(f"groups {names}: one of them must be '{TRAINERS}', none may repeat")
         wrong = [group.name for group in self.groups if group.elastic == (group.name == TRAINERS)]
         if wrong:
             raise ValueError(f"groups {wrong}: all groups but '{TRAINERS}' must be elastic")

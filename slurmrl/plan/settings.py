@@ -265,7 +265,7 @@ def _without_lost_hardware(config: Config, source: Source) -> tuple[Config, list
         hardware_of(config.cluster)
     except (UsageError, UnreadableInputError) as error:
         cluster = config.cluster.model_copy(update={"hardware": None})
-        note = f"cluster.hardware: left out, because it only serves predictions: {error}"
+        note = f"cluster.hardware is ignored, because only predictions need it: {error}"
         return config.model_copy(update={"cluster": cluster}), [note]
     return config, []
 

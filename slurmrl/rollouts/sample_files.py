@@ -386,7 +386,7 @@ class SampleGroup:
             return f"experts are {experts.dtype}, their sizes {sizes.dtype}"
         whole = (sizes >= 0).all() and not (sizes % self.lengths).any()
         if not whole or experts.shape != (sizes.sum(dtype=np.int64),) or (experts < -1).any():
-            return f"{experts.size} numbers of experts, or other ones than each token has"
+            return f"{experts.size} expert numbers, of which some are invalid or missing"
         return None
 
     def _wrong_support(self, support: SampledSupport) -> str | None:

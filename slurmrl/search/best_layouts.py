@@ -131,7 +131,7 @@ def _require_numbers(checked: Checked) -> None:
     on_cpus = config.cluster.gpus_per_worker == 0
     if hardware_of(config.cluster) is None:
         raise UsageError(
-            "the search knows no rates of these processors: measure them with slurmrl "
+            "the speed of these CPUs is unknown: measure it with slurmrl "
             "profile-cluster, or remove cluster.gpus_per_worker=0 for predictions of GPUs"
             if on_cpus
             else "the search needs the type of the GPUs: set cluster.slurm.gpu_type, for example "

@@ -46,7 +46,7 @@ def content(folder: Path, request: dict[str, Any]) -> Check:
     """Whether this host reads the login node's file. Raises OSError."""
     digest = hashlib.sha256(atomic.read(folder / CONTENT)).hexdigest()
     if digest != request["content"]:
-        advice = "the hosts do not share one directory, or its client caches wrongly"
+        advice = "the hosts do not share one directory, or a host reads stale data"
         return failed("same directory", "its content differs from the login node's file", advice)
     return ok("same directory", "reads the login node's file")
 
@@ -65,7 +65,7 @@ def owner(folder: Path) -> Check:
     if status.st_uid != os.geteuid() or mode != 0o600:
         return failed(
             "ownership",
-            f"a file made by {os.geteuid()} with mode 0600 belongs to {status.st_uid}, {mode:04o}",
+            f"a new file of user {os.geteuid()}, mode 0600, is of {status.st_uid}, mode {mode:04o}",
             "the file system maps users or modes (root squash, idmap, ACLs): use another one",
         )
     if warnings:
@@ -149,7 +149,7 @@ def inodes(folder: Path) -> Check:
         return ok("inodes", "not counted by this file system")
     measured = f"{system.f_favail} free of {system.f_files}"
     if system.f_favail < FEW_INODES:
-        advice = "delete old runs: each one keeps some thousand small files"
+        advice = "delete old runs: each one has several thousand small files"
         return warning("inodes", measured, advice, free=float(system.f_favail))
     return ok("inodes", measured, free=float(system.f_favail))
 

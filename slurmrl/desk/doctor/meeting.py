@@ -40,7 +40,7 @@ NETWORK_ADVICE = (
     "or have the firewall between compute nodes opened"
 )
 DELAY_ADVICE = (
-    "the directory's clients cache that a file is missing: runs work, but react late; "
+    "the hosts cache the absence of files: runs work, but react late; "
     "mount it with lookupcache=positive or a small acdirmin/acdirmax"
 )
 CONNECT_S: Final = 5.0
@@ -139,7 +139,7 @@ def _pair(host: ProbeHost, task: int, address: str) -> list[Check]:
         offset_s, within_s = clock_offset(other)
         clock = ok(
             "clock difference",
-            f"host {name}: {offset_s * 1e3:+.1f} ms within {within_s * 1e3:.1f} ms",
+            f"host {name}: {offset_s * 1e3:+.1f} ms, accurate to {within_s * 1e3:.1f} ms",
             offset_s=offset_s,
             within_s=within_s,
         )
@@ -158,7 +158,7 @@ def _delays(here: Host, other: Host, task: int, name: str) -> Check:
         return failed(
             "directory between hosts",
             f"host {name}: one host cannot read the other host's files",
-            "the hosts share no directory, or its client caches wrongly: choose another root",
+            "the hosts do not share one directory, or a host reads stale data: choose another root",
         )
     shown = " and ".join(_shown(delay.seconds) for delay in delays.values())
     measured = f"host {name}: a new file is visible after {shown}"

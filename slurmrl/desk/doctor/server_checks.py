@@ -170,7 +170,7 @@ async def _check(settings: Settings, address: Address, keys: ServerKeys, elsewhe
         return failed(name, str(error), "start it as docs/engines.md says (Running servers)")
     except SlurmrlError as error:
         if elsewhere:
-            advice = "--job asks it from the job's first host, which must reach it"
+            advice = "--job queries the server from the job's first host, which must reach it"
             return warning(name, str(error), advice)
         advice = "the host of the trainers' first rank must reach it: see rollout.servers"
         return failed(name, str(error), advice)

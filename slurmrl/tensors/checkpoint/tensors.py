@@ -173,7 +173,7 @@ class TensorFile:
             self.begins[name] = begin
             last = max(last, end)
         if self._data + last != self._size:
-            raise ValueError(f"{self._data + last} of its {self._size} bytes are described")
+            raise ValueError(f"its header describes {self._data + last} of its {self._size} bytes")
 
     def flat(self, name: str) -> Array:
         """Return a tensor's elements as a flat read-only array; KeyError for an unknown name.

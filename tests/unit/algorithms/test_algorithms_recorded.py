@@ -221,7 +221,7 @@ def test_rollout_task_files_keep_recorded_experts(make_world: MakeWorld) -> None
     one.cut()
     failed.failure = "why"
     group = SampleGroup.of(0, "1.0", [one, failed], "1.1")
-    with pytest.raises(ValueError, match="numbers of experts"):
+    with pytest.raises(ValueError, match="expert numbers"):
         replace(group, experts=group.routes()[0][:-1])
     found = SampleGroup.from_bytes(group.to_bytes())
     context = replace(world.context(1), stored=lambda _: found)

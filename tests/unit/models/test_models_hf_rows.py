@@ -28,7 +28,7 @@ MIXING = (
     *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "nemotron_h", "falcon_h1", "bamba"),
     *("granitemoehybrid", "jamba", "mamba", "mamba2", "lfm2", "opt", "bloom"),
 )
-"""Families whose sequences would see each other in a row, or have wrong positions in it."""
+"""Families whose packed sequences would affect each other or have wrong positions."""
 UNEVEN = ("biogpt", "zamba2")
 """Families without names of blocks, and with a block that several layers share."""
 ONLY_TRAINING = ("recurrent_gemma",)
@@ -83,7 +83,7 @@ def test_reason_for_padded_rows_is_logged(caplog: pytest.LogCaptureFixture) -> N
         built(tiny("lfm2"))
         built(tiny("llama"))
     assert [record.getMessage() for record in caplog.records] == [
-        "lfm2: sequences are padded, not packed: they would see each other in a row"
+        "lfm2: sequences are padded, not packed: they would affect each other if packed"
     ]
 
 

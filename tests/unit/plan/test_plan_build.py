@@ -43,7 +43,7 @@ def test_workers_are_placed_on_as_few_hosts_as_possible(
     [
         ([{"name": "rollout", "elastic": True}], "one of them must be 'trainer'"),
         ([{}, {"name": "rollout"}], "all groups but 'trainer' must be elastic"),
-        ([{}, {}], "none twice"),
+        ([{}, {}], "none may repeat"),
     ],
 )
 def test_plan_needs_exactly_one_fixed_trainer_group(

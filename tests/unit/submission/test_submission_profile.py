@@ -76,7 +76,7 @@ def test_resume_continues_without_a_lost_hardware_profile(
     resumed = propose_resume(began.paths, (), scheduler="local").settings
     assert resumed.config.cluster.hardware is None
     [note] = resumed.notes
-    assert note.startswith("cluster.hardware: left out, because it only serves predictions: ")
+    assert note.startswith("cluster.hardware is ignored, because only predictions need it: ")
     assert str(file) in note
     with pytest.raises(ConfigError, match=r"cluster\.hardware|own\.yaml"):
         propose_resume(began.paths, overrides[1:], scheduler="local")

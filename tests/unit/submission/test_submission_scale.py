@@ -88,7 +88,7 @@ def test_tasks_in_the_trainers_job_cannot_be_scaled(
     )
     request = proposal.request(1, "0123456789abcdef", 1)
     assert [(group.name, group.workers_per_host) for group in request.groups] == [("trainer", 4)]
-    with pytest.raises(UsageError, match="have GPUs of its trainers' job"):
+    with pytest.raises(UsageError, match="use GPUs of its trainers' job"):
         set_tasks(submit(proposal).paths, 2)
 
 
