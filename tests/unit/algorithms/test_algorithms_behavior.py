@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from slurmrl.algorithms.policy.presets import PRESETS
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.config.schema import Config, Model, Rollout
 from tests.support.policy_batches import Batch
@@ -35,7 +36,7 @@ def settled(dtype: str, rollout: dict[str, Any], **options: Any) -> tuple[bool |
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["m2po", "grpo", "cispo", "sapo", "dapo"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "ppo"])
 def test_gradient_equals_the_paper_with_stale_completions(name: str, dtype: str) -> None:
     """The calls that the schema chooses train completions of another policy; their ratios and masks
     are those of the policy that drew them.
