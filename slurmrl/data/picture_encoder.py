@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 PROCESSOR_FILES: Final = ("processor_config.json", "preprocessor_config.json")
 TEXT_FIELDS: Final = frozenset(
     (
-        "attention_mask",
-        "input_ids",
-        "mm_token_type_ids",
-        "num_crops",
-        "offset_mapping",
-        "text_replacement_offsets",
+        *("attention_mask", "input_ids", "mm_token_type_ids", "num_crops"),
+        *("num_soft_tokens_per_image", "offset_mapping", "text_replacement_offsets"),
         "token_type_ids",
     )
 )

@@ -231,7 +231,8 @@ def _layers(model: PreTrainedModel, head: Head) -> tuple[dict[str, nn.Module], l
     """
     ends = [_head(model), getattr(model, "score", None)]
     reader = PictureReader.of(model)
-    ends += [] if reader is None else reader.tower.modules()
+    for part in () if reader is None else (reader.tower, *reader.unused):
+        ends += part.modules()
     layers: dict[str, nn.Module] = {}
     bypassed = []
     for name, layer in model.named_modules():

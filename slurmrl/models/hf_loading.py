@@ -33,7 +33,7 @@ from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import Box, Index, TensorSpec
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
-OTHER = re.compile(r"vision|image|audio|relative")
+OTHER = re.compile(r"vision|visual|image|audio|relative")
 """Names of position embeddings, and of those among them that do not limit the length of text."""
 
 

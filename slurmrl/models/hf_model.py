@@ -113,7 +113,10 @@ class HFModel(PackedModel):
         An image encoder belongs to the root unit: batches without images do not run it, and ranks
         must agree on the units that they gather.
         """
-        inner = set() if self.pictures is None else set(self.pictures.tower.modules())
+        inner = set[nn.Module]()
+        if self.pictures is not None:
+            for part in (self.pictures.tower, *self.pictures.unused):
+                inner.update(part.modules())
         return [block for block in _blocks(self.inner) if block not in inner]
 
     def constants(self) -> dict[str, Tensor]:

@@ -30,7 +30,9 @@ from slurmrl.tensors.pictures import NONE, PictureInputs, read
 
 STRAY: Final = 0
 TYPES: Final = ("mm_token_type_ids", "token_type_ids")
-"""Names of the argument that marks placeholders with 1."""
+"""Names of the argument that marks placeholders with 1. Some families have none."""
+OTHERS: Final = ("audio_tower", "embed_audio")
+"""Names of parts of a model that read neither text nor images."""
 CACHED: Final = 8
 """Sequences whose pictures stay in host memory: completions of one prompt follow each other."""
 
@@ -58,7 +60,7 @@ class PictureReader:
         parameters = inspect.signature(inner.forward).parameters
         self._inner = inner
         self._token = int(config.image_token_id)
-        self._types = next(name for name in TYPES if name in parameters)
+        self._types = next((name for name in TYPES if name in parameters), "")
 
     @staticmethod
     def of(inner: PreTrainedModel) -> PictureReader | None:
@@ -71,6 +73,12 @@ class PictureReader:
         """The part of the model that reads images."""
         found: nn.Module = self._inner.get_encoder(modality="image")
         return found
+
+    @property
+    def unused(self) -> list[nn.Module]:
+        """The parts of the model that no batch uses: `OTHERS`."""
+        parts = (getattr(self._inner.base_model, name, None) for name in OTHERS)
+        return [part for part in parts if part is not None]
 
     def trained(self) -> list[Tensor]:
         """Return the trained parameters that a batch may leave out.
@@ -113,7 +121,8 @@ class PictureReader:
         image = ids == self._token
         own = image & (image.cumsum(1) <= pictures.counts[:, None])
         ids = ids.masked_fill(image & ~own, STRAY)
-        return {"input_ids": ids, self._types: own.long(), **pictures.arguments}
+        types = {self._types: own.long()} if self._types else {}
+        return {"input_ids": ids, **types, **pictures.arguments}
 
     def positions(
         self, arguments: Mapping[str, Tensor], mask: Tensor
@@ -146,7 +155,9 @@ def text_and_tower(values: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         return {}, 0  # reported by the check of weights
     tied = {"tie_word_embeddings": model.config.tie_word_embeddings}
     text = {**model.config.get_text_config().to_dict(), **tied}
-    return text, sum(p.numel() for p in PictureReader(model).tower.parameters())
+    reader = PictureReader(model)
+    parts = (reader.tower, *reader.unused)
+    return text, sum(p.numel() for part in parts for p in part.parameters())
 
 
 @lru_cache(maxsize=CACHED)

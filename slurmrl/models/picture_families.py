@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 PICTURE_FAMILIES: Final = frozenset(
-    ("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+    (
+        *("gemma3", "gemma4", "glm4v", "internvl"),
+        *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
+    )
 )
 """Families that join the images of several prompts along dim 0 of each argument."""
 

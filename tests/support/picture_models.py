@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 END, PAD = "<|im_end|>", "<|endoftext|>"
@@ -23,6 +27,29 @@ GEMMA_TOKENS = {
     "image_token": "<image_soft_token>",
     "boi_token": "<start_of_image>",
     "eoi_token": "<end_of_image>",
+}
+GEMMA4_TOKENS = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "video_token": "<|video|>",
+}
+GLM_TOKENS = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "image_start_token": "<|begin_of_image|>",
+    "image_end_token": "<|end_of_image|>",
+    "video_start_token": "<|begin_of_video|>",
+    "video_end_token": "<|end_of_video|>",
+}
+INTERN_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
 }
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -64,6 +91,8 @@ def write_tokenizer(folder: Path, tokens: dict[str, str], placeholder: str) -> d
 
 def write_processor(folder: Path, family: str) -> dict[str, Any]:
     """Write the tokenizer and the processor of a family. Return a config for its models."""
+    if family in FAMILIES:
+        return FAMILIES[family](folder)
     if family == "gemma3":
         ids = write_tokenizer(folder, GEMMA_TOKENS, GEMMA_TOKENS["boi_token"])
         Gemma3ImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
@@ -91,9 +120,7 @@ def write_processor(folder: Path, family: str) -> dict[str, Any]:
     size = {"shortest_edge": 64, "longest_edge": 1024}
     Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(family, "Qwen3VL")
-    path = folder / "preprocessor_config.json"
-    values = {**json.loads(path.read_text()), "processor_class": f"{name}Processor"}
-    path.write_text(json.dumps(values))
+    name_processor(folder, f"{name}Processor")
     tower = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
     if family.startswith("qwen3_vl"):
         tower |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
@@ -112,6 +139,102 @@ def write_processor(folder: Path, family: str) -> dict[str, Any]:
         **{f"{n}_token_id": ids[QWEN_TOKENS[f"{n}_token"]] for n in ("image", "video")},
         **{f"vision_{n}_token_id": ids[QWEN_TOKENS[f"vision_{n}_token"]] for n in ("start", "end")},
     }
+
+
+def write_gemma4(folder: Path) -> dict[str, Any]:
+    ids = write_tokenizer(folder, GEMMA4_TOKENS, GEMMA4_TOKENS["image_token"])
+    Gemma4ImageProcessorPil(
+        patch_size=4, pooling_kernel_size=2, max_soft_tokens=70
+    ).save_pretrained(folder)
+    name_processor(folder, "Gemma4Processor")
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    return {
+        "model_type": "gemma4",
+        "text_config": {"model_type": "gemma4_text", **TEXT, "vocab_size": len(ids)}
+        | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": len(ids)}
+        | {"global_head_dim": 8, "use_bidirectional_attention": "vision"},
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            **heads,
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 64,
+        },
+        "audio_config": {
+            "model_type": "gemma4_audio",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 16,
+        },
+        **{f"{name}_id": ids[token] for name, token in GEMMA4_TOKENS.items()},
+    }
+
+
+def write_glm4v(folder: Path) -> dict[str, Any]:
+    start, pad, end = (GLM_TOKENS[f"image{part}_token"] for part in ("_start", "", "_end"))
+    ids = write_tokenizer(folder, GLM_TOKENS, start + pad + end)
+    size = {"shortest_edge": 64, "longest_edge": 2048}
+    Glm4vImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+    name_processor(folder, "Glm4vProcessor")
+    tower = {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32, "image_size": 16}
+    return {
+        "model_type": "glm4v",
+        "text_config": {"model_type": "glm4v_text", **TEXT, "vocab_size": len(ids)}
+        | {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}, "pad_token_id": None},
+        "vision_config": {
+            "model_type": "glm4v_vision",
+            "depth": 2,
+            "num_heads": 2,
+            "patch_size": 4,
+            "spatial_merge_size": 2,
+            **tower,
+        },
+        **{f"{name}_id": ids[token] for name, token in GLM_TOKENS.items()},
+    }
+
+
+def write_internvl(folder: Path) -> dict[str, Any]:
+    ids = write_tokenizer(folder, INTERN_TOKENS, INTERN_TOKENS["context_image_token"])
+    images = GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=4
+    )
+    images.save_pretrained(folder)
+    values = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
+    (folder / "processor_config.json").write_text(json.dumps(values))
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    return {
+        "model_type": "internvl",
+        "text_config": {"model_type": "qwen2", **TEXT, "vocab_size": len(ids)},
+        "vision_config": {
+            "model_type": "internvl_vision",
+            **tower,
+            "num_attention_heads": 2,
+            "image_size": [16, 16],
+            "patch_size": [4, 4],
+        },
+        "image_token_id": ids[INTERN_TOKENS["context_image_token"]],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    }
+
+
+FAMILIES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "gemma4": write_gemma4,
+    "glm4v": write_glm4v,
+    "internvl": write_internvl,
+}
+
+
+def name_processor(folder: Path, name: str) -> None:
+    """Name the class of the processor in its file."""
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "processor_class": name}))
 
 
 def draw(path: Path, dots: int, size: tuple[int, int] = (24, 16)) -> None:

@@ -240,13 +240,15 @@ def attached(
 def frozen_tower(model: PackedModel, settings: Model) -> frozenset[str]:
     """Freeze the image encoder of a trained model, if it has one, unless it is to be trained.
 
-    Return the names of its parameters.
+    Parts that no batch uses are frozen too: an optimizer would decay their weights. Return the
+    names of frozen parameters.
     """
     reader = None if isinstance(model, Decoder) else cast("HFModel", model).pictures
-    if reader is None or settings.train_vision:
+    if reader is None:
         return frozenset()
-    tower = {id(p) for p in reader.tower.requires_grad_(False).parameters()}
-    return frozenset(name for name, p in model.named_parameters() if id(p) in tower)
+    parts = reader.unused if settings.train_vision else [reader.tower, *reader.unused]
+    frozen = {id(p) for part in parts for p in part.requires_grad_(False).parameters()}
+    return frozenset(name for name, p in model.named_parameters() if id(p) in frozen)
 
 
 def trained_specs(model: PackedModel, lora: Lora) -> dict[str, Index]:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema import Dataset
+from slurmrl.config.schema import Dataset, Lora, Model
 from slurmrl.data.sample import pictures_of
 from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.engines.fsdp.parameters import frozen_tower
 from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.models.hf_adapters import attach_to
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_pictures import STRAY
@@ -50,10 +52,11 @@ class Prompts(NamedTuple):
         types = torch.nn.functional.pad((self.ids[number] == self.image).long(), (0, len(more)))
         family = self.model.config.model_type
         name = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
+        marks = {} if family == "internvl" else {name: types[None]}
         given: Any = read(Path(self.pictures[number])).arguments
         arguments = {key: torch.from_numpy(np.array(values)) for key, values in given.items()}
         logits: Tensor = self.model.inner(
-            input_ids=ids, use_cache=False, **arguments, **{name: types[None]}
+            input_ids=ids, use_cache=False, **arguments, **marks
         ).logits[0]
         return logits
 
@@ -205,9 +208,29 @@ def test_text_outputs_are_unchanged_by_earlier_image_batches(family: str, tmp_pa
     torch.testing.assert_close(head(found[0][0][20:25]), alone, atol=1e-5, rtol=0)
 
 
-def test_text_gives_every_trained_parameter_a_gradient(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl"])
+def test_text_gives_every_trained_parameter_a_gradient(family: str, tmp_path: Path) -> None:
     """Ranks with and without images must reduce the same gradients."""
-    model = made(tmp_path, "gemma3").model
+    model = made(tmp_path, family).model
     ids = torch.arange(5)
-    model(ids, torch.tensor([0, 5], dtype=torch.int32), 5).sum().backward()
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    model.logprobs(model(ids, cu, 5), ids, cu, temperature=1.0)[0].sum().backward()
     assert [name for name, p in model.inner.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("train_vision", [False, True])
+def test_audio_encoder_is_never_trained(train_vision: bool, tmp_path: Path) -> None:
+    """An optimizer would decay weights that no batch uses, and adapters there would do nothing."""
+    values = write_processor(tmp_path, "gemma4")
+    model = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=3, dtype=torch.float32)
+    frozen = frozen_tower(model, Model(architecture=values, train_vision=train_vision))
+    names = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == names
+    audio = {name for name, _ in model.named_parameters() if "audio" in name}
+    assert audio
+    assert audio <= names
+    assert any("vision_tower" in name for name in names) is not train_vision
+    attach_to(model, Lora(rank=2))
+    adapted = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert adapted
+    assert not [name for name in adapted if "audio" in name or "vision_tower" in name]

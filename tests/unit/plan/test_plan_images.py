@@ -63,7 +63,7 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         (["algorithm.name=dpo", "dataset.type=preference", "reward=null", "rollout=null"],
          "dataset.images_key", "dpo reads no images; allowed algorithms: sft, ppo, grpo"),
         (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model"],
-         "actor.architecture", "not possible for llama models; allowed families: gemma3, qwen2_5"),
+         "actor.architecture", "not possible for llama models; allowed families: gemma3, gemma4"),
         (["actor.train_vision=true", "actor.lora={rank: 2}"],
          "actor.train_vision", "true is not allowed with lora"),
         (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model",
