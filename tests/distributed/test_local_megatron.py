@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.support.hooks import ROOT, hooked, write_hook
-from tests.support.trials import REPOSITORY, Site
+from tests.support.trials import ARCHITECTURE, REPOSITORY, Site
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_moe.yaml"
 REWARDED = {"reward_bias": 1.0, "mask_no_eos_with_zero": True}
 """A random model never answers correctly; all numbers would be rounding errors."""
+
+
+CORRECTED = {
+    **ARCHITECTURE,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 def let_megatron_compute_here(
@@ -28,15 +40,27 @@ def let_megatron_compute_here(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["t2", pytest.param("p2", marks=pytest.mark.soak)])
-def test_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "architecture"),
+    [
+        ("t2", ARCHITECTURE),
+        ("p2", CORRECTED),
+        pytest.param("p2", ARCHITECTURE, marks=pytest.mark.soak),
+    ],
+)
+def test_trial_learns_the_same_on_megatron(
+    tmp_path: Path, layout: str, architecture: dict[str, Any]
+) -> None:
     """It resumes from its own checkpoint, and then on another engine; its export equals those of
     others.
     """
     site = Site(tmp_path)
-    one = site.write("one.yaml", config_of("sft", trial="one", total_steps=6))
+    config = config_of("sft", trial="one", total_steps=6)
+    config["actor"]["architecture"] = architecture
+    one = site.write("one.yaml", config)
     site.slurmrl("submit", str(one), "--scheduler", "local", "--wait")
     config = config_of("sft", trial="many", total_steps=4)
+    config["actor"]["architecture"] = architecture
     sizes = {"make_vocab_size_divisible_by": 1, "sequence_parallel": layout == "t2"}
     config["actor"] |= {"backend": f"megatron:{layout}", "model": sizes}
     config["cluster"] |= let_megatron_compute_here(site, tmp_path, "many")

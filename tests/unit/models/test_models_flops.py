@@ -19,7 +19,11 @@ def shape_of(config: ModelConfig) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen2-odd-hidden", "qwen3-wide-heads", "gpt2", "qwen3_moe-some-dense"]
+    "name",
+    [
+        *("llama", "qwen2-odd-hidden", "qwen3-wide-heads", "gpt2", "qwen3_moe-some-dense"),
+        "glm4_moe-groups",
+    ],
 )
 def test_estimated_flops_equal_the_count_of_torch(name: str) -> None:
     decoder: Decoder = small_decoder(name)

@@ -75,6 +75,21 @@ QWEN3_30B_A3B = {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
+GLM_45_AIR = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 LENGTHS = Lengths(sequences=64, longest=1024, new_tokens=512, assumed=False)
 
 
@@ -104,8 +119,9 @@ WIDE = replace(shape_of(LLAMA_8B), hidden=64, inner=64, heads=1, kv_heads=1, hea
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("head", ["lm", "value"])
-def test_parameter_count_equals_the_decoder(tied: bool, head: Any) -> None:
-    values = {**LLAMA_8B, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+@pytest.mark.parametrize("family", [LLAMA_8B, GLM_45_AIR], ids=["llama", "glm"])
+def test_parameter_count_equals_the_decoder(tied: bool, head: Any, family: dict[str, Any]) -> None:
+    values = {**family, "num_hidden_layers": 2, "tie_word_embeddings": tied}
     with torch.device("meta"):
         decoder = Decoder(ModelConfig.from_hf(values), head=head)
     own = parameters(shape_of(values), parse("fsdp:d1"), head).total
@@ -113,7 +129,7 @@ def test_parameter_count_equals_the_decoder(tied: bool, head: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "billions"), [(LLAMA_8B, 8.030), (QWEN3_30B_A3B, 30.53)], ids=["llama", "qwen3-moe"]
+    ("values", "billions"), [(LLAMA_8B, 8.030), (QWEN3_30B_A3B, 30.53), (GLM_45_AIR, 106.85)]
 )
 def test_parameter_count_equals_published_numbers(values: dict[str, Any], billions: float) -> None:
     own = parameters(shape_of(values), parse("fsdp:d1"), "lm").total
