@@ -233,6 +233,27 @@ QWEN3_MOE = Family(
         "mlp_only_layers": [],
     },
 )
+CORRECTED = Experts(
+    count="n_routed_experts",
+    inner="moe_intermediate_size",
+    normalized="norm_topk_prob",
+    sigmoid=True,
+)
+CORRECTED_DEFAULTS: Mapping[str, Any] = {
+    **COMMON_DEFAULTS,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "attention_bias": False,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "output_router_logits": False,
+}
 GLM4_MOE = Family(
     model_type="glm4_moe",
     class_prefix="Glm4Moe",
@@ -240,32 +261,31 @@ GLM4_MOE = Family(
     qk_norm="use_qk_norm",
     partial_rotary=True,
     files="slurmrl.models.shapes:experts",
-    experts=Experts(
-        count="n_routed_experts",
-        inner="moe_intermediate_size",
-        normalized="norm_topk_prob",
-        sigmoid=True,
-    ),
+    experts=CORRECTED,
     fields={"num_nextn_predict_layers": "num_mtp_layers"},  # which transformers accepts too
     defaults={
-        **COMMON_DEFAULTS,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "attention_bias": False,
+        **CORRECTED_DEFAULTS,
         "use_qk_norm": False,
         PARTIAL: 0.5,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
         "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
         "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "output_router_logits": False,
         "num_nextn_predict_layers": 1,
+    },
+)
+SOLAR_OPEN = Family(
+    model_type="solar_open",
+    class_prefix="SolarOpen",
+    qkv_bias="attention_bias",
+    partial_rotary=True,
+    files="slurmrl.models.shapes:experts",
+    experts=CORRECTED,
+    defaults={
+        **CORRECTED_DEFAULTS,
+        "rope_theta": 1e6,
+        PARTIAL: 1.0,
+        "head_dim": 128,
+        "intermediate_size": None,  # all layers have experts
+        "moe_intermediate_size": 1280,
     },
 )
 GPT2 = Family(
@@ -315,13 +335,29 @@ GPT2 = Family(
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, MIXTRAL, QWEN3_MOE, GLM4_MOE, GPT2)
+    for family in (
+        LLAMA,
+        QWEN2,
+        QWEN3,
+        MISTRAL,
+        GEMMA,
+        MIXTRAL,
+        QWEN3_MOE,
+        GLM4_MOE,
+        SOLAR_OPEN,
+        GPT2,
+    )
 }
 REFUSED: Mapping[str, str] = {
     "gemma2": "it caps scores and logits softly (attn_logit_softcapping, "
     "final_logit_softcapping), which packed attention kernels and the chunked log-probabilities "
     "do not do",
     "gemma3_text": "it alternates two rotations and norms around each block",
+    "gpt_oss": "its attention has sinks, which packed attention kernels do not compute",
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        "its attention reads keys and values from latent vectors (MLA), which it does not compute",
+    ),
 }
 """Families that users may expect, and why the built-in decoder does not run them."""
 

@@ -152,6 +152,13 @@ ODD: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 12,
         "head_dim": 12,
     },
+    "solar_open": {
+        "model_type": "solar_open",
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "partial_rotary_factor": 1.0,
+    },
     "glm4_moe-groups": {
         "model_type": "glm4_moe",
         "n_routed_experts": 8,
