@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ROWS = 3
 TITLES = ("source", "rows", "too long", "tokens", "trained on", "longest", "path")
 MARKS = ("⟦", "⟧")
-"""Around targets where there are no colors."""
+"""Marks around trained tokens in output without colors."""
 REWARD_ROWS = 8
 SHOWN_CHARACTERS = 40
 VOCABULARY = 2048

@@ -210,9 +210,9 @@ def _interrupts(watch: bool) -> AbstractContextManager[Interrupts | None]:
 def _watch(
     submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None, interrupts: Interrupts
 ) -> int:
-    """``said`` is printed as JSON together with the last status; None prints for people.
+    """Follow a run and return its exit code; print ``said`` and the last status as JSON, or text.
 
-    Ctrl-C since the submission began counts: otherwise a run would continue that nobody watches.
+    A Ctrl-C during the submission stops the run: otherwise it would continue unattended.
     """
     from slurmrl.cli import status_text
     from slurmrl.cli.following import TrialFollower, exit_code, make_view

@@ -198,10 +198,10 @@ class _Watch:
 
 
 class Rest:
-    """Tells when nothing will happen by itself.
+    """Observer that tells when no trial can change without a command.
 
-    Each trial has ended, or the scheduler says twice in a row that no job of it is left. (The
-    history is read first, and a trial may end before the request to the scheduler.)
+    Each trial has ended, or the scheduler reports twice in a row that it has no job. (The history
+    is read first, and a trial may end before the request to the scheduler.)
     """
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ def _footer() -> str:
 
 
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:
-    """Return the fields whose change makes a status news; ages do not."""
+    """Return the fields whose change is printed; changes of ages are not."""
     checkpoint = status["checkpoint"] or {}
     ended = _is_over(status)
     return (

@@ -219,7 +219,7 @@ def _of_trial(text: str) -> str:
 
 
 def _at(values: Any, key: KeyPath) -> Any:
-    """The value at a key; None where the file has none."""
+    """Return the value at a key, or None if the file does not set the key."""
     for part in key:
         if not isinstance(values, dict) or part not in values:
             return None

@@ -41,7 +41,7 @@ PLACE: Final = f"""
 __path__ = [__file__.removesuffix("{FIRST}") + "{ARCHIVE}"]
 """.encode()
 UNCHECKED: Final = (1).to_bytes(4, "little")
-"""Flags of bytecode that Python uses without a look at the source."""
+"""Flags of bytecode that Python uses without checking the source file."""
 CACHED_ARCHIVES: Final = 4
 """Archives in the cache."""
 

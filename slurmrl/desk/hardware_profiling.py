@@ -30,7 +30,7 @@ from slurmrl.workers.hardware_sizes import ON_CPUS, ON_GPUS, MeasureSizes
 
 GROUP: Final = "profile"
 RANKS: Final = 2
-"""Ranks of a host of which nothing is known."""
+"""Ranks of a host whose GPUs and workers are unknown."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Profiling:
     overrides: tuple[str, ...]
     root: Path | None
     fallback: Path
-    """The root if nothing else sets one."""
+    """The root if no option, variable or profile sets one."""
     scheduler: str | None
     hosts: int | None
     ranks: int | None

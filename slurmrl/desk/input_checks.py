@@ -396,7 +396,7 @@ def _wrong_weights(
 
 
 def _is_limited(dataset: DatasetConfig) -> bool:
-    """Whether it may leave out lines, depending on their tokens."""
+    """Return whether the dataset may drop lines, depending on their tokens."""
     return bool(dataset.max_prompt_tokens or dataset.max_tokens or dataset.is_chat)
 
 
@@ -455,7 +455,7 @@ def _of_data(section: str, problem: Any) -> Finding:
 
 
 def inputs(request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield what `InputChecks.run` does."""
+    """Yield the findings of `InputChecks.run`."""
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
     settings = load_resolved_settings(Path(request["config"]))
     yield from InputChecks(settings, request["compared"]).run()

@@ -214,9 +214,9 @@ class _Measured:
     def _layers(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """The share of attention, the traffic of a layer, and the seconds to start its operations.
 
-        Long sequences take longer than short ones because of attention only. What products and
-        attention leave of the short ones is traffic. One token only starts the operations and reads
-        the weights. A processor starts operations before it computes them, a GPU at the same time.
+        Only attention makes long sequences slower than short ones. For short ones, the time beyond
+        matrix multiplications and attention is traffic. One token only starts the operations and
+        reads the weights. A CPU starts operations before it computes, a GPU at the same time.
         """
         forward = sorted(
             _of(self.points, "forward"), key=lambda one: (one["tokens"], one["length"])
@@ -273,7 +273,7 @@ class _Measured:
         )
 
     def _tokens(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """The seconds of each token of a batch and of each sequence that the formulas leave."""
+        """Return the seconds per token and per sequence that the formulas do not explain."""
         machine = self._machine(numbers, token=LEAST_S, row=LEAST_S)
         left = []
         for point in sorted(_of(self.points, "generate"), key=lambda one: one["rows"]):

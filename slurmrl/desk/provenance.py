@@ -210,7 +210,7 @@ def repository_of(folder: Path) -> Repository | str:
 def commit_of_package() -> str:
     """The commit of this slurmrl, with ``+changes`` if it has any; empty if that is unknown.
 
-    A repository that only has the environment below it, where slurmrl is installed, says nothing.
+    A repository that only contains the environment in which slurmrl is installed is ignored.
     """
     if commit := package.built_commit():
         return commit

@@ -94,12 +94,12 @@ def _filled(template: str, words: dict[str, str]) -> str:
 
 
 def write_files(files: Mapping[Path, str], *, force: bool) -> list[Path]:
-    """Write all files or none: one that exists with another content is refused, unless ``force``.
+    """Write all files or none; without ``force``, reject an existing file with another content.
 
-    Return those that were not there yet with this content.
+    Return the files that are new or changed.
 
     Raises UsageError, and EnvironmentFailure for files that cannot be written. Each file appears as
-    a whole; the first one in order is written last, so that where it is, the others are.
+    a whole. The first one is written last, so that its existence implies the others.
     """
     data = {path: text.encode() for path, text in files.items()}
     taken = [str(path) for path in data if path.exists() and not _has(path, data[path])]

@@ -60,7 +60,7 @@ class Outlook:
     complete: bool
     """Whether it finished, and would finish again at once."""
     left: Jobs | None
-    """Jobs of the trial that are still in the queue, although nothing trains. They are replaced."""
+    """Queued jobs of the trial, which are replaced because no job trains."""
     submission: int = 0
     """Number of the newest submission."""
     notes: tuple[str, ...] = ()

@@ -44,7 +44,7 @@ CHECK_TIMEOUT_S: Final = 120.0
 INSPECTOR: Final = "slurmrl.desk.inspector"
 UNCHECKED: Final = "the run checks it when it starts"
 ADAPTERS: Final = "adapters"
-"""The subject of the only check that nothing repeats."""
+"""The subject of the only check that the run does not repeat."""
 SHOWN: Final = 300
 """Characters shown of the last output of a crashed child."""
 GIB: Final = 2**30

@@ -268,8 +268,8 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 def _check_names(config: Config, source: Source, folders: Sequence[Path]) -> None:
     """Raise ConfigError for own modules with a name of the standard library or of a package.
 
-    The standard library has loaded its module long before. Other code needs the module of an
-    installed package.
+    Python has already loaded a standard module of that name, and other code needs the module of
+    an installed package.
     """
     problems = []
     for key, reference in _references(config):

@@ -78,8 +78,8 @@ class RouterLinear(nn.Linear):
 def corrected_scores(moe: MoE, logits: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scores of experts and the values that choose them (DeepSeek-AI 2024, DeepSeek-V3).
 
-    All are [T, E]. The best K values choose, among them none of a group that is left out: a group
-    is as good as the sum of its best two.
+    All are [T, E]. The K largest values choose. Experts of groups that are left out have none of
+    them; a group ranks by the sum of its two largest values.
     """
     scores = logits.sigmoid()
     values = scores + correction

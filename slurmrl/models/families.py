@@ -85,7 +85,7 @@ class Family:
     without: frozenset[str] = frozenset()
     """Fields that this family lacks, although most families have them."""
     meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
-    """Values that stand for another one: (our field, written value) to the value."""
+    """Values of fields with another meaning in files: (our field, file value) to our value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults for fields that a ``config.json`` omits, by our names."""
 

@@ -17,7 +17,7 @@ from slurmrl.tensors.checkpoint.tensors import TensorSlice
 from slurmrl.tensors.layout import Index, TensorSpec
 
 MODULE = "inner."
-"""The prefix of parameter names; the rest is transformers' name."""
+"""The prefix of parameter names, which the name in transformers follows."""
 TABLE: Final = "table"
 """The kind of limit of a position table."""
 TABLE_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")

@@ -83,8 +83,8 @@ class PictureReader:
     def trained(self) -> list[Tensor]:
         """Return the trained parameters that a batch may leave out.
 
-        They are all that neither the language model nor the output layer has: a batch without
-        pictures uses none of them.
+        These are all trained parameters outside the language model and the output layer: a batch
+        without pictures does not use them.
         """
         body: Any = self._inner.base_model
         text = {id(p) for p in body.language_model.parameters()}

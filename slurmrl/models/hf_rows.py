@@ -1,4 +1,4 @@
-"""Rows of equal width that a model of transformers reads, and trials of what it can read.
+"""Rows of equal width for models of transformers, and tests of which rows a model supports.
 
 Rows are as wide as the longest sequence. They hold several sequences one after the other if the
 family keeps these apart, so that hardly any token is padding and attention costs no more than in

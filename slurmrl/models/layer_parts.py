@@ -348,16 +348,16 @@ def split_core(core: AttentionCore, split: Split, tokens: int) -> AttentionCore:
 class Pieces:
     """The boundaries of packed pieces of sequences.
 
-    A piece is a sequence, a prefix of sequences, or the rest of a sequence. A rest's first token is
-    the last one of its prefix, so that every token but the first of a piece follows the one that
-    predicts it.
+    A piece is a sequence, a prefix of sequences, or the suffix of a sequence. The first token of a
+    suffix is the last one of its prefix, so that every token except the first of a piece follows
+    the token that predicts it.
     """
 
     cu_seqlens: Tensor
     """[S+1] int32, in host memory."""
     prefixes: Tensor
-    """The piece [S] that is the prefix of each piece, and -1 for one that is no rest. A prefix is
-    no rest itself. Int64, in host memory."""
+    """The piece [S] that is the prefix of each suffix, and -1 for other pieces. A prefix is not a
+    suffix itself. Int64, in host memory."""
 
 
 class Arrangement(NamedTuple):

@@ -39,9 +39,9 @@ ATTENTION = (
 
 
 def layer_call(mode: Recompute) -> LayerCall:
-    """Return how to call a layer; ``selective`` is the layer's own matter.
+    """Return how to call a layer; layers implement ``selective`` themselves.
 
-    Without gradients nothing is kept in any mode.
+    Without gradients, no mode keeps activations.
     """
     return recomputed if mode == "full" and torch.is_grad_enabled() else plain
 

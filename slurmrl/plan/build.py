@@ -27,7 +27,7 @@ from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 
 ROLLOUT_WORKER: Final = "slurmrl.workers.rollout.task_setup:build_rollout"
-"""Function that makes the worker of a rollout task."""
+"""Function that creates the worker of a rollout task."""
 STORED: Final = "slurmrl.algorithms.rollout_calls:StoredInterface"
 """Interface that reads the completions of rollout tasks instead of generating."""
 STORED_METRICS: Final = ("response_length", "prompt_length", "finished")

@@ -119,9 +119,9 @@ EXPERTS_NEED: Final[Mapping[str, object]] = {
     "radix_cache_backend": None,
     "speculative_algorithm": None,
 }
-"""Required settings of SGLang if it reports experts. Other values bring keys and values into
-the cache, or move them, without their experts, or leave out layers: the server would report
-experts for the wrong tokens."""
+"""Required settings of SGLang if it reports experts. Other values fill or move KV-cache entries
+without their expert records, or skip layers: the server would report experts for the wrong
+tokens."""
 ENGINES: Final = {
     **dict.fromkeys(FSDP, EngineRules("dtc", DECODER)),
     "megatron": EngineRules(
@@ -161,7 +161,7 @@ def rules_of(allocation: Allocation) -> EngineRules:
 
 
 LEAST: Final = len("--tp")
-"""argparse also knows a flag by its beginning; no shorter one is looked for."""
+"""Length of the shortest prefix that can stand for a flag: argparse accepts such prefixes."""
 
 
 def last_value(arguments: Sequence[str], flags: Collection[str]) -> str | None:

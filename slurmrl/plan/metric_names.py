@@ -30,7 +30,7 @@ WAITED_S: Final = "rollout/waited_s"
 SCORED_BY_TASKS: Final = "rollout/judged"
 """The share of the completions of a step whose rewards come from tasks."""
 UNSCORED: Final = "reward_unscored"
-"""The share of completions to which the reward gave no score, where it may do so."""
+"""The share of completions without a score, if the reward may return none."""
 ROLLOUT_METRICS: Final = (*ROLLOUT_SUMS, STALENESS_MEAN, STALENESS_MAX, WAITED_S, SCORED_BY_TASKS)
 """Metrics of trials with rollout tasks."""
 UPDATE_KEPT: Final = "update_kept"

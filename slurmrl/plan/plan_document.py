@@ -232,7 +232,7 @@ def _summary(move: Mapping[str, Any]) -> Lines:
 
 
 def _links(move: Mapping[str, Any]) -> Table:
-    """Totals of each kind of link, and the most that one of them carries."""
+    """Return the total bytes of each kind of link, and the maximum on a single link."""
     rows = []
     links = move["links"]
     for kind, across in (("same host", False), ("across hosts", True)):

@@ -129,7 +129,7 @@ def predicted_seconds(
 
 
 def _sized(settings: Settings, plan: Plan) -> Settings:
-    """The same with sequences no longer than the rows of the data make them.
+    """Return the settings with sequences limited to the lengths of the rows in the data.
 
     A plan with GPUs counts the sequences that the configuration allows, like the memory check.
     """
@@ -237,7 +237,7 @@ def _uses_gpus(plan: Plan) -> bool:
 
 
 def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list[dict[str, Any]]:
-    """The calls of a step, with FLOPs of all ranks together and seconds where the GPU is known."""
+    """Return the calls of a step, with FLOPs of all ranks, and seconds if the GPU is known."""
     config = settings.config
     by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
     calls = []
@@ -268,7 +268,7 @@ def _hardware(settings: Settings) -> dict[str, Any]:
 
 
 def _episode(settings: Settings) -> dict[str, Any] | None:
-    """Return how completions come about, where they may have several turns."""
+    """Return the settings of episodes, or None if completions have one turn."""
     rollout = settings.config.rollout
     if not rollout.episode.has_turns:
         return None

@@ -34,7 +34,7 @@ RESTART_S: Final = 15.0
 WRITE_RATE: Final = 10e9
 """Bytes per second of the shared directory."""
 SIGNAL_EARLY_S: Final = 30.0
-"""Most seconds by which Slurm signals a job too early: it looks at time limits this often.
+"""Maximum seconds by which Slurm signals a job too early: its interval of checking time limits.
 
 Its documentation allows twice as much, so agents accept more (`workers.agent.agent_host.LATE_S`).
 """
@@ -369,7 +369,7 @@ class Disturbances:
     failures: float = 0.0
     """Losses of a host, per host."""
     crashes: float = 0.0
-    """Ends of a process on a host that goes on, per host."""
+    """Crashed processes on hosts that keep running, per host."""
     preemptions: float = 0.0
     """Preemptions, per job."""
     grace_s: float = 30.0

@@ -34,7 +34,7 @@ GROUP = "doctor"
 MINUTES = "5"
 """The time limit: the checks take seconds, on a busy host or a slow directory longer."""
 LEAD_S = 1
-"""The least: it commits nothing, and a warning, which Slurm sends up to a minute early, ends it."""
+"""The minimum, because the job has no state to save and Slurm may warn it up to a minute early."""
 RUNS_S = 180.0
 """Seconds that a started job may take, including Slurm's delays."""
 LATE_S = 15.0

@@ -91,7 +91,7 @@ def torch_on_gpus() -> Check:
 
 
 def optional_packages() -> Check:
-    """Optional packages. A configuration that needs a missing one is refused elsewhere."""
+    """List optional packages; another check rejects a configuration that needs a missing one."""
     shown = [
         f"{name} {version}" if (version := version_of(name)) else f"{name} not installed ({use})"
         for name, use in OPTIONAL.items()

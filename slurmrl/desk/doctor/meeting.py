@@ -206,7 +206,7 @@ def _interfaces() -> str:
 
 
 Host = Callable[[str, str], dict[str, Any]]
-"""Executes a request (what to do, the name of a file): `act` on this host, `ask` on another."""
+"""Function that executes a request (an action, a file name): `act` here, `ask` on another host."""
 
 
 class _Listener(socketserver.ThreadingTCPServer):
@@ -335,13 +335,13 @@ class FileDelay:
     seconds: float | None
     """None: not visible within LONGEST_DELAY_S."""
     same_content: bool
-    """Whether the reader read the written content; True where it read nothing."""
+    """Whether the reader read the written content; True if it read no file."""
 
 
 def file_delay(maker: Host, reader: Host, name: str) -> FileDelay:
-    """Return how long after ``maker`` has created a file ``reader`` sees it, by the reader's clock.
+    """Return the seconds, by the reader's clock, until ``reader`` sees a new file of ``maker``.
 
-    The reader looks for the file first, so that its cache knows it as missing.
+    The reader first looks for the missing file, so that its file-system cache records the absence.
     """
     reader("miss", name)
     made = maker("make", name)

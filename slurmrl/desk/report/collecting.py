@@ -107,7 +107,7 @@ NO_DEFAULT: Final = object()
 def collect(paths: RunPaths, status: Mapping[str, Any]) -> TrialReport:
     """Read everything that a report shows; ``status`` is the object of `watch.overview`.
 
-    A trial that runs is read as it stands. Raises CorruptFileError for a damaged history,
+    A running trial is read in its current state. Raises CorruptFileError for a damaged history,
     EnvironmentFailure.
     """
     lines = metrics.read(paths.metrics)

@@ -336,7 +336,7 @@ def rejection(checked: Checked, name: str, total_bytes: int) -> str | None:
 
 
 def rejection_in_task(checked: Checked, name: str, total_bytes: int) -> str | None:
-    """As `refusal`, for a GPU of a rollout task."""
+    """Do the same as `rejection` for a GPU of a rollout task."""
     if checked.config.cluster.gpu_memory is not None:
         return None
     reason = task_rejection(checked, total_bytes, certain=True)

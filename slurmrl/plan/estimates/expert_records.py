@@ -14,9 +14,9 @@ from slurmrl.plan.estimates.shape import ModelShape
 NUMBER: Final = 2
 """Bytes of the number of an expert in a sample and in the built-in engine's cache: int16."""
 REPLAYED: Final = 8
-"""The same where the built-in decoder replays it: int64."""
+"""Bytes of the number of an expert that the built-in decoder replays: int64."""
 SERVED: Final = 4
-"""The same in SGLang's host memory: int32."""
+"""Bytes of the number of an expert in SGLang's host memory: int32."""
 
 
 def numbers(shape: ModelShape) -> int:

@@ -183,10 +183,10 @@ def name_of(cluster: Cluster) -> str | None:
 
 
 def new_name(text: str) -> str | None:
-    """Return the name of a profile of a GPU; None without a word.
+    """Return the name of a new profile for a GPU, or None if the GPU's name has no word.
 
-    It is one word of the GPU's name, as `name_of` looks for: the known one, or else the first with
-    a digit.
+    It is a word of the GPU's name, because `name_of` searches these: a known word, or else the
+    first one with a digit.
     """
     words, known = _words(text), shipped_names()
     with_digit = (word for word in words if re.search(r"\d", word))

@@ -61,7 +61,7 @@ class Fullest:
 
     @property
     def margin(self) -> int:
-        """Bytes to leave free next to them. A server's share has its own."""
+        """Bytes to leave free next to the parts. A server's share includes its own margin."""
         return call_costs.margin(self.size - self.parts.get(SERVER, 0))
 
 
@@ -310,8 +310,8 @@ EXACT_FROM: Final = (2, 13)
 
 
 VERSIONS: Final = 2
-"""Whole copies of the weights in the host memory of the rank that keeps a server, while that gets
-a new version; the one before is gone if the server has slept. Number of them on a GPU of a rollout
+"""Whole copies of the weights in the host memory of a rank with a server while the server gets a
+new version. (A server that slept has no earlier version.) Also their number on a GPU of a rollout
 task."""
 
 

@@ -37,7 +37,7 @@ DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 TASKS_BACKEND: Final = "native:d1"
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
-"""Roles that never start from the actor's weights: a copy of the actor teaches nothing."""
+"""Roles that never start from the actor's weights: a copy of the actor is no teacher."""
 INHERITED: Final = (
     "implementation",
     "dtype",
@@ -311,9 +311,9 @@ def _serves(placed: Mapping[str, Placed]) -> bool:
 
 
 def explain(text: str) -> dict[str, Any]:
-    """The sizes of a layout as plain values.
+    """Return the sizes of a layout as plain values.
 
-    A string of an earlier system is explained in the current spelling, with its own under
+    A string of an earlier system is converted to the current spelling, and kept under
     ``legacy``; words such as ``pipe_model`` are for one host of `USUAL_GPUS_PER_HOST`. Raises
     AllocationError as `read` does.
     """

@@ -71,7 +71,7 @@ class TrialResolver:
     ``problems`` are those found. The roles in ``frozen`` are not trained. When ``planning``,
     nothing is written: architectures stand for checkpoints, and for future exports.
 
-    A trial that has a commit keeps the folder that it has, where a reference names the newest.
+    A trial with a commit keeps the folder that a reference to the newest checkpoint gave it.
     """
 
     def __init__(
