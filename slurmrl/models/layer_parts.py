@@ -36,7 +36,7 @@ from slurmrl.tensors.ops.attention import (
     packed_attention,
     prefix_attention,
 )
-from slurmrl.tensors.ops.collectives import exchange
+from slurmrl.tensors.ops.collectives import Group, exchange
 from slurmrl.tensors.ops.elementwise import (
     ACTIVATIONS,
     gated_linear,
@@ -292,29 +292,30 @@ class SplitCore:
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention [N, Hq, D] for q [N, Hq, D], k and v [N, Hkv, D]."""
         if self._context.size > 1:
-            q, k, v = self._by_heads(q, k, v)
+            q, k, v = heads_of_all_tokens(q, k, v, self._context.group)
         filled = q.shape[0] - self._tokens
         out = self._core(spec, *(x[: self._tokens] for x in (q, k, v)))
         out = F.pad(out, (0, 0, 0, 0, 0, filled))
-        return self._by_tokens(out) if self._context.size > 1 else out
+        return tokens_of_all_heads(out, self._context.group) if self._context.size > 1 else out
 
-    def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return this rank's heads of all tokens: q [·, Hq/c, D], k and v [·, Hkv/c, D].
 
-        They are adjacent query heads and their key heads. Key heads are replicated if there are
-        fewer than ranks.
-        """
-        size, copies = self._context.size, max(1, self._context.size // k.shape[1])
-        parts = [q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)]
-        parts = [x.view(x.shape[0], size, -1, x.shape[2]).transpose(0, 1) for x in parts]
-        heads = [x.shape[2] for x in parts]
-        sent = torch.cat(parts, 2).flatten(0, 1)
-        return list(exchange(sent, self._context.group).split_with_sizes(heads, 1))
+def heads_of_all_tokens(q: Tensor, k: Tensor, v: Tensor, group: Group) -> list[Tensor]:
+    """Return this rank's heads of all tokens: q [·, Hq/c, D], k and v [·, Hkv/c, D].
 
-    def _by_tokens(self, x: Tensor) -> Tensor:
-        """[·, Hq/c, D] of all tokens -> [N, Hq, D]."""
-        parts = exchange(x, self._context.group).view(self._context.size, -1, *x.shape[1:])
-        return parts.transpose(0, 1).flatten(1, 2)
+    The c ranks of ``group`` exchange tokens for heads (Jacobs et al. 2023, DeepSpeed Ulysses). Each
+    gets adjacent query heads and their key heads, which are copied if there are fewer than ranks.
+    """
+    size, copies = group.size(), max(1, group.size() // k.shape[1])
+    parts = [q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)]
+    parts = [x.view(x.shape[0], size, -1, x.shape[2]).transpose(0, 1) for x in parts]
+    own = exchange(torch.cat(parts, 2).flatten(0, 1), group)
+    return list(own.split_with_sizes([x.shape[2] for x in parts], 1))
+
+
+def tokens_of_all_heads(x: Tensor, group: Group) -> Tensor:
+    """Return this rank's tokens [N, Hq, D] of [·, Hq/c, D]: undo `heads_of_all_tokens`."""
+    parts = exchange(x, group).view(group.size(), -1, *x.shape[1:])
+    return parts.transpose(0, 1).flatten(1, 2)
 
 
 class RingCore:

@@ -49,13 +49,18 @@ from slurmrl.engines.megatron.parts import CORRECTION, Stage
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import ModelConfig, MoE
 from slurmrl.models.experts import UNKNOWN, Balance, corrected_scores, scaled_weights
-from slurmrl.models.layer_parts import RMSNorm, RotaryTable, Rotation
+from slurmrl.models.layer_parts import (
+    RMSNorm,
+    RotaryTable,
+    Rotation,
+    heads_of_all_tokens,
+    tokens_of_all_heads,
+)
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.split import Axis
 from slurmrl.models.recompute import Recompute, keeping_products, recomputed
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing, packed_attention
-from slurmrl.tensors.ops.collectives import exchange
 from slurmrl.tensors.ops.elementwise import gated_halves, rotate
 from slurmrl.tensors.ops.ring_attention import ring_attention
 from slurmrl.tensors.ops.ring_schedule import zigzag
@@ -87,9 +92,8 @@ class Norm(RMSNorm):
 class PackedAttention(nn.Module):
     """Rotation and attention within each sequence.
 
-    Along the context axis, tokens are exchanged for heads before attention, and back after it
-    (Jacobs et al. 2023, DeepSpeed Ulysses). Ranks that cannot have equally many heads pass keys and
-    values on.
+    Along the context axis, tokens are exchanged for heads before attention, and back after it.
+    Ranks that cannot have equally many heads pass keys and values on.
     """
 
     def __init__(
@@ -127,25 +131,10 @@ class PackedAttention(nn.Module):
             kind = (bounds, tokens, self.group, self.scale, self.window)
             return ring_attention(query, key, value, *kind)
         if ranks > 1:
-            query, key, value = self._heads(query, key, value, ranks)
+            query, key, value = heads_of_all_tokens(query, key, value, self.group)
         query, key = rotate(query, *rotation), rotate(key, *rotation)
         out = packed_attention(query, key, value, packing, self.scale, self.window)
-        if ranks == 1:
-            return out
-        parts = exchange(out.view(ranks, -1, *out.shape[1:]), self.group)
-        return parts.transpose(0, 1).flatten(1, 2)
-
-    def _heads(self, query: Tensor, key: Tensor, value: Tensor, ranks: int) -> tuple[Tensor, ...]:
-        """All tokens of this rank's share of the heads; too few key heads are copied."""
-        shared = query.shape[1] // key.shape[1]
-        if key.shape[1] % ranks:
-            key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        return tuple(
-            exchange(x.view(x.shape[0], ranks, -1, x.shape[2]).transpose(0, 1), self.group).flatten(
-                0, 1
-            )
-            for x in (query, key, value)
-        )
+        return out if ranks == 1 else tokens_of_all_heads(out, self.group)
 
 
 class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
