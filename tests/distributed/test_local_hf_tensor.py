@@ -24,6 +24,8 @@ def begin(site: Site, trial: str, tasks: dict[str, Any] | None, *arguments: str)
     config["total_steps"] = 4
     config["actor"] |= {"architecture": MODEL, "implementation": "hf", "backend": "fsdp:d1t2"}
     config["ref"] = {"ema": 0.3}
+    if tasks is not None:
+        config["rollout"]["backend"] = "native:t2"
     path = site.write(f"{trial}.yaml", config)
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
 
