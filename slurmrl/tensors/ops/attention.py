@@ -113,7 +113,7 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
     if q.is_cuda and q.shape[1] != k.shape[1]:
         # In float32 only the memory-efficient kernel avoids the matrix of scores, and it does not
         # support grouped key heads.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        k, v = for_each_query_head(q, k, v)
     shared = q.shape[1] != k.shape[1]
     if window is not None and window < run.length:
         out = _blocked(batch(q), batch(k), batch(v), scale, window)
@@ -122,6 +122,14 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
             batch(q), batch(k), batch(v), is_causal=True, scale=scale, enable_gqa=shared
         )
     return out.transpose(1, 2).flatten(0, 1)
+
+
+def for_each_query_head(q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return keys and values [K, Hkv, D], repeated for the heads of the queries: [K, Hq, D]."""
+    return tuple(
+        x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+        for x in tensors
+    )
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
@@ -316,8 +324,7 @@ def prefix_attention(
     ``scale``. Each run of pieces of equal length is one call of the kernel, and so are all readers
     of a prefix.
     """
-    if k.shape[1] != q.shape[1]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    k, v = for_each_query_head(q, k, v)
     out: Tensor = _PrefixAttention.apply(q, k, v, packing, scale)  # type: ignore[no-untyped-call]
     return out
 
@@ -329,13 +336,13 @@ class _PrefixAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, packing: PrefixPacking, scale: float
     ) -> Tensor:
-        own, readers = _empty_results(q), packing.readers
+        own, readers = empty_results(q), packing.readers
         for *into, q_run, k_run, v_run in packing.pieces.batches(*own, q, k, v):
-            _store(into, attend(q_run, k_run, v_run, scale, causal=True))
+            store(into, attend(q_run, k_run, v_run, scale, causal=True))
         reading = q[readers]
-        seen = _empty_results(reading)
+        seen = empty_results(reading)
         for (*into, rows), (keys, values) in _prefixes(packing, (*seen, reading), (k, v)):
-            _store(into, attend(rows, keys, values, scale, causal=False))
+            store(into, attend(rows, keys, values, scale, causal=False))
         both = merged((own[0][readers], own[1][readers]), seen)
         out, normalizers = (x.index_copy_(0, readers, y) for x, y in zip(own, both, strict=True))
         ctx.save_for_backward(q, k, v, out, normalizers)
@@ -353,7 +360,7 @@ class _PrefixAttention(torch.autograd.Function):
             grad_q, grad_k, grad_v, *per_query, k, v
         ):
             known = (grad_run, q_run, k_run, v_run, out_run, norm_run)
-            _store(into, gradients(*known, scale, causal=True))
+            store(into, gradients(*known, scale, causal=True))
         reading = [x[readers] for x in per_query]
         grad_reading = torch.empty_like(reading[1])
         for (into_q, grad_rows, rows, out_rows, norm_rows), (*totals, keys, values) in _prefixes(
@@ -367,7 +374,7 @@ class _PrefixAttention(torch.autograd.Function):
         return grad_q.index_add_(0, readers, grad_reading), grad_k, grad_v, None, None
 
 
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return empty tensors for the result [T, H, D] and normalizers [T, H] of queries [T, H, D]."""
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
 
@@ -391,6 +398,7 @@ def _one(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _store(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def store(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into the tensor at its place in ``into``."""
     for place, value in zip(into, values, strict=True):
         place.copy_(value)

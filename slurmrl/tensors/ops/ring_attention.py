@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from slurmrl.tensors.ops.arguments import wide
-from slurmrl.tensors.ops.attention import Packing, flash_fits
+from slurmrl.tensors.ops.attention import (
+    Packing,
+    empty_results,
+    flash_fits,
+    for_each_query_head,
+    store,
+)
 from slurmrl.tensors.ops.partial_attention import (
     Band,
     Ragged,
@@ -148,20 +154,18 @@ def _own_results(
     """The results over the keys of a token's own chunk."""
     if flash_fits(q):
         return flash(q, k, v, _own_chunk(q, packing, window), scale)
-    out, normalizers = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
-    k, v = _for_each_query_head(q, k, v)
-    for own, norm, *run in packing.batches(out, normalizers, q, k, v):
-        found = _results(run, scale, Band(0, window))
-        own.copy_(found[0])
-        norm.copy_(found[1])
-    return out, normalizers
+    results = empty_results(q)
+    k, v = for_each_query_head(q, k, v)
+    for *into, q_run, k_run, v_run in packing.batches(*results, q, k, v):
+        store(into, _results((q_run, k_run, v_run), scale, Band(0, window)))
+    return results
 
 
 def _part_results(q: Tensor, pairs: Tensor, scale: float, band: Band) -> Results:
     k, v = pairs.chunk(2, 1)
     if flash_fits(q):
         return flash(q, k, v, seen_part(q, k, band), scale)
-    k, v = _for_each_query_head(q, k, v)
+    k, v = for_each_query_head(q, k, v)
     out, normalizers = _results([x.transpose(0, 1)[None] for x in (q, k, v)], scale, band)
     return out[0].transpose(0, 1), normalizers[0].transpose(0, 1)
 
@@ -246,12 +250,10 @@ def _own_gradients(
         chunk = _own_chunk(q, packing, window)
         found = [x.to(wide(x.dtype)) for x in flash_gradients(known, k, v, chunk, scale)]
         return found[0], torch.cat(found[1:], 1)
-    keys, values = _for_each_query_head(q, k, v)
+    keys, values = for_each_query_head(q, k, v)
     found = [torch.empty_like(x, dtype=wide(x.dtype)) for x in (q, keys, values)]
     for of_q, of_k, of_v, *run in packing.batches(*found, *known, keys, values):
-        made = _gradients(run, scale, Band(0, window))
-        for place, value in zip((of_q, of_k, of_v), made, strict=True):
-            place.copy_(value)
+        store((of_q, of_k, of_v), _gradients(run, scale, Band(0, window)))
     return found[0], torch.cat([_summed(x, k.shape[1]) for x in found[1:]], 1)
 
 
@@ -263,7 +265,7 @@ def _part_gradients(
     q = known[1]
     if flash_fits(q):
         return flash_gradients(known, k, v, seen_part(q, k, band), scale)
-    run = [x.transpose(0, 1)[None] for x in (*known, *_for_each_query_head(q, k, v))]
+    run = [x.transpose(0, 1)[None] for x in (*known, *for_each_query_head(q, k, v))]
     of_q, *of_pair = (x[0].transpose(0, 1) for x in _gradients(run, scale, band))
     of_k, of_v = (_summed(x.to(wide(x.dtype)), k.shape[1]) for x in of_pair)
     return of_q, of_k, of_v
@@ -275,14 +277,6 @@ def _gradients(inputs: Sequence[Tensor], scale: float, band: Band) -> tuple[Tens
     if q.is_cuda or band.cuts(q.shape[2]):
         return band_gradients(grad, q, k, v, out, norm, scale, band)
     return gradients(grad, q, k, v, out, norm, scale, causal=band.offset == 0)
-
-
-def _for_each_query_head(q: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values [K, Hkv, D] repeated for the query heads that share them [K, Hq, D]."""
-    return tuple(
-        x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
-        for x in tensors
-    )
 
 
 def _summed(x: Tensor, heads: int) -> Tensor:
