@@ -55,7 +55,7 @@ def results(site: Site, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in site.paths(f"{name}/1").results.read_text().splitlines()]
 
 
-def test_reward_model_scores_completions_where_it_was_trained(site: Site) -> None:
+def test_reward_model_scores_completions_at_the_trained_token(site: Site) -> None:
     """The accuracy at the token that rollouts read is that of the training, and the scores of
     completions are those of transformers at their last token.
     """

@@ -135,7 +135,7 @@ def test_listed_families_compute_the_same_on_two_tensor_ranks(
     assert [family for family, *_ in found[0]] == families
 
 
-def test_whole_weights_stay_equal_if_kernels_round_differently(ranks: RankPool) -> None:
+def test_replicated_weights_stay_equal_if_kernels_round_differently(ranks: RankPool) -> None:
     """GPUs do so unless they are to be deterministic. olmo2's attention is whole on each rank."""
     case, split = f"{CASES_OF_TENSOR}:copies_after_training", setup("olmo2", {"tp": 2})
     first, second = ranks(2, case, split, deterministic=False)

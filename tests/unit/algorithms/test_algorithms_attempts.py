@@ -109,7 +109,7 @@ def _held(counts: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
             yield (number, *rest)
 
 
-def test_majority_rate_costs_the_same_for_all_sizes_as_for_few() -> None:
+def test_majority_rate_of_800_completions_takes_little_time() -> None:
     """800 completions, 1 to 39 for each vote: the product over votes, ties and sizes of subsets
     that an exact sum needs would take minutes.
     """
@@ -118,7 +118,7 @@ def test_majority_rate_costs_the_same_for_all_sizes_as_for_few() -> None:
     assert (first, last) == (pytest.approx(39 / len(votes)), 1.0)
 
 
-def test_majority_rate_is_nan_for_more_completions_than_exist() -> None:
+def test_majority_rate_of_more_completions_than_exist_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"of 2 completions"):
         majorities(["a", "b"], [True, False], [1, 3])
 

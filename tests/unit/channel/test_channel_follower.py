@@ -77,7 +77,7 @@ def test_write_wakes_the_follower(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("told")
-def test_a_write_between_read_and_wait_ends_the_wait(tmp_path: Path) -> None:
+def test_write_between_read_and_wait_ends_the_wait(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "a")
     follower = follow(tmp_path / "a")
     seen: list[int] = []

@@ -93,7 +93,7 @@ def trial(tmp_path: Path) -> Trial:
     return Trial(tmp_path)
 
 
-def test_checkpoints_and_export_before_the_first_checkpoint(
+def test_checkpoints_and_export_report_that_no_checkpoint_exists(
     trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert trial.run("checkpoints") == 0

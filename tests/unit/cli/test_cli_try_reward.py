@@ -276,7 +276,7 @@ BESIDE = "Path(__file__).{}parent.joinpath('words.txt').read_text().split()"
         ("numpy.py", {"words": "['0']"}, "it would hide the module numpy that is already there"),
     ],
 )
-def test_reward_sees_what_the_job_will_see(
+def test_reward_runs_with_only_the_files_of_a_job(
     config: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

@@ -33,7 +33,7 @@ def test_frequency_without_settings_is_never_due() -> None:
 
 
 @given(every=st.integers(1, 7), steps=st.integers(0, 50))
-def test_steps_are_due_at_their_multiples(every: int, steps: int) -> None:
+def test_step_frequency_is_due_at_its_multiples(every: int, steps: int) -> None:
     frequency = Frequency(every_steps=every)
     due = [step for step in range(1, steps + 1) if frequency.check(step, 0, 0.0)]
     assert due == [step for step in range(1, steps + 1) if step % every == 0]

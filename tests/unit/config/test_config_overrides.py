@@ -14,7 +14,7 @@ def laid_over(tmp_path: Path, *overrides: str) -> Source:
     return load(path, overrides)
 
 
-def test_values_are_read_as_yaml(tmp_path: Path) -> None:
+def test_override_values_are_read_as_yaml(tmp_path: Path) -> None:
     source = laid_over(
         tmp_path,
         "seed=7",

@@ -43,7 +43,7 @@ SUM = {"id": "a", "prompt": "1+2=", "answer": "3"}
 LONG = {"id": "b", "prompt": "11+22=", "answer": "33"}
 
 
-def test_prompts_carry_their_rows(tmp_path: Path) -> None:
+def test_prompts_keep_their_rows_as_metadata(tmp_path: Path) -> None:
     config = Dataset(type="prompt", path=write_rows(tmp_path, SUM, LONG), answer_key="answer")
     sample = make(config, characters(tmp_path)).sample([(4, 1), (4, 0)])
     assert sample.ids == ("b@4", "a@4")

@@ -173,7 +173,7 @@ def test_mismatched_answers_belong_to_other_prompts(tmp_path: Path) -> None:
     assert texts(make("kto", tmp_path, long, LABELED[1], max_tokens=7), 0)[0][1] == ("01+2=", "44")
 
 
-def test_labels_are_true_or_false(tmp_path: Path) -> None:
+def test_labels_must_be_true_or_false(tmp_path: Path) -> None:
     rows = [LABELED[0], {**LABELED[1], "label": 1}, {"id": "z", "prompt": "1=", "answer": "1"}]
     assert problems("kto", tmp_path, *rows) == [
         "2 label must be true or false, but is 1",

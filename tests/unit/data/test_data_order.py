@@ -42,7 +42,7 @@ def test_order_without_shuffling_is_the_file_order() -> None:
     assert items == [(0, 1), (0, 2), (1, 0), (1, 1)]
 
 
-def test_an_empty_dataset_has_no_order() -> None:
+def test_order_of_an_empty_dataset_is_an_error() -> None:
     with pytest.raises(ValueError, match="without items"):
         DataOrder(0, seed=1)
 

@@ -47,7 +47,9 @@ def remarks(tokenizer: Any, config: Dataset, *rows: Any, tools: tuple[str, ...] 
 @pytest.mark.parametrize(
     ("end", "told"), [("", False), (" ", True), ("\n", False), ("\n\n", False), ("\n ", True)]
 )
-def test_trailing_space_remark_if_the_tokenizer_joins_it(words: Any, end: str, told: bool) -> None:
+def test_trailing_space_gives_a_remark_if_the_tokenizer_joins_it(
+    words: Any, end: str, told: bool
+) -> None:
     config = Dataset(type="prompt", path="x", prompt_template=f"{{prompt}} Answer:{end}")
     found = remarks(words, config, {"prompt": "1+2?"}, {"prompt": "2+2?"})
     assert bool(found) == told
@@ -55,7 +57,7 @@ def test_trailing_space_remark_if_the_tokenizer_joins_it(words: Any, end: str, t
         assert found[0].startswith("2 of the first 2 prompts end in white space")
 
 
-def test_no_trailing_space_remark_if_the_tokenizer_separates_it() -> None:
+def test_trailing_space_gives_no_remark_if_the_tokenizer_separates_it() -> None:
     config = Dataset(type="prompt_answer", path="x")
     tokenizer = load_tokenizer(CHARACTERS)
     assert not remarks(tokenizer, config, {"prompt": "1+2 ", "answer": "3"})
@@ -72,7 +74,7 @@ def test_no_trailing_space_remark_if_the_tokenizer_separates_it() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["messages", "prompt_answer", "preference"])
-def test_missing_end_of_turn_remark_if_turns_are_trained(
+def test_missing_end_of_turn_gives_a_remark_if_turns_are_trained(
     words: Any, kind: Any, template: str, told: bool
 ) -> None:
     words.chat_template = template
@@ -81,13 +83,13 @@ def test_missing_end_of_turn_remark_if_turns_are_trained(
     assert [("does not learn to stop" in each) for each in found] == [True] * told
 
 
-def test_no_missing_end_of_turn_remark_for_prompts(words: Any) -> None:
+def test_missing_end_of_turn_gives_no_remark_for_prompts(words: Any) -> None:
     words.chat_template = UNENDED
     assert not remarks(words, Dataset(type="prompt", path="x", chat_template=True), {"prompt": "a"})
 
 
 @pytest.mark.parametrize("kind", ["messages", "prompt"])
-def test_remark_about_a_template_that_writes_the_date(words: Any, kind: Any) -> None:
+def test_template_that_writes_the_date_gives_a_remark(words: Any, kind: Any) -> None:
     words.chat_template = "{{ strftime_now('%d %b %Y') }}" + ENDED
     config = Dataset(type=kind, path="x", chat_template=True)
     (found,) = Remarks(config, [{"prompt": "a"}], lambda: words).all([], str)
@@ -110,7 +112,7 @@ TOOL = {"type": "function", "function": {"name": "search", "description": "Searc
         ({"chat_template": True}, {"prompt": "Hi", "tools": [TOOL]}, True),
     ],
 )
-def test_remark_about_tools_missing_in_all_prompts(
+def test_tools_missing_in_all_prompts_give_a_remark(
     words: Any, settings: dict[str, Any], row: dict[str, Any], told: bool
 ) -> None:
     words.chat_template = WITH_TOOLS
@@ -146,14 +148,14 @@ def test_advice_depends_on_the_reason_for_missing_tools(
     assert advice in found.message
 
 
-def test_no_tools_remark_if_the_dataset_describes_them(words: Any) -> None:
+def test_tools_described_by_the_dataset_give_no_remark(words: Any) -> None:
     words.chat_template = WITH_TOOLS
     config = Dataset(type="prompt", path="x", chat_template=True, tools=(TOOL,))
     assert not remarks(words, config, {"prompt": "Hi"}, tools=("search",))
 
 
 @pytest.mark.parametrize(("texts", "told"), [(0, False), (1, True), (2, False)])
-def test_remark_about_text_rows_among_message_rows(words: Any, texts: int, told: bool) -> None:
+def test_text_rows_among_message_rows_give_a_remark(words: Any, texts: int, told: bool) -> None:
     words.chat_template = ENDED
     config = Dataset(type="prompt", path="x", chat_template=True)
     rows = [{"prompt": "Hi" if place < texts else SAID[:1]} for place in range(2)]

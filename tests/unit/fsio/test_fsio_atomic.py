@@ -76,7 +76,7 @@ def test_failed_link_is_retried(tmp_path: Path, error: int) -> None:
     assert len(calls.slept) == 3
 
 
-def test_uncertain_link_lost_if_the_file_has_other_content(tmp_path: Path) -> None:
+def test_uncertain_link_is_lost_if_the_file_has_other_content(tmp_path: Path) -> None:
     (tmp_path / "slot").write_bytes(b"theirs")
     calls = Scripted("link", errno.EIO)
     assert not atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)

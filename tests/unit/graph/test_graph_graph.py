@@ -29,7 +29,7 @@ def names(calls: tuple[Call, ...]) -> list[str]:
     return [call.name for call in calls]
 
 
-def test_edges_follow_from_keys() -> None:
+def test_graph_edges_follow_from_keys() -> None:
     graph = Graph(PPO, ["prompts"])
     assert names(graph.order) == names(PPO)
     assert graph.producers["values"].name == "values"

@@ -21,7 +21,7 @@ BEGIN_1 = (Kind.BEGIN, 1, {"job": "a"})
 BEGIN_2 = (Kind.BEGIN, 2, {"job": "b"})
 
 
-def test_state_of_an_empty_history() -> None:
+def test_empty_history_gives_the_initial_state() -> None:
     assert fold([]) == TrialState()
 
 

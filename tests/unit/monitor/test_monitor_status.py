@@ -167,7 +167,7 @@ def test_status_has_exactly_the_documented_fields(run: FakeRun) -> None:
     assert set(look(run)) == {*CONTRACT, *ADDED}
 
 
-def test_status_of_a_pending_trial(run: FakeRun) -> None:
+def test_pending_trial_has_pending_tasks_and_no_checkpoint(run: FakeRun) -> None:
     status = look(run, task(0, PENDING, reason="Resources"), task(1, PENDING))
     assert (status["state"], status["step"], status["incarnation"]) == ("PENDING", 0, 0)
     assert status["checkpoint"] is None
@@ -286,7 +286,7 @@ def test_lease_decides_if_the_scheduler_does_not_answer(
     assert status.get("unconfirmed", False) is not alive
 
 
-def test_status_of_a_trial_that_was_never_submitted(tmp_path: Path) -> None:
+def test_trial_that_was_never_submitted_is_interrupted_without_groups(tmp_path: Path) -> None:
     run = FakeRun(tmp_path)
     run.paths.plan.unlink()
     status = look(run)

@@ -80,7 +80,7 @@ def test_effective_ratio_is_training_time_over_elapsed_time(
     assert present.effective_ratio(trained, first, until) == expected
 
 
-def test_effective_ratio_of_a_run_with_two_starts(
+def test_effective_ratio_is_right_after_two_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two starts; the first was ready for steps 100 s before the end, and 80 s went into steps."""

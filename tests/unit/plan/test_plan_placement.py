@@ -43,7 +43,7 @@ def test_one_gpu_has_a_place_in_each_model(plan_ppo: Load) -> None:
     assert [sorted(on) for on in at.values()] == [[0, 1], [2, 3], [0, 1, 2, 3]]
 
 
-def test_rank_groups_of_separate_and_shared_models(plan_ppo: Load) -> None:
+def test_separate_and_shared_models_have_the_expected_rank_groups(plan_ppo: Load) -> None:
     groups = {group.ranks: group.uses for group in process_groups(plan(plan_ppo, *SEED))}
     assert groups == {
         (0, 1, 2, 3): ("global", "model ref"),
@@ -232,7 +232,7 @@ def test_resources_that_the_cluster_lacks_are_reported(
         assert part in line
 
 
-def test_no_finding_without_sinfo(plan_ppo: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sinfo_gives_no_finding(plan_ppo: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     settings = plan_ppo()
     assert build.ask_hosts(settings.config) is None

@@ -99,7 +99,7 @@ def test_gpu_memory_uses_configured_limits(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": "b"}\n', {"chat_template": True}, 30 + TEMPLATE_TOKENS - MARKS),
     ],
 )
-def test_row_is_bounded_by_its_bytes(
+def test_row_length_is_bounded_by_its_bytes(
     tmp_path: Path, rows: str, changes: dict[str, Any], size: int
 ) -> None:
     file = tmp_path / "rows.json"

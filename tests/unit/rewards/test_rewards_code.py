@@ -326,7 +326,7 @@ class Tests(unittest.TestCase):
         "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(Tests))",
     ],
 )
-def test_unittest_decides_in_every_form_of_call(make: Make, end: str) -> None:
+def test_unittest_determines_the_score_in_each_form_of_call(make: Make, end: str) -> None:
     """Its tests must all pass. A program that ends before them, or within them, has failed."""
     row = {"tests": UNITTEST + end}
     programs = [

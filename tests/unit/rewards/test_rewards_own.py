@@ -35,7 +35,7 @@ def test_numbers_of_any_type_are_scores(form: str) -> None:
     assert {type(one) for one in scores} == {float}
 
 
-def test_bools_are_scores() -> None:
+def test_boolean_scores_are_accepted() -> None:
     assert score("returning", what="bools") == [0.0, 1.0, 1.0]
 
 

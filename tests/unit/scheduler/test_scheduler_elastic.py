@@ -55,7 +55,7 @@ def test_queued_tasks_are_held_if_none_is_wanted() -> None:
     assert balance(2, tasks(1, 0, held=2), 2) == Change(release=True)
 
 
-def test_unknown_throttle_is_set() -> None:
+def test_balance_sets_an_unknown_throttle() -> None:
     assert balance(3, tasks(3, 2), None) == Change(throttle=3)
 
 

@@ -130,7 +130,7 @@ def test_time_parts_add_up_and_seeds_reproduce_runs(
     assert mean_seconds(other) != mean_seconds(found)
 
 
-def test_failures_cost_as_much_as_the_renewal_formula(
+def test_simulated_failure_cost_equals_the_renewal_formula(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     """Daly 2006: a segment of w seconds takes exp(r/M) (exp(w/M) - 1) M with restarts of r."""
@@ -293,7 +293,7 @@ def test_tasks_with_jobs_shorter_than_a_group_are_rejected(config: Path) -> None
         TrialRun(given, conditions(), "1").run()
 
 
-def test_clock_of_tasks_never_goes_back_with_short_jobs(
+def test_task_clock_never_goes_back_with_short_jobs(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm signals most jobs of 125 s when they start, because it may be 30 s early."""
@@ -464,7 +464,7 @@ def test_lengths_are_sampled_from_the_distribution(mean: float) -> None:
     assert longest.mean == pytest.approx(mean, rel=0.01)
 
 
-def test_report_names_the_queue_of_the_best_limit_and_large_numbers(
+def test_report_shows_the_queue_waits_of_the_best_time_limit(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     trace = config.with_name("sacct.txt")
@@ -482,7 +482,7 @@ def test_report_names_the_queue_of_the_best_limit_and_large_numbers(
     assert "e+" not in text
 
 
-def test_report_names_the_time_limits_and_the_advice(
+def test_report_shows_time_limits_and_commit_advice(
     capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
     arguments = ["--failures=1", "--time-limit=01:00:00,02:00:00", "--runs=3"]

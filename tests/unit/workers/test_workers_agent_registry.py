@@ -83,7 +83,7 @@ def test_claims_of_silent_agents_are_searched_after_a_delay(bed: Bed) -> None:
     assert bed.look() == ["trainer/1", "trainer/11", "trainer/2"]
 
 
-def test_only_the_newest_claim_of_this_job_counts(bed: Bed) -> None:
+def test_registry_uses_only_the_newest_claim_of_its_job(bed: Bed) -> None:
     for attempt in range(11):
         bed.claim(1, attempt, job="40.0.0" if attempt < 10 else JOB)
     bed.claim(2, 0, job="41.0.0x")

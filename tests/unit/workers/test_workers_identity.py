@@ -43,7 +43,7 @@ def test_elastic_task_number_is_the_array_index(tmp_path: Path) -> None:
     assert claim(NameStore(tmp_path), "rollout", elastic=True, environ=SLURM).task == 2
 
 
-def test_identity_without_slurm(tmp_path: Path) -> None:
+def test_identity_without_slurm_has_task_0_a_job_and_a_host(tmp_path: Path) -> None:
     identity = claim(NameStore(tmp_path), "trainer", elastic=False, environ={})
     assert identity.task == 0
     assert identity.job

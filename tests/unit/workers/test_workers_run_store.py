@@ -47,7 +47,7 @@ def test_ranks_form_a_group_through_a_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["k", "a//b/../c", ".hidden", "x" * 1000, "Schlüssel\n", ""])
 @pytest.mark.parametrize("value", [b"", b"\x00\xff/", b"v" * 100_000])
-def test_store_keeps_any_key_and_value(store: RunStore, key: str, value: bytes) -> None:
+def test_run_store_accepts_any_key_and_value(store: RunStore, key: str, value: bytes) -> None:
     assert not store.check([key])
     store.set(key, b"old")
     store.set(key, value)

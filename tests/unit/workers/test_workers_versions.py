@@ -133,7 +133,7 @@ def publish(publisher: VersionPublisher, step: int, *, again: bool = False) -> P
     return outcome
 
 
-def test_every_few_versions_one_is_full(trial: Trial) -> None:
+def test_publisher_writes_a_full_version_at_its_interval(trial: Trial) -> None:
     publisher = trial.publisher(whole_every=3, keep_whole=9)
     outcomes = [publish(publisher, step) for step in range(7)]
     bases = [None if one.base is None else one.base.step for one in outcomes]
