@@ -71,7 +71,6 @@ def _read_converted(model: HFModel, folder: Path, name: str, boxes: Mapping[str,
         problem = True
     if problem or made.state_dict().keys() != model.inner.state_dict().keys():
         raise UsageError(f"{folder} contains another model: it lacks tensor '{name}'")
-    read = ((own, values, boxes.get(MODULE + own)) for own, values in made.state_dict().items())
-    model.inner.load_state_dict(
-        {own: values if box is None else values[box.slices] for own, values, box in read}
-    )
+    read = {MODULE + own: values for own, values in made.state_dict().items()}
+    parts = {name.removeprefix(MODULE): read[name][box.slices] for name, box in boxes.items()}
+    model.inner.load_state_dict(parts, strict=False)  # tied weights have one name here

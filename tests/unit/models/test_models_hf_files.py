@@ -163,11 +163,24 @@ def test_tensor_ranks_read_their_parts_of_files(tmp_path: Path, family: str) -> 
     """Files have one tensor for each expert, and names of their own; gemma2's matrices are tied."""
     values = tiny(family)
     saved(made(values), tmp_path)
+    assert_parts_read(values, tmp_path)
+
+
+def test_tensor_ranks_read_their_parts_of_files_that_are_converted(tmp_path: Path) -> None:
+    """Files of the model without its head have other names; the head is the embedding."""
+    values = tiny("gemma2")
+    body: Any = made(values).inner.base_model
+    body.save_pretrained(tmp_path)
+    assert_parts_read(values, tmp_path)
+
+
+def assert_parts_read(values: dict[str, Any], folder: Path) -> None:
+    """Compare what two ranks read with the parts of a model with the same weights."""
     for rank in range(2):
         wanted, found = made(values), made(values, seed=4)
         for model in (wanted, found):
             model.split(Axis(rank, 2))
-        read_weights(found, tmp_path)
+        read_weights(found, folder)
         for name, each in wanted.state_dict().items():
             assert torch.equal(each, found.state_dict()[name]), name
 
