@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -271,6 +272,15 @@ def test_equal_answers_tie_despite_rounding_of_their_values(seed: int) -> None:
     values = torch.randn(36, requires_grad=True)
     loss, stats = score_loss({"values": values}, sample.take([0]), RewardModel(batch_size=1))
     assert (stats["accuracy"].item(), stats["margin"].item()) == (0.0, 0.0)
+    assert not torch.autograd.grad(loss, values)[0].any()
+    config = SimpleNamespace(algorithm=RewardModel(batch_size=1), config=Config.model_construct())
+    evaluated = SimpleNamespace(settings=config, stop_token_ids=())
+    outputs = {"values": values[:6]}
+    scores = RewardModelInterface().scores(outputs, sample.take([0]), cast(CallContext, evaluated))
+    assert scores[0].item() == scores[1].item()
+    outputs = {"logp": values[:6], "entropy": torch.zeros(6)}
+    loss, stats = dpo_loss(outputs, sample.take([0]), DPO(batch_size=1, reference_free=True))
+    assert (stats["rewards/accuracies"].item(), stats["rewards/margins"].item()) == (0.0, 0.0)
     assert not torch.autograd.grad(loss, values)[0].any()
 
 

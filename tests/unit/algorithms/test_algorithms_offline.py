@@ -152,6 +152,20 @@ def test_pairs_and_likelihoods_are_recorded_by_item() -> None:
     assert likely["p@0"] == {"id": "p", "logprob": -6.5, "tokens": 5}
 
 
+def test_pair_of_equal_answers_is_recorded_as_a_tie() -> None:
+    """Their scores differ only by rounding."""
+    sample = SequenceSample(
+        ("p@0",),
+        {"input_ids": [[2, 2]], "model_scores": [[1, 1]]},
+        data={
+            "input_ids": torch.tensor([4, 5, 4, 5]),
+            "model_scores": torch.tensor([0.5, 0.5000001]),
+        },
+    )
+    (pair,) = PairRecords().record(None, sample, context()).records.values()
+    assert pair == {"id": "p", "chosen": [0.5], "rejected": [0.5]}
+
+
 def make_settings(folder: Path, *overrides: str, example: str = "evaluate") -> Settings:
     """Settings of the example from new weights."""
     architecture = json.dumps(
