@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import time
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from slurmrl import log
 from slurmrl.backoff import HIDDEN_PAUSES_S
-from slurmrl.errors import CorruptFileError, SlotTakenError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlotTakenError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.documents import (
@@ -28,7 +29,8 @@ from slurmrl.fsio.documents import (
     one_of,
     table,
 )
-from slurmrl.fsio.failures import corrupt, explain
+from slurmrl.fsio.failures import cause, corrupt, explain
+from slurmrl.run.paths import RunPaths
 
 END_OF_DATASET: Final = "the end of the dataset"
 """``reason`` of the end of a trial that reads the dataset once and has read all rows."""
@@ -126,8 +128,9 @@ logger = log.get(__name__)
 class History:
     """The records of one trial. Records never change, so each is read once per object.
 
-    ``directory`` is created with the run directory. Without it, there are no records, and `append`
-    raises EnvironmentFailure. If the directory existed at an earlier `read`, `read` raises it too.
+    ``directory`` is created before the run's configuration. Without both, there are no records, and
+    `append` raises EnvironmentFailure. If the directory existed at an earlier `read`, `read` raises
+    it too. If only the directory is missing or replaced, all reads raise CorruptFileError.
     ``clock`` provides the records' timestamps.
     """
 
@@ -236,8 +239,20 @@ class History:
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError as error:
+            if self._was_removed():
+                raise corrupt(self._directory, "was removed or renamed") from error
             if self._listed_once:
                 raise explain(error, "list", self._directory) from error
             return 0
+        except EnvironmentFailure as error:
+            if cause(error) == errno.ENOTDIR:
+                raise corrupt(self._directory, "is not a directory") from error
+            raise
         self._listed_once = True
         return max((int(name) for name in names if _SLOT.fullmatch(name)), default=-1) + 1
+
+    def _was_removed(self) -> bool:
+        """Return whether only the history is gone: the newer configuration is there."""
+        config = RunPaths(self._directory.parent).config
+        names = atomic.known_names(config.parent, calls=self._calls) or ()
+        return config.name in names and self._directory.name not in names
