@@ -55,20 +55,20 @@ def check_first(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> N
         raise UsageError(f"{name} must be {_names(dtypes)}, not {_names((tensor.dtype,))}")
 
 
-def check_offsets(name: str, offsets: Tensor, total: int, device: torch.device) -> None:
-    """Require offsets [S+1] of int32 or int64 that increase from 0 to ``total``."""
+def check_offsets(offsets: Tensor, total: int, device: torch.device) -> None:
+    """Require cumulative lengths [S+1] of int32 or int64 that increase from 0 to ``total``."""
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise UsageError(f"{name} must have shape [sequences + 1], not {list(offsets.shape)}")
-    check_vector(name, offsets, offsets.shape[0], OFFSETS, device)
+        raise UsageError(f"cu_seqlens must have shape [sequences + 1], not {list(offsets.shape)}")
+    check_vector("cu_seqlens", offsets, offsets.shape[0], OFFSETS, device)
     if offsets.shape[0] == 1 and total > 0:
-        raise UsageError(f"{name} has no sequence, but there are {total} elements")
+        raise UsageError(f"cu_seqlens has no sequence, but there are {total} elements")
     if device.type != "cpu":
         return
     first, last = int(offsets[0]), int(offsets[-1])
     if (first, last) != (0, total):
-        raise UsageError(f"{name} must run from 0 to {total}, not from {first} to {last}")
+        raise UsageError(f"cu_seqlens must run from 0 to {total}, not from {first} to {last}")
     if not bool((offsets[1:] >= offsets[:-1]).all()):
-        raise UsageError(f"{name} must not decrease: {_around_first_fall(offsets)}")
+        raise UsageError(f"cu_seqlens must not decrease: {_around_first_fall(offsets)}")
 
 
 def check_share(name: str, value: float) -> None:

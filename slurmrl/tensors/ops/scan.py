@@ -64,19 +64,12 @@ def discounted_sums(
     return sums
 
 
-def discounted_returns(
-    rewards: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None = None
-) -> Tensor:
-    """R_t = r_t + gamma R_{t+1} [T]; beyond a sequence's end R is ``bootstrap_values`` [S] or 0."""
+def discounted_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} [T]; beyond a sequence's end, R is 0."""
     check_first("rewards", rewards, FLOATS)
-    check_offsets("cu_seqlens", cu_seqlens, len(rewards), rewards.device)
+    check_offsets(cu_seqlens, len(rewards), rewards.device)
     check_share("gamma", gamma)
-    if bootstrap_values is not None:
-        sequences = len(cu_seqlens) - 1
-        check_vector(
-            "bootstrap_values", bootstrap_values, sequences, (rewards.dtype,), rewards.device
-        )
-    return discounted_sums(rewards, cu_seqlens, gamma, tail=bootstrap_values)
+    return discounted_sums(rewards, cu_seqlens, gamma)
 
 
 @torch.library.custom_op("slurmrl::scan", mutates_args=())
@@ -84,7 +77,7 @@ def _scan(
     x: Tensor, cu_seqlens: Tensor, decay: Tensor | None, tail: Tensor | None, factor: float
 ) -> Tensor:
     check_first("x", x, FLOATS)
-    check_offsets("cu_seqlens", cu_seqlens, len(x), x.device)
+    check_offsets(cu_seqlens, len(x), x.device)
     check_share("factor", factor)
     if decay is not None:
         check_vector("decay", decay, len(x), (x.dtype,), x.device)
@@ -275,7 +268,7 @@ def _check(
 ) -> None:
     check_first("rewards", rewards, FLOATS)
     steps, like = len(rewards), ((rewards.dtype,), rewards.device)
-    check_offsets("cu_seqlens", cu_seqlens, steps, rewards.device)
+    check_offsets(cu_seqlens, steps, rewards.device)
     sequences = len(cu_seqlens) - 1
     check_vector("truncated", truncated, sequences, (torch.bool,), rewards.device)
     if bootstrap_values is None:
