@@ -70,7 +70,7 @@ def test_stale_caches_allow_one_winner_per_name_and_no_partial_value(
 
 @pytest.mark.parametrize("cache_s", CACHES_S)
 @pytest.mark.parametrize("seed", range(10))
-def test_history_stays_single_and_fences_with_stale_caches(cache_s: float, seed: int) -> None:
+def test_stale_caches_keep_one_history_that_fences_old_masters(cache_s: float, seed: int) -> None:
     world, chance = World(cache_s, 4), random.Random(seed)
     histories = [History(world.root, calls=calls) for calls in world.clients]
     writers: list[IncarnationWriter | None] = [None] * 4

@@ -181,7 +181,7 @@ STORIES: tuple[Callable[[Scene], None], ...] = (
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_status_of_each_story_is_printed_as_recorded(
+def test_status_of_each_scenario_is_printed_as_recorded(
     story: Callable[[Scene], None],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

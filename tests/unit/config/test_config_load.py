@@ -93,7 +93,7 @@ def test_number_setting_is_read_as_number_in_any_spelling(tmp_path: Path) -> Non
         ("/cost$/data", "/cost$/data"),
     ],
 )
-def test_path_setting_has_its_variables_replaced(
+def test_variables_in_a_path_setting_are_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, meant: str
 ) -> None:
     for name, value in {"SCRATCH": "/scratch/me", "WHO": "me", "HOME": "/home/me"}.items():

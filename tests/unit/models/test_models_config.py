@@ -216,7 +216,7 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
         ({"routed_scaling_factor": True}, "routed_scaling_factor is True, must be a number"),
     ],
 )
-def test_impossible_router_or_rotation_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_router_or_rotation_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         ModelConfig.from_hf({**GLM, **changes})
 

@@ -12,7 +12,7 @@ from slurmrl.tensors.ops import collectives
 NEW_NAMES = {"all_gather_single": "all_gather", "reduce_scatter_single": "reduce_scatter"}
 
 
-def test_torch_2_11_gets_the_older_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_2_11_uses_the_older_collective_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_gather_into_tensor() -> None: ...
     def reduce_scatter_tensor() -> None: ...
 
@@ -29,6 +29,6 @@ def test_torch_2_11_gets_the_older_names(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="torch before 2.13")
-def test_later_torch_releases_get_the_newer_names() -> None:
+def test_later_torch_releases_use_the_newer_collective_names() -> None:
     for name, ours in NEW_NAMES.items():
         assert getattr(collectives, ours) is getattr(dist, name)

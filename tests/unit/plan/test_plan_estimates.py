@@ -253,7 +253,7 @@ def test_limited_cache_counts_at_most_its_limit() -> None:
     assert estimate(replace(whole, cache_bytes=2**40)) == estimate(whole)
 
 
-def test_generation_peak_is_prefill_or_logits_of_one_token_each() -> None:
+def test_generation_peak_is_the_larger_of_prefill_and_logits() -> None:
     """Prompts are read ``max_tokens_per_microbatch`` at a time, or one longer prompt by itself."""
 
     def besides_cache_and_weights(tokens: int) -> float:

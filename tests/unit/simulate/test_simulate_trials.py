@@ -266,7 +266,7 @@ def conditions(**rates: float) -> Conditions:
 
 
 @pytest.mark.parametrize(("staleness", "groups_per_s"), [(1, 1.0), (4, 1.0), (1, 100.0)])
-def test_steps_follow_the_slower_of_tasks_and_trainers(
+def test_step_time_follows_the_slower_of_tasks_and_trainers(
     config: Path, staleness: int, groups_per_s: float
 ) -> None:
     given = costs(config, staleness=staleness, groups_per_s=groups_per_s)

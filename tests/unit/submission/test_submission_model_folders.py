@@ -104,7 +104,7 @@ def test_url_is_rejected_with_the_remedy(tmp_path: Path, path: str, remedy: str)
         (lambda p: p.mkdir(), "is damaged or truncated"),
     ],
 )
-def test_weights_rejected_if_file_is_missing_or_damaged(
+def test_weights_are_rejected_if_a_file_is_missing_or_damaged(
     tmp_path: Path, make: Callable[[Path], Any], message: str
 ) -> None:
     make(tmp_path / "model.safetensors")
