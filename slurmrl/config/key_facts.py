@@ -264,7 +264,7 @@ def _number(value: float) -> str:
 
 
 def _limits(marks: Sequence[Any]) -> Iterator[Any]:
-    """Yield the bounds among the marks; one ``Field(...)`` may contain several bounds."""
+    """Yield the bounds in a list of annotations; one ``Field(...)`` may contain several bounds."""
     for mark in marks:
         if isinstance(mark, FieldInfo):
             yield from _limits(mark.metadata)

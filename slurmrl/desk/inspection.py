@@ -83,7 +83,7 @@ class DataCounts:
 class DataReport:
     """Asks a child process about the data of a configuration.
 
-    ``problems`` are those found while iterating.
+    ``problems`` are the problems found while iterating.
 
     Methods raise UsageError for a configuration without a tokenizer, RunFailedError if the child
     fails.

@@ -429,7 +429,7 @@ def split_over_hosts(plan: Plan) -> list[str]:
 FILE, PRESET, DEFAULT = "configuration", "preset", "default"
 WIDTH: Final = 100
 MOST_DEFAULTS: Final = 6
-"""Defaults that are listed; of more, only their number is shown."""
+"""Maximum number of defaults that are listed; beyond it, only the number is shown."""
 
 
 def in_force(settings: Settings) -> dict[str, Any]:

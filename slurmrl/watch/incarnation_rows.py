@@ -94,7 +94,7 @@ def _tag(traces: Traces) -> JobTag:
 
 
 def _reported(traces: Traces, after: Traces | None) -> Ending:
-    """Return the end of an incarnation according to its reports. ``after`` is the next one."""
+    """Return the end of an incarnation from its reports; ``after`` is the next incarnation."""
     return Ending(
         traces.begun.number,
         job=_tag(traces),

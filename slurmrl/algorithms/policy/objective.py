@@ -127,8 +127,8 @@ def kl_estimate(logp: Tensor, ref_logp: Tensor, estimator: KLEstimator) -> Tenso
     """Return estimates of KL(policy || reference) from tokens of the policy.
 
     Let x be log(policy / reference). All estimators have the right mean, k2 nearly so (Schulman
-    2020, "Approximating KL divergence"). As terms of a loss, they differ by their gradients, in the
-    mean over tokens of the policy:
+    2020, "Approximating KL divergence"). As terms of a loss, they have different mean gradients
+    over tokens of the policy:
 
     - ``k1``, x: zero. It belongs in the reward, not in the loss.
     - ``k2``, x^2 / 2: the gradient of KL(policy || reference).

@@ -131,7 +131,7 @@ def hf_problems(model: Model, allocation: Allocation, *, split: bool = True) -> 
         if model.model is not None and model.model.sequence_parallel:
             found.append("transformers models cannot use sequence_parallel")
     if model.recompute == "selective":
-        found.append("with it, gradient_checkpointing must be off or full")
+        found.append("gradient_checkpointing must be off or full for transformers models")
     return found
 
 

@@ -39,8 +39,8 @@ def are_in(config: Config) -> bool:
 class HubResolver:
     """Replaces repositories by folders.
 
-    ``problems`` are those found. When ``planning``, of models only tokenizers and architectures are
-    fetched, and datasets only if ``data``.
+    ``problems`` are the problems found. When ``planning``, only tokenizers and architectures of
+    models are fetched, and datasets only if ``data``.
 
     A trial that exists keeps the commits that it has, as long as its revisions are the same.
     """

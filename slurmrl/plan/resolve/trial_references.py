@@ -68,7 +68,7 @@ def parse(text: str) -> TrialReference:
 class TrialResolver:
     """Replaces references by folders.
 
-    ``problems`` are those found. The roles in ``frozen`` are not trained. When ``planning``,
+    ``problems`` are the problems found. The roles in ``frozen`` are not trained. When ``planning``,
     nothing is written: architectures stand for checkpoints, and for future exports.
 
     A trial with a commit keeps the folder that a reference to the newest checkpoint gave it.

@@ -127,7 +127,7 @@ class Instance:
     def heard(self) -> None:
         """Count the answer to a request as a sign of life.
 
-        A busy server may not get to answering a probe between such answers.
+        Between such answers, a busy server may not have time to answer a health check.
         """
         self._heard = self._answered = True
 

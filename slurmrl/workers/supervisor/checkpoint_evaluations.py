@@ -275,7 +275,7 @@ def remove_evaluated(paths: RunPaths, *, given_up: bool = False) -> None:
 
 
 def remove_leftovers(paths: RunPaths) -> None:
-    """Remove the leftovers of a killed `link`; for the only process that links."""
+    """Remove the leftovers of a killed `link`; no other process may call `link` now."""
     with suppress(OSError):
         for path in paths.being_evaluated.iterdir():
             if is_temporary(path.name):
