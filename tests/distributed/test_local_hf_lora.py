@@ -29,6 +29,8 @@ def begin(
     config["total_steps"] = 4
     start = {"architecture": None, "path": str(source), "implementation": "hf", "lora": LORA}
     config["actor"] |= {**start, "optimizer": {"lr": 1e-2}}
+    if tasks is not None:
+        config["rollout"]["backend"] = "native:t2"
     path = site.write(f"{trial}.yaml", config)
     site.slurmrl("submit", str(path), "--scheduler", "local", *arguments)
 
