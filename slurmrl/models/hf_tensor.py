@@ -148,14 +148,12 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
     for name, module, style in found:
         if isinstance(module, nn.Parameter):
             above, _, own = name.rpartition(".")
-            part = module.detach().chunk(tensor.size)[tensor.rank].clone()
-            setattr(inner.get_submodule(above), own, nn.Parameter(part, module.requires_grad))
+            setattr(inner.get_submodule(above), own, _part(module, tensor))
             continue
         for own, values in list(module.named_parameters(recurse=False)):
             dim = split.dims.get(f"{MODULE}{name}.{own}")
             if dim is not None:
-                part = values.detach().chunk(tensor.size, dim)[tensor.rank].clone()
-                setattr(module, own, nn.Parameter(part, requires_grad=values.requires_grad))
+                setattr(module, own, _part(values, tensor, dim))
         if style == COLUMNS and isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
             module.register_forward_pre_hook(_entering(tensor))
@@ -171,6 +169,12 @@ def split_over(inner: PreTrainedModel, tensor: Axis) -> HFTensorSplit:
             _share_experts(module, tensor)
     _share_vocabulary(_vocabulary(inner, tensor.size), tensor)
     return split
+
+
+def _part(values: nn.Parameter, tensor: Axis, dim: int = 0) -> nn.Parameter:
+    """Return this rank's part of a parameter along a dim."""
+    part = values.detach().chunk(tensor.size, dim)[tensor.rank].clone()
+    return nn.Parameter(part, requires_grad=values.requires_grad)
 
 
 def _cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit]:
@@ -293,8 +297,7 @@ def _share_vocabulary(modules: Iterable[nn.Embedding | nn.Linear], tensor: Axis)
     for module in modules:
         for own, values in list(module.named_parameters(recurse=False)):
             if id(values) not in parts:
-                part = values.detach().chunk(tensor.size)[tensor.rank].clone()
-                parts[id(values)] = nn.Parameter(part, requires_grad=values.requires_grad)
+                parts[id(values)] = _part(values, tensor)
             setattr(module, own, parts[id(values)])
         rows = module.weight.shape[0]
         compute: Callable[[Tensor], Tensor] = module.forward
