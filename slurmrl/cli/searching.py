@@ -155,6 +155,8 @@ def search(
         raise click.UsageError(
             f"--write {write}: must be in the folder of {path}, whose relative paths it keeps"
         )
+    if write is not None and write.exists() and write.samefile(path):
+        raise click.UsageError(f"--write {write}: is CONFIG itself; choose another name")
     compared = None
     if calibrate is not None:
         if prompt_tokens or response_tokens:
@@ -167,8 +169,8 @@ def search(
     answers = found.searched.answers
     if not answers:
         raise click.UsageError(
-            "no combination of layouts and settings fits: use more GPUs (--gpus), other engines "
-            "(--engines)"
+            "no combination of layouts and settings fits: use more GPUs or a range of them "
+            "(--gpus 4..8), other engines (--engines)"
             + (" or a larger --gpu-hours" if gpu_hours else "")
             + "".join(f"\n--allow {reason}" for reason in found.searched.refused)
         )

@@ -144,10 +144,9 @@ def _require_numbers(checked: Checked) -> None:
             f"the memory of {gpus} is not known: set cluster.gpu_memory, for example to 80G"
         )
     if predict_step(checked) is None:
-        raise UsageError(
-            "the seconds of a step cannot be predicted: the architecture or the length of the "
-            "sequences is unknown"
-        )
+        said = "the seconds of a step cannot be predicted: the architecture or a length is unknown"
+        problems = checked.missing if isinstance(checked, Settings) else ()
+        raise UsageError("\n  ".join([said, *map(str, problems)]))
 
 
 def _order(request: SearchRequest, answer: Answer) -> tuple[float, float, int, str]:

@@ -38,12 +38,18 @@ def document(answers: SimulationAnswers) -> Document:
     costs = answers.costs
     count = len(answers.runs[0].outcomes)
     gpus = costs.gpus + (0 if costs.tasks is None or costs.tasks.inside else _task_gpus(costs))
-    size = f"{costs.hosts} hosts" + (f" and {costs.spares} spares" if costs.spares else "")
+    size = _count(costs.hosts, "host")
+    if costs.spares:
+        size += f" and {_count(costs.spares, 'spare')}"
     if costs.tasks is not None:
-        size += f", {costs.tasks.count} rollout tasks"
+        size += f", {_count(costs.tasks.count, 'rollout task')}"
     subtitle = f"{costs.steps} steps on {size}" + (f" ({gpus} GPUs)" if gpus else "")
     seeds = f"seed {answers.seed}" if count == 1 else f"{count} runs from seed {answers.seed}"
     return Document(answers.title, list(_blocks(answers)), subtitle=f"{subtitle}; {seeds}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def _task_gpus(costs: TrialCosts) -> int:

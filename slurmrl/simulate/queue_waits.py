@@ -176,6 +176,9 @@ def _jobs(path: Path, header: Sequence[str], lines: Sequence[str]) -> Iterator[T
         if start is None or queued is None:
             continue  # it has not started
         eligible = _time(row.get("Eligible", ""), where, "Eligible")
+        times = [one for one in (start, queued, eligible) if one is not None]
+        if len({one.tzinfo is None for one in times}) > 1:
+            raise UsageError(f"{where}: some of its times have a time zone and others have none")
         since = queued if eligible is None else max(queued, eligible)
         yield TracedJob(
             max((start - since).total_seconds(), 0.0),

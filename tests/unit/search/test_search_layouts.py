@@ -377,7 +377,7 @@ def test_gpu_counts_of_a_range_fill_whole_hosts(
         (("--gpus", "8", "--nodes", "1"), "exclude each other"),
         (("--engines", "vlm"), "no engine 'vlm'; did you mean 'vllm'"),
         (("--write", "/elsewhere.yaml"), "must be in the folder of"),
-        (("--gpus", "8", "cluster.gpu_memory=8G"), "no combination of layouts and settings fits"),
+        (("--gpus", "8", "cluster.gpu_memory=8G"), "fits: use more GPUs or a range of them"),
         (("--gpu-hours", "0.001"), "or a larger --gpu-hours"),
     ],
 )
@@ -387,6 +387,29 @@ def test_invalid_search_arguments_are_explained(
     code, out, error = run(capsys, config, *arguments)
     assert (code, out) == (2, "")
     assert message in error
+
+
+def test_given_configuration_is_not_overwritten(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = config.read_text()
+    code, _, error = run(capsys, config, "--write", str(config))
+    assert (code, config.read_text()) == (2, before)
+    assert "is CONFIG itself" in error
+
+
+def test_model_without_config_json_is_named(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    before, _, rest = TEXT.partition("  architecture:")
+    rest = rest.partition("rollout:")[2]
+    config.write_text(f"{before}  path: {tmp_path}/empty\nrollout:{rest}")
+    code, _, error = run(capsys, config)
+    assert code == 2
+    assert "seconds of a step cannot be predicted" in error
+    assert "actor.path" in error
+    assert "config.json cannot be used" in error
 
 
 def test_allocation_string_for_all_roles_is_rejected(

@@ -411,6 +411,7 @@ def test_trace_gives_the_waits_of_started_jobs(tmp_path: Path) -> None:
         (TRACE.replace("|1|01", "|one|01"), ":2: NNodes 'one' is not a number"),
         (TRACE.replace("Timelimit", "Timelimit|State"), ":2: has 5 columns, the header 6"),
         (TRACE.splitlines()[0], ": no job in it has started"),
+        (TRACE.replace("T10:10:00", "T10:10:00+01:00"), ":2: some of its times have a time zone"),
     ],
 )
 def test_wrong_trace_is_rejected(
