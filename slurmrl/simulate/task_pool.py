@@ -70,6 +70,7 @@ class TaskPool:
         simulated = max(1, round(costs.count / self._groups))
         self._stands_for = costs.count / simulated
         """Tasks for which a simulated task stands."""
+        self._per_host = max(1, round(costs.per_host / self._stands_for))
         self._disturbances = disturbances
         self._waits = waits
         self._ttl_s, self._look_s = lease_ttl_s, look_s
@@ -102,6 +103,9 @@ class TaskPool:
         self.ledger = SampleLedger(1, Lineage({1: None}))
         self._leases = self._make_leases(Lineage({1: None}))
         self.limit_s = math.inf if costs.slurm.time is None else time_limit_s(costs.slurm.time)
+        if not costs.inside:  # else the failures of the trainers' hosts count
+            for first in range(0, simulated, self._per_host):
+                self._plan_loss(first)
 
     def _make_leases(self, lineage: Lineage) -> TaskLeases:
         tasks = self.costs.settings
@@ -262,6 +266,8 @@ class TaskPool:
         elif kind == "orphans":
             if self._orphaned_at <= self._now:  # else the trainers are back
                 self._end_all()
+        elif kind == "host":
+            self._lose_host(task.number)
         elif kind == "lost":
             self._lose(f"{ROLLOUTS}.{task.number}.{key}")
         elif kind == "group":
@@ -289,9 +295,21 @@ class TaskPool:
             self._push(self._now + PREEMPTED_S, "retired", task.number, task.attempt)
         elif kind == "retired":
             self._retire(task)
-        elif kind == "failed":
-            self._push(self._now + self._ttl_s, "lost", task.number, task.attempt)
-            self._end(task, lost=True)
+
+    # -- hosts of tasks ----------------------------------------------------------------------
+
+    def _plan_loss(self, first: int) -> None:
+        """Plan the next loss of the host whose first task is ``first``."""
+        lost_s = seconds_to_event(self._disturbances.failures, self._rng)
+        self._push(self._now + lost_s, "host", first, 0)
+
+    def _lose_host(self, first: int) -> None:
+        """A host is lost with all its tasks; their next jobs get another one."""
+        for task in self._tasks[first : first + self._per_host]:
+            if task.runs:
+                self._push(self._now + self._ttl_s, "lost", task.number, task.attempt)
+                self._end(task, lost=True)
+        self._plan_loss(first)
 
     # -- one task ----------------------------------------------------------------------------
 
@@ -303,9 +321,8 @@ class TaskPool:
         place = task.number, task.attempt
         self._push(self._now + self.costs.start_s, "joined", *place)
         each = self._disturbances
-        if self.costs.inside:  # the failures of the trainers' hosts count
+        if self.costs.inside:
             return
-        self._push(self._now + seconds_to_event(each.failures, self._rng), "failed", *place)
         self._push(self._now + seconds_to_event(each.preemptions, self._rng), "preempted", *place)
         lead_s = self.costs.slurm.signal_lead_s + self._signals.uniform(0, SIGNAL_EARLY_S)
         self._push(self._now + max(self.limit_s - lead_s, 0.0), "warned", *place)

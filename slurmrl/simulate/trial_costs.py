@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Final
 
 from slurmrl.config.schema import Config
-from slurmrl.config.schema.cluster import Slurm, time_limit_s
+from slurmrl.config.schema.cluster import Cluster, Slurm, time_limit_s
 from slurmrl.config.schema.config import Checkpoint
 from slurmrl.config.schema.evaluation import Evaluation
 from slurmrl.config.schema.rollout import Publish, Tasks
@@ -22,7 +22,7 @@ from slurmrl.plan.estimates.pass_seconds import LengthDistribution, generation, 
 from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step
 from slurmrl.plan.estimates.worker_memory import version_size
 from slurmrl.plan.model import GroupPlan, Plan
-from slurmrl.plan.placement import ROLLOUTS, slurm_of
+from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, slurm_of
 from slurmrl.plan.settings import Settings
 from slurmrl.simulate.queue_waits import ExponentialWait, Waits
 
@@ -82,6 +82,8 @@ class TaskCosts:
     """Seconds from the end of a step until its weights can be read."""
     load_s: float
     """Seconds in which a task reads them."""
+    per_host: int = 1
+    """Tasks in separate jobs that share a host, and fail with it."""
 
     def groups_per_s(self, groups: float) -> float:
         """Return the groups per second of a task that works on a number of groups."""
@@ -333,7 +335,14 @@ def _tasks(
         start_s=start_s,
         publish_s=loading_s,
         load_s=loading_s,
+        per_host=_tasks_of_host(config.cluster, group.workers_per_host * group.gpus_per_worker),
     )
+
+
+def _tasks_of_host(cluster: Cluster, gpus: int) -> int:
+    """Return how many tasks with this number of GPUs fill a host; 1 without GPUs."""
+    of_host = cluster.workers_per_host or LARGEST_HOST
+    return max(of_host // gpus, 1) if gpus else 1
 
 
 def _speed(

@@ -18,6 +18,7 @@ from slurmrl.plan.settings import load_settings
 from slurmrl.simulate.host_losses import HostLosses
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
 from slurmrl.simulate.several_runs import commit_advice
+from slurmrl.simulate.simulated_task import SimulatedTask
 from slurmrl.simulate.task_pool import TaskPool
 from slurmrl.simulate.trial_costs import (
     Conditions,
@@ -320,6 +321,29 @@ def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config
     assert outcome.events["crashes"] + outcome.events["lost hosts"] > 5
     assert run._pool is not None
     assert run._pool.ledger.trained == 200 * 16
+
+
+def test_lost_host_takes_all_of_its_rollout_tasks(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[tuple[float, int]] = []
+    end = TaskPool._end
+
+    def recording(pool: TaskPool, task: SimulatedTask, **options: bool) -> None:
+        if options.get("lost"):
+            lost.append((pool._now, task.number))
+        end(pool, task, **options)
+
+    monkeypatch.setattr(TaskPool, "_end", recording)
+    given = costs(config)
+    assert given.tasks is not None
+    given = replace(given, steps=2000, tasks=replace(given.tasks, count=6, per_host=4))
+    outcome = TrialRun(given, conditions(failures=200.0, slurmd_timeout_s=60.0), "1").run()
+    assert outcome.finished, outcome.why
+    hosts = [{number for at, number in lost if at == time} for time, _ in lost]
+    assert all(host <= {0, 1, 2, 3} or host <= {4, 5} for host in hosts)
+    assert {0, 1, 2, 3} in hosts
+    assert {4, 5} in hosts
 
 
 @pytest.mark.parametrize("inside", [False, True])
