@@ -236,14 +236,26 @@ def _attention(job: PassJob, machine: Machine, own: float) -> float:
 def _elementwise(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:
     """Seconds of norms, rotations, activations and residual sums in a forward pass."""
     shape, tp = job.shape, job.allocation.sizes["tp"]
-    split = tp if job.sequence_parallel else 1
     inner = (shape.shared_inner if moe else shape.inner) / tp
-    elements = machine.efficiency.traffic * shape.hidden / split
+    repeated = 0.0 if job.sequence_parallel else _repeated(shape)
+    elements = machine.efficiency.traffic * shape.hidden * (repeated + (1 - repeated) / tp)
     if moe:
         chosen = shape.experts_per_token / (tp // expert_tp(job.allocation))
         inner += chosen * shape.expert_inner / expert_tp(job.allocation)
         elements += 6 * chosen * shape.hidden
     return own * (elements + 4 * inner) * job.width / machine.streamed
+
+
+def _repeated(shape: ModelShape) -> float:
+    """Return the share of a layer's elementwise work that every tensor rank does as a whole.
+
+    Two norms read and write the hidden values twice, two residual sums read two values and write
+    one. Ranks split the work on heads: rotations (six values for each query and key), and copies of
+    queries, keys, values and results.
+    """
+    whole = (2 * 4 + 2 * 3) * shape.hidden
+    of_heads = 6 * (shape.queries + shape.keys) + 2 * (2 * shape.queries + 2 * shape.keys)
+    return whole / (whole + of_heads)
 
 
 def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> float:

@@ -105,6 +105,16 @@ def test_predicted_parts_grow_with_their_causes() -> None:
     assert training(job("megatron:d8e8", MOE), H100)["communication"] > 0
 
 
+def test_tensor_ranks_repeat_norms_and_split_the_work_on_heads() -> None:
+    """With sequence parallelism they split everything."""
+    whole, split, parallel = (
+        inference(job(layout, sharded=False, sequence_parallel=sequence), H100)["elementwise"]
+        for layout, sequence in (("fsdp:d1", False), ("fsdp:t8", False), ("fsdp:t8", True))
+    )
+    assert parallel == pytest.approx(whole / 8, rel=0.02)
+    assert 0.3 * whole < split < 0.65 * whole
+
+
 def test_frozen_weights_need_no_gradient_or_optimizer_time() -> None:
     assert step(job(frozen=True)) < 0.8 * step(job())
     assert "optimizer" not in training(job(frozen=True), H100)
