@@ -9,7 +9,7 @@ from typing import Final
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
-from slurmrl.config.schema import Dataset
+from slurmrl.config.schema import Dataset, Model
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.algorithms import POLICY_GRADIENTS, uses_of
@@ -23,6 +23,9 @@ from slurmrl.registry import resolve
 REFUSAL: Final = "slurmrl.models.picture_families:picture_refusal"
 """Its layer is above the plan's, so it is resolved by name."""
 ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
+PATCHES: Final = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
+FORM: Final = ("model_type", *PATCHES)
+"""Fields of models and of their image encoders on which the form of pixels depends."""
 TYPES: Final = ("prompt", "prompt_answer", "messages")
 
 
@@ -42,6 +45,7 @@ def images(draft: Draft) -> Iterator[Problem]:
         if use.head == "value":
             yield draft.reject(key, f": {use.role} is a model with values, which reads no images")
     yield from _models(draft)
+    yield from _forms(draft)
     yield from _servers(draft)
 
 
@@ -92,6 +96,25 @@ def _models(draft: Draft) -> Iterator[Problem]:
                 source = "path" if model.path is not None else "architecture"
                 yield draft.reject((role, source), f": {reason}")
                 return
+
+
+def _forms(draft: Draft) -> Iterator[Problem]:
+    """All models read the pixels that one processor has made."""
+    (first, known), *others = ((role, _form(model)) for role, model in draft.models())
+    for role, form in others:
+        for name in [n for n in form if n in known and form[n] != known[n]][:1]:
+            reason = f": {role} and {first} must read the same pixels, but {name} is "
+            source = "path" if draft.writes(role, "path") else "architecture"
+            yield draft.reject((role, source), f"{reason}{form[name]} and {known[name]}")
+
+
+def _form(model: Model) -> dict[str, object]:
+    """Return what is known about the pixels that a model reads."""
+    with suppress(UsageError):  # as in `_models`
+        values = config_values(model)
+        tower = values.get("vision_config") or {}
+        return {n: part[n] for part in (tower, values) for n in FORM if n in part}
+    return {}
 
 
 def _servers(draft: Draft) -> Iterator[Problem]:

@@ -83,6 +83,38 @@ def test_settings_incompatible_with_images_are_rejected(
     assert any(message in each.message for each in found), raised.value
 
 
+def with_reference(folder: Path, family: str, **sizes: int) -> list[str]:
+    """Write another model; return the settings with which it is the reference."""
+    other = folder / "other"
+    other.mkdir()
+    values = write_processor(other, family)
+    values["vision_config"] |= sizes
+    (other / "config.json").write_text(json.dumps(values))
+    return ["algorithm.kl.coef=0.1", f"ref.path={other}", "ref.implementation=hf"]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "message"),
+    [
+        ("qwen2_5_vl", {}, "ref and actor must read the same pixels, but model_type is qwen2_5_vl"),
+        ("qwen3_vl", {"patch_size": 8}, "but patch_size is 8 and 4"),
+        ("qwen3_vl", {"spatial_merge_size": 4}, "but spatial_merge_size is 4 and 2"),
+    ],
+)
+def test_reference_that_reads_other_pixels_is_rejected(
+    folder: Path, family: str, sizes: dict[str, int], message: str
+) -> None:
+    """One processor prepares the images for all models."""
+    with pytest.raises(ConfigError) as raised:
+        load(folder, *with_reference(folder, family, **sizes))
+    found = [each.message for each in raised.value.problems if each.key == "ref.path"]
+    assert any(message in each for each in found), raised.value
+
+
+def test_reference_of_another_size_reads_the_same_pixels(folder: Path) -> None:
+    load(folder, *with_reference(folder, "qwen3_vl", depth=3))
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
 def test_parameters_include_the_image_encoder(family: str, tmp_path: Path) -> None:
     values: dict[str, Any] = write_processor(tmp_path, family)
