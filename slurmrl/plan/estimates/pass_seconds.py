@@ -247,11 +247,10 @@ def _elementwise(job: PassJob, machine: Machine, own: float, *, moe: bool) -> fl
 
 
 def _repeated(shape: ModelShape) -> float:
-    """Return the share of a layer's elementwise work that every tensor rank does as a whole.
+    """Return the share of a layer's elementwise work that each tensor rank does as a whole.
 
-    Two norms read and write the hidden values twice, two residual sums read two values and write
-    one. Ranks split the work on heads: rotations (six values for each query and key), and copies of
-    queries, keys, values and results.
+    Two norms and two residual sums move 4 and 3 hidden values each. Ranks split the work on heads:
+    rotations (6 values for each query and key) and copies of queries, keys, values and results.
     """
     whole = (2 * 4 + 2 * 3) * shape.hidden
     of_heads = 6 * (shape.queries + shape.keys) + 2 * (2 * shape.queries + 2 * shape.keys)

@@ -19,7 +19,7 @@ from slurmrl.config.allocation import (
     parse,
     parse_components,
 )
-from slurmrl.config.allocation.allocation import BACKENDS, SPELLED
+from slurmrl.config.allocation.allocation import ARCHON, BACKENDS, SPELLED
 from slurmrl.config.allocation.legacy_spellings import (
     ROLES,
     HostShape,
@@ -260,6 +260,8 @@ def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[s
     if _serves(placed) and config.rollout.python is None and not config.rollout.servers:
         lines.append(f"rollout.python: a Python with {placed[ROLLOUT].allocation.backend}")
     note = f"{FIELD} is deprecated; write instead: {', '.join(lines)}"
+    if ARCHON in text:
+        note += " (archon runs as megatron with p, e or expert layouts, else as fsdp)"
     return _placed(without, placed), [], [note]
 
 

@@ -38,6 +38,17 @@ def test_archon_layout_is_planned_with_a_note(plan_ppo: Load, layout: str, runs_
     assert [problem for problem in settings.missing if problem.key == "actor.backend"] == []
 
 
+@pytest.mark.parametrize(("layout", "runs_as"), [("d4", "fsdp:d4"), ("d2p2", "megatron:d2p2")])
+def test_allocation_string_with_archon_has_a_note(
+    plan_ppo: Load, layout: str, runs_as: str
+) -> None:
+    mode = f"allocation_mode=sglang:d2+archon:{layout}"
+    settings = plan_ppo('actor.backend=""', mode, "rollout.python=/bin/sh", architecture=LARGE)
+    [note] = [note for note in settings.notes if "archon" in note]
+    assert f"actor.backend: {runs_as}" in note
+    assert "archon runs as megatron with p, e or expert layouts" in note
+
+
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
