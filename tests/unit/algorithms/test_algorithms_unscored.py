@@ -15,6 +15,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.dataflow import Measure
 from tests.unit.algorithms.test_algorithms_baselines import algorithm, estimates, rollout
 from tests.unit.algorithms.test_algorithms_filters import filtered
+from tests.unit.algorithms.test_algorithms_whole_steps import Case
 
 WITH = [[(2, 3), (2, 1), (2, 5)], [(1, 8), (1, 2)]]
 WITHOUT = [[(2, 3), (2, 5)], [(1, 8)]]
@@ -54,6 +55,15 @@ def test_losses_ignore_unscored_completions() -> None:
         .tensor("prompt_mask")
         .equal(sample.tensor("prompt_mask"))
     )
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_step_stays_finite_with_unscored_completions(name: str) -> None:
+    """Neither the actor nor the critic trains on them."""
+    case = Case.draw(name, 1)
+    case.batch.sample.tensor("rewards")[1::2] = nan
+    tables = [table for result in case.run() for table in result.tables.values()]
+    assert all(table.isfinite().all() for table in tables)
 
 
 def test_filters_leave_out_unscored_completions() -> None:
