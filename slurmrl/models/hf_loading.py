@@ -29,6 +29,7 @@ from slurmrl.models.architecture import Head
 from slurmrl.models.hf import as_tensor, is_finite
 from slurmrl.models.hf_config import MODULE, HFConfig, constants_refusal
 from slurmrl.models.model_tensors import not_finite, open_folder
+from slurmrl.models.parallel.linear import Linear
 from slurmrl.tensors.checkpoint.manifest import is_pinned
 from slurmrl.tensors.layout import Box, Index, TensorSpec
 
@@ -119,6 +120,9 @@ def make_model(
     if head == "value" and fresh and hasattr(model, "score"):
         nn.init.zeros_(model.score.weight)  # a new critic's values start at zero
     made: PreTrainedModel = model
+    for module in made.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
     return made
 
 

@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from slurmrl.errors import UsageError
@@ -29,6 +28,7 @@ from slurmrl.models.hf_targets import EXPERT_FIELDS
 from slurmrl.models.parallel.split import Axis
 from slurmrl.tensors.layout import Box, Index
 from slurmrl.tensors.ops.collectives import own_to_whole, partial_to_whole, whole_to_partial
+from slurmrl.tensors.ops.products import linear
 
 COLUMNS: Final = "colwise"
 """Transformers' style of a linear layer whose outputs are split over the ranks."""
@@ -372,7 +372,7 @@ def _entering(tensor: Axis) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[T
 
 
 def _product(module: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x, module.weight)
+    return linear(x, module.weight)
 
 
 def _leaving(tensor: Axis) -> Callable[[nn.Module, Any, Tensor], Tensor]:

@@ -26,6 +26,7 @@ from slurmrl.tensors.ops.products import (
     PackedLayer,
     PackedMatrix,
     RootMeanSquare,
+    linear,
     packable,
     wide_product,
 )
@@ -230,15 +231,15 @@ def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
         bias = _joined([linear.bias for linear in linears])
         weight = None if bias is None else weight
     if weight is None:
-        return lambda x: torch.cat([F.linear(x, one.weight, one.bias) for one in linears], -1)
-    return lambda x: F.linear(x, weight, bias)
+        return lambda x: torch.cat([linear(x, one.weight, one.bias) for one in linears], -1)
+    return lambda x: linear(x, weight, bias)
 
 
 def _add_product(linear: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(sum, input) -> the sum with the layer's output added."""
     weight, bias = linear.weight, linear.bias
     if isinstance(linear, RowLinear) and linear.split.tensor.size > 1:
-        own = PackedMatrix.of(weight).product if packed else partial(F.linear, weight=weight)
+        own = PackedMatrix.of(weight).product if packed else partial(linear, weight=weight)
         return lambda total, x: total + linear.whole(own(x))
     if packed:
         return _packed([linear]).added

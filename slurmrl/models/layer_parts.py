@@ -44,6 +44,7 @@ from slurmrl.tensors.ops.elementwise import (
     rms_norm,
     rotate,
 )
+from slurmrl.tensors.ops.products import linear
 from slurmrl.tensors.ops.ring_attention import ring_attention
 
 
@@ -71,7 +72,7 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.recomputed or down.adapter is not None:
             inner = gated_product(gate, up, self.activation)
-            products = down.adapted(F.linear(inner, down.weight), inner)
+            products = down.adapted(linear(inner, down.weight), inner)
         else:
             products = gated_linear(gate, up, down.weight, self.activation)
         return down.whole(products)

@@ -26,7 +26,7 @@ LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor
 
 CHECKPOINT_OPTIONS: Mapping[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 """Layers use no random numbers, because decoders have no dropout."""
-PRODUCTS = ("aten::mm", "aten::addmm")
+PRODUCTS = ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise")
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",

@@ -31,6 +31,7 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.rollouts.generation.base import GenerationOptions, GenerationRequest
 from slurmrl.rollouts.generation.native.native_rollout import NativeRollout
+from slurmrl.tensors.ops.products import product
 from slurmrl.tensors.parallel.device import Accelerator
 from slurmrl.workers.hardware_sizes import MeasureSizes
 
@@ -81,8 +82,7 @@ class Measures:
         for dtype in (torch.bfloat16, torch.float32):
             for side in self._sizes.sides:
                 one, other = (self._random(side, side, dtype=dtype) for _ in range(2))
-                out = torch.empty_like(one)
-                seconds = self._least(partial(torch.mm, one, other, out=out))
+                seconds = self._least(partial(product, one, other))
                 yield {"what": "product", "width": dtype.itemsize, "side": side, "seconds": seconds}
 
     def memory(self) -> Iterator[Point]:
@@ -217,17 +217,16 @@ class Measures:
         count = self._sizes.message_bytes[-1] // 4 // ranks.size
         whole, part = self._random(count * ranks.size), self._random(count)
         side = self._sizes.sides[len(self._sizes.sides) // 2]
-        one, other, out = (self._random(side, side) for _ in range(3))
-        product = partial(torch.mm, one, other, out=out)
+        compute = partial(product, self._random(side, side), self._random(side, side))
         gather = partial(dist.all_gather_into_tensor, whole, part, group=ranks.group)
         gathered = self._least(gather, ranks)
-        repeated = torch.tensor([round(gathered / self._least(product))], device=self._device)
+        repeated = torch.tensor([round(gathered / self._least(compute))], device=self._device)
         dist.all_reduce(repeated, dist.ReduceOp.MAX, group=ranks.group)
         count = min(max(int(repeated), 1), MOST)
 
         def multiply() -> None:
             for _ in range(count):
-                product()
+                compute()
 
         def both() -> None:
             work = gather(async_op=True)

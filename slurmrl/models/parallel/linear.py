@@ -13,7 +13,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from slurmrl.models.packed import predictions
 from slurmrl.models.parallel.split import Split
@@ -23,6 +22,7 @@ from slurmrl.tensors.ops.logprobs import (
     logprobs_and_entropy,
     vocab_parallel_logprobs_and_entropy,
 )
+from slurmrl.tensors.ops.products import linear
 from slurmrl.tensors.ops.sampling import Support
 
 LogProbs = tuple[Tensor, Tensor]
@@ -49,7 +49,7 @@ class Linear(nn.Linear):
     """The column of the whole matrix that this rank's first input belongs to."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(super().forward(x), x)
+        return self.adapted(linear(x, self.weight, self.bias), x)
 
     def adapted(self, products: Tensor, x: Tensor) -> Tensor:
         """``products`` of the weight and the inputs x, plus the adapter's addition."""
@@ -72,7 +72,7 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.split.tensor.size == 1:
             return super().forward(x)
-        return self.whole(self.adapted(F.linear(x, self.weight), x))
+        return self.whole(self.adapted(linear(x, self.weight), x))
 
     def whole(self, products: Tensor) -> Tensor:
         """The output, from this rank's products of inputs and weight."""

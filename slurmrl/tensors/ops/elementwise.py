@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from slurmrl.tensors.ops import fused
 from slurmrl.tensors.ops.arguments import wide
 from slurmrl.tensors.ops.native.loading import for_floats
+from slurmrl.tensors.ops.products import linear, product
 
 aten: Any = torch.ops.aten
 
@@ -262,15 +263,15 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
-        return F.linear(_product(gate, up, activation), weight)
+        return linear(_product(gate, up, activation), weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         gate, up, weight = ctx.saved_tensors
-        product, gradients = _gradients(gate, up, grad @ weight, ctx.activation)
+        inner, gradients = _gradients(gate, up, product(grad, weight), ctx.activation)
         grad_gate, grad_up = gradients.chunk(2, -1)
-        grad_weight = grad.t() @ product if ctx.needs_input_grad[2] else None
+        grad_weight = product(grad.t(), inner) if ctx.needs_input_grad[2] else None
         return grad_gate, grad_up, grad_weight, None
 
 

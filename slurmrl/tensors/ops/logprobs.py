@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from slurmrl.tensors.ops import fused
 from slurmrl.tensors.ops.arguments import upload, wide
 from slurmrl.tensors.ops.collectives import Group, gathered
-from slurmrl.tensors.ops.products import add_product, wide_product
+from slurmrl.tensors.ops.products import add_product, product, wide_product
 from slurmrl.tensors.ops.sampling import Support
 
 CHUNK_ELEMENTS = 2**22
@@ -200,7 +200,7 @@ def gradients(
         dz = _logit_gradient(logits, of_span, 1.0 / temperature, h.dtype)
         del logits
         if grad_hidden is not None:
-            torch.mm(dz, weight, out=grad_hidden[span])
+            grad_hidden[span] = product(dz, weight)
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), h)
         del dz  # free them before the next logits are computed
