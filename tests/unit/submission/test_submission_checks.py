@@ -645,6 +645,18 @@ def test_weights_with_nan_are_rejected_by_file_and_tensor(tmp_path: Path) -> Non
     assert "model.safetensors: tensor 'model.norm.weight' has 1 NaN and" in found.message
 
 
+def test_tied_model_with_its_own_output_projection_is_rejected(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    to_hf(build(ModelConfig.from_hf({**ARCHITECTURE, "tie_word_embeddings": False})), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    settings = settings_of(tmp_path, "actor.architecture=null", f"actor.path={model}")
+    (found,) = (each for each in inputs(settings) if each.subject == "weights")
+    assert (found.weight, found.key) == (Weight.FAILED, "actor.path")
+    assert "set tie_word_embeddings to false in config.json" in found.message
+
+
 def test_transformers_model_with_integer_constants_is_rejected(tmp_path: Path) -> None:
     """Experts of DeepSeek-V4's first layers come from a table of token ids."""
 
