@@ -52,6 +52,7 @@ GRACE_S = 10.0
 PR_SET_PDEATHSIG = 1
 PREFIX = "local"
 _NUMBER = re.compile(r"[0-9]{1,20}")
+WAIT_S = 5.0
 SIGNALS = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -271,8 +272,9 @@ class LocalChain:
         done = self._ended()
         if not done:
             busy = bool(self._relay) or self._kill_at_s is not None
-            received = signal.sigtimedwait(SIGNALS, 0.05 if busy else 5.0)
-            if received is not None:
+            received = signal.sigtimedwait(SIGNALS, 0.05 if busy else WAIT_S)
+            # Python returns an unset number if this process was suspended until after the time-out.
+            if received is not None and received.si_signo in SIGNALS:
                 self._receive(received.si_signo)
         return done
 
