@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
     from slurmrl.run.paths import RunPaths
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers of a range, without NaN, which every comparison lets through."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not allowed; expected a finite number", param, ctx)
+        return number
 
 
 def _remember_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

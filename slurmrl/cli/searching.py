@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples, json_option, overrides_argument
+from slurmrl.cli.options import FiniteRange, common, examples, json_option, overrides_argument
 
 if TYPE_CHECKING:
     from slurmrl.plan.estimates.call_costs import MeanTokens
@@ -86,13 +86,13 @@ def _size_range(
 )
 @click.option(
     "--prompt-tokens",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     metavar="TOKENS",
     help="Mean length of a prompt. Default: half of the limit.",
 )
 @click.option(
     "--response-tokens",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1),
     metavar="TOKENS",
     help="Mean length of a completion. Default: half of the limit.",
 )
@@ -104,7 +104,7 @@ def _size_range(
 )
 @click.option(
     "--gpu-hours",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="HOURS",
     help="Show only answers that need at most this number of GPU hours for total_steps.",
 )

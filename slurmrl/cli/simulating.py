@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples, json_option, overrides_argument
+from slurmrl.cli.options import FiniteRange, common, examples, json_option, overrides_argument
 from slurmrl.cli.searching import ASSUMED_GPU, ProgressLine, mean_tokens
 
 if TYPE_CHECKING:
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from slurmrl.simulate.trial_costs import Disturbances, TrialCosts
 
 T = TypeVar("T")
-
-
-class FiniteRange(click.FloatRange):
-    """Numbers of a range, without NaN, which every comparison lets through."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        number: float = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{number} is not allowed; expected a finite number", param, ctx)
-        return number
 
 
 RATE = FiniteRange(min=0, max=1e6)

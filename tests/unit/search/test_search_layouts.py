@@ -379,6 +379,9 @@ def test_gpu_counts_of_a_range_fill_whole_hosts(
         (("--write", "/elsewhere.yaml"), "must be in the folder of"),
         (("--gpus", "8", "cluster.gpu_memory=8G"), "fits: use more GPUs or a range of them"),
         (("--gpu-hours", "0.001"), "or a larger --gpu-hours"),
+        (("--gpu-hours", "nan"), "nan is not allowed; expected a finite number"),
+        (("--prompt-tokens", "nan"), "nan is not allowed; expected a finite number"),
+        (("--response-tokens", "inf"), "inf is not allowed; expected a finite number"),
     ],
 )
 def test_invalid_search_arguments_are_explained(
