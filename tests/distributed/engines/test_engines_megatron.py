@@ -143,7 +143,7 @@ LONG: Layouts = {
     "corrected attn t2 d2 ffn e2 t2": (
         placed(tp=2, sp=True, dp=2, experts=grid(1, 1, 2, 2)), GLM, "lm",
     ),
-    "corrected value p2 d2 e2": (placed(pp=2, dp=2, experts=grid(2, 1, 2, 1)), GLM, "value"),
+    "corrected p2 d2 e2": (placed(pp=2, dp=2, experts=grid(2, 1, 2, 1)), GLM, "lm"),
     "mixtral d2 e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MIXTRAL, "lm"),
 }  # fmt: skip
 
