@@ -29,6 +29,7 @@ def trial(folder: Path, **metrics: float) -> Path:
     settings = load_settings(path, root=folder, scheduler="slurm", planning=True)
     paths = RunPaths(folder / user_name() / "big" / "1")
     atomic.make_private_directory(paths.run)
+    atomic.make_private_directory(paths.history)
     paths.identity.write_text(json.dumps({"uuid": "1"}))
     paths.config.write_text(dump(settings.config))
     paths.plan.write_text(make_plan(settings, scheduler="slurm").to_json())
