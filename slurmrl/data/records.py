@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.conversations import wrong_text
-from slurmrl.data.images import wrong_images
+from slurmrl.data.row_images import wrong_images
 from slurmrl.data.sources import open_source
 from slurmrl.data.types import (
     ABSENT,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.encoder import Continuations, Encoder, RowTokens
 from slurmrl.data.image_files import without_pixels
-from slurmrl.data.images import has_images
 from slurmrl.data.records import MOST_PROBLEMS, RowChecks, listed, read_records
+from slurmrl.data.row_images import has_images
 from slurmrl.data.tokenizer import text_ids
 from slurmrl.data.types import ABSENT, Row, RowType, own_convert, type_of_rows, value_at
 from slurmrl.data.types.prompt import Prompts, conversation, tools

@@ -233,7 +233,7 @@ def _checked(
             problems += more
             algorithm = algorithm.completed(config)
             config = _with_algorithm(config, algorithm)
-            notes += completion_checks.notes(config, algorithm)
+            notes += sections.notes(config, algorithm)
             draft = Draft(config, algorithm, source)
             notes += layouts.spellings(draft)
             problems += [] if resumed else [*unused_roles(draft), *unused_tools(draft)]

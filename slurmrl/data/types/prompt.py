@@ -16,7 +16,7 @@ from slurmrl.data import conversations
 from slurmrl.data.conversations import ASSISTANT, Message, as_context
 from slurmrl.data.encoder import Chat, RowTokens, TokenSequence
 from slurmrl.data.image_files import without_pixels
-from slurmrl.data.images import with_images
+from slurmrl.data.row_images import with_images
 from slurmrl.data.types import Requirement, Row, RowField, RowType, value_at, wrong_full_text
 
 if TYPE_CHECKING:

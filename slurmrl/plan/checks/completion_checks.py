@@ -1,4 +1,4 @@
-"""Checks of generation: sampling, records, episodes, and rates of correct completions."""
+"""Checks of generation: sampling, records, episodes and votes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from slurmrl.config.schema import (
     Dataset,
     EpisodeSettings,
     evaluation_key,
-    role_key,
 )
 from slurmrl.config.schema.rollout import OWN
 from slurmrl.config.source import KeyPath, dotted
 from slurmrl.errors import Problem, UsageError
-from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.checks import Draft
 from slurmrl.plan.engine_rules import CAPABILITIES, HF
 from slurmrl.plan.estimates.hardware import GIB
@@ -242,35 +240,6 @@ def useless_pattern(pattern: str, key: str) -> str:
         f"'{pattern}' is not allowed without {key}: maj@k needs the minimum score of a correct "
         f"completion"
     )
-
-
-def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Notes on learning rates, and on metrics and prompts of evaluations."""
-    for place, dataset in config.datasets().items():
-        if config.dataset.is_chat and not dataset.is_chat:
-            yield (
-                f"{dotted(place)}: its prompts get no chat template, but the training prompts do; "
-                f"set {dotted((*place, 'chat_template'))}: true to apply it here as well"
-            )
-    for suite, own in config.evaluations.items():
-        evaluation = own.evaluation
-        uncounted = evaluation is not None and evaluation.n > 1 and evaluation.pass_score is None
-        if uncounted and makes_rewards(algorithm.evaluation_calls(own)):
-            yield no_rates(own, dotted((*evaluation_key(suite), "pass_score")))
-    yield from _unfinished_warmups(config, algorithm)
-    yield from algorithm.notes(config)
-
-
-def _unfinished_warmups(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    """Notes on learning rates that the run is too short to reach."""
-    steps = (config.total_steps or 0) * algorithm.minibatches * algorithm.epochs
-    for role in (use.role for use in uses_of(config, algorithm) if use.trained):
-        warmup = config.model(role).optimizer.warmup_steps
-        if warmup > steps > 0:
-            yield (
-                f"{dotted((*role_key(role), 'optimizer', 'warmup_steps'))} {warmup} is more than "
-                f"the {steps} optimizer steps of the run: the learning rate never reaches lr"
-            )
 
 
 def no_rates(config: Config, key: str) -> str:

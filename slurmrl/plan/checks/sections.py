@@ -1,4 +1,7 @@
-"""Checks of the configuration's sections: datasets, reward, roles, optimizers, steps, graph."""
+"""Checks and notes of the configuration's sections.
+
+The sections are datasets, reward, roles, optimizers, steps, evaluation and graph.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from slurmrl.config.schema import Dataset, Reward, evaluation_key
+from slurmrl.config.schema import Config, Dataset, Reward, evaluation_key, role_key
 from slurmrl.config.schema.config import FOLLOWERS, StopWhen
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.schema.roles import USERS
 from slurmrl.config.schema.rollout import VERIFIERS
 from slurmrl.config.source import KeyPath, dotted, is_text
 from slurmrl.errors import GraphError, Problem
+from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.checks import Draft
+from slurmrl.plan.checks.completion_checks import no_rates
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.metric_names import RATES, evaluation_metric, known_metrics, makes_rewards
@@ -296,3 +301,32 @@ def _graph(
     except GraphError as error:
         for problem in error.args:
             yield draft.problem(section, problem)
+
+
+def notes(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Notes on learning rates, and on metrics and prompts of evaluations."""
+    for place, dataset in config.datasets().items():
+        if config.dataset.is_chat and not dataset.is_chat:
+            yield (
+                f"{dotted(place)}: its prompts get no chat template, but the training prompts do; "
+                f"set {dotted((*place, 'chat_template'))}: true to apply it here as well"
+            )
+    for suite, own in config.evaluations.items():
+        evaluation = own.evaluation
+        uncounted = evaluation is not None and evaluation.n > 1 and evaluation.pass_score is None
+        if uncounted and makes_rewards(algorithm.evaluation_calls(own)):
+            yield no_rates(own, dotted((*evaluation_key(suite), "pass_score")))
+    yield from _unfinished_warmups(config, algorithm)
+    yield from algorithm.notes(config)
+
+
+def _unfinished_warmups(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Notes on learning rates that the run is too short to reach."""
+    steps = (config.total_steps or 0) * algorithm.minibatches * algorithm.epochs
+    for role in (use.role for use in uses_of(config, algorithm) if use.trained):
+        warmup = config.model(role).optimizer.warmup_steps
+        if warmup > steps > 0:
+            yield (
+                f"{dotted((*role_key(role), 'optimizer', 'warmup_steps'))} {warmup} is more than "
+                f"the {steps} optimizer steps of the run: the learning rate never reaches lr"
+            )
