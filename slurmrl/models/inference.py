@@ -235,14 +235,14 @@ def _product(linears: Sequence[nn.Linear], packed: bool) -> Apply:
     return lambda x: linear(x, weight, bias)
 
 
-def _add_product(linear: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
+def _add_product(layer: nn.Linear, packed: bool) -> Callable[[Tensor, Tensor], Tensor]:
     """(sum, input) -> the sum with the layer's output added."""
-    weight, bias = linear.weight, linear.bias
-    if isinstance(linear, RowLinear) and linear.split.tensor.size > 1:
+    weight, bias = layer.weight, layer.bias
+    if isinstance(layer, RowLinear) and layer.split.tensor.size > 1:
         own = PackedMatrix.of(weight).product if packed else partial(linear, weight=weight)
-        return lambda total, x: total + linear.whole(own(x))
+        return lambda total, x: total + layer.whole(own(x))
     if packed:
-        return _packed([linear]).added
+        return _packed([layer]).added
     if bias is None:
         return lambda total, x: torch.addmm(total, x, weight.t())
     return lambda total, x: torch.addmm(total, x, weight.t()).add_(bias)

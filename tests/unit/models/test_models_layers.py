@@ -5,10 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from slurmrl.models import inference
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.inference import short_forward
 from slurmrl.models.paged import PagedCache, PagedCall, PagedCore
+from slurmrl.models.parallel.linear import RowLinear
+from slurmrl.models.parallel.split import Axis, Split
 from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.products import PackedLayer
 from tests.unit.models.conftest import BASE, ODD, random_decoder
@@ -65,3 +69,14 @@ def test_fused_layer_equals_its_parts_bit_by_bit(
     assert len(calls) == decoder.config.num_layers
     for one, parts in zip(*found, strict=True):
         assert torch.equal(one, parts)
+
+
+def test_row_split_layer_adds_its_product_without_packed_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensor ranks on GPUs, and models in bfloat16, do not pack their matrices."""
+    monkeypatch.setattr(Split, "leave", lambda _, x: x)
+    layer = RowLinear(6, 4, bias=True, split=Split(Axis(0, 2))).requires_grad_(False)
+    total, x = numbers(3, 4), numbers(3, 6)
+    wanted = total + F.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(inference._add_product(layer, packed=False)(total, x), wanted)
