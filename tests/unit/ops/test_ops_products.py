@@ -124,6 +124,21 @@ def test_linear_by_onednn_has_the_gradients_of_torch(
         assert torch.equal(linear(x, weight, added), found)
 
 
+@pytest.mark.usefixtures("onednn")
+def test_linear_by_onednn_keeps_no_input_for_a_frozen_weight() -> None:
+    """A model with adapters does not keep the inputs of its other layers."""
+    x, weight = torch.randn(7, 12, requires_grad=True), torch.randn(10, 12)
+    kept: list[tuple[int, ...]] = []
+
+    def keep(values: Tensor) -> Tensor:
+        kept.append(tuple(values.shape))
+        return values
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
+        linear(x, weight)
+    assert kept == [(10, 12)]
+
+
 def test_small_and_half_precision_products_are_left_to_torch() -> None:
     with Weights() as calls:
         product(torch.ones(8, 8), torch.ones(8, 8))
