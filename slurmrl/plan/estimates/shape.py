@@ -385,11 +385,13 @@ def _split_sides(shape: ModelShape, tp: int, lora: Lora) -> list[tuple[int, floa
     """
     queries, keys = shape.queries / tp, shape.kv_heads_of_rank(tp) * shape.head_dim
     attention = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
-    dense = ("gate_proj", "up_proj", "down_proj")[-shape.mlp_matrices :]
+    block = ("gate_proj", "up_proj", "down_proj")[-shape.mlp_matrices :]
     plain = shape.layers - shape.expert_layers
-    sides = {name: (shape.layers, side) for name, side in attention.items()}
-    sides |= dict.fromkeys(dense, (plain, shape.inner / tp))
-    return [side for name, side in sides.items() if lora.adapts(name)]
+    sides = [(name, shape.layers, side) for name, side in attention.items()]
+    sides += [(name, plain, shape.inner / tp) for name in block]
+    if shape.shared_inner:
+        sides += [(name, shape.expert_layers, shape.shared_inner / tp) for name in block]
+    return [(layers, side) for name, layers, side in sides if lora.adapts(name)]
 
 
 def trained_shard(model: Model, shape: ModelShape, allocation: Allocation, head: Head) -> float:

@@ -40,6 +40,15 @@ from slurmrl.run.paths import RunPaths
 from tests.unit.plan.conftest import LARGE, Load
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+SHARED = {
+    **LARGE,
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 LORA = "actor.lora={rank: 4}"
 
 
@@ -127,6 +136,20 @@ def test_number_of_trained_parameters_is_exact(load: Load, head: Any, targets: A
         if name.endswith(".lora_A")
     )
     assert adapted_parameters(settings.config.actor, shape) == adapted
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_number_of_trained_parameters_counts_shared_experts(load: Load, head: Any) -> None:
+    """The first layer is dense; the others have shared experts, whose layers have its names."""
+    targets = ["q_proj", "gate_proj", "down_proj"]
+    settings = load(f"actor.lora={{rank: 4, targets: {json.dumps(targets)}}}", architecture=SHARED)
+    lora, shape = settings.config.actor.lora, read(SHARED)
+    assert lora is not None
+    assert shape is not None
+    tensors = trained_shapes(ModelConfig.from_hf(SHARED), head, lora)
+    assert any("shared_experts" in name for name in tensors)
+    total = sum(prod(size) for size in tensors.values())
+    assert adapter_parameters(settings.config.actor, shape, parse("fsdp:d1"), head) == total
 
 
 def test_rollout_hosts_have_space_for_adapters_and_merged_weights(load: Load) -> None:
