@@ -200,7 +200,7 @@ def gradients(
         dz = _logit_gradient(logits, of_span, 1.0 / temperature, h.dtype)
         del logits
         if grad_hidden is not None:
-            grad_hidden[span] = product(dz, weight)
+            product(dz, weight, out=grad_hidden[span])
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), h)
         del dz  # free them before the next logits are computed

@@ -48,18 +48,20 @@ BLOCK = 2**22
 """Number of inputs that get random numbers at a time."""
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b for matrices of one dtype, without gradients.
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return a @ b for matrices of one dtype, without gradients; write it into ``out`` if given.
 
     Torch multiplies float32 matrices on CPUs with MKL, which uses AVX2 on processors of AMD. There,
     oneDNN computes large products, which takes half of the time with AVX-512.
     """
     if not _by_onednn(a, b.shape[1]):
-        return torch.mm(a, b)
+        return torch.mm(a, b, out=out)
     (rows, inner), columns = a.shape, b.shape[1]
     if a.is_contiguous() or rows * inner <= columns * (inner + rows):
-        return _onednn(a, b.t(), None)
-    return _onednn(b.t(), a, None).t().contiguous()  # oneDNN copies a first factor by columns
+        found = _onednn(a, b.t(), None)
+    else:  # oneDNN copies a first factor by columns
+        found = _onednn(b.t(), a, None).t()
+    return found.contiguous() if out is None else out.copy_(found)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -94,10 +94,13 @@ def test_products_by_onednn_are_right_for_all_layouts(rows: int, inner: int, col
             for b in layouts(inner, columns):
                 wanted = (a.double() @ b.double()).float()
                 torch.testing.assert_close(product(a, b), wanted, rtol=0, atol=1e-5)
+                out = torch.empty(2 * rows, columns)[:rows]
+                assert product(a, b, out=out) is out
+                torch.testing.assert_close(out, wanted, rtol=0, atol=1e-5)
                 total = torch.ones(rows, columns)
                 add_product(total, a, b)
                 torch.testing.assert_close(total, wanted + 1, rtol=0, atol=1e-5)
-    assert calls.count >= 32
+    assert calls.count >= 48
 
 
 @pytest.mark.usefixtures("onednn")
