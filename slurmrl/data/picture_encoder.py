@@ -78,15 +78,15 @@ class PictureEncoder:
                 add_special_tokens=False,
                 return_offsets_mapping=True,
                 return_text_replacement_offsets=True,
-                return_mm_token_type_ids=True,
             )
         except (ValueError, TypeError, IndexError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             return f"the processor rejects its images: {reason}"
         (tokens,), (offsets,) = made["input_ids"], made["offset_mapping"]
-        types = made["mm_token_type_ids" if "mm_token_type_ids" in made else "token_type_ids"]
         arguments = {name: _array(made[name]) for name in made if name not in TEXT_FIELDS}
-        places = [each for each, kind in zip(offsets, types[0], strict=True) if kind == 1]
+        # InternVL's further image tokens stand around an image: no hidden state replaces them.
+        image, *_ = self._processor.image_token_ids
+        places = [each for each, token in zip(offsets, tokens, strict=True) if token == image]
         replaced = made["text_replacement_offsets"][0]
         if (found := _outside(places, replaced)) is not None:
             shown = _expanded(marked, replaced).text[slice(*found)]

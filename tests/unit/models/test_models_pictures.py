@@ -161,7 +161,7 @@ def complete(prompts: Prompts, prefill_tokens: int) -> list[Completion]:
     return [completion for (completion,) in asyncio.run(run())]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_placeholder_token_without_image_is_read_as_text(family: str, tmp_path: Path) -> None:
     """A policy may sample the placeholder's id. Training and generation read the same then."""
     prompts = made(tmp_path, family)
