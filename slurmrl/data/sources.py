@@ -10,7 +10,7 @@ import json
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import date, datetime, time
 from decimal import Decimal
 from hashlib import blake2b
@@ -419,15 +419,15 @@ def _with_own_keys(value: Any) -> Any:
     if is_content(value):
         return as_text(value)
     if isinstance(value, dict):
-        return {key: _under_key(key, each) for key, each in value.items()}
+        return {key: _under_key(key, each, value) for key, each in value.items()}
     return value
 
 
-def _under_key(key: str, value: Any) -> Any:
-    """Return a value under a key. Templates take a part with the key ``image`` for an image."""
+def _under_key(key: str, value: Any, above: Mapping[str, Any]) -> Any:
+    """Return a value under a key of ``above``. Templates take parts with ``image`` for images."""
     if key in ("tool_calls", "function_call"):
         return _without_nulls(value)
-    if key == "content" and is_messages(value):
+    if key == "content" and "role" in above and is_messages(value):
         value = [{name: each for name, each in part.items() if each is not None} for part in value]
     return _with_own_keys(value)
 
