@@ -30,7 +30,10 @@ LARGEST_FILE: Final = 64 * 2**20
 LARGEST_PIXELS: Final = 64 * 2**20
 """Limits of an image: bytes of its file, and pixels."""
 MAY_PASS: Final = frozenset(
-    (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+    (
+        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+        *(errno.ENOTCONN, errno.ESHUTDOWN, errno.EHOSTDOWN),
+    )
 )
 """Errors that a later attempt or another host may not see. Pillow's own errors have no number."""
 WIDE: Final = ("I", "F")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -156,20 +157,30 @@ def test_unusable_image_is_a_problem_of_its_row(
             DatasetRows(config)
 
 
-@pytest.mark.parametrize("place", ["open", "decode"])
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        ("open", errno.EIO),
+        ("decode", errno.EIO),
+        ("open", errno.ESHUTDOWN),  # Lustre evicted the client
+        ("open", errno.ENOTCONN),  # a FUSE file system has stopped
+    ],
+)
 def test_temporary_read_error_of_an_image_is_no_problem_of_its_row(
-    folder: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, place: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job reads it again, perhaps on another host; a problem of a row would end the trial."""
 
     def fail(*_: Any) -> Any:
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(number, os.strerror(number))
 
     module, name = (Image, "open") if place == "open" else (ImageOps, "exif_transpose")
     monkeypatch.setattr(module, name, fail)
     path = write_rows(folder, {"prompt": "How many?", "images": ["a.png"]})
     config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
-    with pytest.raises(UnreadableInputError, match=r"a\.png cannot be read: Input/output error"):
+    with pytest.raises(
+        UnreadableInputError, match=rf"a\.png cannot be read: {os.strerror(number)}"
+    ):
         prepared(config, load_tokenizer(folder), folder / "data")
 
 
