@@ -335,7 +335,9 @@ class InputChecks:
                 what = f"longer than {limits(dataset)} and are left out"
                 yield Finding("data", weight, f"{_share(left, rows)} are {what}", key)
             if found.beyond:
-                yield _beyond(_share(found.beyond, rows), key, dataset, most)
+                share = _share(found.beyond, rows)
+                least = share if found.whole else f"at least {share}"
+                yield _beyond(least, key, dataset, most)
 
     def _remarks(self) -> Iterator[Finding]:
         folder = self.config.actor.tokenizer

@@ -263,6 +263,18 @@ def test_wrong_images_key_gives_a_remark(folder: Path) -> None:
         assert all("did you mean 'images'?" in each.message for each in found)
 
 
+def test_rows_with_images_are_compared_with_the_positions(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first rows are tried: processing images takes long."""
+    monkeypatch.setattr("slurmrl.data.rows.IMAGE_ROWS", 2)
+    long = {"prompt": "Many? " * 50, "images": ["a.png"]}
+    path = write_rows(folder, {"prompt": "How many?", "images": ["a.png"]}, long, long)
+    config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
+    found = DatasetRows(config).count_long(load_tokenizer(folder), 250)
+    assert found == (0, 1, False)
+
+
 def test_dropped_row_leaves_no_images_on_disk(folder: Path) -> None:
     """Pictures of long rows are the largest ones."""
     row = {"prompt": "How many?", "images": ["a.png"]}
