@@ -238,7 +238,8 @@ def _elementwise(job: PassJob, machine: Machine, own: float, *, moe: bool) -> fl
     shape, tp = job.shape, job.allocation.sizes["tp"]
     inner = (shape.shared_inner if moe else shape.inner) / tp
     repeated = 0.0 if job.sequence_parallel else _repeated(shape)
-    elements = machine.efficiency.traffic * shape.hidden * (repeated + (1 - repeated) / tp)
+    share = repeated + (1 - repeated) / shape.attention_ranks(tp)
+    elements = machine.efficiency.traffic * shape.hidden * share
     if moe:
         chosen = shape.experts_per_token / (tp // expert_tp(job.allocation))
         inner += chosen * shape.expert_inner / expert_tp(job.allocation)
@@ -249,8 +250,9 @@ def _elementwise(job: PassJob, machine: Machine, own: float, *, moe: bool) -> fl
 def _repeated(shape: ModelShape) -> float:
     """Return the share of a layer's elementwise work that each tensor rank does as a whole.
 
-    Two norms and two residual sums move 4 and 3 hidden values each. Ranks split the work on heads:
-    rotations (6 values for each query and key) and copies of queries, keys, values and results.
+    Two norms and two residual sums move 4 and 3 hidden values each. Ranks that share heads split
+    the work on them: rotations (6 values for each query and key) and copies of queries, keys,
+    values and results.
     """
     whole = (2 * 4 + 2 * 3) * shape.hidden
     of_heads = 6 * (shape.queries + shape.keys) + 2 * (2 * shape.queries + 2 * shape.keys)

@@ -178,6 +178,14 @@ def test_ranks_with_whole_attention_compute_all_of_it() -> None:
     flops = [decode("native:t8", shaped=each, **many) for each in (None, whole)]
     assert flops[1] > 1.5 * flops[0]
     assert decode("native:t1", shaped=whole, **many) == decode("native:t1", **many)
+    one = job("fsdp:t8", sharded=False)
+    repeated = inference(replace(one, shape=replace(one.shape, whole_attention=True)), H100)[
+        "elementwise"
+    ]
+    inner = 4 * LLAMA_8B["intermediate_size"] * 7 / 8 * one.tokens * one.width * 32
+    alone = inference(job("fsdp:d1", sharded=False), H100)["elementwise"]
+    head = 10 * LLAMA_8B["vocab_size"] * 7 / 8 * one.tokens
+    assert alone - repeated == pytest.approx((inner + head) / H100.streamed), "norms and heads"
 
 
 def test_pipeline_stages_do_not_speed_up_a_single_sequence() -> None:
