@@ -22,7 +22,7 @@ from slurmrl.plan.model import GroupPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, model_of
 
 DTYPE: Final = ("--dtype",)
-NAMES: Final = {"float": "float32", "half": "float16"}
+NAMES: Final = {"float": "float32", "half": "float16", "bf16": "bfloat16"}
 """Other names of types in arguments of servers."""
 NARROW: Final = ("bfloat16", "float16")
 NARROWED: Final = {"sglang": "float16", "vllm": "bfloat16"}
@@ -74,7 +74,7 @@ def generating(config: Config) -> GeneratingPrecision:
         f"{flags[0]} {value}"
         for flags in ROUNDING
         if (value := last_value(arguments, flags)) is not None
-        and value.lower() not in (*EXACT, dtype)
+        and NAMES.get(value.lower(), value.lower()) not in (*EXACT, dtype)
     )
     if given is None:
         return GeneratingPrecision(dtype, SERVER_ARGS if rounding else None, rounding)

@@ -229,6 +229,7 @@ def test_server_context_covers_only_sequences_that_it_generates(
         ),
         ("[--kv-cache-dtype, auto]", "bfloat16", "default on GPUs"),
         ("[--kv-cache-dtype, bfloat16]", "bfloat16", "default on GPUs"),
+        ("[--kv-cache-dtype, bf16]", "bfloat16", "default on GPUs"),
         ("[-qfp8]", "bfloat16 --quantization fp8", "rollout.server_args"),
         ("[--quantization-config, x]", "bfloat16 --quantization x", "rollout.server_args"),
         ("[--modelopt-quant, fp8]", "bfloat16 --modelopt-quant fp8", "rollout.server_args"),
