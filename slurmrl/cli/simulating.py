@@ -147,11 +147,11 @@ def _limits(text: str) -> list[str]:
 )
 @click.option(
     "--slurmd-timeout",
-    type=SECONDS,
+    type=FiniteRange(min=1, max=1e9),
     default=300.0,
     metavar="SECONDS",
-    help="SlurmdTimeout of the cluster, after which Slurm takes a silent host for lost. Default: "
-    "300.",
+    help="SlurmdTimeout of the cluster, after which Slurm takes a silent host for lost. If it is 0 "
+    "(never), give the time after which your site removes such a host. Default: 300.",
 )
 @click.option(
     "--stragglers",

@@ -452,6 +452,7 @@ def test_wrong_trace_is_rejected(
     [
         ("--failures=-1", "-1.0 is not in the range"),
         ("--failures=nan", "nan"),
+        ("--slurmd-timeout=0", "0.0 is not in the range"),
         ("--queue-wait=30", "'30' is not a duration"),
         ("--queue-wait=often:3m", "'often:3m' is not a queue wait"),
         ("--time-limit=00:01:00", "must be longer than cluster.slurm.signal_lead_s"),
