@@ -22,7 +22,7 @@ def test_every_environment_variable_is_documented() -> None:
     assert described == declared
 
 
-def test_every_documented_variable_is_used() -> None:
+def test_every_variable_is_used() -> None:
     names = [name for name, value in vars(env).items() if isinstance(value, env.Variable)]
     text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     assert not [name for name in names if not re.search(rf"\b(env\.{name}\b|{name}\.get\()", text)]

@@ -238,9 +238,7 @@ async def in_company(rollout: NativeRollout) -> dict[str, set[tuple[float, ...]]
 
 @pytest.mark.skipif(not packable(torch.zeros(8, 8)), reason="no compiled products here")
 @pytest.mark.parametrize("layout", ["t2", "c2"])
-def test_logprobs_of_tensor_parallel_models_do_not_depend_on_the_batch(
-    ranks: RankPool, layout: str
-) -> None:
+def test_logprobs_of_split_models_do_not_depend_on_the_batch(ranks: RankPool, layout: str) -> None:
     """Else a trial of episodes, whose requests come when they come, would end with other bits each
     time.
     """

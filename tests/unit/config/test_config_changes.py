@@ -88,7 +88,7 @@ def test_evaluation_frequency_may_change(tmp_path: Path, change: str, differs: l
         ("stale_cache: true", ["stale_cache"]),
     ],
 )
-def test_number_of_rollout_tasks_may_change(
+def test_number_but_not_staleness_of_rollout_tasks_may_change(
     tmp_path: Path, change: str, differs: list[Any]
 ) -> None:
     before = config(tmp_path, "rollout.tasks={}")

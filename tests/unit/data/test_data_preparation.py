@@ -277,7 +277,7 @@ def test_all_problems_of_a_file_are_reported_and_no_data_is_left(site: Site) -> 
         site.prepare()
 
 
-def test_changed_file_is_detected_despite_coarse_timestamps(
+def test_state_of_a_file_is_recorded_only_after_it_settled(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times of a file that was read right after a change do not count."""

@@ -83,7 +83,7 @@ def test_latest_keeps_the_newest_evaluation(path: Path) -> None:
     }
 
 
-def test_latest_evaluation_and_single_columns_are_found_fast(path: Path) -> None:
+def test_latest_evaluation_and_single_columns_skip_damaged_lines(path: Path) -> None:
     writer = metrics.MetricsWriter(path)
     writer.write({"step": 0, "eval/reward": 0.1, "time/total": 1.5})
     writer.write({"step": 1, "eval/reward": 0.2, "time/total": 1e-3, "a/time/total": 7.0})

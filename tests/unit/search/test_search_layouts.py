@@ -161,7 +161,7 @@ def test_transformers_models_get_feasible_tensor_ranks(
 
 
 @pytest.mark.parametrize("layout", ["fsdp:d4", "archon:d4", " archon[actor]:d4"])
-def test_engine_option_accepts_all_names_of_an_engine(config: Path, layout: str) -> None:
+def test_given_engine_is_searched_under_each_of_its_names(config: Path, layout: str) -> None:
     """Only the given engine is allowed, and ``archon`` is another name for it."""
     found = answers(config, f"actor.backend='{layout}'", engines=frozenset(), results=1)
     assert parse(found[0].backends["actor"]).backend == "fsdp"
@@ -424,7 +424,7 @@ def test_allocation_string_for_all_roles_is_rejected(
     assert "replace allocation_mode by <role>.backend" in error
 
 
-def test_missing_gpu_count_is_assumed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_gpu_type_is_assumed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(TEXT.replace("cluster: {slurm: {gpu_type: h100}}", ""))
     best = config.with_name("best.yaml")
     code, _, error = run(capsys, config, "--gpus", 8, "--write", best)
