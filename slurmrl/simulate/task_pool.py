@@ -304,7 +304,7 @@ class TaskPool:
         self._push(self._now + lost_s, "host", first, 0)
 
     def _lose_host(self, first: int) -> None:
-        """A host is lost with all its tasks; their next jobs get another one."""
+        """A host is lost with all its tasks; Slurm finds it later, and starts their next jobs."""
         for task in self._tasks[first : first + self._per_host]:
             if task.runs:
                 self._push(self._now + self._ttl_s, "lost", task.number, task.attempt)
@@ -382,7 +382,8 @@ class TaskPool:
             self._lose(task.name)
         if requeue:
             wait_s = 0.0 if self.costs.inside else self._waits.sample(self._rng)
-            self._push(self._now + wait_s + (self._ttl_s if lost else 0.0), "begin", task.number, 0)
+            found_s = self._disturbances.slurmd_timeout_s if lost else 0.0
+            self._push(self._now + found_s + wait_s, "begin", task.number, 0)
 
     def _lose(self, name: str) -> None:
         """The master queues the items of an attempt again that are not finished."""

@@ -315,7 +315,8 @@ def test_task_clock_never_goes_back_with_short_jobs(
 
 
 def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config: Path) -> None:
-    run = TrialRun(costs(config), conditions(failures=500.0, crashes=200.0), "1")
+    rates = conditions(failures=500.0, crashes=200.0, slurmd_timeout_s=60.0)
+    run = TrialRun(costs(config), rates, "1")
     outcome = run.run()
     assert outcome.finished, outcome.why
     assert outcome.events["crashes"] + outcome.events["lost hosts"] > 5
@@ -326,20 +327,31 @@ def test_each_item_is_trained_once_through_failures_of_tasks_and_trainers(config
 def test_lost_host_takes_all_of_its_rollout_tasks(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Slurm starts their next jobs after its timeout, and not when their leases have expired."""
     lost: list[tuple[float, int]] = []
-    end = TaskPool._end
+    away: dict[int, float] = {}
+    end, begin, waits = TaskPool._end, TaskPool._begin, list[float]()
 
     def recording(pool: TaskPool, task: SimulatedTask, **options: bool) -> None:
         if options.get("lost"):
             lost.append((pool._now, task.number))
+            away[task.number] = pool._now
         end(pool, task, **options)
 
+    def beginning(pool: TaskPool, task: SimulatedTask) -> None:
+        if task.number in away:
+            waits.append(pool._now - away.pop(task.number))
+        begin(pool, task)
+
     monkeypatch.setattr(TaskPool, "_end", recording)
+    monkeypatch.setattr(TaskPool, "_begin", beginning)
     given = costs(config)
     assert given.tasks is not None
     given = replace(given, steps=2000, tasks=replace(given.tasks, count=6, per_host=4))
-    outcome = TrialRun(given, conditions(failures=200.0, slurmd_timeout_s=60.0), "1").run()
+    outcome = TrialRun(given, conditions(failures=200.0, slurmd_timeout_s=90.0), "1").run()
     assert outcome.finished, outcome.why
+    assert waits
+    assert waits == pytest.approx([90.0] * len(waits))
     hosts = [{number for at, number in lost if at == time} for time, _ in lost]
     assert all(host <= {0, 1, 2, 3} or host <= {4, 5} for host in hosts)
     assert {0, 1, 2, 3} in hosts
