@@ -155,7 +155,7 @@ def search(
         raise click.UsageError(
             f"--write {write}: must be in the folder of {path}, whose relative paths it keeps"
         )
-    if write is not None and write.exists() and write.samefile(path):
+    if write is not None and write.exists() and path.exists() and write.samefile(path):
         raise click.UsageError(f"--write {write}: is CONFIG itself; choose another name")
     compared = None
     if calibrate is not None:

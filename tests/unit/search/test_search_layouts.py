@@ -399,6 +399,9 @@ def test_given_configuration_is_not_overwritten(
     code, _, error = run(capsys, config, "--write", str(config))
     assert (code, config.read_text()) == (2, before)
     assert "is CONFIG itself" in error
+    code, _, error = run(capsys, config.with_name("missing.yaml"), "--write", str(config))
+    assert (code, config.read_text()) == (2, before)
+    assert "missing.yaml" in error
 
 
 def test_model_without_config_json_is_named(
