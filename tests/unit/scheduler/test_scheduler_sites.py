@@ -51,7 +51,7 @@ def test_rejection_text_of_several_lines_has_no_prefixes(commands: Path) -> None
         "allocation failure: Unspecified error",
     )
     install(commands, "sbatch", f"printf '%s\\n' {' '.join(map(repr, lines))} >&2; exit 1")
-    told = SlurmClient().refusal(Path("script.sh"))
+    told = SlurmClient().rejection(Path("script.sh"))
     assert told == "Never on Mondays. Ask us. allocation failure: Unspecified error"
 
 
