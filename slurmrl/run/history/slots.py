@@ -148,8 +148,7 @@ class History:
         self._single: dict[int, Record] = {}
         """Records that `record` has read, by slot."""
         self._listed_once = False
-        """Whether the directory has existed. Then its absence is a failure, not an empty history.
-        """
+        """Whether the directory has existed: then its absence is a failure, no empty history."""
 
     def read(self, *, at_least: int = 0) -> list[Record]:
         """Return all records from slot 0 without a gap, and no fewer than ``at_least``.
@@ -252,7 +251,8 @@ class History:
         return max((int(name) for name in names if _SLOT.fullmatch(name)), default=-1) + 1
 
     def _was_removed(self) -> bool:
-        """Return whether only the history is gone: the newer configuration is there."""
+        """Return whether only the history, and not the newer configuration, is gone or a link."""
         config = RunPaths(self._directory.parent).config
         names = atomic.known_names(config.parent, calls=self._calls) or ()
-        return config.name in names and self._directory.name not in names
+        there = self._directory.name in names and not self._directory.is_symlink()
+        return config.name in names and not there

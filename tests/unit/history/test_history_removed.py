@@ -46,6 +46,15 @@ def test_removed_history_is_damage_and_never_an_empty_history(
         act(history)
 
 
+@pytest.mark.parametrize("act", READS.values(), ids=list(READS))
+def test_link_to_nothing_in_place_of_the_history_is_damage(
+    run: RunPaths, act: Callable[[History], object]
+) -> None:
+    replace(run.history, "link")
+    with pytest.raises(CorruptFileError, match=f"{run.history} was removed or renamed; restore"):
+        act(History(run.history))
+
+
 @pytest.mark.parametrize("kind", ["file", "fifo"])
 @pytest.mark.parametrize("act", READS.values(), ids=list(READS))
 def test_replaced_history_is_damage(
