@@ -17,6 +17,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster
 from slurmrl.errors import (
     ConfigError,
+    CorruptFileError,
     OwnershipError,
     RunGoneError,
     SlurmrlError,
@@ -74,6 +75,9 @@ def main() -> int:
     watchers = Watchers(options)
     try:
         return run(options, paths, watchers)
+    except CorruptFileError as error:
+        logger.error("this job cannot continue: %s", error)
+        return 1
     finally:
         if options.group == TRAINERS:
             overview.keep_overview(paths)

@@ -502,6 +502,28 @@ def test_user_error_does_not_end_a_trial_run_by_another_job(
     assert History(run.history).read() == []
 
 
+@pytest.mark.parametrize("removed", ["before", "during"])
+def test_supervisor_ends_with_a_message_if_the_history_was_removed(
+    run: RunPaths,
+    tokens: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    removed: str,
+) -> None:
+    def run_link(*_: object) -> int:
+        shutil.rmtree(run.history)
+        return 1 if reason_to_leave(run, 2) is None else 0
+
+    alone = Namespace(hosts=["n0"], needed=1)
+    monkeypatch.setattr(supervisor, "prepare", lambda *_: Namespace(allocation=alone))
+    monkeypatch.setattr(supervisor, "run_link", run_link)
+    if removed == "before":
+        shutil.rmtree(run.history)
+    assert supervisor.main() == 1
+    message = f"this job cannot continue: {run.history} was removed or renamed"
+    assert [text for text in caplog.messages if text.startswith(message)] != []
+
+
 def test_configured_variables_reach_all_processes(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
