@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
@@ -235,6 +235,7 @@ def events(
     Events are starts, commits, warnings, failures and ends.
     """
     paths = chosen_trial(root, trial)
+    _check_kinds(paths, kind)
     printer = _EventPrinter(paths, since or 0.0, kind, last, as_json=as_json)
 
     def look() -> Seen:
@@ -247,6 +248,20 @@ def events(
     elif not printer.print() and last != 0:
         click.echo(_nothing(printer.read), err=True)
     return 0
+
+
+def _check_kinds(paths: RunPaths, kinds: Collection[str]) -> None:
+    """Raise UsageError for a kind unless this slurmrl or the trial's own version writes it."""
+    from slurmrl.registry import near
+    from slurmrl.run.events import EventKind, read_all
+
+    known = get_args(EventKind)
+    if unknown := [kind for kind in kinds if kind not in known]:
+        written = {event["kind"] for event in read_all(paths)}
+        for kind in unknown:
+            if kind not in written:
+                hint = near(kind, sorted({*known, *written}))
+                raise click.UsageError(f"--kind: no event has kind '{kind}'; {hint}")
 
 
 class _EventPrinter:

@@ -212,10 +212,25 @@ def test_events_are_printed_from_all_writers(
     assert capsys.readouterr().out.splitlines() == [second]
     assert main(["events", "add/1", "--json", "--kind", "ready"]) == 0
     assert printed(capsys)["step"] == 0
-    assert main(["events", "add/1", "--kind", "redy"]) == 0
+    assert main(["events", "add/1", "--kind", "commit"]) == 0
     assert (
         capsys.readouterr().err == "no event matches; the trial has events of kind failure, ready\n"
     )
+
+
+@pytest.mark.parametrize("follow", [[], ["-f"]], ids=["once", "follow"])
+def test_unknown_kind_of_event_is_rejected_with_the_allowed_kinds(
+    root: Path, capsys: pytest.CaptureFixture[str], follow: list[str]
+) -> None:
+    run = FakeRun(root)
+    assert main(["events", "add/1", "--kind", "redy", *follow]) == 2
+    said = capsys.readouterr().err
+    assert "--kind: no event has kind 'redy'; did you mean 'ready'? allowed: batch_host" in said
+    assert "world_ready" in said
+    run.paths.event_file("newer").write_text('{"time": 1.0, "kind": "redy"}\n')
+    if not follow:
+        assert main(["events", "add/1", "--kind", "redy"]) == 0
+        assert "(newer)" in capsys.readouterr().out
 
 
 def test_events_reports_a_trial_without_events(
