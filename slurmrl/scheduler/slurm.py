@@ -209,7 +209,10 @@ class SlurmScheduler(Scheduler):
         self, request: SubmissionRequest, group: GroupRequest, error: SchedulerError
     ) -> str:
         name = request.job_name(group.name)
-        found = self._find({name: None})
+        try:
+            found = self._find({name: None})
+        except SchedulerError:
+            raise error from None  # Slurm did not say whether it has the job, so it may have it
         if name not in found:
             if parse.NO_JOB_ID in str(error):  # sbatch has ended, so no job will follow
                 text = str(error).replace(parse.NO_JOB_ID, "sbatch submitted no job but printed")

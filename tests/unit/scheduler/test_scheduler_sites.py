@@ -74,3 +74,14 @@ def test_job_is_not_queued_if_sbatch_prints_no_id_and_the_queue_lacks_it(
         SlurmScheduler().submit(request_of(tmp_path, "pass", links=1))
     assert not may_have_worked(caught.value), "the caller removes the trial's directory"
     assert repr(words) in str(caught.value)
+
+
+@pytest.mark.parametrize("script", ["echo", "echo 'Socket timed out' >&2; exit 1"])
+def test_job_may_be_queued_if_neither_sbatch_nor_squeue_can_tell(
+    tmp_path: Path, commands: Path, script: str
+) -> None:
+    install(commands, "sbatch", script)
+    install(commands, "squeue", "echo 'Unexpected message received' >&2; exit 1")
+    with pytest.raises(SchedulerError) as caught:
+        SlurmScheduler().submit(request_of(tmp_path, "pass", links=1))
+    assert may_have_worked(caught.value), "the caller keeps the trial's directory"
