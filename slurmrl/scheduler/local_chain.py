@@ -219,7 +219,11 @@ class LocalChain:
         return trainers is None or (trainers.active and chain_process(trainers.job).alive())
 
     def _trial_ended(self) -> bool:
-        return fold(History(self._run.history).read()).end is not None
+        try:
+            return fold(History(self._run.history).read()).end is not None
+        except CorruptFileError as error:
+            _log.error("no further link starts: %s", error)
+            return True
 
     def _begin(self, index: int) -> None:
         child = self._running[index] = self._start(index)

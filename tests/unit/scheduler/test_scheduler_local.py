@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -64,6 +65,21 @@ def ask(tmp_path: Path) -> Ask:
         return request_of(tmp_path / "it's a run", code, **more)  # type: ignore[arg-type]
 
     return make  # type: ignore[return-value]
+
+
+def test_no_job_follows_if_the_history_was_removed(scheduler: LocalScheduler, ask: Ask) -> None:
+    request = ask(STAY, links=2)
+    request.run.config.touch()
+    with submitted(scheduler, request) as jobs:
+        wait_until(lambda: pids(request), "link 0 has started")
+        shutil.rmtree(request.run.history)
+        os.kill(pids(request)[0], signal.SIGKILL)
+        wait_until(lambda: not active(scheduler, jobs), "the chain ends")
+        states = [task.state for task in scheduler.query(jobs)]
+        assert states == [JobState.FAILED, JobState.CANCELLED]
+    output = request.run.batch_log("trainer", f"chain.{request.number}").read_text()
+    assert "no further link starts" in output
+    assert "Traceback" not in output
 
 
 def test_no_job_follows_the_end_of_the_trial(scheduler: LocalScheduler, ask: Ask) -> None:
