@@ -168,7 +168,7 @@ def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 def _unscored(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """Return the share of completions of the newest steps that the reward could not score.
 
-    Return None if it is less than MOST_UNJUDGED.
+    Return None if it is less than MOST_UNSCORED.
     """
     given = [line.get("reward_unjudged") for line in snapshot.lines[-UNSCORED_STEPS:]]
     shares = [float(share) for share in given if isinstance(share, int | float)]
