@@ -92,11 +92,12 @@ def test_killed_rank_fails_the_command_and_keeps_the_old_profile(
 
 
 KILLED = """
-import json, sys
+import json, signal, sys
 from pathlib import Path
 from slurmrl.desk.hardware_profiling import Profiling, profile
 from slurmrl.workers.hardware_sizes import MeasureSizes
 root, output, sizes = Path(sys.argv[1]), Path(sys.argv[2]), MeasureSizes(**json.loads(sys.argv[3]))
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 profile(Profiling(None, (), root, root, "local", None, 2, None, output, 60.0, sizes), print)
 """
 

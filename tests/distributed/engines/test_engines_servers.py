@@ -300,5 +300,5 @@ def test_unusable_external_server_is_rejected_with_the_reason(
     """Before it gets a request, or with the first weights."""
     started.append(Started(tmp_path, ARCHITECTURE, "one", str(tmp_path / "socket"), *options))
     refused = running([f"unix:{tmp_path / 'socket'}"], tmp_path / "weights")
-    with pytest.raises(RankError, match=f"(Usage|Refused)Error: .*{message}"):
+    with pytest.raises(RankError, match=f"(Usage|Rejected)Error: .*{message}"):
         ranks(1, f"{HERE}:served", refused)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -344,21 +346,25 @@ def test_logs_follow_survives_an_unreachable_directory(
     monkeypatch: pytest.MonkeyPatch,
     words: tuple[str, str],
 ) -> None:
-    history = waiting.paths.history
-    away = history.with_name("away")
+    hidden: list[Path] = []
+    listdir = calls.SystemCalls.listdir
+
+    def listed(self: calls.SystemCalls, directory: Path) -> Iterable[str]:
+        if directory in hidden:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(directory))
+        return listdir(self, directory)
 
     def hide() -> None:
-        history.rename(away)
-        history.write_text("no directory")
+        hidden.append(waiting.paths.history)
 
     def show() -> None:
-        history.unlink()
-        away.rename(history)
+        hidden.clear()
         waiting.log("0.0.log", "the end\n")
         waiting.event("master.1", "finished", words="the end")
         waiting.end(Kind.CANCELLED, reason="the end")
 
     waits = iter([hide, lambda: None, show])
+    monkeypatch.setattr(calls.SystemCalls, "listdir", listed)
     monkeypatch.setattr("slurmrl.cli.following.time.sleep", lambda seconds: next(waits)())
     assert main([words[0], "add/1", words[1]]) == 0
     captured = capsys.readouterr()

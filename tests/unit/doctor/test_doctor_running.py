@@ -138,4 +138,4 @@ def test_unreachable_server_is_named_with_its_address(tmp_path: Path) -> None:
     assert "first rank must reach it" in found.advice
     [found] = checks_of(f"unix:{tmp_path / 'none'}", elsewhere=True, max_new_tokens=8)
     assert found.state is State.WARNING
-    assert "--job asks it" in found.advice
+    assert "--job queries the server" in found.advice

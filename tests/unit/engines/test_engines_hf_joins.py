@@ -260,7 +260,7 @@ def test_weights_of_another_model_are_rejected_without_a_change(tmp_path: Path) 
 
     async def run() -> tuple[Completion, ...]:
         engine = HFRollout(model, "0.1", 64, joins=True)
-        with pytest.raises(UsageError, match="holds another model"):
+        with pytest.raises(UsageError, match="contains another model"):
             await engine.update_weights(WeightVersion(name="1.1", folder=tmp_path))
         return await engine.submit(request(0, 5))
 

@@ -78,7 +78,7 @@ def test_plan_downloads_only_the_config_and_submit_downloads_all(site: Site) -> 
 def test_trial_keeps_its_commits_and_new_trials_get_the_newest(site: Site) -> None:
     config = site.load().config
     paths = RunPaths.of(site.root, user_name(), "sums", "1")
-    paths.run.mkdir(parents=True)
+    paths.history.mkdir(parents=True)
     paths.config.write_text(dump(config))
     newer = site.commit_rows(2)
     assert site.load().config.dataset.path == config.dataset.path
@@ -97,7 +97,7 @@ def test_resumed_trial_downloads_removed_commits_again(
     """
     config = site.load().config
     paths = RunPaths.of(site.root, user_name(), "sums", "1")
-    paths.run.mkdir(parents=True)
+    paths.history.mkdir(parents=True)
     paths.config.write_text(dump(config))
     site.commit_rows(2)
     site.hub.commit("models/org/model", {"config.json": "{}", "model.safetensors": "other"})
