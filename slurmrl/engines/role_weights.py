@@ -43,10 +43,10 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
     """The architecture of the source folder, or else of the run's config."""
     kind = HFConfig if model.implementation == "hf" else ModelConfig
     if source is not None:
-        return kind.from_hf(read_values(source))
+        return kind.from_hf(model.marked(read_values(source)))
     if model.architecture is None:
         raise UsageError(f"{role}: set a path to start from or an architecture")
-    return kind.from_hf(model.architecture)
+    return kind.from_hf(model.marked(model.architecture))
 
 
 def served_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:

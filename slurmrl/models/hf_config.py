@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from slurmrl.config.schema.roles import VISION
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.tensors.checkpoint.tensors import TensorSlice
@@ -144,6 +145,7 @@ class HFConfig:
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:
         """The ``config.json`` object of an export."""
         values = {**self.values, "dtype": dtype}
+        values.pop(VISION, None)
         if head == "value":
             values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
             values.pop("architectures", None)  # the class of the language model

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from slurmrl.config.schema.roles import VISION
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head
 from slurmrl.models.hf_config import MODULE, FileForm, HFConfig
@@ -49,7 +50,9 @@ def complete(config: HFConfig) -> HFConfig:
     Raises UsageError if transformers does not know the family, or computes tensors of its files.
     """
     form = file_form(config, "lm")
-    more = {"vocab_size": form.vocab_size, "tie_word_embeddings": form.tied}
+    more: dict[str, Any] = {"vocab_size": form.vocab_size, "tie_word_embeddings": form.tied}
+    if VISION in config.values:
+        more[VISION] = True
     values = {**form.values, **more}
     model_type = str(values["model_type"])
     return replace(config, model_type=model_type, values=values, embedding=form.embedding)
@@ -63,6 +66,7 @@ def _file_form(text: str, head: Head) -> FileForm:
     whole = made["model_type"] == config.model_type
     kept = {k: v for k, v in made.items() if not k.endswith(NOT_OF_THE_MODEL)}
     values = {**kept, **config.values} if whole else kept
+    values.pop(VISION, None)
     inner: Any = model
     table, projection = inner.get_input_embeddings().weight, inner.get_output_embeddings()
     parameters = dict(model.named_parameters())

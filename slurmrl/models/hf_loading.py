@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from slurmrl.config.schema.roles import VISION
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.models.architecture import Head
@@ -39,9 +40,9 @@ OTHER = re.compile(r"vision|visual|image|audio|relative")
 
 
 def _stated(config: HFConfig) -> dict[str, Any]:
-    """Return the fields of a config; its file writes infinity as an object."""
+    """Return the fields of a config for transformers; its file writes infinity as an object."""
     values = PreTrainedConfig._decode_special_floats(deepcopy(dict(config.values)))
-    return {name: value for name, value in values.items() if name != "model_type"}
+    return {name: value for name, value in values.items() if name not in ("model_type", VISION)}
 
 
 def tensor_specs(config: HFConfig, head: Head) -> tuple[dict[str, Index], dict[str, TensorSpec]]:
@@ -67,14 +68,16 @@ def require_trainable(values: Mapping[str, Any], head: Head) -> None:
         raise UsageError(reason)
 
 
-def task_of(model_type: str, head: Head) -> Any:
-    """Return transformers' automatic class of a family's models with a head.
+def task_of(config: HFConfig, head: Head) -> Any:
+    """Return transformers' automatic class of a config's models with a head.
 
-    A family without a class for text has a class that also reads images.
+    A family without a class for text has a class that also reads images. A config with `VISION`
+    also has that class.
     """
     if head == "value":
         return AutoModelForSequenceClassification
-    text = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    model_type = config.model_type
+    text = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and VISION not in config.values
     both = not text and model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if both else AutoModelForCausalLM
 
@@ -95,7 +98,7 @@ def sketch(config: HFConfig, head: Head) -> PreTrainedModel:
 def make_model(
     config: HFConfig, head: Head, source: Path | None, seed: int, dtype: torch.dtype
 ) -> PreTrainedModel:
-    task = task_of(config.model_type, head)
+    task = task_of(config, head)
     more = {} if head == "lm" else {"num_labels": 1}
     try:
         if source is not None:

@@ -64,9 +64,10 @@ class PictureReader:
 
     @staticmethod
     def of(inner: PreTrainedModel) -> PictureReader | None:
-        """Return the reader of a model; None if it reads no images."""
-        known = inner.config.model_type in PICTURE_FAMILIES
-        return PictureReader(inner) if known else None
+        """Return the reader of a model; None if it reads no images, such as a model with values."""
+        model: Any = inner
+        known = model.config.model_type in PICTURE_FAMILIES
+        return PictureReader(inner) if known and model.get_output_embeddings() else None
 
     @property
     def tower(self) -> nn.Module:
@@ -155,8 +156,8 @@ def text_and_tower(values: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         return {}, 0  # reported by the check of weights
     tied = {"tie_word_embeddings": model.config.tie_word_embeddings}
     text = {**model.config.get_text_config().to_dict(), **tied}
-    reader = PictureReader(model)
-    parts = (reader.tower, *reader.unused)
+    reader = PictureReader.of(model)
+    parts = (reader.tower, *reader.unused) if reader else ()
     return text, sum(p.numel() for part in parts for p in part.parameters())
 
 

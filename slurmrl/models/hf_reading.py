@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -64,7 +64,7 @@ def _read_converted(model: HFModel, folder: Path, name: str, boxes: Mapping[str,
     options = {"dtype": next(model.parameters()).dtype, "output_loading_info": True}
     made: Any = None
     try:
-        load = task_of(model.config.model_type, "lm").from_pretrained
+        load = task_of(cast(HFConfig, model.config), "lm").from_pretrained
         made, report = load(folder, **options)
         problem = bool(report["missing_keys"] or report["mismatched_keys"])
     except (ValueError, KeyError, OSError, RuntimeError):

@@ -8,10 +8,13 @@ from typing import Any, Final
 PICTURE_FAMILIES: Final = frozenset(
     (
         *("gemma3", "gemma4", "glm4v", "internvl"),
-        *("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
+        *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
     )
 )
 """Families that join the images of several prompts along dim 0 of each argument."""
+
+WITHOUT_ENCODER: Final = frozenset(("qwen3_5", "qwen3_5_moe"))
+"""Families among these that transformers also runs without the image encoder."""
 
 
 def picture_refusal(values: Mapping[str, Any]) -> str:

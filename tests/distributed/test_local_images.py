@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -57,9 +58,10 @@ def source_in(folder: Path, family: str) -> Path:
     return source
 
 
-def test_killed_trial_with_images_equals_undisturbed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.long)])
+def test_killed_trial_with_images_equals_undisturbed_one(tmp_path: Path, family: str) -> None:
     """The image encoder keeps its weights, and transformers loads the export with it."""
-    source = source_in(tmp_path, "qwen3_vl")
+    source = source_in(tmp_path, family)
     whole, killed = (Site(tmp_path / name) for name in ("whole", "killed"))
     for site in (whole, killed):
         site.folder.mkdir()

@@ -67,6 +67,12 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 
@@ -122,19 +128,26 @@ def write_processor(folder: Path, family: str) -> dict[str, Any]:
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL"}.get(family, "Qwen3VL")
     name_processor(folder, f"{name}Processor")
     tower = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
-    if family.startswith("qwen3_vl"):
+    if family.startswith("qwen3"):
         tower |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
-        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+        tower |= {"num_position_embeddings": 16}
+        tower |= {"deepstack_visual_indexes": [0]} if "vl" in family else {}
     elif family == "qwen2_5_vl":
         tower |= {"hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32}
         tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
     else:
         tower |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    more: dict[str, Any] = {"rope_parameters": ROPE}
+    if family.endswith("moe"):
+        more |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if family.startswith("qwen3_5"):
+        more |= {"layer_types": ["linear_attention", "full_attention"], **LINEAR}
+        rope = {"mrope_interleaved": True, "partial_rotary_factor": 0.25}
+        more |= {"head_dim": 32, "rope_parameters": {**ROPE, **rope}}
+        more |= {"shared_expert_intermediate_size": 16} if "moe" in family else {}
     return {
         "model_type": family,
-        "text_config": {"model_type": f"{family}_text", **TEXT, "vocab_size": len(ids)}
-        | {"rope_parameters": ROPE, **(experts if family.endswith("moe") else {})},
+        "text_config": {"model_type": f"{family}_text", **TEXT, "vocab_size": len(ids)} | more,
         "vision_config": {"model_type": family, **tower},
         **{f"{n}_token_id": ids[QWEN_TOKENS[f"{n}_token"]] for n in ("image", "video")},
         **{f"vision_{n}_token_id": ids[QWEN_TOKENS[f"vision_{n}_token"]] for n in ("start", "end")},

@@ -221,6 +221,10 @@ class Optimizer(Section):
         )
 
 
+VISION: Final = "slurmrl_vision"
+"""Key of the ``config.json`` object of a role with `Model.vision`, in memory only."""
+
+
 class Model(Section):
     """Weights, layout, precision and optimizer of one role.
 
@@ -304,6 +308,10 @@ class Model(Section):
     train_vision: bool = False
     """Train the image encoder of a vision-language model too (docs/images.md). By default it keeps
     its weights, and the optimizer has no state for it."""
+    vision: bool = False
+    """Build the image encoder of a family that transformers also runs without it, for example
+    `qwen3_5` (docs/images.md). Without the encoder, the role trains and exports only the language
+    model. Default: true if rows have images or with `train_vision`."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")
@@ -311,6 +319,10 @@ class Model(Section):
         if self.path is not None and self.architecture is not None:
             raise ValueError("path and architecture exclude each other: set only one of them")
         return self
+
+    def marked(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return a ``config.json`` object with `VISION`, if the image encoder is to be built."""
+        return {**values, VISION: True} if self.vision else values
 
     @property
     def recompute(self) -> Literal["off", "selective", "full"]:

@@ -59,12 +59,13 @@ def pillow(draft: Draft) -> Iterator[Problem]:
 
 def _towers(draft: Draft) -> Iterator[Problem]:
     for role, model in draft.models():
-        if not model.train_vision:
+        name = "train_vision" if model.train_vision else "vision"
+        if not model.train_vision and not (model.vision and draft.writes(role, "vision")):
             continue
-        key = (role, "train_vision")
+        key = (role, name)
         if model.implementation != HF:
             yield draft.reject(key, f": only implementation {HF} has image encoders", value=True)
-        elif model.lora is not None:
+        elif model.lora is not None and model.train_vision:
             reason = " with lora, whose adapters are in the language model only"
             yield draft.reject(key, reason, value=True)
         else:

@@ -37,13 +37,13 @@ some chat templates put a newline after."""
 def config_values(model: Model) -> dict[str, Any]:
     """The ``config.json`` object of a role: its ``architecture``, or the file of its folder.
 
-    Raises UsageError.
+    It has the mark of `Model.marked`. Raises UsageError.
     """
     if model.architecture is not None:
-        return model.architecture
+        return model.marked(model.architecture)
     if model.path is None:
         return {}
-    return inputs.read_json(Path(model.path) / CONFIG)
+    return model.marked(inputs.read_json(Path(model.path) / CONFIG))
 
 
 def generation_values(model: Model) -> dict[str, Any]:

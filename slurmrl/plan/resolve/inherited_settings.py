@@ -30,12 +30,17 @@ from slurmrl.config.allocation.legacy_spellings import (
 from slurmrl.config.allocation.parser import format_gpus, parse_gpus
 from slurmrl.config.schema import Cluster, Config, Model, ParallelSizes, Publish, Rollout, role_key
 from slurmrl.config.source import Source
-from slurmrl.errors import AllocationError, Problem
+from slurmrl.errors import AllocationError, Problem, UsageError
 from slurmrl.plan.algorithms import Algorithm, uses_of
+from slurmrl.plan.engine_rules import HF
+from slurmrl.plan.estimates.shape import config_values
+from slurmrl.registry import resolve
 
 DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 TASKS_BACKEND: Final = "native:d1"
+WITHOUT_ENCODER: Final = "slurmrl.models.picture_families:WITHOUT_ENCODER"
+"""Its layer is above the plan's, so it is resolved by name."""
 OWN_WEIGHTS: Final = ("teacher", "reward_model")
 """Roles that never start from the actor's weights: a copy of the actor is no teacher."""
 INHERITED: Final = (
@@ -62,7 +67,10 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
     )
     roles = {use.role: _from_actor(config, use.role, actor) for use in uses_of(config, algorithm)}
     roles["actor"] = actor
-    for role, model in roles.items():
+    vision = any(each.images_key for each in config.datasets().values())
+    vision |= any(each.vision or each.train_vision for each in roles.values())
+    for role, each in roles.items():
+        model = _with_vision(each) if vision else each
         inherits = role != "actor" and model.model is actor.model
         merged, conflicts = _merged(config, model)
         roles[role] = merged
@@ -151,6 +159,17 @@ def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
         "gpus": model.gpus or actor.gpus,
         "model": model.model or actor.model,
     }
+
+
+def _with_vision(model: Model) -> Model:
+    """The model with its image encoder, if its family may leave that out."""
+    if model.implementation != HF:
+        return model
+    try:
+        known = config_values(model).get("model_type") in resolve(WITHOUT_ENCODER)
+    except UsageError:  # reported by the check of weights
+        return model
+    return model.model_copy(update={"vision": True}) if known else model
 
 
 def _merged(config: Config, model: Model) -> tuple[Model, list[Disagreement]]:

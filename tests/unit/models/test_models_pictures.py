@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from slurmrl.config.schema import Dataset, Lora, Model
+from slurmrl.config.schema.roles import VISION
 from slurmrl.data.sample import pictures_of
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.fsdp.parameters import frozen_tower
 from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.models import hf_files
+from slurmrl.models.hf import as_array
 from slurmrl.models.hf_adapters import attach_to
-from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_config import MODULE, HFConfig
+from slurmrl.models.hf_loading import tensor_specs
 from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_pictures import STRAY
 from slurmrl.models.picture_families import PICTURE_FAMILIES
+from slurmrl.models.shapes import file_form, storage_of
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, GenerationRequest
+from slurmrl.tensors.checkpoint.tensors import file_entries
+from slurmrl.tensors.layout import Array, Box, TensorSpec
 from slurmrl.tensors.pictures import read
 from tests.support.datasets import prepared, write_rows
 from tests.support.picture_models import draw, write_processor
@@ -71,7 +81,8 @@ def made(folder: Path, family: str) -> Prompts:
     rows = prepared(config, load_tokenizer(folder), folder / "data")
     sample = rows.sample([(0, number) for number in range(len(ROWS))])
     lengths = [length for row in sample.lengths["prompt_ids"] for length in row]
-    model = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=3, dtype=torch.float32)
+    marked = Model(vision=True).marked(values)
+    model = HFModel(HFConfig.from_hf(marked), "lm", source=None, seed=3, dtype=torch.float32)
     if family == "gemma3":  # transformers begins with zero, which shows no image
         projector: Any = model.inner.get_submodule("model.multi_modal_projector")
         torch.nn.init.normal_(projector.mm_input_projection_weight, std=0.3)
@@ -216,6 +227,58 @@ def test_text_gives_every_trained_parameter_a_gradient(family: str, tmp_path: Pa
     cu = torch.tensor([0, 5], dtype=torch.int32)
     model.logprobs(model(ids, cu, 5), ids, cu, temperature=1.0)[0].sum().backward()
     assert [name for name, p in model.inner.named_parameters() if p.grad is None] == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_model_without_mark_has_no_image_encoder(family: str, tmp_path: Path) -> None:
+    """Transformers has two classes. Without images, a trial runs the language model."""
+    values = write_processor(tmp_path, family)
+    files = {}
+    for vision in (False, True):
+        marked = Model(vision=vision).marked(values)
+        written, _ = file_form(marked, "hf", "lm")
+        model = HFModel(HFConfig.from_hf(marked), "lm", source=None, seed=3, dtype=torch.float32)
+        assert (model.pictures is not None) is vision
+        assert VISION not in written
+        served = hf_files.complete(HFConfig.from_hf(marked))
+        assert storage_of(served)(f"{MODULE}lm_head.weight", ())[0].tensor == "lm_head.weight"
+        shapes, _ = tensor_specs(served, "lm")
+        assert shapes.keys() == dict(model.named_parameters()).keys()
+        assert VISION not in served.to_hf()
+        files[written["model_type"]] = any(".visual." in name for name in shapes)
+    assert files == {f"{family}_text": False, family: True}
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_vl"])
+def test_transformers_loads_files_with_the_image_encoder(family: str, tmp_path: Path) -> None:
+    values = Model(vision=True).marked(write_processor(tmp_path, family))
+    model = HFModel(HFConfig.from_hf(values), "lm", source=None, seed=3, dtype=torch.float32)
+    own = dict(model.named_parameters())
+    written, storage = file_form(values, "hf", "lm")
+    specs = [(name, TensorSpec(tuple(each.shape), "float32")) for name, each in own.items()]
+
+    def read_box(name: str, box: Box) -> Array:
+        return as_array(own[name].detach()[box.slices])
+
+    entries = file_entries(specs, read_box, storage)
+    tensors = {each.name: torch.from_numpy(np.array(each.data())) for each in entries}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    made, report = AutoModelForImageTextToText.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert type(made).__name__ == written["architectures"][0]
+    for name, each in made.named_parameters():
+        assert torch.equal(each, own[MODULE + name]), name
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_model_with_values_reads_text(family: str, tmp_path: Path) -> None:
+    """It has an image encoder, but no images."""
+    values = write_processor(tmp_path, family)
+    model = HFModel(HFConfig.from_hf(values), "value", source=None, seed=3, dtype=torch.float32)
+    cu = torch.tensor([0, 5], dtype=torch.int32)
+    model.values(model(torch.arange(5), cu, 5)).sum().backward()
+    assert model.get_parameter("inner.score.weight").grad is not None
 
 
 @pytest.mark.parametrize("train_vision", [False, True])

@@ -69,6 +69,9 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
         (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model",
           "actor.train_vision=true", "dataset.images_key=null"],
          "actor.train_vision", "llama models have no image encoder here"),
+        (["actor.path=null", "actor.architecture={model_type: llama}", "actor.tokenizer=model",
+          "actor.vision=true", "dataset.images_key=null"],
+         "actor.vision", "llama models have no image encoder here"),
         (["actor.backend=fsdp:t2"], "actor.implementation", "'t' is not possible for qwen3_vl"),
         (["actor.backend=megatron:d1"], "actor.implementation", "runs its own models only"),
     ],
@@ -81,6 +84,33 @@ def test_settings_incompatible_with_images_are_rejected(
         load(folder, *overrides)
     found = [each for each in raised.value.problems if each.key == key]
     assert any(message in each.message for each in found), raised.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "built"),
+    [
+        ([], True),
+        (["dataset.images_key=null"], False),
+        (["dataset.images_key=null", "actor.vision=true"], True),
+        (["dataset.images_key=null", "actor.train_vision=true"], True),
+    ],
+)
+def test_image_encoder_is_built_only_for_images(
+    folder: Path, overrides: list[str], *, built: bool
+) -> None:
+    """For transformers, `qwen3_5` is also a family of language models."""
+    values = write_processor(folder / "model", "qwen3_5")
+    (folder / "model" / "config.json").write_text(json.dumps(values))
+    actor = load(folder, *overrides).config.actor
+    assert actor.vision is built
+    shape = shape_of(actor)
+    assert shape is not None
+    assert (shape.tower > 0) is built
+
+
+def test_settings_of_other_families_do_not_change(folder: Path) -> None:
+    """An old trial has no such setting, and must continue."""
+    assert load(folder).config.actor.vision is False
 
 
 def with_reference(folder: Path, family: str, **sizes: int) -> list[str]:
