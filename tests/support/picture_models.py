@@ -137,13 +137,14 @@ def write_processor(folder: Path, family: str) -> dict[str, Any]:
         tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
     else:
         tower |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-    more: dict[str, Any] = {"rope_parameters": ROPE}
+    interleaved = {"mrope_interleaved": True} if family.startswith("qwen3") else {}
+    more: dict[str, Any] = {"rope_parameters": {**ROPE, **interleaved}}
     if family.endswith("moe"):
         more |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     if family.startswith("qwen3_5"):
         more |= {"layer_types": ["linear_attention", "full_attention"], **LINEAR}
-        rope = {"mrope_interleaved": True, "partial_rotary_factor": 0.25}
-        more |= {"head_dim": 32, "rope_parameters": {**ROPE, **rope}}
+        more |= {"head_dim": 32}
+        more["rope_parameters"] |= {"partial_rotary_factor": 0.25}
         more |= {"shared_expert_intermediate_size": 16} if "moe" in family else {}
     return {
         "model_type": family,
