@@ -63,7 +63,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 def save(model: Any, folder: Path, seed: int) -> Any:
-    """Set random values, also for parameters that begin with zeros or ones."""
+    """Set random values, because some parameters begin with zeros or ones."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -244,7 +244,7 @@ class History:
                 raise explain(error, "list", self._directory) from error
             return 0
         except EnvironmentFailure as error:
-            if cause(error) == errno.ENOTDIR and self._is_in_a_run():
+            if cause(error) == errno.ENOTDIR and self._names_in_run():
                 raise corrupt(self._directory, "is not a directory") from error
             raise
         self._listed_once = True
@@ -252,11 +252,11 @@ class History:
 
     def _was_removed(self) -> bool:
         """Return whether only the history, and not the newer configuration, is gone or a link."""
-        names = atomic.known_names(self._directory.parent, calls=self._calls) or ()
-        there = self._directory.name in names and not self._directory.is_symlink()
-        return self._is_in_a_run() and not there
+        names = self._names_in_run()
+        return bool(names) and (self._directory.name not in names or self._directory.is_symlink())
 
-    def _is_in_a_run(self) -> bool:
-        """Return whether the configuration of a run is beside the history."""
+    def _names_in_run(self) -> list[str]:
+        """Return the names in the history's run; none if they are unknown or lack the config."""
         config = RunPaths(self._directory.parent).config
-        return config.name in (atomic.known_names(config.parent, calls=self._calls) or ())
+        names = atomic.known_names(config.parent, calls=self._calls) or []
+        return names if config.name in names else []

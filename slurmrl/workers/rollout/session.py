@@ -173,7 +173,7 @@ class Session:
 
     # -- events ------------------------------------------------------------------------------
 
-    def drew(self, key: Key, group: SampleGroup) -> None:
+    def sampled(self, key: Key, group: SampleGroup) -> None:
         """Note that an item's tokens are sampled and must be scored; call `finish` later.
 
         Do nothing if the item is no longer wanted.

@@ -250,7 +250,7 @@ class TaskAtWork:
         held = self._session.held
         assert held is not None, "items begin once there are weights"
         group = await self._generation.group(key[0], row, held.name)
-        self._session.drew(key, group)
+        self._session.sampled(key, group)
         if self._scoring is not None:
             await self._tell()  # now generation may begin another item
             group = await self._scoring.scored(row, group)

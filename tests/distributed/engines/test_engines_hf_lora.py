@@ -103,7 +103,7 @@ def test_tensor_ranks_train_adapters_as_one_rank(
 def test_peft_and_merged_export_compute_as_tensor_ranks(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:
-    """Of a dense model, of experts and of linear attention, which each rank has whole."""
+    """Test a dense model, experts, and linear attention, which each rank has whole."""
     base, folder = tmp_path / "base", tmp_path / "checkpoint"
     families.tiny_model(family, base, vocab_size=34)  # two ranks can have equal parts
     folder.mkdir()

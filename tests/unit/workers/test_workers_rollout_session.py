@@ -178,7 +178,7 @@ class AnyOrder(RuleBasedStateMachine):
         """The last token of an item. One that nobody wants is forgotten already."""
         lease, item = random.choice(sorted(self.making))
         self.making.discard((lease, item))
-        self.session.drew((lease, item), small_group(item, lease))
+        self.session.sampled((lease, item), small_group(item, lease))
         self.judging.add((lease, item))
 
     @precondition(lambda self: self.judging)
@@ -196,7 +196,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.works()
         for lease, item in sorted(self.making | self.judging):
             if (lease, item) in self.making:
-                self.session.drew((lease, item), small_group(item, lease))
+                self.session.sampled((lease, item), small_group(item, lease))
             self.session.finish((lease, item), small_group(item, lease))
             self.ready.add((lease, item))
         self.making, self.judging = set(), set()
@@ -279,7 +279,7 @@ def test_task_exits_at_its_deadline_without_lease_confirmation() -> None:
     session.held = VersionId(0, 0)
     session.take(Confirm(leases=lease_of({("1.1", 0), ("1.1", 1)}, 0)), 0.0)
     (key,) = session.begin()
-    session.drew(key, small_group(0, "1.1"))
+    session.sampled(key, small_group(0, "1.1"))
     session.finish(key, small_group(0, "1.1"))
     session.serve(2)
     assert (session.to_record(), session.begin()) == ([], {})
