@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 from slurmrl.config.allocation import parse
 from slurmrl.config.allocation.allocation import BACKENDS
@@ -113,9 +113,16 @@ def _form(model: Model) -> dict[str, object]:
     """Return what is known about the pixels that a model reads."""
     with suppress(UsageError):  # as in `_models`
         values = config_values(model)
-        tower = values.get("vision_config") or {}
-        return {n: part[n] for part in (tower, values) for n in FORM if n in part}
+        tower = values.get("vision_config")
+        parts = [part for part in (tower, values) if isinstance(part, Mapping)]
+        return {n: _side(part[n]) for part in parts for n in FORM if n in part}
     return {}
+
+
+def _side(value: Any) -> Any:
+    """Return the number that a list of equal sides repeats; other values as they are."""
+    equal = isinstance(value, list) and value and value == value[:1] * len(value)
+    return value[0] if equal else value
 
 
 def _servers(draft: Draft) -> Iterator[Problem]:

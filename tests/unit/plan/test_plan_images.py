@@ -113,7 +113,7 @@ def test_settings_of_other_families_do_not_change(folder: Path) -> None:
     assert load(folder).config.actor.vision is False
 
 
-def with_reference(folder: Path, family: str, **sizes: int) -> list[str]:
+def with_reference(folder: Path, family: str, **sizes: Any) -> list[str]:
     """Write another model; return the settings with which it is the reference."""
     other = folder / "other"
     other.mkdir()
@@ -141,8 +141,18 @@ def test_reference_that_reads_other_pixels_is_rejected(
     assert any(message in each for each in found), raised.value
 
 
-def test_reference_of_another_size_reads_the_same_pixels(folder: Path) -> None:
-    load(folder, *with_reference(folder, "qwen3_vl", depth=3))
+@pytest.mark.parametrize("sizes", [{"depth": 3}, {"patch_size": [4, 4]}, {"image_size": []}])
+def test_reference_of_another_size_reads_the_same_pixels(
+    folder: Path, sizes: dict[str, Any]
+) -> None:
+    load(folder, *with_reference(folder, "qwen3_vl", **sizes))
+
+
+def test_encoder_that_is_no_object_is_left_to_the_check_of_weights(folder: Path) -> None:
+    overrides = with_reference(folder, "qwen3_vl")
+    file = folder / "other" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vision_config": 5}))
+    load(folder, *overrides)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
