@@ -16,16 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slurmrl.errors import UsageError
-from slurmrl.models.families import (
-    PARTIAL,
-    WHOLE_HEADS,
-    Family,
-    bad_sizes,
-    family_of,
-    malformed,
-    unknown_fields,
-    unsupported,
-)
+from slurmrl.models.config_checks import bad_sizes, malformed, unknown_fields, unsupported
+from slurmrl.models.families import PARTIAL, WHOLE_HEADS, Family, family_of
 
 Head = Literal["lm", "value"]
 
