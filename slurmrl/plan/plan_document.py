@@ -43,7 +43,8 @@ def _seconds(report: Mapping[str, Any]) -> str:
     """The origin of the seconds; empty without seconds."""
     if all(call["seconds"] is None for call in report["calls"]):
         return ""
-    return f"seconds: formulas and {report['hardware']['source']}"
+    hardware = report["hardware"]
+    return f"seconds: formulas and {hardware['source']}\ntheir error: {hardware['error']}"
 
 
 def _profile(profile: Mapping[str, Any]) -> tuple[str, list[str]]:

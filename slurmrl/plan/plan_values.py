@@ -125,7 +125,7 @@ def predicted_seconds(
         cost = call_costs.cost(sized, call, placed, tokens)
         if cost is not None and cost.seconds is not None:
             found[call.name] = round(cost.seconds, 6)
-    return found, hardware.source
+    return found, f"{hardware.source}; error: {hardware.error}"
 
 
 def _sized(settings: Settings, plan: Plan) -> Settings:
@@ -262,9 +262,10 @@ def _calls(settings: Settings, plan: Plan, placed: dict[str, Placement]) -> list
 
 
 def _hardware(settings: Settings) -> dict[str, Any]:
-    """Return the hardware that the seconds hold for, if it is known."""
+    """Return the hardware that the seconds hold for, if it is known, with their error."""
     found = hardware_of(settings.config.cluster)
-    return {"hardware": {"name": found.name, "source": found.source}} if found else {}
+    names = ("name", "source", "error")
+    return {"hardware": {name: getattr(found, name) for name in names}} if found else {}
 
 
 def _episode(settings: Settings) -> dict[str, Any] | None:

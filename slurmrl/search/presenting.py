@@ -91,7 +91,8 @@ def _blocks(
         yield Lines("1 changes the result of training:", [*learned, *best.follows])
     if searched is not None:
         yield from _without_changes(best, searched)
-    yield Lines(f"most of its time: {limits(best.step)}")
+    lines = [f"{number}: {limits(one.step)}" for number, one in enumerate(answers, 1)]
+    yield Lines("most of the time of each:", lines)
     yield Lines(f"predictions: formulas and {hardware.source}")
     yield Lines(f"their error: {hardware.error}")
 

@@ -184,5 +184,6 @@ def test_plan_predicts_seconds_with_the_profile_and_names_it(
     assert main([*call, given]) == 0
     shown = capsys.readouterr().out
     assert f"seconds: formulas and hardware profile cpu ({path})" in shown
+    assert "their error: " in shown
     assert main([*call, f"cluster.hardware={tmp_path / 'no.yaml'}"]) == 2
     assert "cluster.hardware" in capsys.readouterr().err
