@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,9 +16,15 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.options import FiniteRange, common, examples, json_option, overrides_argument
+from slurmrl.cli.sequence_lengths import (
+    assumed_lengths,
+    limit_key,
+    limit_notes,
+    limit_of_rows,
+    mean_tokens,
+)
 
 if TYPE_CHECKING:
-    from slurmrl.plan.estimates.call_costs import MeanTokens
     from slurmrl.plan.estimates.hardware import Hardware
     from slurmrl.plan.estimates.step_seconds import StepSeconds
     from slurmrl.plan.settings import Settings
@@ -172,6 +179,7 @@ def search(
             "no combination of layouts and settings fits: use more GPUs or a range of them "
             "(--gpus 4..8), other engines (--engines)"
             + (" or a larger --gpu-hours" if gpu_hours else "")
+            + found.remedy
             + "".join(f"\n--allow {reason}" for reason in found.searched.refused)
         )
     if write is not None:
@@ -242,6 +250,8 @@ class _Searched(NamedTuple):
     searched: Searched
     assumed: Sequence[str]
     """Settings that the configuration lacks."""
+    remedy: str
+    """Words to add if nothing fits: the lengths may be the model's."""
     overrides: Mapping[str, Any]
     """Settings of the command line, by dotted key."""
     load: Load
@@ -288,14 +298,17 @@ def _search(
 
     allowed = named_changes(wanted.allow)
     where, assumed = chosen_root(root), list[str]()
+    limit: dict[str, int] = {}
 
     def load(*more: str) -> Settings:
-        given = (*overrides, *assumed, *more)
+        given = (*overrides, *assumed, *_written(limit), *more)
         return load_settings(path, given, root=where, scheduler="slurm", planning=True)
 
     settings = load()
     if hardware_of(settings.config.cluster) is None and not settings.config.cluster.slurm.gpu_type:
         assumed.append(f"cluster.slurm.gpu_type={ASSUMED_GPU}")
+        settings = load()
+    if limit := limit_of_rows(settings):
         settings = load()
     if settings.source.writes("allocation_mode"):
         raise UsageError(
@@ -317,11 +330,15 @@ def _search(
     def load_file(other: Path) -> Settings:
         return load_settings(other, assumed, root=where, scheduler="slurm", planning=True)
 
+    limited = [replace(one, overrides={**limit, **one.overrides}) for one in searched.answers]
+    notes = [*assumed, *limit_notes(settings, limit)]
     keys = (text.partition("=")[0].strip() for text in overrides)
     changed = {key: _value(settings, key) for key in keys}
     fits = fits_into_memory(settings)
+    searched = replace(searched, answers=limited)
+    remedy = f", or {text}" if (text := assumed_lengths(settings)) else ""
     return _Searched(
-        request, hardware, given, fits, searched, assumed, changed, loaders[1], load_file
+        request, hardware, given, fits, searched, notes, remedy, changed, loaders[1], load_file
     )
 
 
@@ -335,7 +352,7 @@ def _loaders(settings: Settings, load: Callable[..., Settings]) -> tuple[Load, L
     known = {str(problem) for problem in settings.missing}
 
     def plan(changes: Mapping[str, Any]) -> Settings:
-        return load(*(f"{key}={json.dumps(value)}" for key, value in changes.items()))
+        return load(*_written(changes))
 
     def submit(changes: Mapping[str, Any]) -> Settings:
         found = plan(changes)
@@ -346,14 +363,17 @@ def _loaders(settings: Settings, load: Callable[..., Settings]) -> tuple[Load, L
     return plan, submit
 
 
+def _written(changes: Mapping[str, Any]) -> list[str]:
+    """Return settings as on the command line."""
+    return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+
+
 def faster_layout(settings: Settings, load: Callable[..., Settings]) -> list[str]:
     """Return lines about layouts with which a step is much faster; none without such layouts.
 
     ``load`` reads the configuration with more overrides. Only trials with at most
     `MOST_GPUS_OF_PLAN` GPUs are searched, which takes less than a second.
     """
-    from dataclasses import replace
-
     from slurmrl.errors import UsageError
     from slurmrl.plan.estimates.call_costs import placed_models
     from slurmrl.plan.estimates.hardware import hardware_of
@@ -424,36 +444,13 @@ def _request(settings: Settings, wanted: _SearchOptions) -> SearchRequest:
         sizes = (max(number, 1),)
     mean = mean_tokens(settings, wanted.prompt_tokens, wanted.response_tokens)
     if mean is None:
-        raise UsageError("the length of the sequences is unknown: set dataset.max_prompt_tokens")
+        said = (
+            "the seconds of a step cannot be predicted: neither "
+            f"{limit_key(settings)} nor the model limits the lengths"
+        )
+        raise UsageError("\n  ".join([said, *map(str, settings.missing)]))
     most = _most_gpu_seconds(settings, wanted.gpu_hours)
     return SearchRequest(sizes, mean, engines, wanted.objective, gpu_seconds=most)
-
-
-def mean_tokens(
-    settings: Settings, prompt: float | None, response: float | None
-) -> MeanTokens | None:
-    """Return the mean lengths, by default half of the limits; None if these are unknown.
-
-    Raises UsageError for a mean above its limit.
-    """
-    from slurmrl.errors import UsageError
-    from slurmrl.plan.estimates.call_costs import MeanTokens
-    from slurmrl.plan.estimates.shape import lengths_of, shape_of
-
-    config = settings.config
-    lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
-    if lengths is None:
-        return None
-    most, new = lengths.longest - lengths.new_tokens, lengths.new_tokens
-    for mean, what, limit in (
-        (prompt, "prompts", most),
-        (response, "completions", new or math.inf),
-    ):
-        if mean is not None and mean > limit:
-            raise UsageError(f"a mean of {mean:g} tokens is too long: {what} have at most {limit}")
-    return MeanTokens(
-        most / 2 if prompt is None else prompt, new / 2 if response is None else response
-    )
 
 
 def _sizes(first: int, last: int, step: int) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ import click
 
 from slurmrl.cli import completion
 from slurmrl.cli.options import FiniteRange, common, examples, json_option, overrides_argument
-from slurmrl.cli.searching import ASSUMED_GPU, ProgressLine, mean_tokens
+from slurmrl.cli.searching import ASSUMED_GPU, ProgressLine
+from slurmrl.cli.sequence_lengths import limit_notes, limit_of_rows, mean_tokens
 
 if TYPE_CHECKING:
     from slurmrl.plan.settings import Settings
@@ -246,8 +247,10 @@ def _simulate(
         raise click.UsageError("--trace and --queue-wait exclude each other")
     where, assumed = chosen_root(options["root"]), list[str]()
 
+    limit: dict[str, int] = {}
+
     def load() -> Settings:
-        given = (*overrides, *assumed)
+        given = (*overrides, *assumed, *(f"{key}={value}" for key, value in limit.items()))
         return load_settings(path, given, root=where, scheduler="slurm", planning=True)
 
     settings = load()
@@ -255,6 +258,8 @@ def _simulate(
     measured = options["step_seconds"] is not None
     if not (measured or hardware_of(cluster) or cluster.slurm.gpu_type):
         assumed.append(f"cluster.slurm.gpu_type={ASSUMED_GPU}")
+        settings = load()
+    if limit := limit_of_rows(settings):
         settings = load()
     given = GivenSeconds(
         step=options["step_seconds"],
@@ -278,6 +283,8 @@ def _simulate(
             "CONFIG"
         )
     results, disturbances = _run(costs, options)
+    if not measured:
+        assumed += limit_notes(settings, limit)
     title = f"{settings.config.experiment}/{settings.config.trial}"
     return (
         SimulationAnswers(

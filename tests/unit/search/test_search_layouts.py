@@ -302,7 +302,7 @@ def test_search_writes_the_best_answer_next_to_the_file(
     best = config.with_name("best.yaml")
     code, out, _ = run(capsys, config, "--gpus", 8, "--write", best, "--response-tokens", 512)
     assert code == 0
-    assert "most of its time: decoding" in out
+    assert [f"{number}: decoding" in out for number in range(1, 6)] == [True] * 5
     assert "1  8" in out
     text = best.read_text()
     assert "# the algorithm" in text
@@ -434,3 +434,49 @@ def test_missing_gpu_type_is_assumed(config: Path, capsys: pytest.CaptureFixture
     assert code == 0
     assert "assumed: cluster.slurm.gpu_type=h100" in error
     assert "gpu_type" not in best.read_text()
+
+
+WITHOUT_LIMIT = TEXT.replace(", max_prompt_tokens: 512", "")
+
+
+def test_longest_row_limits_prompts_if_the_configuration_does_not(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer has the limit as a setting, because it fits into memory only with it."""
+    config.write_text(WITHOUT_LIMIT)
+    row = json.dumps({"prompt": "7 + 5 =", "answer": "12"})
+    config.with_name("train.jsonl").write_text(f"{row}\n")
+    best = config.with_name("best.yaml")
+    code, out, error = run(capsys, config, "--gpus", 8, "--write", best)
+    assert code == 0
+    found = load(best).config.dataset.max_prompt_tokens
+    assert found is not None
+    assert len(row) <= found < 100
+    assert f"  dataset.max_prompt_tokens={found}\n" in out
+    assert f"mean lengths: {found / 2:g} tokens of prompt" in out
+    assert f"assumed: dataset.max_prompt_tokens={found} (no row of the data is longer)" in error
+
+
+def test_lengths_of_the_model_are_assumed_only_with_a_note(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(WITHOUT_LIMIT)
+    code, out, error = run(capsys, config, "--gpus", 8)
+    assert code == 0
+    assert "dataset.max_prompt_tokens" not in out
+    assumed = f"{8192 - 1024} (the most that the model takes)"
+    assert f"assumed: dataset.max_prompt_tokens={assumed}" in error
+    code, _, error = run(capsys, config, "--gpus", 8, "cluster.gpu_memory=24G")
+    assert code == 2
+    assert "or set dataset.max_prompt_tokens (without it, 8192 tokens are assumed)" in error
+
+
+def test_unknown_model_is_named_if_no_setting_limits_the_lengths(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, _, rest = WITHOUT_LIMIT.partition("  architecture:")
+    config.write_text(f"{before}  path: trial:earlier/1\nrollout:{rest.partition('rollout:')[2]}")
+    code, _, error = run(capsys, config)
+    assert code == 2
+    assert "neither dataset.max_prompt_tokens nor the model limits the lengths" in error
+    assert "actor.path: 'trial:earlier/1' has no export yet" in error

@@ -534,3 +534,18 @@ def test_report_shows_time_limits_and_commit_advice(
         "training",
     ):
         assert words in text
+
+
+def test_longest_row_limits_prompts_of_a_simulation(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    config.write_text(TEXT.replace(", max_prompt_tokens: 256", ""))
+    arguments = ["simulate", str(config), "--json", "--runs=1", "--steps=10"]
+    assert main(arguments) == 0
+    long = capsys.readouterr()
+    assert f"dataset.max_prompt_tokens={8192 - 512} (the most that the model takes)" in long.err
+    config.with_name("train.jsonl").write_text('{"prompt": "7 + 5 =", "answer": "12"}\n')
+    assert main(arguments) == 0
+    short = capsys.readouterr()
+    assert "(no row of the data is longer)" in short.err
+    assert json.loads(short.out)["step_s"] < json.loads(long.out)["step_s"]

@@ -1,0 +1,89 @@
+"""The lengths for which the commands predict seconds: mean lengths, and limits from the data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slurmrl.plan.estimates.call_costs import MeanTokens
+    from slurmrl.plan.settings import Settings
+
+
+def limit_key(settings: Settings) -> str:
+    """Return the setting that limits the lengths of the rows."""
+    name = "max_prompt_tokens" if settings.config.dataset.kind == "prompt" else "max_tokens"
+    return f"dataset.{name}"
+
+
+def limit_of_rows(settings: Settings) -> dict[str, int]:
+    """Return a limit that no row of the data exceeds, by its dotted key.
+
+    Return nothing if the configuration sets a limit, if the model takes no longer sequences, or if
+    the data or the model cannot be read.
+    """
+    from slurmrl.plan.estimates.shape import as_long_as_rows, lengths_of, shape_of
+
+    config = settings.config
+    lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
+    key = limit_key(settings)
+    if lengths is None or not lengths.assumed:
+        return {}
+    limited = as_long_as_rows(config, settings.algorithm).dataset
+    found = getattr(limited, key.partition(".")[2])
+    return {} if found is None else {key: found}
+
+
+def assumed_lengths(settings: Settings) -> str:
+    """Return a remedy if neither the configuration nor the data limits the lengths."""
+    from slurmrl.plan.estimates.shape import lengths_of, shape_of
+
+    config = settings.config
+    lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
+    if lengths is None or not lengths.assumed:
+        return ""
+    return f"set {limit_key(settings)} (without it, {lengths.longest} tokens are assumed)"
+
+
+def limit_notes(settings: Settings, limit: dict[str, int]) -> list[str]:
+    """Return the assumed limit of lengths and its origin, as a line; none for a given limit.
+
+    ``limit`` is the result of `limit_of_rows`, which ``settings`` have already.
+    """
+    from slurmrl.plan.estimates.shape import lengths_of, shape_of
+
+    if limit:
+        return [f"{key}={value} (no row of the data is longer)" for key, value in limit.items()]
+    config = settings.config
+    lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
+    if lengths is None or not lengths.assumed:
+        return []
+    most = lengths.longest - lengths.new_tokens
+    return [f"{limit_key(settings)}={most} (the most that the model takes)"]
+
+
+def mean_tokens(
+    settings: Settings, prompt: float | None, response: float | None
+) -> MeanTokens | None:
+    """Return the mean lengths, by default half of the limits; None if these are unknown.
+
+    Raises UsageError for a mean above its limit.
+    """
+    from slurmrl.errors import UsageError
+    from slurmrl.plan.estimates.call_costs import MeanTokens
+    from slurmrl.plan.estimates.shape import lengths_of, shape_of
+
+    config = settings.config
+    lengths = lengths_of(config, settings.algorithm, shape_of(config.actor))
+    if lengths is None:
+        return None
+    most, new = lengths.longest - lengths.new_tokens, lengths.new_tokens
+    for mean, what, limit in (
+        (prompt, "prompts", most),
+        (response, "completions", new or math.inf),
+    ):
+        if mean is not None and mean > limit:
+            raise UsageError(f"a mean of {mean:g} tokens is too long: {what} have at most {limit}")
+    return MeanTokens(
+        most / 2 if prompt is None else prompt, new / 2 if response is None else response
+    )
