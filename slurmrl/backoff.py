@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnreadableInputError
-from slurmrl.fsio import failures
+from slurmrl.fsio.calls import NO_FILE, cause
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -31,7 +31,7 @@ READ_S = 60.0
 """Seconds that a starting process waits for files that it must read."""
 ABSENT_S = 10.0
 """Seconds to wait for an input to come back if it certainly does not exist."""
-REPLACED = (*failures.NO_FILE, errno.ENOTDIR)
+REPLACED = (*NO_FILE, errno.ENOTDIR)
 """Errors if something else is in the place of a file or a folder: only a user can end that."""
 
 
@@ -147,4 +147,4 @@ def _limit_s(error: EnvironmentFailure | UnreadableInputError) -> float:
     """Return how long to retry after an error that a retry may never end."""
     if isinstance(error, UnreadableInputError):
         return ABSENT_S if error.absent else math.inf
-    return READ_S if failures.cause(error) in REPLACED else math.inf
+    return READ_S if cause(error) in REPLACED else math.inf

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.distill_schema import DISTILL_METRICS, Distill
 from slurmrl.algorithms.sequences import (
     TOKENS,
     global_means,
     sequence_sums,
     train_on_batch,
 )
+from slurmrl.algorithms.supervised_schema import DISTILL_METRICS, Distill
 from slurmrl.data.sample import SequenceSample
 from slurmrl.plan.dataflow import Record
 

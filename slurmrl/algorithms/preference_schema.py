@@ -19,7 +19,7 @@ from slurmrl.algorithms.schema import (
 from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
 from slurmrl.plan.dataflow import Call, Measure, RoleUse
 
-DPO_INTERFACE = "slurmrl.algorithms.dpo:DPOInterface"
+DPO_INTERFACE = "slurmrl.algorithms.pairs:DPOInterface"
 PAIR_METRICS = (
     "rewards/chosen",
     "rewards/rejected",

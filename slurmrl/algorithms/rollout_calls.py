@@ -27,7 +27,7 @@ from slurmrl.algorithms.rollout_sampling import (
     sampling_seed,
 )
 from slurmrl.algorithms.schema import TURN_REWARDS
-from slurmrl.algorithms.token_notes import noted
+from slurmrl.algorithms.sequences import noted
 from slurmrl.config.schema import Logging
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.data.sample import SequenceSample, pictures_of

@@ -15,16 +15,16 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.algorithms.sequences import kept, token_texts
 from slurmrl.algorithms.summaries import attempt_rates, vote_of
-from slurmrl.algorithms.token_notes import kept, token_texts
 from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.plan.dataflow import Record
 from slurmrl.plan.metric_names import SCORED_BY_TASKS, UNSCORED
+from slurmrl.rewards.base import ScoredCompletions, check_sum
 from slurmrl.rewards.checked_reward import Extras, of_completion
-from slurmrl.rewards.scores import ScoredCompletions, check_sum
 from slurmrl.rewards.weighted import Row, WeightedReward, make_reward
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.sequences import sequence_sums
-from slurmrl.algorithms.token_notes import token_notes, token_texts
+from slurmrl.algorithms.sequences import sequence_sums, token_notes, token_texts
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:

@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmrl.cli import completion
 from slurmrl.cli.following import PolledScheduler, Seen, follow
-from slurmrl.cli.options import common, examples, json_option
+from slurmrl.cli.options import (
+    common,
+    complete_trials,
+    complete_trials_or_metrics,
+    examples,
+    json_option,
+)
 from slurmrl.cli.status_text import SHOWN, number
 from slurmrl.cli.trial_status import Rest
 from slurmrl.display import terminal
@@ -43,7 +48,7 @@ FIRST_S, LONGEST_S = 5.0, 60.0
     nargs=-1,
     required=True,
     metavar="EXPERIMENT/TRIAL... [METRIC...]",
-    shell_complete=completion.trials_or_metrics,
+    shell_complete=complete_trials_or_metrics,
 )
 @click.option(
     "--smooth",
@@ -122,8 +127,8 @@ def _names(found: Mapping[str, Mapping[str, Curve]], patterns: Sequence[str]) ->
 @click.command(
     epilog=examples("slurmrl compare grpo/1 grpo/2", "slurmrl compare grpo/1 grpo/2 --json")
 )
-@click.argument("one", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
-@click.argument("two", metavar="EXPERIMENT/TRIAL", shell_complete=completion.trials)
+@click.argument("one", metavar="EXPERIMENT/TRIAL", shell_complete=complete_trials)
+@click.argument("two", metavar="EXPERIMENT/TRIAL", shell_complete=complete_trials)
 @json_option
 @common
 def compare(one: str, two: str, as_json: bool, root: str | None) -> int:
@@ -213,7 +218,7 @@ def _shown(value: Any) -> str:
     nargs=-1,
     required=True,
     metavar="EXPERIMENT/TRIAL...",
-    shell_complete=completion.trials,
+    shell_complete=complete_trials,
 )
 @click.option(
     "--output",

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples, json_option, overrides_argument
+from slurmrl.cli.options import common, complete_folders, examples, json_option, overrides_argument
 from slurmrl.display.terminal import table
 
 if TYPE_CHECKING:
@@ -282,7 +281,7 @@ def _short(text: str) -> str:
     type=click.Path(path_type=Path),
     required=True,
     metavar="FOLDER",
-    shell_complete=completion.folders,
+    shell_complete=complete_folders,
     help="New folder for the tokenizer.",
 )
 def train_tokenizer(

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import examples, json_option
+from slurmrl.cli.options import complete_algorithms, complete_keys, examples, json_option
 from slurmrl.display import terminal
 from slurmrl.display.terminal import table, width
 from slurmrl.errors import SlurmrlError, UsageError
@@ -44,11 +43,11 @@ class Explanation(NamedTuple):
         "slurmrl explain algorithm.clip_ratio --algorithm gspo",
     )
 )
-@click.argument("key", required=False, shell_complete=completion.keys)
+@click.argument("key", required=False, shell_complete=complete_keys)
 @click.option(
     "--algorithm",
     metavar="NAME",
-    shell_complete=completion.algorithms,
+    shell_complete=complete_algorithms,
     help="Show the keys and defaults of the algorithm with this algorithm.name.",
 )
 @json_option

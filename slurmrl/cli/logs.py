@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from slurmrl.cli import completion
 from slurmrl.cli.following import Seen, follow, has_ended
-from slurmrl.cli.options import chosen_trial, common, examples, json_option, newest_trial_argument
+from slurmrl.cli.options import (
+    chosen_trial,
+    common,
+    complete_sampled_steps,
+    examples,
+    json_option,
+    newest_trial_argument,
+)
 from slurmrl.cli.status_text import number
 from slurmrl.display.terminal import GAP, hanging, plain, width
 
@@ -342,7 +348,7 @@ Row = Mapping[str, Any]
 @click.option(
     "--step",
     type=click.IntRange(min=0),
-    shell_complete=completion.sampled_steps,
+    shell_complete=complete_sampled_steps,
     help="Step of the completions. Default: the newest step with samples.",
 )
 @click.option("--evaluation", is_flag=True, help="Print samples of evaluations, not of training.")

@@ -90,7 +90,7 @@ COMMANDS = {
         "slurmrl.cli.datasets:train_tokenizer", "Train a tokenizer on datasets."
     ),
     "completion": Command(
-        "slurmrl.cli.completion:completion", "Print the completion script of your shell."
+        "slurmrl.cli.options:completion", "Print the completion script of your shell."
     ),
 }
 

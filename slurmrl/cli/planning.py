@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples, json_option, overrides_argument
+from slurmrl.cli.options import common, complete_files, examples, json_option, overrides_argument
 
 if TYPE_CHECKING:
     from slurmrl.display.terminal import Document
@@ -36,7 +35,7 @@ class Shown(NamedTuple):
         "slurmrl plan megatron:d2p2t4 --json",
     )
 )
-@click.argument("target", metavar="CONFIG|ALLOCATION", shell_complete=completion.files)
+@click.argument("target", metavar="CONFIG|ALLOCATION", shell_complete=complete_files)
 @overrides_argument
 @click.option(
     "--scheduler",
@@ -85,7 +84,7 @@ def plan(
 
     The exit code is 2 if something must be fixed before the configuration can be submitted.
     """
-    from slurmrl.plan.resolve.hub_references import LATER
+    from slurmrl.plan.hub_references import LATER
 
     if as_json and as_table:
         raise click.UsageError("--json and --table exclude each other")
@@ -128,8 +127,8 @@ def _is_allocation(target: str) -> bool:
 
 
 def _allocation(target: str) -> Shown:
+    from slurmrl.plan.inherited_settings import explain
     from slurmrl.plan.plan_document import allocation_document
-    from slurmrl.plan.resolve.inherited_settings import explain
 
     made = explain(target)
     return Shown(made, allocation_document(made))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import common, examples, json_option, trial_argument
+from slurmrl.cli.options import common, complete_commits, examples, json_option, trial_argument
 from slurmrl.display.terminal import age, table
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def _content(one: StoredVersion) -> str:
 @click.option(
     "--step",
     type=click.IntRange(min=0),
-    shell_complete=completion.commits,
+    shell_complete=complete_commits,
     help="The checkpoint to export. Default: the newest.",
 )
 @click.option(

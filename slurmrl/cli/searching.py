@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from slurmrl.cli import completion
+from slurmrl.cli import options
 from slurmrl.cli.options import FiniteRange, common, examples, json_option, overrides_argument
 from slurmrl.cli.sequence_lengths import (
     assumed_lengths,
@@ -68,7 +68,7 @@ def _size_range(
         "slurmrl search ppo.yaml cluster.slurm.gpu_type=h100 --engines fsdp,megatron,vllm",
     )
 )
-@click.argument("config", metavar="CONFIG", shell_complete=completion.files)
+@click.argument("config", metavar="CONFIG", shell_complete=options.complete_files)
 @overrides_argument
 @click.option(
     "--gpus",
@@ -106,7 +106,7 @@ def _size_range(
 @click.option(
     "--calibrate",
     metavar="EXPERIMENT/TRIAL",
-    shell_complete=completion.trials,
+    shell_complete=options.complete_trials,
     help="Take the mean lengths from this trial, and compare its seconds with predicted ones.",
 )
 @click.option(

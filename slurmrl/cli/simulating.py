@@ -10,8 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import FiniteRange, common, examples, json_option, overrides_argument
+from slurmrl.cli.options import (
+    FiniteRange,
+    common,
+    complete_files,
+    examples,
+    json_option,
+    overrides_argument,
+)
 from slurmrl.cli.searching import ASSUMED_GPU, ProgressLine
 from slurmrl.cli.sequence_lengths import limit_notes, limit_of_rows, mean_tokens
 
@@ -83,7 +89,7 @@ def _limits(text: str) -> list[str]:
         "slurmrl simulate ppo.yaml --step-seconds 61 --groups-per-hour 900 --tasks 12",
     )
 )
-@click.argument("config", metavar="CONFIG", shell_complete=completion.files)
+@click.argument("config", metavar="CONFIG", shell_complete=complete_files)
 @overrides_argument
 @click.option(
     "--steps", type=click.IntRange(1, 10**6), help="Steps to simulate. Default: total_steps."

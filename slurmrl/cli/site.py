@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmrl import env
-from slurmrl.cli import completion
 from slurmrl.cli.options import (
     checking,
     common,
+    complete_folders,
     examples,
     json_option,
     overrides_argument,
@@ -218,7 +218,7 @@ def _root() -> str:
     "--output",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    shell_complete=completion.folders,
+    shell_complete=complete_folders,
     help="Copy all examples with their data into this new folder.",
 )
 @json_option
@@ -455,7 +455,7 @@ def profile_cluster(
     `slurmrl plan` and `slurmrl search` then predict seconds from these numbers. The job takes the
     partition and other options from CONFIG or from the site profile.
     """
-    from slurmrl.desk.hardware_profiling import Profiling, profile
+    from slurmrl.desk.measured_profile import Profiling, profile
     from slurmrl.desk.trials import chosen_root, root_folder
     from slurmrl.display.terminal import table, width
     from slurmrl.plan.estimates.hardware import CPU, read_file

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmrl.cli import completion
-from slurmrl.cli.options import again, common, examples, submitting
+from slurmrl.cli.options import again, common, complete_checkpoints, examples, submitting
 from slurmrl.display.terminal import table
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def submit(
     "--checkpoint",
     required=True,
     metavar="TRIAL[@STEP]|PATH",
-    shell_complete=completion.checkpoints,
+    shell_complete=complete_checkpoints,
     help="The model: a checkpoint of a trial (default: its newest), the folder of a model, or "
     "hf://org/name.",
 )

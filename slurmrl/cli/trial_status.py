@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmrl.cli import completion, status_text
+from slurmrl.cli import status_text
 from slurmrl.cli.following import PolledScheduler, Seen, follow
-from slurmrl.cli.options import common, examples, json_option
+from slurmrl.cli.options import common, complete_trials, examples, json_option
 from slurmrl.display import terminal
 from slurmrl.display.terminal import plain
 
@@ -41,7 +41,7 @@ FIRST_S, LONGEST_S = 1.0, 30.0
     )
 )
 @click.argument(
-    "names", nargs=-1, metavar="[EXPERIMENT[/TRIAL]]...", shell_complete=completion.trials
+    "names", nargs=-1, metavar="[EXPERIMENT[/TRIAL]]...", shell_complete=complete_trials
 )
 @json_option
 @click.option(

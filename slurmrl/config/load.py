@@ -43,7 +43,7 @@ from slurmrl.config.source import (
 )
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.failures import NO_FILE
+from slurmrl.fsio.calls import NO_FILE
 
 logger = log.get(__name__)
 

@@ -19,8 +19,7 @@ from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from slurmrl.errors import ConfigError, Problem, UnreadableInputError
-from slurmrl.fsio.calls import REAL, opened, read_all
-from slurmrl.fsio.failures import NO_FILE
+from slurmrl.fsio.calls import NO_FILE, REAL, opened, read_all
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import FILE_NAME, MOST_COUNT, SIZE, FieldType
-from slurmrl.fsio.failures import corrupt
 from slurmrl.tensors.checkpoint.tensors import KIND
 from slurmrl.tensors.weights.format import VERSION, VersionId
 

@@ -29,8 +29,7 @@ from slurmrl.data.sources import open_source
 from slurmrl.data.types import own_convert, own_source, type_of_rows
 from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import atomic, inputs
-from slurmrl.fsio.calls import REAL, SystemCalls, discard
-from slurmrl.fsio.failures import cause
+from slurmrl.fsio.calls import REAL, SystemCalls, cause, discard
 from slurmrl.tensors.pictures import MANIFEST
 
 if TYPE_CHECKING:

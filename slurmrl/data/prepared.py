@@ -33,9 +33,16 @@ from numpy.typing import NDArray
 from slurmrl.data.encoder import RowTokens
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.calls import REAL, SystemCalls, discard, make_private
+from slurmrl.fsio.calls import (
+    REAL,
+    SystemCalls,
+    corrupt,
+    discard,
+    explain,
+    make_private,
+    unreadable,
+)
 from slurmrl.fsio.documents import FLAG, INTEGER, SIZE, TEXT, Fields, FieldType, check
-from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.tensors.pictures import KEY_BYTES, MANIFEST, NONE, path_of
 
 VERSION: Final = 5

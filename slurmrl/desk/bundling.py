@@ -43,8 +43,7 @@ from slurmrl.desk.unpacking import (
 )
 from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.calls import REAL, discard, temporary_beside
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, discard, explain, temporary_beside
 from slurmrl.plan.settings import Settings, load_settings
 
 OF_CLUSTER: Final[Mapping[KeyPath, str]] = {

@@ -24,8 +24,7 @@ from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 from slurmrl import env
 from slurmrl.errors import EnvironmentFailure, SlurmrlError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, write_new
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, explain, write_new
 from slurmrl.package import ARCHIVE, FOLDER, PROGRAMS
 
 LARGEST_BYTES = 64 * 2**20

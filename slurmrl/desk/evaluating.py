@@ -21,7 +21,7 @@ from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, UsageError
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.dataflow import REWARD_MODEL
-from slurmrl.plan.resolve.trial_references import LAST, parse
+from slurmrl.plan.trial_references import LAST, parse
 from slurmrl.registry import near
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import fold

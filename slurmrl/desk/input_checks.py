@@ -18,8 +18,12 @@ from slurmrl.config.source import KeyPath, dotted
 from slurmrl.data.records import MOST_PROBLEMS, listed
 from slurmrl.data.rows import DatasetRows, Remarks
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
-from slurmrl.desk.changed_data import changed_data
-from slurmrl.desk.first_score import score_first_row, unknown_metric, unrecorded_metric
+from slurmrl.desk.content_checks import (
+    changed_data,
+    score_first_row,
+    unknown_metric,
+    unrecorded_metric,
+)
 from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.errors import ConfigError, Problem, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models import model_tensors
@@ -29,8 +33,8 @@ from slurmrl.models.shapes import VALUE_HEAD, file_form
 from slurmrl.plan.algorithms import Algorithm, all_calls, uses_of
 from slurmrl.plan.dataflow import Call
 from slurmrl.plan.estimates.shape import config_values, longest, shape_of
+from slurmrl.plan.inherited_settings import OWN_WEIGHTS
 from slurmrl.plan.own_algorithm import is_own
-from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
 from slurmrl.plan.settings import Settings, load_resolved_settings
 from slurmrl.registry import describe, import_own, resolve
 from slurmrl.rewards.checked_reward import MODEL_SCORES

@@ -37,8 +37,8 @@ from slurmrl.desk.inspection import FoundRows, Item, Selection, find_items, unde
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.registry import describe
+from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rewards.checked_reward import MODEL_SCORES
-from slurmrl.rewards.scores import ScoredCompletions
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.rollouts.tools import ToolSchemas
 

@@ -24,9 +24,8 @@ from slurmrl import log
 from slurmrl.env import user_name
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, calls, documents
-from slurmrl.fsio.calls import REAL, opened, write_new_parts
+from slurmrl.fsio.calls import REAL, explain, opened, write_new_parts
 from slurmrl.fsio.documents import COUNT, SIZE
-from slurmrl.fsio.failures import explain
 
 logger = log.get(__name__)
 

@@ -1,14 +1,19 @@
-"""Completions that a model of transformers samples together. Rows join and leave between checks.
+"""Completions that a model of transformers samples together, and the requests for them.
+
+Rows join and leave between checks.
 
 S rows in the batch, V vocabulary.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
+from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Items
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from zlib import crc32
 
@@ -18,13 +23,16 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.experts import UNKNOWN
 from slurmrl.rollouts.generation.base import Decode, GenerationRequest
+from slurmrl.rollouts.generation.native.native_rollout import SplitRollout
 from slurmrl.rollouts.generation.native.sequence import Sequence, sequences_of
+from slurmrl.rollouts.generation.native.split_batch import SplitRanks
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.sampling import NONE, Sampled, joined, sample, stream_uniform
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
     from slurmrl.models.hf_session import HFSession
+
 
 KEEP_FRACTION: Final = 0.75
 """Ended rows leave the batch when at most this fraction of it is alive."""
@@ -311,3 +319,52 @@ class HFBatch:
                 read = self._session.experts(place, len(row.tokens) - 1)
                 last = read.new_full((1, read.shape[1]), UNKNOWN)  # this token was not processed
                 row.experts = torch.cat((read, last)).cpu().numpy()
+
+
+async def _at_once() -> None:
+    await asyncio.sleep(0)
+
+
+class HFRollout(SplitRollout):
+    """Serves requests in rounds, or continuously.
+
+    A round computes the requests that wait at its beginning. With ``joins``, requests join running
+    ones as soon as there is room.
+    """
+
+    def __init__(
+        self,
+        model: HFModel,
+        version: str | None,
+        prefill_tokens: int,
+        *,
+        rows: int | None = None,
+        decode: Decode | None = None,
+        support: bool = True,
+        settled: Callable[[], Awaitable[None]] | None = None,
+        joins: bool = False,
+        stale_cache: bool = False,
+        peers: SplitRanks | None = None,
+        turns: bool = True,
+    ) -> None:
+        """``rows`` is the maximum number of completions at a time; None for no limit.
+
+        ``version``, ``stale_cache``: see `BatchRollout`. ``decode``, ``support``, ``settled``: see
+        `ServingOptions`. Rounds begin after ``settled`` returns. ``peers``, ``turns``: see
+        `SplitRollout`.
+        """
+        self._model = model
+        self._settled = settled or _at_once
+        self._own = HFBatch(
+            model, prefill_tokens, decode, support=support, most_rows=rows, joins=joins
+        )
+        super().__init__(self._own, version, stale_cache=stale_cache, peers=peers, turns=turns)
+
+    async def _before_step(self) -> None:
+        if not self._own.living:
+            await self._settled()
+
+    def _read_own(self, folder: Path) -> None:
+        from slurmrl.models.hf_reading import read_weights  # transformers takes seconds to import
+
+        read_weights(self._model, folder)

@@ -23,7 +23,7 @@ from slurmrl.engines.fsdp.parameters import (
     whole_shapes,
 )
 from slurmrl.engines.fsdp.sharding import ShardPlan, Shards
-from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.engines.host import Offload
 from slurmrl.engines.planned import Placing
 from slurmrl.engines.role_weights import model_config

@@ -17,18 +17,21 @@ from typing import IO
 from slurmrl.backoff import UNCLEAR_PAUSES_S, attempts
 from slurmrl.errors import EnvironmentFailure, OwnershipError
 from slurmrl.fsio.calls import (
+    DEFINITE,
     REAL,
     SystemCalls,
+    corrupt,
     discard,
+    explain,
     is_temporary,
     make_private,
     opened,
     read_all,
     temporary_beside,
+    unreadable,
     write_new,
     write_new_parts,
 )
-from slurmrl.fsio.failures import DEFINITE, corrupt, explain, unreadable
 
 DIRECTORY_MODE = 0o700
 LIMIT_BYTES = 64 << 20

@@ -34,8 +34,7 @@ from typing import (
 
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import REMEDY, corrupt
+from slurmrl.fsio.calls import REAL, REMEDY, SystemCalls, corrupt
 
 SHOWN_CHARACTERS = 80
 FILE_NAME_BYTES = 255

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from slurmrl.errors import EnvironmentFailure, OwnershipError, UnreadableInputError, UsageError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import explain
 
 MOST_JSON_BYTES = 64 * 2**20
 READ_BY_LIBRARIES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".safetensors")

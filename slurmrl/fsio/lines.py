@@ -12,9 +12,8 @@ from pathlib import Path
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import MOVE_AWAY, REAL, SystemCalls, unreadable
 from slurmrl.fsio.calls import opened as opened_file
-from slurmrl.fsio.failures import MOVE_AWAY, unreadable
 
 FIRST_BYTES = 64 << 10
 """Size of the first chunk read from the end; it often suffices."""

@@ -22,9 +22,8 @@ from urllib.parse import quote, unquote
 from slurmrl.backoff import Backoff, retry
 from slurmrl.errors import InvalidNameError, NameExistsError, NameNotFoundError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, explain
 from slurmrl.fsio.documents import FILE_NAME_BYTES, TEXT, Fields, FieldType
-from slurmrl.fsio.failures import explain
 
 NONCE = FieldType("letters and digits", lambda value: isinstance(value, str) and value.isalnum())
 FIELDS: Fields = {"value": TEXT, "nonce": NONCE}

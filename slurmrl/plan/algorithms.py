@@ -33,11 +33,11 @@ POLICY_GRADIENTS: Final[tuple[PolicyGradientName, ...]] = get_args(PolicyGradien
 ALGORITHMS = Registry(
     "algorithm",
     {
-        "sft": "slurmrl.algorithms.sft_schema:SFT",
+        "sft": "slurmrl.algorithms.supervised_schema:SFT",
         **dict.fromkeys(POLICY_GRADIENTS, "slurmrl.algorithms.policy.schema:PolicyGradient"),
         "dpo": "slurmrl.algorithms.preference_schema:DPO",
         "kto": "slurmrl.algorithms.preference_schema:KTO",
-        "distill": "slurmrl.algorithms.distill_schema:Distill",
+        "distill": "slurmrl.algorithms.supervised_schema:Distill",
         "reward_model": "slurmrl.algorithms.preference_schema:RewardModel",
         "generate": "slurmrl.algorithms.offline_schema:Generate",
         "evaluate": "slurmrl.algorithms.offline_schema:Evaluate",

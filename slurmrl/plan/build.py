@@ -17,9 +17,9 @@ from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.shape import shape_of, uses_sequence_parallel, vllm_on_cpus
 from slurmrl.plan.estimates.worker_memory import slot_bytes
+from slurmrl.plan.inherited_settings import gpus_per_worker
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of, slurm_of
-from slurmrl.plan.resolve.inherited_settings import gpus_per_worker
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import near
 from slurmrl.run.reports import TRAINERS

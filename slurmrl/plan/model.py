@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from slurmrl.config.schema import WHOLE
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import MOST_COUNT
-from slurmrl.fsio.failures import corrupt
 from slurmrl.plan.dataflow import Head, Method
 from slurmrl.plan.estimates.call_costs import memory_of
 from slurmrl.run.reports import TRAINERS

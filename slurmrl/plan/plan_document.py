@@ -10,8 +10,8 @@ from slurmrl.config.problems import show
 from slurmrl.display.terminal import Block, Document, Grid, GridRow, Legend, Lines, Table
 from slurmrl.plan.estimates.call_costs import binary_size
 from slurmrl.plan.estimates.memory import EXPERTS, PASSING, STANDING
+from slurmrl.plan.inherited_settings import USUAL_GPUS_PER_HOST
 from slurmrl.plan.plan_values import lines
-from slurmrl.plan.resolve.inherited_settings import USUAL_GPUS_PER_HOST
 from slurmrl.tensors.parallel.topology import ProcessTopology
 
 

@@ -17,6 +17,7 @@ from slurmrl.config.profiles import expanded
 from slurmrl.config.schema import Config
 from slurmrl.config.source import COMMAND_LINE, KeyPath, Source, dotted
 from slurmrl.errors import ConfigError, Problem, UnreadableInputError, UsageError
+from slurmrl.plan import hub_references, inherited_settings
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import (
     Draft,
@@ -30,6 +31,8 @@ from slurmrl.plan.checks import (
 from slurmrl.plan.checks.fit import hardware, memory
 from slurmrl.plan.checks.sections import unused_roles, unused_tools
 from slurmrl.plan.estimates.hardware import hardware_of
+from slurmrl.plan.hub_references import HubResolver
+from slurmrl.plan.inherited_settings import complete
 from slurmrl.plan.own_algorithm import (
     FORMS,
     KIND,
@@ -42,10 +45,7 @@ from slurmrl.plan.own_algorithm import (
     violations,
     wrong_class,
 )
-from slurmrl.plan.resolve import hub_references, inherited_settings
-from slurmrl.plan.resolve.hub_references import HubResolver
-from slurmrl.plan.resolve.inherited_settings import complete
-from slurmrl.plan.resolve.trial_references import TrialResolver
+from slurmrl.plan.trial_references import TrialResolver
 from slurmrl.registry import import_own, near
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose

@@ -1,14 +1,20 @@
-"""The contract of reward functions, and the simple ones: exact match, scores of a reward model."""
+"""The contract of reward functions and their scores; exact match; scores of a reward model.
+
+Scores are finite numbers. They become the rewards of completions.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, ClassVar
+from numbers import Real
+from typing import Annotated, Any, ClassVar
 
-from slurmrl.errors import UsageError
-from slurmrl.rewards.scores import as_number, shown
+from slurmrl.errors import RewardError, UsageError
+from slurmrl.fsio.documents import NUMBER, FieldType
 
 
 class RewardFunction(ABC):
@@ -90,3 +96,170 @@ def _number(name: str, value: Any) -> float:
     if number is None or not isfinite(number):
         raise UsageError(f"{name} must be a finite number, but is {shown(value)}")
     return number
+
+
+FLOAT32_MAX = 3.4028234e38
+"""Rewards become float32 tensors; larger values would overflow to infinity."""
+LIMITS = "of at most 3.4e+38, float32's largest"
+SHOWN_CHARACTERS = 200
+METRIC = "reward/"
+"""Prefix of the metric of a reward part, which is the mean of its unweighted scores."""
+Stats = Mapping[str, tuple[float, float]]
+"""Name of a metric to (sum, count)."""
+SCORE = FieldType("a number or null", lambda value: value is None or NUMBER.accepts(value))
+
+
+def as_scores(
+    reward: str, returned: Any, completions: Sequence[str], places: Sequence[str]
+) -> list[float]:
+    """Convert an iterable of numbers to one finite number for each completion.
+
+    For example, the iterable may be a list, a tuple, a tensor or an array. ``places`` are the
+    source lines of the completions' rows.
+
+    :raises RewardError: the values are anything else.
+    """
+    values = _values(reward, returned, len(completions))
+    if len(values) != len(completions):
+        raise RewardError(
+            f"reward {reward} returned {len(values)} scores for {len(completions)} completions"
+        )
+    scores = []
+    for value, completion, place in zip(values, completions, places, strict=True):
+        score = as_number(value)
+        if score is None or not abs(score) <= FLOAT32_MAX:
+            raise RewardError(
+                f"reward {reward} returned {shown(value)} for {place}, completion "
+                f"{shortened(completion)}; a score must be a finite number ({LIMITS})"
+            )
+        scores.append(score)
+    return scores
+
+
+def check_sum(score: float, place: str, parts: str) -> None:
+    """Check a completion's reward, the sum of ``parts`` (which the message shows).
+
+    :raises RewardError: it is too large for a float32.
+    """
+    if not abs(score) <= FLOAT32_MAX:
+        raise RewardError(
+            f"the reward for {place} is {score:g} = {parts}; it must be a finite number ({LIMITS})"
+        )
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value, for a message."""
+    try:
+        return repr(value)[:SHOWN_CHARACTERS]
+    except ValueError:  # Python does not print integers with thousands of digits
+        return f"{type(value).__name__} of thousands of digits"
+
+
+def _values(reward: str, returned: Any, count: int) -> list[Any]:
+    shape = getattr(returned, "shape", None)  # tensors and arrays
+    if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | set):
+        if shape is None:
+            return list(returned)
+        if len(shape) == 1:
+            values: list[Any] = returned.tolist()  # type: ignore[attr-defined]
+            return values
+    kind = "None" if returned is None else f"a {type(returned).__name__}"
+    of_shape = f" of shape {list(shape)}" if shape is not None else ""
+    raise RewardError(
+        f"reward {reward} returned {kind}{of_shape}; it must return a list of {count} numbers, "
+        "one for each completion"
+    )
+
+
+def as_number(value: Any) -> float | None:
+    """Return the value, even a scalar of torch or numpy, as a float; None if it is no number."""
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # an array or tensor with several elements
+            return None
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def shortened(text: str) -> str:
+    """Return the string in quotes; omit the middle of a long one."""
+    half = SHOWN_CHARACTERS // 2
+    return repr(text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredCompletions:
+    """Scores of completions, one entry for each. Numbers keep all their bits, even in files."""
+
+    scores: tuple[Annotated[float | None, SCORE], ...] = ()
+    """The weighted sums; None for completions that the reward could not score."""
+    parts: tuple[Mapping[str, float], ...] = ()
+    """Scores of the parts of the reward before their weights, by the name of the part; empty for a
+    reward that is not a sum."""
+    stats: Stats = field(default_factory=dict)
+    """Counts that the functions return in addition."""
+    submission: int = 0
+    """Number of the submission whose code and settings a rollout task used to score. Another
+    submission may have another reward."""
+
+    def problem(self, count: int) -> str | None:
+        """Return why these are not finite scores of ``count`` completions; None if they are."""
+        if (len(self.scores), len(self.parts)) != (count, count):
+            return f"scores {len(self.scores)} completions of {count}"
+        given = [score for part in self.parts for score in part.values()]
+        counted = [number for pair in self.stats.values() for number in pair]
+        scores = [score for score in self.scores if score is not None]
+        if not all(map(isfinite, (*scores, *given, *counted))):
+            return "holds a number that is not finite"
+        return None
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Return ``stats`` and the scores of the parts: name to (sum, count)."""
+        given = (
+            {METRIC + name: (score, 1.0) for name, score in part.items()} for part in self.parts
+        )
+        return added([self.stats, *given])
+
+    def spread(self, places: Sequence[int], count: int) -> ScoredCompletions:
+        """Return scores of ``count`` completions: these at ``places``, and 0 for the others."""
+        scores: list[float | None] = [0.0] * count
+        parts = [dict[str, float]() for _ in range(count)]
+        for place, score, part in zip(places, self.scores, self.parts, strict=True):
+            scores[place], parts[place] = score, dict(part)
+        return ScoredCompletions(scores=tuple(scores), parts=tuple(parts), stats=self.stats)
+
+    def filled(
+        self, groups: Sequence[ScoredCompletions | None], counts: Sequence[int]
+    ) -> ScoredCompletions:
+        """Return the groups in order, with these completions in the places of groups that are None.
+
+        ``counts`` are the numbers of completions of the groups.
+        """
+        found, start = [], 0
+        for group, count in zip(groups, counts, strict=True):
+            stop = start + (count if group is None else 0)
+            here = slice(start, stop)
+            found.append(
+                group or ScoredCompletions(scores=self.scores[here], parts=self.parts[here])
+            )
+            start = stop
+        return ScoredCompletions(
+            scores=tuple(score for each in found for score in each.scores),
+            parts=tuple(part for each in found for part in each.parts),
+            stats=added([self.stats, *(each.stats for each in found)]),
+        )
+
+
+def added(stats: Iterable[Stats]) -> dict[str, tuple[float, float]]:
+    """Return the sums of statistics, by name."""
+    sums: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for each in stats:
+        for name, (total, count) in each.items():
+            before = sums[name]
+            sums[name] = before[0] + total, before[1] + count
+    return dict(sums)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RewardError, UnusableRowError, UsageError
 from slurmrl.registry import near
-from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.scores import as_scores, shown
+from slurmrl.rewards.base import RewardFunction, as_scores, shown
 
 if TYPE_CHECKING:
     import asyncio

@@ -16,9 +16,9 @@ from slurmrl.config.schema.reward import ALONE
 from slurmrl.data.types import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
+from slurmrl.rewards.base import ScoredCompletions, added, check_sum, shortened
 from slurmrl.rewards.checked_reward import NO_EXTRAS, Extras, Stats, of_completion
 from slurmrl.rewards.process_pool import MOST_PROCESSES, PoolProgram, ProcessPool, Reply, Unanswered
-from slurmrl.rewards.scores import ScoredCompletions, added, check_sum, shortened
 
 MODULE = "slurmrl.rewards.reward_process"
 MOST_REPLY_BYTES = 16 << 20

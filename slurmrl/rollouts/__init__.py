@@ -26,8 +26,8 @@ ENVIRONMENTS = Registry(
 TOOLS = Registry(
     "tool",
     {
-        "calculator": "slurmrl.rollouts.tools.calculator:Calculator",
-        "python": "slurmrl.rollouts.tools.python:PythonTool",
+        "calculator": "slurmrl.rollouts.tools.shipped:Calculator",
+        "python": "slurmrl.rollouts.tools.shipped:PythonTool",
     },
 )
 WITHOUT_REWARD = ("tools",)

@@ -13,7 +13,7 @@ import numpy as np
 
 from slurmrl.data.meta import SampledSupport
 from slurmrl.errors import UsageError
-from slurmrl.rewards.scores import FLOAT32_MAX, LIMITS, as_number, shown
+from slurmrl.rewards.base import FLOAT32_MAX, LIMITS, as_number, shown
 
 if TYPE_CHECKING:
     from slurmrl.rollouts.generation.base import Completion

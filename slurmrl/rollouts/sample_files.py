@@ -29,10 +29,18 @@ from slurmrl.data.ledger import LEASE, StoredGroup
 from slurmrl.data.meta import EXPERTS, IDS, SIZES, SampledSupport
 from slurmrl.errors import CorruptFileError, SampleFileError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.calls import REAL, SystemCalls, discard, make_private, opened, pwrite_all
+from slurmrl.fsio.calls import (
+    NO_FILE,
+    REAL,
+    SystemCalls,
+    discard,
+    explain,
+    make_private,
+    opened,
+    pwrite_all,
+)
 from slurmrl.fsio.documents import SIZE, TEXT, list_of
-from slurmrl.fsio.failures import NO_FILE, explain
-from slurmrl.rewards.scores import ScoredCompletions
+from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.tensors.checkpoint.tensors import Checksum
 from slurmrl.tensors.layout import Array
 from slurmrl.tensors.weights.format import VERSION, VersionId

@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.calls import cause
 from slurmrl.fsio.documents import COUNT, INTEGER, NUMBER, SECONDS, TEXT, Fields, list_of
-from slurmrl.fsio.failures import cause
 from slurmrl.run.paths import RunPaths
 
 logger = log.get(__name__)

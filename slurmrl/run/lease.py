@@ -17,8 +17,16 @@ from pathlib import Path
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls, make_private, opened, pwrite_all
-from slurmrl.fsio.failures import NO_FILE, explain, unreadable
+from slurmrl.fsio.calls import (
+    NO_FILE,
+    REAL,
+    SystemCalls,
+    explain,
+    make_private,
+    opened,
+    pwrite_all,
+    unreadable,
+)
 
 DIGITS = 20
 NOTE_BYTES = 64 * 1024

@@ -23,9 +23,8 @@ from slurmrl.backoff import READ_S, retry
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
 from slurmrl.fsio.atomic import make_private_directory, replace
-from slurmrl.fsio.calls import REAL, SystemCalls, opened
+from slurmrl.fsio.calls import REAL, SystemCalls, corrupt, opened, unreadable
 from slurmrl.fsio.documents import FILE_NAME, SIZE, Fields, table
-from slurmrl.fsio.failures import corrupt, unreadable
 from slurmrl.run.metrics import encode
 from slurmrl.run.paths import RunPaths
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import COUNT, SIZE, TEXT, Fields
-from slurmrl.fsio.failures import corrupt
 from slurmrl.run.history.slots import History
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import parse, submission

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from slurmrl import log
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import FILE_NAME, TEXT, FieldType, shown
-from slurmrl.fsio.failures import corrupt
 from slurmrl.run import hosts
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState

@@ -30,8 +30,8 @@ from slurmrl.plan.estimates.call_costs import (
 from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.estimates.step_seconds import StepSeconds, predict_step, tasks_overlap
 from slurmrl.plan.estimates.worker_memory import Fullest, fullest_gpu
+from slurmrl.plan.inherited_settings import ROLLOUT_FIELDS
 from slurmrl.plan.placement import OWN, ROLLOUTS, in_tasks, place, uses_base
-from slurmrl.plan.resolve.inherited_settings import ROLLOUT_FIELDS
 from slurmrl.plan.settings import Settings
 from slurmrl.search.candidates import Candidate, of_model
 

@@ -28,8 +28,8 @@ from slurmrl.plan.estimates.hardware import hardware_of
 from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate
 from slurmrl.plan.estimates.shape import lengths_of
 from slurmrl.plan.estimates.step_seconds import moves_to_rollouts
+from slurmrl.plan.inherited_settings import FIELDS
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, layout_of
-from slurmrl.plan.resolve.inherited_settings import FIELDS
 
 MICROBATCHES: Final = (4096, 8192, 16384, 32768, 65536)
 """Values of ``max_tokens_per_microbatch`` in addition to the value of the configuration."""

@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls, discard
-from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.calls import REAL, SystemCalls, corrupt, discard
 from slurmrl.tensors.layout import Array
 
 NONE: Final = ""

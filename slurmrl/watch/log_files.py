@@ -27,7 +27,7 @@ from typing import NamedTuple
 from slurmrl.backoff import Backoff
 from slurmrl.errors import NameExistsError, UnknownNameError, UsageError
 from slurmrl.fsio import atomic, documents, lines
-from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.lines import LineFile
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.registry import near

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import documents
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import COUNT, SECONDS, TEXT, Dataclass, Fields, each, list_of, table
-from slurmrl.fsio.failures import corrupt
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run import keys
 from slurmrl.run.hang import GroupProgress

@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import GroupName
 from slurmrl.backoff import READ_S, Backoff, retry
 from slurmrl.errors import UsageError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import explain
 from slurmrl.plan.model import GroupPlan
 from slurmrl.run.hang import PendingCollective
 from slurmrl.tensors.parallel import device, gpu

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 from slurmrl.config.schema import WHOLE
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.fsio import documents
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
-from slurmrl.fsio.failures import corrupt
 from slurmrl.run.channel.bell import BellAddress
 from slurmrl.run.channel.message_log import Message
 from slurmrl.run.hang import RankProgress

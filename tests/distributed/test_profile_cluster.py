@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from slurmrl.desk.hardware_profiling import Profiling, profile
+from slurmrl.desk.measured_profile import Profiling, profile
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.estimates import hardware
 from slurmrl.workers.hardware_sizes import MeasureSizes
@@ -94,7 +94,7 @@ def test_killed_rank_fails_the_command_and_keeps_the_old_profile(
 KILLED = """
 import json, signal, sys
 from pathlib import Path
-from slurmrl.desk.hardware_profiling import Profiling, profile
+from slurmrl.desk.measured_profile import Profiling, profile
 from slurmrl.workers.hardware_sizes import MeasureSizes
 root, output, sizes = Path(sys.argv[1]), Path(sys.argv[2]), MeasureSizes(**json.loads(sys.argv[3]))
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it

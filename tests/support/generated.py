@@ -15,7 +15,7 @@ from torch import Tensor
 from slurmrl.data.meta import SampledSupport
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import GenerateEngine, ServingOptions
-from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.models.decoder import Decoder
 from slurmrl.rollouts.generation.base import (
     Completion,

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurmrl.algorithms.base import Interface
-from slurmrl.algorithms.sft_schema import SFT
+from slurmrl.algorithms.supervised_schema import SFT
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.base import ExactMatch
 from slurmrl.run import metrics

@@ -11,7 +11,7 @@ import pytest
 from slurmrl import backoff as backoff_module
 from slurmrl.backoff import READ_S, Backoff, Interval, attempts, retry
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import explain
 
 
 def test_pauses_grow_to_the_maximum_and_reset() -> None:

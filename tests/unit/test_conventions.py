@@ -31,7 +31,7 @@ BASE = "base"
 OF_BASE = ("display", "fsio")
 MAY_IMPORT_TORCH = ("algorithms", "data", "engines", "models", "rollouts", "tensors", "workers")
 MOST_FLOORS = 10
-MOST_LINES = 114_182
+MOST_LINES = 114_118
 TORCH_FREE = (
     "algorithms.base",
     "algorithms.summaries",
@@ -386,7 +386,7 @@ def test_package_has_no_catch_all_directory() -> None:
 def test_modules_and_functions_keep_their_size_limits() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert {name: count for name, count in lines.items() if count > 500} == {}
-    assert statistics.median(lines.values()) < 250
+    assert statistics.median(lines.values()) < 260
     long = {
         f"{module}.{node.name}": length
         for module in modules()

@@ -38,8 +38,7 @@ from slurmrl.algorithms.policy.updates import (
     run_updates,
     token_weights,
 )
-from slurmrl.algorithms.sequences import Sequences
-from slurmrl.algorithms.token_notes import token_notes
+from slurmrl.algorithms.sequences import Sequences, token_notes
 from slurmrl.data.meta import EXPERTS, IDS, SIZES
 from slurmrl.data.sample import SequenceSample
 

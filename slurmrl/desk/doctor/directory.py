@@ -18,8 +18,7 @@ from slurmrl.desk.doctor import Check, failed, ok, warning
 from slurmrl.env import user_name
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, calls
-from slurmrl.fsio.calls import REAL, opened, read_all, write_new
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, explain, opened, read_all, write_new
 
 ASK = "ask.json"
 """The job's request, in its folder."""

@@ -62,8 +62,7 @@ from slurmrl.models.recompute import Recompute, keeping_products, recomputed
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.ops.attention import Packing, packed_attention
 from slurmrl.tensors.ops.elementwise import gated_halves, rotate
-from slurmrl.tensors.ops.ring_attention import ring_attention
-from slurmrl.tensors.ops.ring_schedule import zigzag
+from slurmrl.tensors.ops.ring_attention import ring_attention, zigzag
 from slurmrl.tensors.ops.sampling import Support
 
 FIRST, END = "2.9.0a0", "2.12"

@@ -20,7 +20,7 @@ from slurmrl.tensors.ops.collectives import (
     partial_to_whole,
     whole_to_partial,
 )
-from slurmrl.tensors.ops.ring_schedule import zigzag
+from slurmrl.tensors.ops.ring_attention import zigzag
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from slurmrl.config.allocation.parser import format_gpus
 from slurmrl.config.schema import Model, evaluation_key
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
-from slurmrl.plan import placement
+from slurmrl.plan import inherited_settings, placement
 from slurmrl.plan.algorithms import all_calls
 from slurmrl.plan.checks import Draft, fit
 from slurmrl.plan.engine_rules import lacking, rules_of
 from slurmrl.plan.estimates.shape import lengths_of, shape_of
 from slurmrl.plan.metric_names import generates
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
-from slurmrl.plan.resolve import inherited_settings
 from slurmrl.run.reports import TRAINERS
 
 

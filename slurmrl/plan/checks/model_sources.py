@@ -16,8 +16,8 @@ from slurmrl.plan.checks import Draft
 from slurmrl.plan.engine_rules import ENGINES, HF, lacking
 from slurmrl.plan.estimates import shape
 from slurmrl.plan.estimates.shape import bounded_parts, longest
+from slurmrl.plan.inherited_settings import OWN_WEIGHTS
 from slurmrl.plan.placement import REFERENCE, ROLLOUTS, uses_base
-from slurmrl.plan.resolve.inherited_settings import OWN_WEIGHTS
 from slurmrl.registry import resolve
 
 ADAPTER: Final = "adapter_config.json"

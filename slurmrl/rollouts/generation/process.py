@@ -30,7 +30,7 @@ from slurmrl import log, package
 from slurmrl.display.terminal import exit_words
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.fsio.atomic import open_log
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import explain
 from slurmrl.rollouts.generation.warden import LIST, remove_shared
 from slurmrl.run.events import EventWriter
 from slurmrl.tensors.parallel.gpu import find_in

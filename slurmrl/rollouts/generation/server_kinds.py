@@ -23,8 +23,7 @@ from torch import Tensor
 from slurmrl.config.schema.rollout import Address, ServerKeys
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, explain
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.hf_config import HFConfig

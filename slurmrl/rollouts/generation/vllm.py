@@ -31,8 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, explain
 from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import LM_HEAD, embedding_tensor
 from slurmrl.plan.engine_rules import VLLM_FLAGS

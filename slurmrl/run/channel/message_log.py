@@ -25,9 +25,17 @@ from typing import Annotated, Any
 
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls, opened, pwrite_all
+from slurmrl.fsio.calls import (
+    NO_FILE,
+    REAL,
+    SystemCalls,
+    corrupt,
+    explain,
+    opened,
+    pwrite_all,
+    unreadable,
+)
 from slurmrl.fsio.documents import COUNT, SIZE
-from slurmrl.fsio.failures import NO_FILE, corrupt, explain, unreadable
 
 MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")

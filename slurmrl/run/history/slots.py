@@ -17,7 +17,7 @@ from slurmrl import log
 from slurmrl.backoff import HIDDEN_PAUSES_S
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlotTakenError
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import REAL, SystemCalls, cause, corrupt, explain
 from slurmrl.fsio.documents import (
     COUNT,
     FILE_NAME,
@@ -29,7 +29,6 @@ from slurmrl.fsio.documents import (
     one_of,
     table,
 )
-from slurmrl.fsio.failures import cause, corrupt, explain
 from slurmrl.run.paths import RunPaths
 
 END_OF_DATASET: Final = "the end of the dataset"

@@ -28,8 +28,7 @@ import numpy as np
 
 from slurmrl.errors import CheckpointError, EnvironmentFailure, UnreadableInputError
 from slurmrl.fsio import inputs
-from slurmrl.fsio.calls import REAL, SystemCalls, temporary_beside, write_new
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, SystemCalls, explain, temporary_beside, write_new
 from slurmrl.tensors.checkpoint.tensors import (
     NUMPY_DTYPES,
     Storage,

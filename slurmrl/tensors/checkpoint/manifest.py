@@ -30,7 +30,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.atomic import is_absent, known_names
-from slurmrl.fsio.calls import REAL, SystemCalls, write_new
+from slurmrl.fsio.calls import NO_FILE, REAL, SystemCalls, cause, explain, write_new
 from slurmrl.fsio.documents import (
     FILE_NAME,
     INTEGER,
@@ -43,7 +43,6 @@ from slurmrl.fsio.documents import (
     table,
     wrong,
 )
-from slurmrl.fsio.failures import NO_FILE, cause, explain
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint, file_name, layout_name
 from slurmrl.tensors.checkpoint.tensors import SavedFile, checksum, kind_of
 

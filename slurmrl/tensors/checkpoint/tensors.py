@@ -30,9 +30,8 @@ from typing import Any, Final
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
-from slurmrl.fsio.calls import REAL, SystemCalls, opened
+from slurmrl.fsio.calls import REAL, SystemCalls, explain, opened, unreadable
 from slurmrl.fsio.documents import shown
-from slurmrl.fsio.failures import explain, unreadable
 from slurmrl.tensors.layout import ITEM_BYTES, Array, Box, Index, TensorSpec, row_major
 
 CODES: dict[str, str] = {

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, WeightVersionError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, SystemCalls, explain
 from slurmrl.tensors.weights.format import (
     MANIFEST,
     VersionId,

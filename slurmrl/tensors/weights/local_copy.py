@@ -34,9 +34,8 @@ from slurmrl.errors import (
     WeightVersionError,
 )
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.calls import NO_FILE, REAL, SystemCalls, cause, explain
 from slurmrl.fsio.documents import FILE_NAME
-from slurmrl.fsio.failures import NO_FILE, cause, explain
 from slurmrl.tensors.checkpoint.tensors import (
     SavedFile,
     TensorEntry,

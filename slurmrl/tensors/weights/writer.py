@@ -14,8 +14,15 @@ import numpy as np
 
 from slurmrl.errors import EnvironmentFailure, WeightVersionError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import FILE_MODE, REAL, SystemCalls, discard, make_private, pwrite_all
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import (
+    FILE_MODE,
+    REAL,
+    SystemCalls,
+    discard,
+    explain,
+    make_private,
+    pwrite_all,
+)
 from slurmrl.tensors.checkpoint.tensors import CODES, Checksum
 from slurmrl.tensors.layout import ITEM_BYTES, Array, TensorSpec
 from slurmrl.tensors.weights.format import (

@@ -24,7 +24,7 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import explain
 from slurmrl.run import demand
 from slurmrl.run.channel.bell import LOOPBACK, interface_of
 from slurmrl.run.demand import Orphaned

@@ -25,8 +25,7 @@ from slurmrl.backoff import retry
 from slurmrl.config.schema.config import Checkpoint
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import DEFINITE, cause
+from slurmrl.fsio.calls import DEFINITE, REAL, SystemCalls, cause
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.run.events import EventWriter
 from slurmrl.run.history.slots import History, Kind, Record

@@ -16,6 +16,7 @@ from slurmrl.data.order import ItemOrder, order_of
 from slurmrl.data.prepared import read_manifest
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio import documents
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import (
     COUNT,
     NUMBER,
@@ -27,7 +28,6 @@ from slurmrl.fsio.documents import (
     list_of,
     table,
 )
-from slurmrl.fsio.failures import corrupt
 from slurmrl.plan.dataflow import Refill
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve

@@ -25,7 +25,7 @@ from slurmrl.fsio.atomic import (
     replace_by_parts,
     sweep_temporaries,
 )
-from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.calls import corrupt
 from slurmrl.plan.dataflow import Method, Record, Summary
 from slurmrl.plan.metric_names import UNSCORED
 from slurmrl.plan.model import Plan

@@ -19,8 +19,8 @@ from slurmrl.backoff import Backoff
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, ReportedError
 from slurmrl.fsio import documents
+from slurmrl.fsio.calls import corrupt
 from slurmrl.fsio.documents import FILE_NAME, FieldType
-from slurmrl.fsio.failures import corrupt
 from slurmrl.name_resolve.store import NameStore
 from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.run import events, reports

@@ -35,8 +35,8 @@ from slurmrl.errors import (
     WorkerDiedError,
 )
 from slurmrl.fsio import documents
+from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rewards.process_pool import MOST_PROCESSES, ProcessPool, Unanswered
-from slurmrl.rewards.scores import ScoredCompletions
 from slurmrl.rewards.weighted import reward_program
 from slurmrl.rollouts.generation.base import RolloutEngine
 from slurmrl.rollouts.policy import Waiting

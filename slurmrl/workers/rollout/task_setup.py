@@ -24,7 +24,7 @@ from slurmrl.data.chat import stop_ids
 from slurmrl.data.tokenizer import decoding, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.fsdp.parameters import new_model
-from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.engines.role_weights import model_config, served_config
 from slurmrl.errors import RunFailedError
 from slurmrl.models.architecture import ModelConfig

@@ -23,8 +23,7 @@ from slurmrl.engines.fsdp.parameters import merged_weight
 from slurmrl.engines.role_weights import Fingerprint
 from slurmrl.errors import EnvironmentFailure, UnreadableInputError, UsageError, WeightVersionError
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, SystemCalls, explain
 from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name, trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, Weights, as_array, as_tensor

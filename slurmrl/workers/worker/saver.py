@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slurmrl import log
 from slurmrl.engines.base import Engine
-from slurmrl.engines.versions import OwnedTensors
+from slurmrl.engines.host import OwnedTensors
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, discard
 from slurmrl.models.shapes import file_form

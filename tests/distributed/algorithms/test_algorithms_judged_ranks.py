@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext, Interface
-from slurmrl.algorithms.dpo import DPOInterface
 from slurmrl.algorithms.kto import KTOInterface
+from slurmrl.algorithms.pairs import DPOInterface
 from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.reward_model import RewardModelInterface
 from slurmrl.algorithms.sequences import ReferenceInterface

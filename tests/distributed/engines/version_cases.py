@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.engines.base import TrainEngine
-from slurmrl.engines.versions import OwnedTensors
+from slurmrl.engines.host import OwnedTensors
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import storage_of
 from slurmrl.tensors.checkpoint.tensors import Storage, by_name

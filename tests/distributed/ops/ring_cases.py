@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from slurmrl.models.recompute import keeping_products
 from slurmrl.tensors.ops import ring_attention as ring_attention_module
-from slurmrl.tensors.ops.ring_attention import ring_attention
-from slurmrl.tensors.ops.ring_schedule import zigzag
+from slurmrl.tensors.ops.ring_attention import ring_attention, zigzag
 
 
 @dataclass(frozen=True)

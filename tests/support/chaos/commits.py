@@ -18,8 +18,7 @@ from slurmrl.errors import (
     StaleIncarnationError,
 )
 from slurmrl.fsio import atomic
-from slurmrl.fsio.calls import REAL, write_new
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import REAL, explain, write_new
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import IncarnationWriter, begin, fold
 from slurmrl.run.paths import RunPaths

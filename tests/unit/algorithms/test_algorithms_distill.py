@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.distill import distill_loss
-from slurmrl.algorithms.distill_schema import Distill
+from slurmrl.algorithms.supervised_schema import Distill
 from slurmrl.data.sample import SequenceSample
 
 VOCABULARY = 5

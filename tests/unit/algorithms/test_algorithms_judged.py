@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.dpo import DPOInterface, dpo_loss
 from slurmrl.algorithms.kto import (
     KTOInterface,
     answer_losses,
@@ -21,7 +20,7 @@ from slurmrl.algorithms.kto import (
     kto_loss,
     on_their_side,
 )
-from slurmrl.algorithms.pairs import tied
+from slurmrl.algorithms.pairs import DPOInterface, dpo_loss, tied
 from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.reward_model import RewardModelInterface, score_loss
 from slurmrl.algorithms.sequences import ReferenceInterface, nth_sequences

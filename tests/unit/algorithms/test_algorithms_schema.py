@@ -9,12 +9,11 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.algorithms.base import Interface
-from slurmrl.algorithms.distill_schema import Distill
 from slurmrl.algorithms.policy.hyperparameters import KL
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.preference_schema import DPO, KTO, RewardModel
 from slurmrl.algorithms.schema import AlgorithmSchema
-from slurmrl.algorithms.sft_schema import SFT
+from slurmrl.algorithms.supervised_schema import SFT, Distill
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model
 from slurmrl.plan.dataflow import DATASET_KEYS, Graph
 from slurmrl.registry import resolve

@@ -10,7 +10,7 @@ import torch
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.rollout_calls import StoredInterface
-from slurmrl.algorithms.token_notes import kept, pieces, token_notes, token_texts
+from slurmrl.algorithms.sequences import kept, pieces, token_notes, token_texts
 from slurmrl.config.schema import Logging
 from slurmrl.data.sample import SequenceSample
 from tests.support.sample_groups import small_group

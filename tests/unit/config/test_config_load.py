@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.algorithms.sft_schema import SFT
+from slurmrl.algorithms.supervised_schema import SFT
 from slurmrl.config import problems as config_problems
 from slurmrl.config.load import dump, load, load_resolved, parse
 from slurmrl.config.schema import Config

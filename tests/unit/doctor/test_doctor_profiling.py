@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema import Cluster, Slurm
-from slurmrl.desk import hardware_profiling
-from slurmrl.desk.hardware_profiling import Profiling, _group, _name, _seen, profile
+from slurmrl.desk import measured_profile
+from slurmrl.desk.measured_profile import Profiling, _group, _name, _seen, profile
 from slurmrl.errors import UsageError
 from slurmrl.plan.estimates import hardware
 from slurmrl.scheduler.client import SlurmClient
@@ -97,9 +97,7 @@ def test_wrong_options_are_rejected_before_the_job(
 def test_name_of_other_hardware_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
-    monkeypatch.setattr(
-        hardware_profiling, "gpus_per_worker", lambda cluster, kind: kind == "slurm"
-    )
+    monkeypatch.setattr(measured_profile, "gpus_per_worker", lambda cluster, kind: kind == "slurm")
     what = replace(WHAT, scheduler=kind, root=tmp_path / "r", name=name)
     with pytest.raises(UsageError, match=f"--name {name}: the ranks have "):
         profile(what, lambda text: None)

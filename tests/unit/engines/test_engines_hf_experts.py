@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from slurmrl.algorithms.rollout_calls import add_experts
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel

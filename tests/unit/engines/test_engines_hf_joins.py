@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.engines.hf_batch import CHECK_TOKENS
-from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.hf_batch import CHECK_TOKENS, HFRollout
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel

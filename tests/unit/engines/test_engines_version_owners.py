@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema.roles import Model
+from slurmrl.engines.host import owners_of
 from slurmrl.engines.planned import planned_layout
-from slurmrl.engines.versions import owners_of
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.shapes import storage_of
 from slurmrl.tensors.checkpoint.tensors import file_tensors

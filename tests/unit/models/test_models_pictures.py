@@ -19,7 +19,7 @@ from slurmrl.config.schema.roles import VISION
 from slurmrl.data.sample import pictures_of
 from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.fsdp.parameters import frozen_tower
-from slurmrl.engines.hf_rollout import HFRollout
+from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.models import hf_files
 from slurmrl.models.hf import as_array
 from slurmrl.models.hf_adapters import attach_to

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.plan import build
+from slurmrl.plan import build, inherited_settings
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.worker_memory import WORKER, worker_bytes
 from slurmrl.plan.model import GroupPlan
 from slurmrl.plan.plan_values import report
-from slurmrl.plan.resolve import inherited_settings
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow

@@ -10,7 +10,7 @@ import pytest
 from slurmrl.plan.estimates.hardware import Machine
 from slurmrl.plan.estimates.memory import estimate
 from slurmrl.plan.estimates.pass_seconds import inference, training
-from slurmrl.tensors.ops.ring_schedule import schedule
+from slurmrl.tensors.ops.ring_attention import schedule
 from tests.unit.plan import test_plan_estimates, test_plan_seconds
 from tests.unit.plan.test_plan_seconds import H100, LLAMA_8B
 

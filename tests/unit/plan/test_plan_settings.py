@@ -11,8 +11,8 @@ import pytest
 from slurmrl.config.allocation.legacy_spellings import HostShape
 from slurmrl.config.load import dump
 from slurmrl.errors import AllocationError, ConfigError, Problem
+from slurmrl.plan import inherited_settings
 from slurmrl.plan.plan_values import in_force
-from slurmrl.plan.resolve import inherited_settings
 from slurmrl.plan.settings import load_run_settings, load_settings
 from slurmrl.run.paths import RunPaths
 from tests.unit.plan.conftest import PPO, Load

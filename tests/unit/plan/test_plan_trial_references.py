@@ -219,7 +219,7 @@ def test_checkpoint_deleted_during_linking_leaves_no_files(
 def test_newest_checkpoint_is_chosen_again_after_a_deletion(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slurmrl.plan.resolve import trial_references
+    from slurmrl.plan import trial_references
 
     commits = trial_references._commits
     monkeypatch.setattr(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import AllocationError
-from slurmrl.plan.resolve.inherited_settings import explain
+from slurmrl.plan.inherited_settings import explain
 from tests.unit.plan.conftest import EXPERTS, Load
 
 GENERATION = ("", "sglang.d2", "vllm.d2t2p1", "sglang.d2p2", "actor_gen:d4", "actor_gen:d2m2p1")

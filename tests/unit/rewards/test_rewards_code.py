@@ -17,7 +17,7 @@ import pytest
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.code import CodeReward
 from slurmrl.rewards.code_cases import same_output, same_value
-from slurmrl.rollouts.tools.python import PythonTool
+from slurmrl.rollouts.tools.shipped import PythonTool
 from tests.support import apptainer
 
 Make = Callable[..., CodeReward]

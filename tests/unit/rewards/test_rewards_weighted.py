@@ -12,7 +12,7 @@ from slurmrl.config.changes import differences
 from slurmrl.config.schema import Config, Reward
 from slurmrl.config.schema.reward import RewardPart
 from slurmrl.errors import RewardError
-from slurmrl.rewards.scores import ScoredCompletions
+from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
 from tests.support.trials import ppo_config
 

@@ -18,7 +18,7 @@ from safetensors.numpy import load
 
 from slurmrl.data.ledger import StoredGroup
 from slurmrl.errors import EnvironmentFailure, SampleFileError
-from slurmrl.rewards.scores import ScoredCompletions
+from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rollouts.completions import Completions
 from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.sample_files import (

@@ -15,8 +15,7 @@ from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
 from slurmrl.rollouts.environments import GuessNumber, ToolCalls
 from slurmrl.rollouts.episodes import make_episode
 from slurmrl.rollouts.tools import Tools, make_tools
-from slurmrl.rollouts.tools.calculator import Calculator
-from slurmrl.rollouts.tools.python import PythonTool
+from slurmrl.rollouts.tools.shipped import Calculator, PythonTool
 
 T = TypeVar("T")
 OWN = "tests.support.own_episodes"

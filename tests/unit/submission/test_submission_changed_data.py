@@ -10,8 +10,8 @@ import pytest
 
 from slurmrl.data.prepared import VERSION
 from slurmrl.data.source_files import fingerprint_of, state_of
-from slurmrl.desk import changed_data as changed
-from slurmrl.desk.changed_data import changed_data
+from slurmrl.desk import content_checks as changed
+from slurmrl.desk.content_checks import changed_data
 from slurmrl.desk.trial_checks import Finding, Weight
 from slurmrl.plan.settings import load_settings
 from slurmrl.run.history.slots import Kind

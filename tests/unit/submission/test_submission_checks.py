@@ -576,7 +576,7 @@ def test_doctor_reports_the_same_problems_as_submit(
 
 OWN_ALGORITHM = """
 from slurmrl.algorithms.base import Interface
-from slurmrl.algorithms.sft_schema import SFT
+from slurmrl.algorithms.supervised_schema import SFT
 from dataclasses import replace
 
 

@@ -449,7 +449,7 @@ def test_trial_of_an_older_version_has_one_snapshot(tmp_path: Path) -> None:
 
 
 ALGORITHM = """
-from slurmrl.algorithms.sft_schema import SFT
+from slurmrl.algorithms.supervised_schema import SFT
 
 
 class Mine(SFT):

@@ -20,10 +20,10 @@ from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.calls import explain
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
-from slurmrl.rewards.scores import ScoredCompletions
+from slurmrl.rewards.base import ScoredCompletions
 from slurmrl.rollouts.sample_files import SampleWriter
 from slurmrl.run.paths import RunPaths
 from slurmrl.tensors.checkpoint.tensors import SavedFile

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slurmrl.config.schema import Cluster
-from slurmrl.desk import hardware_profiling
+from slurmrl.desk import measured_profile
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest
@@ -81,7 +81,7 @@ def test_cause_of_another_host_is_reported_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = GroupRequest(name="profile", hosts=2)
-    job = hardware_profiling.ProfileJob(
+    job = measured_profile.ProfileJob(
         RunPaths(tmp_path), "slurm", Cluster(), group, 1.0, lambda text: None
     )
     answers = {
@@ -90,6 +90,6 @@ def test_cause_of_another_host_is_reported_first(
     }
     monkeypatch.setattr(job, "ended", lambda: (None, ""))
     monkeypatch.setattr(job, "answers", lambda: answers)
-    monkeypatch.setattr(hardware_profiling, "clear_away", lambda jobs: None)
+    monkeypatch.setattr(measured_profile, "clear_away", lambda jobs: None)
     with pytest.raises(EnvironmentFailure, match="host n1: rank 1 ended with -9: killed"):
         job.points()

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
-from slurmrl.algorithms.distill_schema import Distill
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout_calls import as_sample
 from slurmrl.algorithms.rule_reward import RuleRewardInterface
+from slurmrl.algorithms.supervised_schema import Distill
 from slurmrl.config.schema import Config, Dataset, Model, Reward, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer

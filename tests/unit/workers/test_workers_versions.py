@@ -16,7 +16,7 @@ import pytest
 
 from slurmrl.config.schema import Publish
 from slurmrl.engines.base import Engine
-from slurmrl.engines.versions import OwnedTensors
+from slurmrl.engines.host import OwnedTensors
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.run.history.state import Lineage

@@ -1,10 +1,16 @@
-"""Runs the policy's Python programs in sandboxes, as the reward `code` does."""
+"""The tools that come with slurmrl: a calculator, and Python in a sandbox.
+
+The calculator does not use Python's `eval`. Programs run in sandboxes, as in the reward `code`.
+"""
 
 from __future__ import annotations
 
+import ast
+import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from math import isfinite
 from queue import SimpleQueue
 from typing import Final
 
@@ -12,6 +18,82 @@ from slurmrl.errors import UsageError
 from slurmrl.rewards.code import Namespaces, check_isolation, check_limits, sandbox_program
 from slurmrl.rewards.process_pool import ProcessPool, Unanswered
 from slurmrl.rollouts.tools import Job
+
+Number = int | float
+MOST_CHARACTERS: Final = 200
+MOST_BITS: Final = 512
+"""Maximum size of an integer, intermediate results included."""
+OPERATORS: Final[dict[type[ast.operator], Callable[[Number, Number], Number]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+SIGNS: Final[dict[type[ast.unaryop], Callable[[Number], Number]]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+class Calculator:
+    """``+ - * / // % **`` and parentheses on integers and decimal numbers."""
+
+    async def __call__(self, expression: str) -> str:
+        """Compute an arithmetic expression.
+
+        Args:
+            expression: Numbers with + - * / // % ** and parentheses.
+
+        Raises:
+            UsageError: anything but such an expression, or a result that is too large.
+        """  # `ToolSchemas` describes the tool with this text
+        if not isinstance(expression, str) or len(expression) > MOST_CHARACTERS:
+            raise UsageError(f"an expression is a string of up to {MOST_CHARACTERS} characters")
+        try:
+            tree = ast.parse(expression.strip(), mode="eval")
+            value = _value(tree.body)
+        except ZeroDivisionError as error:
+            raise UsageError("division by zero") from error
+        except (OverflowError, RecursionError, MemoryError) as error:
+            raise UsageError("the result is too large") from error
+        except (SyntaxError, ValueError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"{expression!r} is not an expression") from error
+        return _text(value)
+
+
+def _value(node: ast.expr) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return _bounded(value)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            base, second = _value(left), _value(right)
+            if isinstance(op, ast.Pow) and abs(second) * int(base).bit_length() > MOST_BITS:
+                raise UsageError("the result is too large")
+            return _bounded(OPERATORS[type(op)](base, second))
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in SIGNS:
+            return SIGNS[type(sign)](_value(operand))
+    raise UsageError(f"{ast.unparse(node)[:50]!r} is not arithmetic on numbers")
+
+
+def _bounded(value: Number) -> Number:
+    if isinstance(value, complex) or (isinstance(value, float) and not isfinite(value)):
+        raise UsageError("the result is not a real number")
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise UsageError("the result is too large")
+    return value
+
+
+def _text(value: Number) -> str:
+    """Format a number: without a zero fraction, with up to 12 significant digits."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
+
 
 GRACE_S: Final = 10.0
 """Seconds that a sandbox may take to answer after the time limit of a program."""
