@@ -107,7 +107,7 @@ class AlgorithmSchema(Section, ABC):
     def why_unused(self, role: str) -> str:
         """Return why these settings do not use a model, and which setting does, for a message."""
         if role == REWARD_MODEL:
-            return "only a reward named 'model' that judges completions uses it"
+            return "only a reward named 'model' that scores completions uses it"
         return f"algorithm {getattr(self, 'name', type(self).__name__)} does not use this model"
 
     @abstractmethod

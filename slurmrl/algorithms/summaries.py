@@ -285,7 +285,7 @@ def _estimate(scores: Sequence[Record], name: str, measure: Measure) -> Estimate
                 if not -ROUNDING <= value <= 1.0 + ROUNDING and not math.isnan(value):
                     raise UsageError(
                         f"the score '{name}' of item {score.get('id')!r} is {value:g}: a rate "
-                        "must be between 0 and 1; measure other numbers by Measure.MEAN"
+                        "must be between 0 and 1; use Measure.MEAN for other numbers"
                     )
             return rate(values)
     losses = [-logprob for logprob in values]

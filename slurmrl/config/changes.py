@@ -221,7 +221,7 @@ def consequences(old: Config, new: Config) -> list[str]:
     if not changed:
         return []
     shown = [f"{change.key}: {change.before} -> {change.now}" for change in changed]
-    lost = ["sums have another order"]
+    lost = ["sums are computed in another order"]
     if _ranks(old) != _ranks(new):
         lost.append("each rank's random state is reseeded from the step and the rank")
     return [

@@ -123,11 +123,11 @@ def _opened(base: Path, image: ImageValue) -> Image:
     try:
         content = b"" if isinstance(image, str) else b64decode(image[CONTENT], validate=True)
     except ValueError as error:
-        raise ImageError(f"('{name}') has '{CONTENT}' that are not base64 text") from error
-    most = f"the most are {LARGEST_PIXELS}"
+        raise ImageError(f"('{name}') has a value of '{CONTENT}' that is not base64") from error
+    most = f"at most {LARGEST_PIXELS} are allowed"
     try:
         if (size := len(content) if path is None else path.stat().st_size) > LARGEST_FILE:
-            limit = f"the largest file may have {LARGEST_FILE >> 20} MiB"
+            limit = f"at most {LARGEST_FILE >> 20} MiB are allowed"
             raise ImageError(f"('{name}') has {size / 2**20:.0f} MiB; {limit}")
         opened: Image = pillow.open(BytesIO(content) if path is None else path)
     except (ImageError, MemoryError):

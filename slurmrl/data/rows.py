@@ -250,8 +250,8 @@ class Remarks:
         assert chat is not None, "checked by the caller"
         if self._config.kind != "prompt" and not chat.trains_end:
             message = (
-                "the chat template ends a turn with no special token of the tokenizer, so the "
-                "model does not learn to stop; use a template that writes one "
+                "the chat template does not end a turn with a special token of the tokenizer, so "
+                "the model does not learn to stop; use a template that writes one "
                 "(dataset.chat_template: FILE), or add the token to the tokenizer"
             )
             if tokens := chat.turn_end.tokens:
@@ -264,8 +264,8 @@ class Remarks:
         if chat.uses(DATE):
             yield Remark(
                 "chat_template",
-                f"the chat template writes the date ({DATE}): a trial of another day has other "
-                "prompts; compare trials with a template that writes a fixed date",
+                f"the chat template writes the date ({DATE}), so prompts differ from day to day; "
+                "to compare trials, use a template with a fixed date",
                 warning=False,
             )
 

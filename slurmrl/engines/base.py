@@ -223,7 +223,7 @@ class TrainEngine(Engine):
 
         Raises UsageError if it has none.
         """
-        raise UsageError(f"{self.role} has no adapters, so it is not its own reference")
+        raise UsageError(f"{self.role} has no adapters, so it cannot be its own reference")
 
     @abstractmethod
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:

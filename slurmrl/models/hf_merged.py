@@ -96,9 +96,8 @@ class MergedFolder:
         found = file_fingerprint(self._folder)
         if found != fingerprint:
             raise UsageError(
-                f"{self._folder.folder} holds other weights than when the adapters were trained: "
-                f"their fingerprint is {found} now and was {fingerprint}. Put the folder back as "
-                "it was"
+                f"the weights in {self._folder.folder} have changed since the adapters were "
+                f"trained: their fingerprint was {fingerprint} and is {found}. Restore the folder"
             )
 
 

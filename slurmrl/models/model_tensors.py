@@ -380,9 +380,8 @@ class MergedCheckpoint:
         found = self._fingerprint(dtype)
         if found != fingerprint:
             raise UsageError(
-                f"{self._frozen.folder} holds other weights than when the adapters were trained: "
-                f"their fingerprint is {found} now and was {fingerprint}. Put the folder back as "
-                "it was"
+                f"the weights in {self._frozen.folder} have changed since the adapters were "
+                f"trained: their fingerprint was {fingerprint} and is {found}. Restore the folder"
             )
 
     def _fingerprint(self, dtype: str) -> str:

@@ -85,7 +85,7 @@ class Completions:
         total = self.rewards[self._last_written] + (nan if number is None else number)
         if not abs(total) <= FLOAT32_MAX:
             raise UsageError(
-                f"reward {shown(value)}: what a turn earns must be a finite number ({LIMITS})"
+                f"reward {shown(value)}: the reward of a turn must be a finite number ({LIMITS})"
             )
         self.rewards[self._last_written] = total
 

@@ -165,8 +165,8 @@ class VerifiersEpisode:
         if not hasattr(verifiers, "load_environment"):
             found = getattr(verifiers, "__version__", "this version")
             raise UsageError(
-                f"verifiers {found} is not supported: it runs environments in processes of their "
-                f"own, with an HTTP server; use 0.1: {HINT}"
+                f"verifiers {found} is not supported: it runs environments in separate "
+                f"processes with an HTTP server; use 0.1: {HINT}"
             )
         try:
             self._environment: Any = verifiers.load_environment(environment, **(args or {}))

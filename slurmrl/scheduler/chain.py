@@ -277,7 +277,7 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
     start = f"{env.JOB_ID.get()}.{link.restart}"
     if all(JobTag.of(record.data).start != start for record in begins):
-        return "nothing began in this job, so it is not requeued"
+        return "no incarnation began in this job, so it is not requeued"
     row = scheduler.row_of(link.element)
     if row is not None and row.raw != "RUNNING":
         return f"{link.element} is being ended by Slurm or its user, so it is not requeued"

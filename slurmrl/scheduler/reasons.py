@@ -21,7 +21,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
     "Resources": ("it is next, but the hosts it needs are busy", _WAIT),
     "Dependency": ("it waits for the previous job to end", _WAIT),
     "DependencyNeverSatisfied": (
-        "the job it waits for ended in a way that never lets it start",
+        "its dependency can no longer be met, so it never starts",
         "cancel it and resume the trial",
     ),
     "JobArrayTaskLimit": ("it waits for the previous link to end", _WAIT),
@@ -93,7 +93,7 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
     "MaxPoweredUpNodes": ("the cluster may not power up more hosts at the moment", _WAIT),
     "NvidiaImexChannels": ("the channels between hosts that its GPUs need are all in use", _WAIT),
     "MpiPortsBusy": ("the ports that Slurm reserves for MPI are all in use", _WAIT),
-    "FedJobLock": ("the federation of clusters decides who runs it", _WAIT),
+    "FedJobLock": ("the federation decides which cluster runs it", _WAIT),
     "BurstBufferResources": ("the burst buffer is full", _WAIT),
     "BurstBufferStageIn": ("files are being staged in", _WAIT),
     "BurstBufferOperation": ("the burst buffer failed", _ADMIN),

@@ -247,7 +247,7 @@ def _no_rollouts(status: Status) -> Iterator[StatusFinding]:
     if any(task["host"] and task["state"] != "leaving" for task in rollouts["tasks"]):
         return
     if rollouts["wanted"] == 0:
-        text = f"generation is paused; to go on: slurmrl scale {status['trial']} N"
+        text = f"generation is paused; to continue: slurmrl scale {status['trial']} N"
         yield StatusFinding("rollouts", text)
         return
     waiting = {

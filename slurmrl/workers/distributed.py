@@ -177,7 +177,7 @@ class RunStore(Store):
 
 
 def _retry(what: str, action: Callable[[], T]) -> T:
-    return retry(f"{what} what the ranks tell each other", action, timeout_s=READ_S)
+    return retry(f"{what} the files in which ranks exchange addresses", action, timeout_s=READ_S)
 
 
 def _file_name(key: str) -> str:

@@ -205,7 +205,7 @@ class ServedContract:
                 await speaker.close()
 
         for size in (VOCABULARY - 1, VOCABULARY + 1):
-            message = f"does not have a vocabulary of {size} token ids"
+            message = f"must have {size} token ids"
             with pytest.raises(UsageError, match=message):
                 served.loop.run(connect(size))
 

@@ -183,7 +183,7 @@ def test_job_requeues_itself(scheduler: SlurmScheduler, tmp_path: Path) -> None:
         log = request.run.batch_log("trainer", f"slurm-{element}").read_text().splitlines()
         assert [line for line in log if line[:1].isdigit()] == [
             f"0 {element} was requeued",
-            "1 nothing began in this job, so it is not requeued",
+            "1 no incarnation began in this job, so it is not requeued",
         ]
         (task,) = scheduler.query(jobs)
         assert (task.state, task.restarts) == (JobState.COMPLETED, 1)

@@ -235,9 +235,9 @@ class PolicyGradient(
         """Return settings of different sections that exclude each other."""
         limit = config.rollout.most_written
         if self.overlong_buffer is not None and self.overlong_buffer > limit:
-            whole = "what the policy may write in an episode"
+            whole = "the tokens that the policy may write in an episode"
             whole = whole if config.rollout.episode.has_turns else "rollout.max_new_tokens"
-            message = f"{self.overlong_buffer} is not allowed: it is a part of {whole}, {limit}"
+            message = f"{self.overlong_buffer} is not allowed: it exceeds {whole} ({limit})"
             yield ("algorithm", "overlong_buffer"), message
         if self.n_minibatches > self.batch_size:
             message = (

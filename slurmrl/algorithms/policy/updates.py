@@ -97,8 +97,8 @@ def run_updates(
             break
     if not results and engine.context.rank == 0:
         logger.warning(
-            "step %d makes no update of the %s: no token of its batch is in the loss (with "
-            "algorithm.mask_truncated, completions without a stop token are not)",
+            "step %d makes no update of the %s: no token of its batch is in the loss "
+            "(algorithm.mask_truncated excludes completions without a stop token)",
             *(context.step, engine.role),
         )
     means = _summary(results, sizes)

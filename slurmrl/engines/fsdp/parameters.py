@@ -169,9 +169,9 @@ def load(
     checkpoint.check(layout.tensors)
     if None not in (checkpoint.frozen, frozen) and checkpoint.frozen != frozen:
         raise UsageError(
-            f"{role}.path holds other weights than when the adapters in {directory} were trained: "
-            f"their fingerprint is {frozen} now and was {checkpoint.frozen}. Put the folder back "
-            "as it was and resume the trial, or begin a new one"
+            f"the weights in {role}.path have changed since the adapters in {directory} were "
+            f"trained: their fingerprint was {checkpoint.frozen} and is {frozen}. Restore the "
+            "folder and resume the trial, or submit a new trial"
         )
     for shard in layout.held_by(rank):
         fill_saved(tensors[shard.name], checkpoint, shard.name, shard.box)

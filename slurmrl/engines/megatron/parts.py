@@ -326,7 +326,7 @@ def misfits(
         if number % size:
             yield f"{spelled} does not divide {what} {number}"
     if moe is not None and place.tp > 1 and trains_whole:
-        yield f"experts are trained on t{place.tp} with sequence parallelism only"
+        yield f"on t{place.tp}, experts can be trained only with sequence parallelism"
     if vocabulary // place.tp * (place.tp - 1) >= config.vocab_size:
         yield f"t{place.tp} leaves a rank without a token of the vocabulary of {config.vocab_size}"
 
@@ -355,8 +355,8 @@ def check(config: ModelConfig) -> None:
         )
     elif config.o_bias != config.mlp_bias or (config.o_bias and not config.qkv_bias):
         problems.append(
-            "megatron-core supports biases in all matrices, or only in those of queries, keys and "
-            "values"
+            "megatron-core supports biases in all matrices, or only in the matrices of queries, "
+            "keys and values"
         )
     if moe and config.o_bias:
         problems.append("megatron-core does not support experts in a model with attention_bias")

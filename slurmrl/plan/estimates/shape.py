@@ -239,7 +239,7 @@ def read(values: Mapping[str, Any]) -> ModelShape | None:
 def vllm_on_cpus(shape: ModelShape) -> str:
     """Return why vLLM on CPUs cannot serve a model to which a run gives weights; or ""."""
     if shape.experts:
-        return "vLLM on CPUs takes no new weights from files for models with experts"
+        return "vLLM on CPUs cannot load new weights of a model with experts from files"
     if shape.head_dim < LEAST_HEAD:
         return (
             f"vLLM on CPUs needs attention heads of at least {LEAST_HEAD} dimensions, and the "

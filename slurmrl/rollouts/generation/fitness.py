@@ -78,8 +78,8 @@ class ServedModel:
         """
         if not await knows(self.vocabulary - 1) or await knows(self.vocabulary):
             raise UsageError(
-                f"{where}: the server's model does not have a vocabulary of {self.vocabulary} "
-                "token ids, as the weights have"
+                f"{where}: the vocabulary of the server's model must have {self.vocabulary} token "
+                "ids, as the weights have"
             )
 
 
@@ -152,7 +152,7 @@ async def _examine_vllm(where: str, get: Get, needs: ServedModel) -> FitServer:
         server = await get("/server_info?config_format=json")
     except UsageError as error:
         raise UsageError(
-            f"{where} does not offer updates of weights: start it with VLLM_SERVER_DEV_MODE=1 "
+            f"{where} does not allow updates of weights: start it with VLLM_SERVER_DEV_MODE=1 "
             f"({error})"
         ) from error
     _check_version(where, "vllm", version)
@@ -161,8 +161,8 @@ async def _examine_vllm(where: str, get: Get, needs: ServedModel) -> FitServer:
     mode = field_of(where, model, "logprobs_mode")
     if mode != "processed_logprobs":
         raise UsageError(
-            f"{where}: --logprobs-mode is {mode}, so log-probabilities are not those of the "
-            f"sampled distribution; start the server with {' '.join(VLLM_FLAGS)}"
+            f"{where}: --logprobs-mode is {mode}, so it does not report log-probabilities of "
+            f"the sampled distribution; start the server with {' '.join(VLLM_FLAGS)}"
         )
     listed = field_of(where, await get("/v1/models"), "data")
     if not isinstance(listed, list) or not listed:
@@ -187,8 +187,8 @@ def _check_vllm_reads(where: str, server: object, needs: ServedModel) -> None:
         raise UsageError(f"{where}: {reason}: use native or sglang")
     if needs.shape.tied:
         raise UsageError(
-            f"{where}: vLLM on CPUs takes no new weights from files for models with "
-            "tie_word_embeddings: use native or sglang"
+            f"{where}: vLLM on CPUs cannot load new weights of a model with "
+            "tie_word_embeddings from files: use native or sglang"
         )
 
 

@@ -134,8 +134,8 @@ def read_reply(
         len(logprobs) == len(versions) == len(tokens)
     ):
         raise RunFailedError(
-            f"{where}: {len(tokens)} tokens came with {len(logprobs)} log-probabilities and "
-            f"{len(versions)} weight versions, or with those of other tokens"
+            f"{where}: the log-probabilities ({len(logprobs)}) or weight versions "
+            f"({len(versions)}) of the answer do not belong to its {len(tokens)} tokens"
         )
     support = None
     if options.support:
@@ -170,8 +170,8 @@ def _support(where: str, tokens: list[int], masks: list[list[int]]) -> SampledSu
     """Parse the sampling masks that a server reports, most likely tokens first."""
     if len(masks) != len(tokens) or not all(map(contains, masks, tokens)):
         raise RunFailedError(
-            f"{where}: {len(tokens)} tokens came with {len(masks)} sampling masks, or with one "
-            "that does not have its token"
+            f"{where}: the sampling masks ({len(masks)}) of the answer do not belong to its "
+            f"{len(tokens)} tokens"
         )
     support = SampledSupport()
     for mask in masks:
@@ -322,7 +322,10 @@ class PiecewiseSampling:
         read = self.sampling.options.experts and finish != "aborted"
         experts = pieces[-1].experts if read else None
         if read and experts is None:
-            raise RunFailedError(f"{self.sampling.name}: the server aborted it without its experts")
+            raise RunFailedError(
+                f"{self.sampling.name}: the server aborted the request and did not report its "
+                "experts"
+            )
         return Completion(
             tokens=self.tokens,
             logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),

@@ -153,8 +153,8 @@ def read_reply(where: str, reply: object) -> Completion:
     ]
     if tokens != [entry.token_id for entry in content] or len(versions) != len(tokens):
         raise RunFailedError(
-            f"{where}: {len(tokens)} tokens came with {len(content)} log-probabilities and "
-            f"{len(versions)} weight versions, or with those of other tokens"
+            f"{where}: the log-probabilities ({len(content)}) or weight versions "
+            f"({len(versions)}) of the answer do not belong to its {len(tokens)} tokens"
         )
     return Completion(
         tokens=tuple(tokens),

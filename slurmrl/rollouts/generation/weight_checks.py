@@ -245,7 +245,7 @@ class WeightChecks:
         if name is not None:
             self.types.add(name)
         if stored is not None and name not in (None, stored):
-            self.tell(where, f"it computes in {name}, training in {stored} (actor.dtype)")
+            self.tell(where, f"it computes in {name}, but training in {stored} (actor.dtype)")
         return digest if isinstance(digest, str) else in_type(digest, stored, server)
 
     def began(self, where: str) -> bool:
@@ -345,7 +345,7 @@ class WeightChecks:
             self.tell(
                 where,
                 f"{len(names)} of its {count} parameters cannot be compared with the files of a "
-                f"version, because it holds them in another form: {some}"
+                f"version, because it stores them in another form: {some}"
                 f"{', …' * (len(names) > SHOWN)}",
             )
 
@@ -365,8 +365,8 @@ class WeightChecks:
         before = self._before.get(where)
         if before is not None and before[0] == version and before[1] != held:
             raise RunFailedError(
-                f"{where}: its weights of version {version} differ from those that it held before "
-                "it was started again"
+                f"{where}: its weights of version {version} differ from its weights of that "
+                "version before it was started again"
             )
         self._before[where] = version, held
 
@@ -466,7 +466,7 @@ def _check_head(where: str, version: WeightVersion, held: Iterable[Held]) -> Non
     assert version.folder is not None, "a server loads it from there"
     if names and not names & open_folder(version.folder).specs().keys():
         raise UsageError(
-            f"{where}: it does not tie the output layer ({min(names)}) to the embedding, as the "
-            "model does (tie_word_embeddings), and the weights have no such tensor: use another "
-            "rollout.backend"
+            f"{where}: it needs the output layer as a separate tensor ({min(names)}), which the "
+            "weights lack, because the model ties the layer to the embedding "
+            "(tie_word_embeddings): use another rollout.backend"
         )

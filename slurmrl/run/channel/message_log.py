@@ -101,7 +101,7 @@ TAIL_BYTES = 256 << 20
 LOOK_AGAIN_EVERY = 16
 """Number of reads of a missing file after which its directory is listed: an NFS client may report a
 file as missing until it notices that the directory has changed."""
-ANOTHER = "the next start makes another"
+ANOTHER = "the next start creates a new log"
 """Remedy for a log that something else has replaced."""
 OWN = "$log"
 """Key of the log's internal frames."""

@@ -271,9 +271,9 @@ def apply_delta(stored: bytes | memoryview, bits: Array, item_bytes: int) -> Non
                 _fill(reader, planes)
                 block.view(_word(item_bytes))[...] ^= _joined(planes, item_bytes)
             if reader.read(1):
-                raise WeightVersionError("a difference is longer than its tensor")
+                raise WeightVersionError("a delta is longer than its tensor")
     except zstandard.ZstdError as error:
-        raise WeightVersionError(f"a difference cannot be decompressed: {error}") from error
+        raise WeightVersionError(f"a delta cannot be decompressed: {error}") from error
 
 
 def _split(block: Array, item_bytes: int) -> Array:
@@ -308,5 +308,5 @@ def _fill(reader: zstandard.ZstdDecompressionReader, target: Array) -> None:
     while view:
         count = reader.readinto(view)
         if not count:
-            raise WeightVersionError("a difference is shorter than its tensor")
+            raise WeightVersionError("a delta is shorter than its tensor")
         view = view[count:]

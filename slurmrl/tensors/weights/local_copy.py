@@ -217,7 +217,7 @@ class LocalCopy:
         with VersionFiles(self._versions, patient=patient, calls=self._calls) as files:
             chain = files.chain(version, None if held is None else held.id)
             if whole and chain[-1].base is not None:
-                raise WeightVersionError(f"version {version} is stored as a difference")
+                raise WeightVersionError(f"version {version} is stored as a delta")
             folder = self._folder / f"{version}-{uuid.uuid4().hex[:8]}"
             try:
                 saved = self._write(folder, files, chain, held)
@@ -430,13 +430,15 @@ def resolved(
         first, layers = layers[whole[-1]], layers[whole[-1] + 1 :]
         bits, found = files.stored(*first), first[1].checksum
     elif held is None:
-        raise WeightVersionError(f"'{name}' is in no whole version of {_named(chain)}")
+        raise WeightVersionError(f"'{name}' is complete in no version of {_named(chain)}")
     else:
         bits = held(name).copy()
         found = digest(bits.data)
     for version, tensor in layers:
         if bits.size != tensor.spec.bytes:
-            raise WeightVersionError(f"'{name}' of version {version} has another size than before")
+            raise WeightVersionError(
+                f"'{name}' of version {version} has another size than in its base"
+            )
         if tensor.encoding == DELTA:
             apply_delta(files.stored(version, tensor).data, bits, ITEM_BYTES[tensor.dtype])
             found = digest(bits.data)

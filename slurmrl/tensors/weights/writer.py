@@ -194,7 +194,7 @@ def publish(
 
     Raises WeightVersionError if the parts do not fit together or to the base, EnvironmentFailure.
     """
-    assert folder.name == version.name, f"{folder} is not that of version {version}"
+    assert folder.name == version.name, f"{folder} is not the folder of version {version}"
     ordered = sorted(parts, key=lambda part: part.part)
     tensors = [tensor for part in ordered for tensor in part.tensors]
     frozen = {part.frozen for part in ordered}
@@ -236,6 +236,6 @@ def _check_base(manifest: VersionManifest, base: VersionManifest) -> None:
     for tensor in manifest.tensors:
         if tensor.encoding != RAW and known.get(tensor.name) != tensor.spec:
             raise WeightVersionError(
-                f"'{tensor.name}' of version {manifest.id} differs in shape or type from that of "
+                f"the shape or type of '{tensor.name}' differs between version {manifest.id} and "
                 f"its base {base.id}"
             )

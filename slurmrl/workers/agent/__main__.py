@@ -144,13 +144,13 @@ class Agent:
             logger.error("%s", error)
             return FAILED
         if superseded:
-            logger.info("the newest incarnation belongs to another job; this one ends")
+            logger.info("the newest incarnation belongs to another job, so this job ends")
             return OK
         if failed is not None and failed.final and self._unborn:
             end_as_failed(self.host.paths, self.host.submission, failed.reason)
             return FAILED
         if self.host.warnings.received:
-            logger.info("this job will end soon: no further incarnation is formed")
+            logger.info("this job will end soon, so it forms no further incarnation")
             return FAILED
         ends = [failure.cause for failure in (failed, first) if failure is not None]
         if self._without or any(cause in HOST_LOSSES for cause in ends):

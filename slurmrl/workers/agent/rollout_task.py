@@ -121,8 +121,12 @@ class RolloutTask:
         seen = self._retry("look for trainers", self._seen_before)
         if seen is None or self._trainers.beat_since(seen):
             return False
-        logger.info("nothing to do: the trainers were gone when an earlier task ended")
-        host.events.write("retire", reason="the trainers have been gone for longer", within_s=0.0)
+        logger.info(
+            "nothing to do: the trainers have not returned since an earlier task waited for them"
+        )
+        host.events.write(
+            "retire", reason="an earlier task has already waited for the trainers", within_s=0.0
+        )
         return True
 
     def _seen_before(self) -> Orphaned | None:
@@ -186,7 +190,9 @@ class RolloutTask:
         try:
             demand.write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
         except EnvironmentFailure as error:
-            logger.warning("later tasks will wait for the trainers as well: %s", error)
+            logger.warning(
+                "cannot record that the trainers are gone, so later tasks will wait too: %s", error
+            )
 
     def _look_at_folder(self) -> None:
         """When due, raise if the directory of this attempt or a log in it was removed or replaced.
@@ -243,7 +249,7 @@ class RolloutTask:
         if deadline >= self._deadline:
             return
         self._told = True
-        logger.info("the workers are to exit within %.0f s: %s", within_s, reason)
+        logger.info("the workers must exit within %.0f s: %s", within_s, reason)
         self.host.events.write("retire", reason=reason, within_s=within_s)
         self.host.children.broadcast(Retire(reason=reason, within_s=within_s))
         self._expect_exit(deadline)
@@ -254,7 +260,7 @@ class RolloutTask:
 
     def _keep_deadline(self) -> None:
         if self._clock() >= self._deadline:
-            raise WaitTimeoutError("its workers have not exited in time and are killed")
+            raise WaitTimeoutError("its workers did not exit in time and are killed")
 
     def fail(self, error: SlurmrlError) -> Failure:
         """Record a failure of this task, with the stacks of its workers if they hang.

@@ -41,7 +41,7 @@ HELD = "Tt"
 BLOCKED = "D"
 STATES = {
     "T": "it is stopped (SIGSTOP)",
-    "t": "a debugger holds it",
+    "t": "a debugger has stopped it",
     BLOCKED: "it is blocked in the kernel (a file system or a device does not answer)",
     "S": "it waits outside of Python, with signals blocked",
     "R": "it runs outside of Python, with signals blocked",
@@ -142,7 +142,7 @@ def _py_spy(pid: int, state: str, deadline: float) -> str:
         except OSError as error:
             return f"({PY_SPY}: {error})\n"
         if done.code is None:
-            return f"({PY_SPY} did not end in time)\n"
+            return f"({PY_SPY} did not finish in time)\n"
         if done.code == 0:
             return SEEN + done.output.decode(errors="replace")
         failed = done.errors.partition("\n")[0]

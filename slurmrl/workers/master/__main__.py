@@ -295,10 +295,10 @@ def explain_limit(paths: RunPaths, config: Config, ending: Ending) -> str:
         came = f"starting and loading took {ready_s:.0f} s, and {_finished(paths)}"
     limit = f"cluster.slurm.time ({slurm.time})" if slurm.time else "cluster.slurm.time"
     return (
-        f"{came}. One step must fit between loading and the warning, and one more with its commit "
-        f"into the {slurm.signal_lead_s} s between the warning and the limit: raise {limit} or "
-        "cluster.slurm.signal_lead_s, commit more often (checkpoint.every_steps), or make steps "
-        "shorter"
+        f"{came}. A job needs time for one step between loading and Slurm's warning, and for "
+        f"another step and its commit between the warning and the limit ({slurm.signal_lead_s} s). "
+        f"Raise {limit} or cluster.slurm.signal_lead_s, commit more often "
+        "(checkpoint.every_steps), or make steps shorter"
     )
 
 
@@ -318,7 +318,7 @@ def main() -> int:
     parser.add_argument("--submission", type=int, required=True)
     parser.add_argument("--job", required=True, help="the job that this incarnation runs in")
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
-    parser.add_argument(PULSE_OPTION, type=float, required=True, help="between signs of life")
+    parser.add_argument(PULSE_OPTION, type=float, required=True, help="seconds between pulses")
     parser.add_argument(STACKS_OPTION, type=int, required=True)
     options = parser.parse_args()
     write_stacks_on_signal(options.stacks_fd)

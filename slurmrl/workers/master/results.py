@@ -305,14 +305,15 @@ class UnscoredSteps:
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step.
 
-        :raises RewardError: there are `MOST_STEPS` such steps, or a step has no score at all.
+        :raises RewardError: there are `MOST_STEPS` such steps.
         """
         share = metrics.get(UNSCORED, 0.0)
         self._steps = self._steps + 1 if share > MOST_SHARE else 0
         if self._steps >= MOST_STEPS:
             raise RewardError(
                 f"the reward gave no score to {share:.0%} of the completions of this step, and to "
-                f"most of those of the {MOST_STEPS - 1} before; the workers' logs say why. "
+                f"most completions of the {MOST_STEPS - 1} steps before it; the workers' logs say "
+                "why. "
                 "Completions without a score are not trained on: fix the reward or its "
                 "dependencies, or give such completions a score (reward.pool.unjudged_score)"
             )

@@ -277,7 +277,7 @@ class RolloutTasks:
             return "for a rollout task that holds usable weights"
         sound = sum(one in self._checks.sound for one in self._ledger.finished)
         if sound >= self._wanted:
-            return "for groups that no later step can train"
+            return "for unfinished groups that would be too stale for any later step"
         return f"for groups of rollout tasks: {sound} of {self._wanted}"
 
     @property

@@ -350,7 +350,7 @@ class TaskBell:
                 await asyncio.sleep(self._spread_s * self._random.uniform(0.5, 1.0))
 
     def _hear(self) -> None:
-        assert self._bell is not None, "it is listened to"
+        assert self._bell is not None, "only a socket that exists is registered"
         sources = self._bell.hear().sources
         if self._master is None or self._master.source not in sources or self._late is not None:
             return

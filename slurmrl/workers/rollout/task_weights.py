@@ -143,7 +143,9 @@ class TaskWeights:
         if copied.frozen is None:
             self._link(copied, folder)
         elif self._merging is None:
-            raise WeightVersionError(f"version {copied.id} holds adapters, and actor.lora is unset")
+            raise WeightVersionError(
+                f"version {copied.id} holds adapters, but actor.lora is not set"
+            )
         else:
             self._merging.write(copied, folder)
         write_json(folder / CONFIG_FILE, self._config, self._calls)
@@ -204,7 +206,7 @@ class MergingHost:
         with_adapters = version.open()
         found = {name: (spec.shape, spec.dtype) for name, spec in with_adapters.specs.items()}
         if found != {name: (shape, "float32") for name, shape in self._trained.items()}:
-            raise WeightVersionError(f"version {version.id} holds other adapters than actor.lora")
+            raise WeightVersionError(f"adapters in version {version.id} do not fit actor.lora")
         self._check(version)
         try:
             self._calls.link(self._folder / SHARED, target / SHARED)
@@ -233,8 +235,8 @@ class MergingHost:
             raise UsageError(
                 f"{self._source} does not hold the weights that the trainers read from actor.path: "
                 f"their fingerprint is {self._fingerprint} here and {version.frozen} in weight "
-                f"version {version.id}. The folder has changed since, or this host sees another "
-                "one; nothing was generated with it"
+                f"version {version.id}. The folder was changed, or this host sees a different "
+                "folder; no completion was generated with it"
             )
 
     def _merged(self, frozen: TensorFile, adapters: TensorFile, name: str) -> Array:

@@ -266,13 +266,13 @@ class Rounds:
         if code == 0:
             return "the agents have ended normally"
         if self.warned:
-            return "this job is to end"
+            return "this job will end soon"
         if self._no_agents:
             return self._no_agents
         if self.tasks.spent:
             return "its rollout tasks have failed too often"
         if fruitless >= FRUITLESS_ROUNDS:
-            return f"nothing began in {fruitless} rounds"
+            return f"the last {fruitless} rounds all failed"
         return reason_to_leave(self.paths, self.options.submission)
 
     def _incarnation(self) -> int:

@@ -393,7 +393,7 @@ def checked(result: Any, call: CallPlan, *, leads: bool) -> CallResult:
     keys = () if result.sample is None else result.sample.keys
     if leads and (missing := [key for key in call.outputs if key not in keys]):
         raise UsageError(
-            f"{made} returned a sample without {', '.join(missing)}, which calls() states as "
+            f"{made} returned a sample without {', '.join(missing)}, which calls() declares as "
             f"outputs; it has {', '.join(keys) or 'no keys'}"
         )
     if wrong := [name for name, value in _items(result.stats) if not _is_pair(value)]:

@@ -153,7 +153,7 @@ class Batch:
         if call.name in self._made:
             spread = self._shares.of(call)
             part = spread.part_of(self._rank)
-            assert part is not None, "only a speaker keeps what was made"
+            assert part is not None, "only the first rank of a part keeps outputs"
             places = list(spread.parts[part])
             made = self._made[call.name]
             own = made.item_lengths(COMPLETIONS if COMPLETIONS in made.keys else None)

@@ -140,5 +140,5 @@ def disagreeing(setup: Setup) -> None:
 def test_tensor_ranks_end_if_they_sample_different_tokens(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:disagreeing", setup("llama", {"dp": 1, "tp": 2}))
-    message = "RunFailedError: rank 1 of a model that is split has sampled other tokens"
+    message = "RunFailedError: rank 1 of a split model has sampled other tokens"
     assert str(caught.value).count(message) == 2

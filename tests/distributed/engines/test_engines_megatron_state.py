@@ -234,7 +234,7 @@ def test_frozen_model_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
             {**MOE, "num_experts": 3},
             "e2 does not divide the number of experts 3",
         ),
-        (placed(tp=2), MOE, "experts are trained on t2 with sequence parallelism only"),
+        (placed(tp=2), MOE, "on t2, experts can be trained only with sequence parallelism"),
     ],
 )
 def test_layouts_that_do_not_fit_are_rejected(

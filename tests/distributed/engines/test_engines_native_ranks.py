@@ -329,7 +329,7 @@ READ_WEIGHTS = rollout_module.read_weights
     [
         ("rank 1 exits", ["rank 1: exited with 7", "the model failed"]),
         ("rank 0 exits", ["rank 0: exited with 7", "in receive"]),
-        ("other tokens", ["rank 1 of a model that is split has sampled other tokens"]),
+        ("other tokens", ["rank 1 of a split model has sampled other tokens"]),
         ("weights", ["could not be read .* other ranks of the model", "stale file handle"]),
     ],
 )
@@ -414,7 +414,7 @@ def test_ranks_end_if_they_sample_different_tokens(
     """
     with pytest.raises(RankError) as caught:
         ranks(2, f"{HERE}:disagreeing", LAYOUTS[layout], token)
-    message = "RunFailedError: rank 1 of a model that is split has sampled other tokens"
+    message = "RunFailedError: rank 1 of a split model has sampled other tokens"
     assert str(caught.value).count(message) == 2
 
 

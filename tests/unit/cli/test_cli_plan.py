@@ -361,7 +361,7 @@ HEADS = {
         ({"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4}, "have 16 ("),
         (
             {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 4},
-            "takes no new weights from files for models with experts",
+            "cannot load new weights of a model with experts from files",
         ),
     ],
 )

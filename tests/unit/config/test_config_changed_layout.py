@@ -80,7 +80,7 @@ def test_resume_accepts_a_new_layout_and_reports_its_cost(path: Path) -> None:
 )
 def test_random_states_are_kept_on_the_same_number_of_ranks(path: Path, override: str) -> None:
     *_, lost = consequences(resolved(path), moved(path, override))
-    assert lost == "results are not bit-identical: sums have another order"
+    assert lost == "results are not bit-identical: sums are computed in another order"
 
 
 def test_changed_micro_batches_change_only_the_order_of_sums(path: Path) -> None:
@@ -88,7 +88,7 @@ def test_changed_micro_batches_change_only_the_order_of_sums(path: Path) -> None
     after = resolved(path, "actor.max_tokens_per_microbatch=64")
     assert differences(before, after) == []
     *_, lost = consequences(before, after)
-    assert lost == "results are not bit-identical: sums have another order"
+    assert lost == "results are not bit-identical: sums are computed in another order"
 
 
 def test_unchanged_layout_has_no_consequences(path: Path) -> None:

@@ -176,7 +176,7 @@ def test_unusable_server_is_rejected_with_the_missing_feature(
             {**TIED, "num_attention_heads": 1, "num_key_value_heads": 1},
             "tie_word_embeddings",
         ),
-        (EXPERTS, "models with experts"),
+        (EXPERTS, "of a model with experts"),
         ({"hidden_size": 48}, "heads of at least 32 dimensions, and the actor's have 24"),
     ],
 )

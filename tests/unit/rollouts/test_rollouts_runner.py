@@ -272,8 +272,8 @@ def test_turn_rewards_must_be_finite(
     with caplog.at_level(logging.WARNING):
         outcomes = run(episode, ScriptedEngine(say(4, STOP)), tokenizer, items(2))
     assert sum(outcomes[0].rewards) == 1.5
-    assert "what a turn earns must be a finite number" in outcomes[1].failure
-    assert "what a turn earns must be a finite number" in caplog.text
+    assert "the reward of a turn must be a finite number" in outcomes[1].failure
+    assert "the reward of a turn must be a finite number" in caplog.text
 
 
 @pytest.mark.parametrize("how", WAYS)

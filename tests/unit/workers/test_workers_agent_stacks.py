@@ -79,7 +79,7 @@ def test_c_frames_are_shown_if_the_process_can_be_paused(
 
 
 def test_py_spy_gets_at_most_the_remaining_time(py_spy: None) -> None:
-    assert "did not end in time" in witness._py_spy(1, "S", time.monotonic() - 1)
+    assert "did not finish in time" in witness._py_spy(1, "S", time.monotonic() - 1)
 
 
 @pytest.mark.parametrize(

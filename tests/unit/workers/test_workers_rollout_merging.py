@@ -267,10 +267,10 @@ def test_adapters_with_other_settings_are_rejected(trial: Trial) -> None:
     assert task.newer() is None
     ((version, why),) = task.unreadable
     assert version == FIRST
-    assert "other adapters than actor.lora" in why
+    assert "do not fit actor.lora" in why
     plain = TaskWeights(trial.versions, trial.folder / "plain", {})
     assert plain.newer() is None
-    assert "actor.lora is unset" in plain.unreadable[0][1]
+    assert "actor.lora is not set" in plain.unreadable[0][1]
 
 
 def test_full_versions_of_an_earlier_incarnation_are_served_unchanged(trial: Trial) -> None:

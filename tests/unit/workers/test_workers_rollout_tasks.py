@@ -392,7 +392,9 @@ def test_filtered_step_does_not_overtake_the_longest_groups(beds: Callable[..., 
     bed.look()
     assert bed.train(dull=0) == [0], "the next step can train the other one"
     assert overtake(2) is None
-    assert bed.tasks.waits_for() == "for groups that no later step can train"
+    assert (
+        bed.tasks.waits_for() == "for unfinished groups that would be too stale for any later step"
+    )
     task.finish(1)
     bed.look()
     taken = bed.tasks.take(2, 1, filtered=True)

@@ -32,8 +32,14 @@ PAIRS = "metrics that are not a pair (sum, count) of numbers: "
     ("returned", "message"),
     [
         (sample("rewards"), "SequenceSample, must return a CallResult"),
-        (CallResult(), "a sample without rewards, which calls() states as outputs; it has no keys"),
-        (result({}, "scores"), "a sample without rewards, which calls() states as outputs; it has"),
+        (
+            CallResult(),
+            "a sample without rewards, which calls() declares as outputs; it has no keys",
+        ),
+        (
+            result({}, "scores"),
+            "a sample without rewards, which calls() declares as outputs; it has",
+        ),
         (result({"loss": 0.5}), f"{PAIRS}loss"),
         (result({"loss": (torch.zeros(()), 1.0), "kl": (0.1, 1)}), f"{PAIRS}loss"),
         (result([0.5]), f"{PAIRS}stats"),

@@ -42,9 +42,9 @@ def other_tokens(rank: int, own: tuple[int, int], leader: tuple[int, int]) -> Ru
     ``own`` and ``leader`` are (number of tokens, checksum).
     """
     return RunFailedError(
-        f"rank {rank} of a model that is split has sampled other tokens than its leader "
+        f"rank {rank} of a split model has sampled other tokens than its leader "
         f"({own[0]} and {leader[0]} tokens, checksums {own[1]:08x} and {leader[1]:08x}): "
-        "the ranks' processors must be alike"
+        "all ranks need the same kind of processor"
     )
 
 
@@ -188,7 +188,7 @@ class LeaderBatch(WrappedBatch):
         super().renew(version, stale_cache=stale_cache)
 
     def step(self) -> list[Sequence]:
-        assert self._together, "the other ranks were let go, or a call of the model has failed"
+        assert self._together, "the other ranks were released, or a call of the model has failed"
         self._send("step", self.sampled, self.checksum)
         self._together = False
         ended = super().step()
