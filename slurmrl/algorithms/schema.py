@@ -115,7 +115,7 @@ class AlgorithmSchema(Section, ABC):
         """The calls of one step."""
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        """The calls of one evaluation: completions of held-out prompts, judged."""
+        """The calls of one evaluation: they complete held-out prompts and score completions."""
         return (generate_call(config), *reward_calls(config))
 
     def evaluation_measures(self, config: Config) -> Mapping[str, Measure]:
@@ -255,7 +255,7 @@ def reward_calls(config: Config) -> tuple[Call, ...]:
 
 
 def reward_call(config: Config) -> Call:
-    """A rule judges completions; it needs the metadata of the dataset's items.
+    """Return the call in which rules score completions; it needs the metadata of the items.
 
     The rewards of an episode's turns are part of the reward.
     """

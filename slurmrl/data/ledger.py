@@ -123,7 +123,7 @@ class LedgerRecord:
     an uncommitted step takes are still finished."""
 
     def check(self, where: object) -> None:
-        """Raises CorruptFileError that names ``where`` if the fields contradict each other."""
+        """Raise CorruptFileError that names ``where`` if the fields contradict each other."""
         if not self.settled <= self.next <= self.settled + MOST_COUNT:
             problem = f"has 'settled' {self.settled} and 'next' {self.next}: expected at most"
             raise corrupt(where, f"{problem} {MOST_COUNT} items between them")

@@ -37,7 +37,7 @@ class EncodedPictures(NamedTuple):
     """A conversation with images."""
 
     tokens: list[int]
-    """With the placeholders of all images."""
+    """Token ids, with the placeholders of all images."""
     offsets: Sequence[tuple[int, int]]
     """Place of each token in the string of ``marked``."""
     marked: MarkedText

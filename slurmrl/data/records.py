@@ -336,7 +336,10 @@ class RowChecks:
                 alike.append((number, row))
 
     def finish(self) -> None:
-        """:raises ConfigError: each problem names its line or the setting."""
+        """Check the rows as a whole.
+
+        :raises ConfigError: each problem names its line or the setting.
+        """
         known = [key for key in self._fields if key in self._present]
         bad = [
             suspect

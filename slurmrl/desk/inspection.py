@@ -112,7 +112,7 @@ class DataReport:
             yield DataCounts(source=line["source"], path=line["path"], **counts)
 
     def finish(self) -> None:
-        """:raises ConfigError: rows or settings that cannot be used."""
+        """Raise ConfigError if rows or settings cannot be used."""
         if self._problems:
             raise ConfigError(tuple(self._problems))
 

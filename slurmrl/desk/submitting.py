@@ -367,7 +367,7 @@ class Before:
 
     @staticmethod
     def of(paths: RunPaths, ended: Record | None) -> Before:
-        """Raises CorruptFileError, EnvironmentFailure."""
+        """Read these parts. Raises CorruptFileError, EnvironmentFailure."""
         replaced = (paths.config, paths.plan, paths.estimates)
         return Before({path: atomic.read(path) for path in replaced if path.exists()}, ended)
 

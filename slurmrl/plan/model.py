@@ -243,7 +243,7 @@ class Plan(_PlanPart):
         return [hook for call in self.all_calls for hook in (*call.pre_hooks, *call.post_hooks)]
 
     def group(self, name: str) -> GroupPlan:
-        """Raises KeyError for an unknown name."""
+        """Return the group with this name. Raises KeyError for an unknown name."""
         for group in self.groups:
             if group.name == name:
                 return group
@@ -258,7 +258,7 @@ class Plan(_PlanPart):
 
     @staticmethod
     def read(path: Path) -> Plan:
-        """Raises CorruptFileError, EnvironmentFailure."""
+        """Read a plan. Raises CorruptFileError, EnvironmentFailure."""
         try:
             data = atomic.read(path)
         except FileNotFoundError as error:

@@ -51,7 +51,7 @@ class TrialReference(NamedTuple):
 
 
 def parse(text: str) -> TrialReference:
-    """Raises UsageError with the expected form."""
+    """Parse a reference. Raises UsageError with the expected form."""
     experiment, _, rest = text.removeprefix(TRIAL_PREFIX).partition("/")
     trial, at, step = rest.partition("@")
     named = all(NAME_PATTERN.fullmatch(name) and ".." not in name for name in (experiment, trial))

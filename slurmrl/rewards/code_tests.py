@@ -223,7 +223,10 @@ def _runs_unittest(node: ast.AST, defined: Definitions) -> bool:
 
 
 def _check_callable(defined: Definitions, tests: Sequence[Definition]) -> None:
-    """:raises UsageError: a test needs something that pytest would give."""
+    """Check that tests need nothing that only pytest would give.
+
+    :raises UsageError: a test does.
+    """
     for name in PYTEST_SETUP:
         if name in defined:
             raise UsageError(f"they need pytest for {name}(); move its statements into the tests")
@@ -265,7 +268,10 @@ def _check_parameters(node: Function, name: str, own: int) -> None:
 
 
 def _check_comparisons(run: Sequence[ast.stmt]) -> None:
-    """:raises UsageError: a statement only compares."""
+    """Check that no statement only compares.
+
+    :raises UsageError: a statement does.
+    """
     classes = [node for node in run if isinstance(node, ast.ClassDef)]
     functions = [*run, *(each for node in classes for each in node.body)]
     bodies = [node.body for node in functions if isinstance(node, Function)]

@@ -39,9 +39,9 @@ class PolicyTurn:
     """Text that the policy writes between two messages."""
 
     text: str
-    """Without special tokens and the stop token; with the stop string that ended it."""
+    """The text, without special tokens and the stop token; a stop string that ended it is kept."""
     tokens: tuple[int, ...]
-    """With the stop token."""
+    """Token ids, including the stop token."""
     finish: Finish
 
     @property
@@ -55,13 +55,13 @@ class Reply:
     """An environment's answer to a turn."""
 
     text: str = ""
-    """Messages that the policy reads before its next turn."""
+    """Message that the policy reads before its next turn."""
     role: str = "user"
-    """The role of that message in the chat template."""
+    """Role of the message in the chat template."""
     reward: float = 0.0
     """Reward of the turn."""
     done: bool = False
-    """Whether the episode has ended; then there is no message."""
+    """Whether the episode has ended; the policy then reads no message."""
 
 
 class Environment(ABC):

@@ -54,7 +54,8 @@ class Completions:
         self.stopped = False
         """Whether the last turn ended with a stop token or stop string."""
         self.finished = False
-        """Whether the last turn was stopped so, and no limit ended the episode."""
+        """Whether the last turn ended with a stop token or stop string, and no limit ended the
+        episode."""
         self.failure = ""
         """Why the episode failed; empty if it did not."""
         self.tool_calls = 0

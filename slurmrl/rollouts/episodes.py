@@ -80,7 +80,7 @@ def make_episode(settings: EpisodeSettings, tools: Tools) -> Episode:
 
     :raises UsageError: an unknown name, an object that is no episode or environment, or options
         that it rejects.
-    :raises UnreadableInputError: the module of a user's own cannot be imported.
+    :raises UnreadableInputError: the module of a user's own code cannot be imported.
     """
     if settings.environment is not None:
         return MultiTurn(

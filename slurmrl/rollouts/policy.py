@@ -100,7 +100,7 @@ class Policy:
         self._from: Counter[int] = Counter()
         """Number of turns that began after this many tokens."""
         self.latest: Completions | None = None
-        """Completion that the policy wrote to last."""
+        """The completions to which the policy last added a turn."""
         self.limited = False
         """Whether the episode has reached a limit."""
 

@@ -324,7 +324,7 @@ class SampleGroup:
 
     @staticmethod
     def from_bytes(data: bytes) -> SampleGroup:
-        """Raises ValueError if these are not the bytes of a group."""
+        """Parse the bytes of a group. Raises ValueError if they are not valid."""
         try:
             arrays = load(data)
             (size,) = _HEAD.unpack_from(data)

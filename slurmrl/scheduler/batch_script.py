@@ -59,7 +59,8 @@ OURS = {
     "--wait": "-W",
     "--wrap": "",
 }
-"""Options that extra lines may not change, with their short forms: slurmrl relies on its values."""
+"""Options that extra lines may not change, because slurmrl relies on its own values, with their
+short forms."""
 LETTERS: Final = re.compile(r"-([HIkOQsvWX]*.?)")
 """Short options in one word: those without a value, and the first that may have one."""
 SUPERVISOR = "slurmrl.workers.supervisor"

@@ -3,8 +3,8 @@
 The array of an elastic group is throttled (``%P``) and has more elements than run at once, so that
 Slurm itself replaces a task that ends with a queued one. Where Slurm's commands work on the host
 that manages the group, missing tasks are submitted one by one, the throttle follows the desired
-number, and the array is held while none is desired. Tasks that are too many are not ended here: the
-master asks some to leave.
+number, and the array is held while none is desired. Surplus tasks are not ended here: the master
+tells some of them to exit.
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ class Layout:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Layout:
-        """Raises LookupError, TypeError or ValueError for values that `to_json` does not make."""
+        """Parse plain values. Raises LookupError, TypeError or ValueError for invalid ones."""
         ranks = values["ranks"]
         made = [Holders(tuple(map(HeldBox.from_json, parts))) for parts in values["holders"]]
         if any(not 0 <= r < ranks for all_ in made for part in all_.parts for r in part.ranks):

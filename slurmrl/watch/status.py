@@ -11,7 +11,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "checkpoint": {"step": 10, "age_s": 3.1} | null,   age by the master's clock; null: unknown
       "groups": [{
         "name": "trainer",
-        "links_left": 6,                      queued successors of the present link
+        "links_left": 6,                      queued successors of the current link
         "tasks": [{"job_id": "41_1", "host": "n0", "state": "RUNNING", "attempt": 1,
                    "lease_age_s": 0.4, "reason": ""}, …]   the scheduler's reason; of a
                                               rollout task that has failed, its own last error
@@ -27,7 +27,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "diagnosis": "12 s a step, about 9 min left",   the first finding, on one line
       "findings": [{"code": "running", "text": "…"}, …],   all findings, the most urgent
                                               first; never empty. Codes: docs/troubleshooting.md
-      "phase": "starting" | "running" | "finished" | null,   of the present incarnation; null before
+      "phase": "starting" | "running" | "finished" | null,   of the current incarnation; null before
                                               its master reports and after it ended
       "warned": null,                         the warning that its job will end
       "waiting": {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 3",
@@ -39,15 +39,15 @@ This object is a contract: fields may be added, none is ever changed or removed.
                  "part": 2, "parts": 8, "since_s": 4.1, "silent_s": 0.0,
                  "collective": {"name": "all_reduce", "number": 1841, "ranks": "0-3",
                                 "since_s": 2.0, …} | null}, …],
-                                              what the ranks of a running trial do, those that do
-                                              the same together; see run/hang.py. Ranks that are
-                                              not the trainers' have "world": "rollout/3", too
+                                              activity of the ranks of a running trial, with one
+                                              entry for equal ranks; see run/hang.py. Entries of
+                                              other ranks than trainers have "world": "rollout/3"
       "rollouts": {                           null without rollout tasks, and unless it runs
         "waits_for": "for groups of rollout tasks: 3 of 8",   the trainers; empty: they do not wait
         "wanted": 4,                          tasks that may run at a time
         "tasks": [{"task": "rollout/3", "attempt": 0, "host": "n7", "state": "works",
                    "version": "12.1", "leased": 4, "tokens_per_s": 812.0, "silent_s": 0.3,
-                   "problem": ""}, …],        those that live; "state": "starting" | "no weights" |
+                   "problem": ""}, …],        running attempts; "state": "starting" | "no weights" |
                                               "idle" | "works" | "leaving"; tokens since it started;
                                               "problem": why it cannot take newer weights
         "trained": {"0": 80, "1": 16},        groups that steps took, by staleness in steps
@@ -74,8 +74,8 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "timing": {
         "step_s": 12.3,                       mean of the newest steps; null before the first
         "left_s": 240.0,                      to the last step at that pace
-        "start_s": 14.0,                      begin of the present incarnation until ready to train
-        "commit_s": 1.2, "commit_stall_s": 0.1,   slowest of its newest commits, and training's part
+        "start_s": 14.0,                      begin of the current incarnation until ready to train
+        "commit_s": 1.2, "commit_stall_s": 0.1,   longest recent commit, longest wait for one
         "signal_lead_s": 120.0,               how long before a time limit Slurm warns
         "effective_ratio": 0.93               time of the steps that count / time since the first;
       },                                      null in overviews. Each can be null: unknown

@@ -95,8 +95,8 @@ class WriteVersion(Order):
     step: int
     version: Annotated[str, VERSION]
     base: Annotated[str, VERSION] | None = None
-    """The version of the previous `WriteVersion`, to which this one stores the differences. None
-    for a full version."""
+    """The version of the previous `WriteVersion`, against which this one stores deltas. None for a
+    full version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class Done:
 class Saved:
     """A worker's files are on disk.
 
-    That of an asynchronous `Save` and of a `WriteVersion` comes after its `Done`.
+    It follows the `Done` of an asynchronous `Save` or of a `WriteVersion`.
     """
 
     rank: Annotated[int, COUNT]
@@ -353,7 +353,7 @@ class MessageSet(Generic[M]):
         return {"type": self.type_of(message), **documents.to_json(message)}
 
     def from_json(self, values: Message) -> M:
-        """Raises CorruptFileError."""
+        """Parse a message. Raises CorruptFileError."""
         name = values.get("type")
         kind = self._kinds.get(name) if isinstance(name, str) else None
         if kind is None:

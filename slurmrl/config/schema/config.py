@@ -428,7 +428,7 @@ class StopWhen:
 
     @staticmethod
     def parse(text: str) -> StopWhen:
-        """Raises UsageError (a ValueError) with the expected form."""
+        """Parse a condition. Raises UsageError (a ValueError) with the expected form."""
         match = _CONDITION.fullmatch(text)
         number = _number(match[3]) if match else None
         if match is None or number is None:

@@ -40,7 +40,7 @@ class Check:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Check:
-        """Raises LookupError, ValueError or TypeError for what ``to_json`` did not make."""
+        """Parse plain values. Raises LookupError, ValueError or TypeError for invalid ones."""
         return Check(**{**values, "state": State(values["state"])})
 
 

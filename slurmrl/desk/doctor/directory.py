@@ -129,7 +129,7 @@ def seconds(value: float) -> str:
 
 
 def space(folder: Path) -> Check:
-    """Raises OSError for a folder that does not answer."""
+    """Check the free space. Raises OSError for a folder that does not answer."""
     system = os.statvfs(folder)
     free, size = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
     measured = f"{_size(free)} free of {_size(size)}"
@@ -142,7 +142,7 @@ def space(folder: Path) -> Check:
 
 
 def inodes(folder: Path) -> Check:
-    """Raises OSError for a folder that does not answer."""
+    """Check the free inodes. Raises OSError for a folder that does not answer."""
     system = os.statvfs(folder)
     if system.f_files == 0:
         return ok("inodes", "not counted by this file system")

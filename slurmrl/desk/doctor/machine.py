@@ -236,7 +236,7 @@ def seen_gpus() -> list[str] | None:
 
 
 def slurm_version() -> Check:
-    """Raises SchedulerError."""
+    """Return the version of Slurm. Raises SchedulerError."""
     return ok("slurm version", SlurmClient(timeout_s=SLURM_TIMEOUT_S).version())
 
 

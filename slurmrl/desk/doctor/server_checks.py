@@ -198,7 +198,7 @@ class _Found(NamedTuple):
 
 
 async def _ask(settings: Settings, address: Address, keys: ServerKeys) -> _Found:
-    """Raises UsageError if the server cannot be used, RunFailedError if it does not answer."""
+    """Ask a server. Raises UsageError if it cannot be used, RunFailedError without an answer."""
     from slurmrl.rollouts.generation.http import HttpClient  # only here: aiohttp may be missing
 
     backend = str(settings["backend"])

@@ -1,8 +1,8 @@
 """Modules in megatron's layers, from slurmrl or from TransformerEngine.
 
-Ours are norms, packed attention and products. TransformerEngine has linear layers, norms and
-grouped experts. Attention is always ours: sequences are packed, and along the context axis heads
-are exchanged or keys passed on.
+slurmrl has norms, packed attention and products. TransformerEngine has linear layers, norms and
+grouped experts. Attention is always slurmrl's: sequences are packed, and along the context axis
+heads are exchanged or keys passed on.
 
 T packed tokens, S sequences, c ranks along the context axis, H query heads and Hkv key and value
 heads on this rank, D head size. Ranks along the context axis hold equal consecutive parts of the
@@ -66,7 +66,7 @@ from slurmrl.tensors.ops.ring_attention import ring_attention, zigzag
 from slurmrl.tensors.ops.sampling import Support
 
 FIRST, END = "2.9.0a0", "2.12"
-"""Releases that megatron-core 0.16.1 supports: the first, and the one after the last."""
+"""First release that megatron-core 0.16.1 supports, and the first release that is too new."""
 HINT = f"pip install --no-build-isolation 'transformer_engine[pytorch]>={FIRST},<{END}'"
 
 

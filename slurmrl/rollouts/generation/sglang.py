@@ -228,8 +228,8 @@ class _ChecksumPlace(BaseModel):
 class _ChecksumRank(BaseModel):
     checksums: dict[str, str]
     parallelism_info: list[_ChecksumPlace]
-    """One place of each model, of all of which 0.5.21 and later report together: the parameters of
-    another model than the trained one have its role before their names."""
+    """The rank's place in each model. Version 0.5.21 and later report all models together, and put
+    the role of a model that is not the trained one before the names of its parameters."""
 
     @field_validator("parallelism_info", mode="before")
     @classmethod

@@ -37,13 +37,13 @@ JOINED: Mapping[str, Sequence[str]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Parameters of servers that files have as several tensors."""
+"""Parameters of servers, each with the tensors of the files from which it is made."""
 EXPERTS: Mapping[str, Sequence[Sequence[str]]] = {
     "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
     "w2_weight": (("down_proj",), ("w2",)),
 }
-"""Parameters of servers with all experts of a block, whose matrices the files have one by one, with
-the names of a family."""
+"""Parameters in which servers store all experts of a block, and the names of the matrices from
+which each is made, by family; files have a separate tensor for each matrix of an expert."""
 VOCABULARY = ("embed_tokens.weight", LM_HEAD, "wte.weight")
 FULL_ROWS = 64
 """Servers pad the vocabulary with rows of zeros to a multiple of this."""

@@ -90,7 +90,7 @@ def make_tools(choices: Mapping[str, ToolChoice]) -> Tools:
 
     :raises UsageError: an unknown name, an object that cannot be called, or options that it
         rejects.
-    :raises UnreadableInputError: the module of a user's own cannot be imported.
+    :raises UnreadableInputError: the module of a user's own code cannot be imported.
     """
     return Tools({name: _made(name, choice) for name, choice in choices.items()})
 

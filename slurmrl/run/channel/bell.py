@@ -79,7 +79,7 @@ class BellAddress:
 
 @dataclass(frozen=True)
 class Rings:
-    """Return the wake-ups received since the last call."""
+    """The wake-ups that `hear` has received since its last call."""
 
     sources: frozenset[Source]
     """The addresses that sent rings with the right token."""

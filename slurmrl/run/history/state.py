@@ -156,7 +156,7 @@ class Lineage:
 
     @staticmethod
     def of(records: Iterable[Record]) -> Lineage:
-        """Raises CorruptFileError for records with missing fields."""
+        """Make it from records. Raises CorruptFileError for records with missing fields."""
         commits: dict[str, tuple[int, int]] = {}
         bases: dict[int, tuple[int, int] | None] = {}
         newest = 0

@@ -239,7 +239,7 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path, fields: Fields, required: Collection[str]) -> dict[str, Any]:
-    """Raises DamagedCheckpointError, EnvironmentFailure."""
+    """Read a file of a checkpoint. Raises DamagedCheckpointError, EnvironmentFailure."""
     try:
         return documents.read(path, fields, required)
     except CorruptFileError as error:
@@ -282,7 +282,7 @@ def is_pinned(folder: Path) -> bool:
 
 
 def read_origin(folder: Path) -> PinnedOrigin:
-    """Raises CheckpointError, CorruptFileError, EnvironmentFailure."""
+    """Read `Origin`. Raises CheckpointError, CorruptFileError, EnvironmentFailure."""
     path = folder / ORIGIN
     values = documents.read(path, {"version": INTEGER}, ("version",))
     if values["version"] != ORIGIN_VERSION:

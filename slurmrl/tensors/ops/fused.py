@@ -26,7 +26,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-"""The kernels' names of the activations of configs."""
+"""Names of activations in the kernels, by their names in configs."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_BLOCK = 4096
 """Number of columns that a program handles at a time."""

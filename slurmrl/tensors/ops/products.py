@@ -40,8 +40,8 @@ LEVELS = 2**16
 PER_DRAW = 4
 """Inputs that share 64 random bits."""
 WIDE_PRODUCT: Final = 2**26
-"""Least number of multiplications of a product that oneDNN computes. It compiles a kernel for each
-new shape, in about .4 ms, which takes torch's product of this size 1.3 ms."""
+"""Minimum number of multiplications of a product that oneDNN computes. oneDNN compiles a kernel
+for each new shape in about 0.4 ms; torch computes a product of this size in 1.3 ms."""
 ROWS_PER_SUM: Final = 4096
 """Rows of a sum that oneDNN's products are added to at a time."""
 BLOCK = 2**22

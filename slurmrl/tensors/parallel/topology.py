@@ -160,7 +160,7 @@ def topology_of(model: ModelRanks) -> ProcessTopology:
 def exchanges_heads(heads: int, kv_heads: int, tensor_ranks: int, context_ranks: int) -> bool:
     """Whether context ranks exchange tokens for heads in attention.
 
-    Otherwise they pass keys and values round a ring: they cannot divide the heads of a tensor rank
+    Otherwise they pass keys and values around a ring: they cannot divide the heads of a tensor rank
     equally.
     """
     own, own_kv = heads // tensor_ranks, max(1, kv_heads // tensor_ranks)

@@ -3,7 +3,7 @@
 Records are JSON objects with a checksum, replaced atomically. The checksum covers the content, so
 that it also detects a damaged name or shape.
 
-A difference of two versions of a tensor is the XOR of the bits, split into planes and compressed.
+A delta between two versions of a tensor is the XOR of the bits, split into planes and compressed.
 The tensor is processed in blocks of `BLOCK_BYTES`, which fit into a core's cache. In each block the
 first bytes of all elements come first, then the second ones, and so on: a small step of the
 optimizer changes the low bytes of few elements, and their high bytes almost never. The blocks of a
@@ -129,7 +129,7 @@ class PartIndex:
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """A published version. It is whole if it has no base."""
+    """A published version. It is full if it has no base."""
 
     id: VersionId
     time: float
@@ -178,7 +178,7 @@ def write_record(path: Path, record: documents.Dataclass, *, calls: SystemCalls 
 
 
 def read_record(path: Path, kind: type[R], *, calls: SystemCalls = REAL) -> R:
-    """Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
+    """Read a record. Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
     values = documents.read(path, _FIELDS, _FIELDS, calls=calls)
     if values["format"] not in READABLE:
         raise CorruptFileError(
@@ -247,7 +247,7 @@ def _text(values: dict[str, Any]) -> str:
 
 
 def compress_delta(bits: Array, base: Array, item_bytes: int) -> bytes:
-    """The compressed difference of two arrays of equal size."""
+    """Return the compressed delta between two arrays of equal size."""
     compressor = zstandard.ZstdCompressor(level=LEVEL).compressobj(size=bits.size)
     pieces = []
     for begin in range(0, bits.size, BLOCK_BYTES):
@@ -258,7 +258,7 @@ def compress_delta(bits: Array, base: Array, item_bytes: int) -> bytes:
 
 
 def apply_delta(stored: bytes | memoryview, bits: Array, item_bytes: int) -> None:
-    """Change ``bits`` in place by a difference of `compress_delta`.
+    """Change ``bits`` in place by a delta of `compress_delta`.
 
     Raises WeightVersionError if it belongs to an array of another size; the bits are then unusable.
     """

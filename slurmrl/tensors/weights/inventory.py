@@ -44,7 +44,7 @@ class StoredVersion:
     """Seconds since the epoch when it was published, by the publisher's clock. This and the
     following are None if its manifest cannot be read."""
     base: str | None = None
-    """The version from which it is a difference; None for a full version."""
+    """The version that its delta is against; None for a full version."""
     tensors: int | None = None
     chain: int | None = None
     """Number of versions that a host without a copy must read: 1 for a full version."""
@@ -82,7 +82,7 @@ def _look(
     verify: bool,
     calls: SystemCalls,
 ) -> StoredVersion:
-    """Raises FileNotFoundError if its directory is gone."""
+    """Examine a version. Raises FileNotFoundError if its directory is gone."""
     folder = versions / version.name
     sizes = _sizes(folder, calls)
     size = sum(sizes.values())
@@ -165,7 +165,7 @@ def superseded(
     """The versions, among those ``known``, that may be removed, from old to new.
 
     The following are kept: the ``keep_whole`` newest full versions, everything later than the
-    oldest of these, even if it is not published, and the bases of differences among them.
+    oldest of these, even if it is not published, and the bases of deltas among them.
     """
     whole = sorted(one.id for one in published if one.base is None)
     if not whole:

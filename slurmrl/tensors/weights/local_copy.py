@@ -3,7 +3,7 @@
 It is a model folder's safetensors file on tmpfs or a local disk, which engines map and servers
 load. Weights of a version of adapters are merged with the frozen weights first
 (`rollout.task_weights`). `VersionFiles` reads the chain of versions from which a version is made.
-It verifies stored bytes before it uses them, and bits after every difference.
+It verifies stored bytes before it uses them, and bits after every delta.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class LocalCopy:
     def _candidates(self, to: VersionId | None) -> Iterator[tuple[VersionId, bool, bool]]:
         """Yield the versions to try, including versions published while it runs.
 
-        Each comes with two flags: whether it must be whole, and whether to wait for missing files.
+        Each comes with two flags: whether it must be full, and whether to wait for missing files.
         The second flag is false for a version that was removed.
         """
         known = version_ids(self._versions, calls=self._calls)
@@ -333,14 +333,14 @@ class VersionFiles:
             self._close(path)
 
     def manifest(self, version: VersionId) -> VersionManifest:
-        """Raises WeightVersionError, EnvironmentFailure."""
+        """Return the manifest of a version. Raises WeightVersionError, EnvironmentFailure."""
         folder = self._folder / version.name
         return self._patiently(lambda: read_manifest(folder, calls=self._calls))
 
     def chain(self, to: VersionId, held: VersionId | None = None) -> list[VersionManifest]:
         """Return the versions from which ``to`` is made, in the order in which they are applied.
 
-        The first one is whole, or a difference from ``held``. Raises WeightVersionError,
+        The first one is full, or a delta against ``held``. Raises WeightVersionError,
         EnvironmentFailure.
         """
         found = [self.manifest(to)]

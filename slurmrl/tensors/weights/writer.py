@@ -70,7 +70,7 @@ class PartWriter:
         frozen: str | None = None,
         calls: SystemCalls = REAL,
     ) -> None:
-        """``base``: write differences from these bits.
+        """``base``: write deltas against these bits.
 
         ``frozen``: the manifest's value. Raises EnvironmentFailure.
         """
@@ -189,8 +189,8 @@ def publish(
 ) -> VersionManifest:
     """Make the parts in ``folder`` a version, durably.
 
-    ``base`` is the published version from which they are differences; None if all tensors are
-    whole.
+    ``base`` is the published version that their deltas are against; None if all tensors are
+    complete.
 
     Raises WeightVersionError if the parts do not fit together or to the base, EnvironmentFailure.
     """

@@ -157,7 +157,7 @@ class Feeder:
                 sink.close()
 
     def _may_write(self) -> None:
-        """Raises StaleIncarnationError.
+        """Return whether the feeder may write. Raises StaleIncarnationError.
 
         Steps that were committed before the end of the trial may still be written.
         """

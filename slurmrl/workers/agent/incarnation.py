@@ -80,7 +80,7 @@ the answers so far; `slurmrl status` and messages about deadlines show them."""
 
 
 class Incarnation:
-    """The next incarnation of this job after the one with the number ``after``."""
+    """The incarnation of this job that follows incarnation ``after``."""
 
     def __init__(self, host: Host, after: int) -> None:
         self.host = host
@@ -224,7 +224,7 @@ class Incarnation:
             )
 
     def _let_exit(self) -> None:
-        """Wait until all processes have exited; kill those that do not: all work is done."""
+        """Wait until all processes have exited; kill slow ones, because all work is done."""
         self._symptoms.told_to_exit = True
         try:
             self.wait("its processes to exit", self._all_ended, EXIT_TIMEOUT_S)
@@ -376,14 +376,14 @@ class Incarnation:
 
 
 class Answers:
-    """Delays answers until all ``workers`` have given the same answer."""
+    """Delays answers to a message until all ``workers`` have answered it."""
 
     def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._workers = workers
         self._clock = clock
         self._held: list[Answer] = []
         self._given: Counter[tuple[type[Answer], int]] = Counter()
-        """Number of workers that gave an answer, by its type and the message that it answers."""
+        """Number of workers that have answered, by type of answer and number of the message."""
         self._until = math.inf
 
     def take(self, received: Sequence[Answer]) -> list[Answer]:

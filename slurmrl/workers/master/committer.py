@@ -46,7 +46,7 @@ class Outcome:
 
     step: int
     seconds: float
-    """From its start to its end."""
+    """Duration from its start to its end."""
     stall_s: float
     """Time for which training waited: while ranks copied, and while the master was blocked. File
     operations of the master during the ranks' work do not count."""

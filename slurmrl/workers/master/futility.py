@@ -18,7 +18,7 @@ from slurmrl.workers.link import starts_put_back
 
 TIME_LIMIT = "time_limit"
 LOSSES = 10
-"""Factor of ``max_restarts_without_commit``: this many starts may be lost with their hosts."""
+"""Factor by which ``max_restarts_without_commit`` is larger for starts that lost a host."""
 
 
 def futile_start(

@@ -39,7 +39,7 @@ WHERE = "the state of the last commit"
 
 
 def _read_ledger(values: Mapping[str, Any]) -> LedgerRecord:
-    """Raises CorruptFileError."""
+    """Read the ledger of a commit. Raises CorruptFileError."""
     record = documents.from_json(LedgerRecord, values, WHERE)
     record.check(WHERE)
     return record

@@ -233,7 +233,7 @@ class EvaluationScores:
             remove(self._paths.evaluation(step, suite))
 
     def _read(self, call: ScoringCall, items: int) -> list[Record]:
-        """Raises CorruptFileError, EnvironmentFailure."""
+        """Read the part files of an evaluation. Raises CorruptFileError, EnvironmentFailure."""
         records = read_parts(self._paths, call.prefix, call.numbers)
         if len(records) != items:
             problem = f"has scores of {len(records)} of {items} items"
@@ -266,7 +266,7 @@ class EvaluationScores:
 
 
 def _names(directory: Path) -> list[str]:
-    """Raises EnvironmentFailure."""
+    """List the files. Raises EnvironmentFailure."""
     try:
         return list_names(directory)
     except FileNotFoundError:

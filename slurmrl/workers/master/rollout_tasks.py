@@ -76,7 +76,8 @@ logger = log.get(__name__)
 LEAVE_S = 300.0
 """Seconds that a surplus task may take to finish its items."""
 POLL_GROWTH = 1.1
-"""Growth of pauses: messages of an attempt without items are at most a tenth of the wait late."""
+"""Growth of the pauses between reads: a message of an attempt without items is read late by at most
+a tenth of the time waited."""
 
 
 class RolloutTasks:
@@ -221,9 +222,10 @@ class RolloutTasks:
         return samples
 
     def _overtakes(self, step: int, count: int) -> bool:
-        """Return whether taking groups now would make unfinished ones too stale to train.
+        """Return whether taking groups now would make unfinished groups too stale to train.
 
-        Their tasks could finish them soon. Mostly they are long, and training must not lack those.
+        This counts only groups whose tasks may finish them soon. Most of them have long
+        completions, which training must not lack.
         """
         if len(self._checks.sound) < count:
             return False
@@ -471,7 +473,7 @@ class TaskNumbers:
         self._were_enough = False
 
     def look(self) -> None:
-        """Read the number that a user may have set, even when the tasks were a separate array."""
+        """Read the number of tasks that a user may have set (``slurmrl scale``)."""
         if self.fixed:
             return
         try:

@@ -75,7 +75,7 @@ class RolloutsRecord:
     attempts: tuple[AttemptRecord, ...] = ()
 
     def check(self, where: object) -> None:
-        """Raises CorruptFileError that names ``where``."""
+        """Check the fields. Raises CorruptFileError that names ``where``."""
         names = [one.name for one in self.attempts]
         if len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)):
             raise corrupt(where, f"has attempts of tasks named {names}")
@@ -228,10 +228,10 @@ class RolloutAttempt:
         self._outbox += map(REQUEST_LOG.to_json, requests)
 
     def send(self) -> bool:
-        """Append the queued requests to the log; rejected ones stay queued.
+        """Append the queued requests to the log. Return whether anything was appended.
 
-        Return whether anything was appended. A log that something else has replaced takes nothing:
-        its task fails by itself, because it cannot read there.
+        Requests stay queued if the directory rejects them. Nothing is appended to a file that has
+        replaced the log: the task fails by itself, because it cannot read this file.
         """
         if not self._outbox and not self._unsent:
             return False

@@ -34,7 +34,7 @@ class Publication:
     version: VersionId
     base: VersionId | None
     seconds: float
-    """From its start to its end."""
+    """Duration from its start to its end."""
     stall_s: float
     """Time for which training waited: while ranks copied, and while the master was blocked."""
     bytes: int = 0
@@ -60,8 +60,8 @@ class VersionPublisher:
     """Publishes one version at a time in ``folder``; each of ``ranks`` writes a part.
 
     ``permit`` raises if this incarnation is not the newest one. A version is full, not a
-    difference, if it is the first one of an incarnation, or follows a failure or an unreadable
-    version (`distrust`): only the ranks' memory has the base of a difference.
+    delta, if it is the first one of an incarnation, or follows a failure or an unreadable
+    version (`distrust`): only the ranks' memory has the base of a delta.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ def remove_leftovers(folder: Path, lineage: Lineage, incarnation: int) -> None:
 
 
 def _is_published(folder: Path) -> bool:
-    """Raises EnvironmentFailure."""
+    """Return whether a version is published. Raises EnvironmentFailure."""
     try:
         return MANIFEST in list_names(folder)
     except FileNotFoundError:

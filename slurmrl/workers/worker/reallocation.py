@@ -1,4 +1,4 @@
-"""Reallocation: the weights of a model of the plan go into the layout of another one.
+"""Reallocation: moves of the weights of a model of the plan into the layout of another model.
 
 `Residence` manages models that are in device memory only while they are used.
 """

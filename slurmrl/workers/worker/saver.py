@@ -117,7 +117,7 @@ class Saver:
 class VersionPart:
     """The tensors of a version that a rank owns, in host memory.
 
-    With a ``base``, the part stores the differences to it.
+    With a ``base``, the part stores deltas against it.
     """
 
     number: int

@@ -82,7 +82,7 @@ class Step:
 
 
 class Schedule:
-    """The sequences that wait and those that run."""
+    """The waiting and the running sequences."""
 
     def __init__(self, limits: Limits, pool: PagePool) -> None:
         self._limits, self._pool = limits, pool
@@ -152,9 +152,10 @@ class Schedule:
         sequence.shared = max(sequence.shared, full)
 
     def isolate(self) -> None:
-        """No page of those that run is stored from now on.
+        """Share no further page of the running sequences.
 
-        (Without its first page, which may not be full yet, the pool stores none of a sequence.)
+        The pool shares a page only after the pages before it. The first page of a sequence counts
+        as shared from now on, so none of its pages is.
         """
         for sequence in self.running:
             sequence.shared = max(sequence.shared, 1)

@@ -178,7 +178,7 @@ class LeaderBatch(WrappedBatch):
         return sequences
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """``sequences`` belong to one request."""
+        """End these sequences, which belong to one request."""
         for sequence in sequences[:1]:
             self._unsent.append(("abort", sequence.request.request_id))
         super().abort(sequences)
