@@ -90,7 +90,7 @@ def _line_of(error: BaseException) -> str:
 
 def _is_of_others(file: str) -> bool:
     """Whether a file is part of slurmrl or of Python's import system."""
-    ours = Path(describe.__code__.co_filename).parent  # the code's name: in a trial, not the path
+    ours = Path(describe.__code__.co_filename).parent  # in a trial, modules have no path
     others = (ours, Path(importlib.__file__).parent)
     return file.startswith("<frozen importlib") or any(map(Path(file).is_relative_to, others))
 

@@ -56,7 +56,7 @@ class KTOInterface(Interface):
         stats |= {"loss": loss, "answers": loss.new_tensor(float(own.bs))}
         total = engine.all_reduce_sum(torch.stack([x.double() for x in stats.values()]))
         sums = dict(zip(stats, total.tolist(), strict=True))
-        # equal on all ranks, of which the mean is reported
+        # These means are equal on all ranks, so their mean over the ranks is correct.
         means = {"loss": sums["loss"] / sums["answers"], "kl": kl, **_means(sums)}
         return replace(global_means(means), records=_records(outputs["logp"], batch, kl, kto))
 

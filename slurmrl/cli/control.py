@@ -146,7 +146,8 @@ def stop(names: tuple[str, ...], wait: bool, root: str | None) -> int:
     from slurmrl.desk import trial_jobs, trials
 
     folder = trials.root_folder(root)
-    chosen = {name: trials.find(folder, name) for name in names}  # all before the first is stopped
+    # Find all trials before the first one is stopped.
+    chosen = {name: trials.find(folder, name) for name in names}
     jobs = {name: trial_jobs.stop(paths) for name, paths in chosen.items()}
     for name, paths in chosen.items():
         if wait:
@@ -248,7 +249,8 @@ def cancel(names: tuple[str, ...], root: str | None) -> int:
     from slurmrl.run.history.slots import Kind
 
     folder = trials.root_folder(root)
-    chosen = {name: trials.find(folder, name) for name in names}  # all before the first is ended
+    # Find all trials before the first one is ended.
+    chosen = {name: trials.find(folder, name) for name in names}
     for name, paths in chosen.items():
         steps = uncommitted(paths)
         kind = cancel_trial(paths)

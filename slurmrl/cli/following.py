@@ -285,7 +285,7 @@ class PlainView(View):
             self._print_state(status)
         if status["incarnation"] > self._earlier:
             self._print_progress(status)
-        if not lives:  # after the last steps
+        if not lives:  # print the end of a trial after its last steps
             self._print_state(status)
 
     def _print_state(self, status: status_text.Status) -> None:

@@ -137,7 +137,7 @@ def _wrong_message(message: Any) -> str:
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if isinstance(part, dict) and part.get("type") == "image":
-            continue  # `data.row_images` checks it
+            continue  # `data.row_images` checks images
         if not isinstance(part, dict) or part.get("type") != "text":
             return f"has a part that is not text: {kind_of(part)}"
         if reason := wrong_text(part.get("text")):

@@ -197,7 +197,7 @@ def _make(
     progress: Progress,
     calls: SystemCalls,
 ) -> None:
-    _remove(directory, calls)  # left by an earlier attempt
+    _remove(directory, calls)  # an earlier attempt may have left files
     reader = TokenReader(config, tokenizer, progress, directory)
     small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
     began = time.monotonic()

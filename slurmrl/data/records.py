@@ -336,10 +336,7 @@ class RowChecks:
                 alike.append((number, row))
 
     def finish(self) -> None:
-        """Check the rows as a whole.
-
-        :raises ConfigError: each problem names its line or the setting.
-        """
+        """Raise ConfigError for invalid rows; each problem names its line or the setting."""
         known = [key for key in self._fields if key in self._present]
         bad = [
             suspect

@@ -67,18 +67,12 @@ class RowTokenizer:
         return kept
 
     def require_tokens(self) -> None:
-        """Check that all rows have tokens.
-
-        :raises ConfigError: rows without tokens.
-        """
+        """Raise ConfigError for rows without tokens."""
         if self._problems:
             raise ConfigError(listed(self._problems))
 
     def finish(self) -> None:
-        """Check that rows have tokens and that some are within the limits.
-
-        :raises ConfigError: rows without tokens, or no row within the limits.
-        """
+        """Raise ConfigError for rows without tokens, or if no row is within the limits."""
         if not self._problems and not self.kept:
             message = "every row is longer than max_prompt_tokens or max_tokens allows"
             self._problems.append(Problem("", "", f"{message}: {self._config.path}"))

@@ -391,7 +391,7 @@ def _batches(path: Path) -> Iterator[tuple[pyarrow.RecordBatch, float]]:
         return
     from pyarrow import OSFile, ipc
 
-    # no memory mapping: see `data.prepared`
+    # Do not map the file into memory, for the reasons in `data.prepared`.
     with OSFile(str(path)) as file, ipc.open_stream(file) as stream:
         for batch in stream:
             for start in range(0, batch.num_rows, BATCH_ROWS):

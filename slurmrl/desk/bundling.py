@@ -94,7 +94,7 @@ def make_bundle(
     source = load(config, overrides)
     elsewhere = _elsewhere(source)
     stand_ins = [f"{dotted(key)}={OF_CLUSTER[key]}" for key in elsewhere]
-    stand_ins += ["root=."] if source.writes("root") else []  # its variables are the cluster's
+    stand_ins += ["root=."] if source.writes("root") else []  # only the cluster has its variables
     settings = load_settings(config, [*overrides, *stand_ins], root=trials.chosen_root(root))
     code = trial_code.find_own_code(settings)
     contents = collect_contents(settings, code, elsewhere)
@@ -282,7 +282,7 @@ def _add_file(archive: tarfile.TarFile, name: str, path: Path) -> Member:
         with path.open("rb") as file:
             return _add(archive, name, file, os.fstat(file.fileno()).st_size, path)
     except OSError as error:
-        if error.filename is None:  # of the archive
+        if error.filename is None:  # an error of the archive, not of the file
             raise
         raise explain(error, "read", path) from error
 
@@ -391,7 +391,7 @@ def installed(torch: str) -> list[str]:
     return [
         f"{name}=={version}{build if name == 'torch' else ''}"
         for name, version in sorted(found.items())
-        if not name.startswith(("nvidia-", "triton"))  # torch names its own
+        if not name.startswith(("nvidia-", "triton"))  # torch requires its own versions of these
     ]
 
 

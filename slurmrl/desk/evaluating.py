@@ -278,7 +278,8 @@ def _for_tasks(derived: _Derived) -> None:
     derived.take(("cluster", "slurm"), ("cluster", "slurm"))
     for key, value in changes.items():
         derived.take(("evaluation", "tasks", "slurm", key), ("cluster", "slurm", key))
-        if value == "" and isinstance(cluster["slurm"], dict):  # the cluster's default
+        # An empty string selects the cluster's default.
+        if value == "" and isinstance(cluster["slurm"], dict):
             cluster["slurm"].pop(key)
 
 

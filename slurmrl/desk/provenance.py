@@ -273,7 +273,7 @@ def installed_packages() -> dict[str, str]:
     versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         known = distribution.metadata  # a file that is parsed again at each use
-        if known["Name"]:  # missing after a killed installation
+        if known["Name"]:  # a killed installation may have left no name
             versions.setdefault(known["Name"], known["Version"])
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 

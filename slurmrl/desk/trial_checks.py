@@ -428,5 +428,5 @@ def _of_servers(engine: str, module: str, python: str | None) -> Iterator[tuple[
 def _is_here(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package that contains it
+    except ModuleNotFoundError:  # a package that contains the module is missing
         return False

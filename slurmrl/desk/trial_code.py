@@ -58,7 +58,7 @@ def take_snapshot(paths: RunPaths, code: OwnCode, record: Record) -> None:
         return
     copy = _build(paths, code, record)
     try:
-        os.rename(copy, paths.code)  # over the empty folder that was made with the trial
+        os.rename(copy, paths.code)  # replaces the empty folder that was made with the trial
     except OSError:
         shutil.rmtree(copy)
         if _is_empty(paths.code):
@@ -232,7 +232,7 @@ def undefined(settings: Settings) -> Iterator[str]:
         place = _locate(module.partition(".")[0], settings.folders)
         last = module.rpartition(".")[2]
         files = [] if place is None or _installed(place) else [*_files(place, module)]
-        for file in files[-1:]:  # the others are of packages around it
+        for file in files[-1:]:  # the other files belong to packages around the module
             if last not in (file.stem, file.parent.name) or file.suffix != ".py":
                 continue
             try:

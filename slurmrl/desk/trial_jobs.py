@@ -134,7 +134,7 @@ def stop(paths: RunPaths) -> Jobs:
     jobs = newest_jobs(paths)
     if jobs is None or not jobs.active():
         raise UsageError(f"{name} has no jobs to stop; to continue it: slurmrl resume {name}")
-    demand.request_stop(paths, jobs.number, user_name())  # first: a link may be about to start
+    demand.request_stop(paths, jobs.number, user_name())  # first, for links about to start
     try:
         jobs.scheduler.interrupt(jobs.ids)
         if not jobs.trainers_run():

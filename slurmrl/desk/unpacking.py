@@ -101,12 +101,12 @@ def unpack(path: Path, root: Path) -> Path:
             _extract(archive, members, manifest, part, path)
             _publish(part, folder)
         except (OSError, EnvironmentFailure):
-            if not folder.exists():  # else another process was faster, and has removed our part
+            if not folder.exists():  # otherwise another process was faster and removed our part
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
         _check_unpacked(folder, manifest)
-    for left in bundles.glob(f".part-{digest}-*"):  # of killed ones
+    for left in bundles.glob(f".part-{digest}-*"):  # leftovers of killed processes
         shutil.rmtree(left, ignore_errors=True)
     logger.info("unpacked %s into %s", path, folder)
     return folder / CONFIG

@@ -49,7 +49,7 @@ TOKENS = "input_ids"
 
 def spaced(tensors: Sequence[Tensor], most: int) -> list[Tensor]:
     """Return equally spaced elements of each tensor, at most about ``most`` in all."""
-    every = sum(each.numel() for each in tensors) // most | 1  # odd, so not a column of matrices
+    every = sum(each.numel() for each in tensors) // most | 1  # odd, to avoid a single column
     return [each.detach().reshape(-1)[::every] for each in tensors]
 
 

@@ -336,7 +336,7 @@ def _form(hint: Any) -> _Form:
         return _Form(_SCALARS[hint], _same)
     if is_dataclass(hint) and isinstance(hint, type):
         return _Form(table(_accepted(hint), _required(hint)), partial(_read, hint))
-    if origin in (Union, UnionType):  # also None, which counts as missing
+    if origin in (Union, UnionType):  # None is allowed and counts as missing
         return _form(next(option for option in arguments if option is not type(None)))
     if origin is tuple and arguments[-1] is Ellipsis:
         item = _form(arguments[0])

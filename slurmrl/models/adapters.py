@@ -164,7 +164,7 @@ def write_adapter(
         values["target_modules"] = [name for name in TARGETS if name in names]
     else:
         values["target_modules"], wrapped = peft_targets(theirs, lora, layers)
-        if wrapped:  # PEFT has no dropout of these, and an export is for inference
+        if wrapped:  # PEFT has no dropout for these; an export is for inference
             values |= {"target_parameters": wrapped, "lora_dropout": 0.0}
 
     def fill(folder: Path) -> None:

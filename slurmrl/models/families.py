@@ -170,7 +170,7 @@ GEMMA = Family(
     o_bias="attention_bias",
     norm_offset=True,
     scaled_embedding=True,
-    meanings={("hidden_act", "gelu"): "gelu_pytorch_tanh"},  # as transformers reads old files
+    meanings={("hidden_act", "gelu"): "gelu_pytorch_tanh"},  # as in transformers
     defaults={
         **COMMON_DEFAULTS,
         "hidden_act": "gelu_pytorch_tanh",
@@ -258,7 +258,7 @@ GLM4_MOE = Family(
     partial_rotary=True,
     files="slurmrl.models.shapes:experts",
     experts=CORRECTED,
-    fields={"num_nextn_predict_layers": "num_mtp_layers"},  # which transformers accepts too
+    fields={"num_nextn_predict_layers": "num_mtp_layers"},  # transformers accepts both names
     defaults={
         **CORRECTED_DEFAULTS,
         "use_qk_norm": False,

@@ -148,7 +148,7 @@ class HFConfig:
         values.pop(VISION, None)
         if head == "value":
             values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-            values.pop("architectures", None)  # the class of the language model
+            values.pop("architectures", None)  # it names the class of the language model
         return dict(sorted(values.items()))
 
 
@@ -322,7 +322,7 @@ def _kind(rope: Mapping[str, Any]) -> str | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "")
     if "dynamic" in kind:
         return "dynamic"
-    # older Phi files call it su, or even yarn
+    # Older Phi files call this rotation su, or even yarn.
     return "longrope" if kind in ("longrope", "su") or "long_factor" in rope else None
 
 

@@ -161,7 +161,7 @@ def _require_finite(model: PreTrainedModel, source: Path) -> None:
         if is_finite(values) or (name not in parameters and not values.isnan().any()):
             continue
         known = open_folder(source).specs()
-        names = [name] if name in known else sorted(known)  # some are renamed or stacked
+        names = [name] if name in known else sorted(known)  # some parameters are renamed or stacked
         raise UsageError(
             not_finite(source, names)
             or f"{source}: '{name}' is not finite in {values.dtype}, although its file is"

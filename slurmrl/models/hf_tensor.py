@@ -194,7 +194,7 @@ def _cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit
     blocks: set[str] = set()
     for name, module, style in found:
         if isinstance(module, nn.Parameter):
-            parameters, linear = [MODULE + name], style == COLUMNS  # of heads: sinks
+            parameters, linear = [MODULE + name], style == COLUMNS  # the sinks of heads
         else:
             own = dict(module.named_parameters(recurse=False))
             parameters = [f"{MODULE}{name}.{each}" for each in own]
@@ -227,7 +227,8 @@ def _cuts(inner: PreTrainedModel, ranks: int) -> tuple[list[_Cut], HFTensorSplit
     }
     heads = inner.config.get_text_config().to_dict().get("num_attention_heads")
     for each in sorted(between - of_parts):
-        if len(whole[each]) > 1 or whole[each][0] == heads:  # would meet the heads of one rank
+        # Such a module would be combined with the heads of only one rank.
+        if len(whole[each]) > 1 or whole[each][0] == heads:
             raise UsageError(
                 f"{kind} models cannot be split over tensor ranks with "
                 f"{each.removeprefix(MODULE)}, which has values for each head"
@@ -342,7 +343,7 @@ def _share_experts(module: nn.Module, tensor: Axis) -> None:
         if value.is_floating_point():
             return whole_to_partial(value, tensor.group)
         own = value - tensor.rank * count
-        return torch.where((own >= 0) & (own < count), own, count)  # others are on other ranks
+        return torch.where((own >= 0) & (own < count), own, count)  # other rows are on other ranks
 
     def enter(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return tuple(map(localized, given)), {n: localized(value) for n, value in named.items()}

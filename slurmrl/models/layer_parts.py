@@ -394,7 +394,7 @@ def arranged(pieces: Pieces, max_len: int) -> Arrangement:
     starts, stops = pieces.cu_seqlens[:-1].long(), pieces.cu_seqlens[1:].long()
     prefixes = pieces.prefixes
     rests = (prefixes >= 0).nonzero().squeeze(1)
-    firsts = starts.index_add(0, rests, torch.ones_like(rests))  # of the tokens not in the prefix
+    firsts = starts.index_add(0, rests, torch.ones_like(rests))  # tokens after the prefix
     lengths = stops - firsts
     by_length = lengths.argsort(stable=True)
     cu_sorted = F.pad(lengths[by_length].cumsum(0), (1, 0))

@@ -253,7 +253,8 @@ class PinnedTensors:
             if common is None:
                 continue
             values = self._weights.read(parameter, part.parameter(common))
-            place: tuple[Any, ...] = (*common.inside(box), ...)  # (a view of a scalar, too)
+            # The dots make a view, even of a scalar.
+            place: tuple[Any, ...] = (*common.inside(box), ...)
             target[place] = part.arranged(values)
         return target
 

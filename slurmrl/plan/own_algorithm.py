@@ -396,7 +396,7 @@ def _wrong_call(call: Call, uses: dict[str, RoleUse], config: Config) -> Iterato
             yield f"{what} trains, but has no role"
         return
     if call.role == "reward_model" and call.role not in uses:
-        return  # the reward's folder
+        return  # reported with the folder of the reward model
     if call.role not in uses:
         yield f"{what} uses the role '{call.role}', which roles() lacks; {near(call.role, [*uses])}"
         return

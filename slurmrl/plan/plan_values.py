@@ -374,7 +374,7 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
     """The rows of a model's ranks, in their order."""
     group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
     table = []
-    held = len(model.ranks) // len(set(model.ranks))  # ranks of one worker, adjacent
+    held = len(model.ranks) // len(set(model.ranks))  # number of adjacent ranks of one worker
     for rank, place in enumerate(model.ranks):
         host, worker = divmod(place, group.workers_per_host)
         gpu = worker * held + rank % held

@@ -162,7 +162,8 @@ class TrialResolver:
                 "a model that is trained starts from one; export the checkpoint first: slurmrl "
                 f"export {reference.name} --step {step}{exports.form}"
             )
-        newest = reference.step == LAST  # At that time: this one may be deleted by now.
+        # Look for the newest checkpoint again then, because this one may be deleted by now.
+        newest = reference.step == LAST
         return None if self._planning else _pinned(text, paths, None if newest else step)
 
     def _kept(self, key: KeyPath, reference: TrialReference, paths: RunPaths) -> Path | None:
@@ -236,7 +237,7 @@ def _exports_adapters(paths: RunPaths) -> bool:
     try:
         values = read(paths.config).values if paths.config.is_file() else {}
     except UsageError:
-        return False  # it is of another version
+        return False  # another version of slurmrl wrote it
     actor, checkpoint = (values.get(section) or {} for section in ("actor", "checkpoint"))
     return checkpoint.get("export_form") == "adapter" and actor.get("lora") is not None
 

@@ -116,10 +116,7 @@ class CodeReward(RewardFunction):
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
-        """Score the completions.
-
-        :raises UnusableRowError: the tests of a row cannot be used.
-        """
+        """Score the completions. Raises UnusableRowError for a row with unusable tests."""
         self._check_protections()
         usable: dict[int, list[Case]] = {}  # the completions of a prompt have one row object
         for index, row in enumerate(rows):
@@ -311,10 +308,7 @@ def check_limits(**limits: Any) -> None:
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Check the value of an option.
-
-    :raises UsageError: it is not among the allowed values.
-    """
+    """Raise UsageError if the value of an option is not among the allowed values."""
     if value not in allowed:
         raise UsageError(f"{name} {value!r} is not allowed; allowed: {', '.join(allowed)}")
 

@@ -223,10 +223,7 @@ def _runs_unittest(node: ast.AST, defined: Definitions) -> bool:
 
 
 def _check_callable(defined: Definitions, tests: Sequence[Definition]) -> None:
-    """Check that tests need nothing that only pytest would give.
-
-    :raises UsageError: a test does.
-    """
+    """Raise UsageError if a test needs something that only pytest would give."""
     for name in PYTEST_SETUP:
         if name in defined:
             raise UsageError(f"they need pytest for {name}(); move its statements into the tests")
@@ -268,10 +265,7 @@ def _check_parameters(node: Function, name: str, own: int) -> None:
 
 
 def _check_comparisons(run: Sequence[ast.stmt]) -> None:
-    """Check that no statement only compares.
-
-    :raises UsageError: a statement does.
-    """
+    """Raise UsageError if a statement only compares."""
     classes = [node for node in run if isinstance(node, ast.ClassDef)]
     functions = [*run, *(each for node in classes for each in node.body)]
     bodies = [node.body for node in functions if isinstance(node, Function)]

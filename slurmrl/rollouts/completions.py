@@ -54,8 +54,7 @@ class Completions:
         self.stopped = False
         """Whether the last turn ended with a stop token or stop string."""
         self.finished = False
-        """Whether the last turn ended with a stop token or stop string, and no limit ended the
-        episode."""
+        """Whether no limit ended the episode, and its last turn ended with a stop."""
         self.failure = ""
         """Why the episode failed; empty if it did not."""
         self.tool_calls = 0

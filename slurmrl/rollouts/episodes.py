@@ -174,7 +174,7 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._settings.concurrency, len(items))):
-                    waiting.begin()  # until the first episode has begun
+                    waiting.begin()  # ends when the first episode has begun
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

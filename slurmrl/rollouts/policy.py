@@ -277,7 +277,7 @@ class Dialogue:
         for (_, text), piece in zip(said, others, strict=True):
             parts += [(text, True), (piece, False)]
         tokens = self._joined(behind, parts)
-        written = turn and tokens[:1] == (behind,)  # the token that ends the policy's turn
+        written = turn and tokens[:1] == (behind,)  # the policy wrote this token
         return tokens[1:] if written else tokens
 
     def _joined(self, behind: int, parts: Sequence[tuple[str, bool]]) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class SampleWriter:
         return tuple(stored)
 
     def _write(self, path: Path, data: bytes) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a failed try may be there
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW  # a try may have left one
         try:
             with opened(path, flags, self._calls) as descriptor:
                 make_private(descriptor, self._calls)

@@ -59,8 +59,7 @@ OURS = {
     "--wait": "-W",
     "--wrap": "",
 }
-"""Options that extra lines may not change, because slurmrl relies on its own values, with their
-short forms."""
+"""Options, with their short forms, that extra lines may not change: slurmrl needs its values."""
 LETTERS: Final = re.compile(r"-([HIkOQsvWX]*.?)")
 """Short options in one word: those without a value, and the first that may have one."""
 SUPERVISOR = "slurmrl.workers.supervisor"

@@ -311,7 +311,7 @@ class Upkeep:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             for thread in self._threads:
-                thread.start()  # it inherits that signals are blocked
+                thread.start()  # the thread inherits the blocked signals
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

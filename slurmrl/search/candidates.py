@@ -178,7 +178,7 @@ def _allowed(model: Model, allocation: Allocation, *, generates: bool) -> bool:
     engine = allocation.backend
     if model.implementation == HF:
         return not hf_problems(model, allocation, split=not BACKENDS[engine].serves)
-    if can(engine, "rollouts"):  # it gets merged weights, and keeps none on the CPU
+    if can(engine, "rollouts"):  # generation gets merged weights and needs no offloading
         return True
     needs = {
         "adapters": model.lora is not None,

@@ -103,7 +103,7 @@ class TaskPool:
         self.ledger = SampleLedger(1, Lineage({1: None}))
         self._leases = self._make_leases(Lineage({1: None}))
         self.limit_s = math.inf if costs.slurm.time is None else time_limit_s(costs.slurm.time)
-        if not costs.inside:  # else the failures of the trainers' hosts count
+        if not costs.inside:  # otherwise the failures of the trainers' hosts count
             for first in range(0, simulated, self._per_host):
                 self._plan_loss(first)
 
@@ -264,7 +264,7 @@ class TaskPool:
         if kind == "begin":
             self._begin(task)
         elif kind == "orphans":
-            if self._orphaned_at <= self._now:  # else the trainers are back
+            if self._orphaned_at <= self._now:  # otherwise the trainers are back
                 self._end_all()
         elif kind == "host":
             self._lose_host(task.number)

@@ -343,7 +343,7 @@ class _Tail:
                 self._found += self._open * self._wanted.takes(line)
                 self._open, later = 0, offset
                 enough = self._found
-            else:  # very many lines that belong to no entry
+            else:  # stop the search if very many lines belong to no entry
                 enough = self._found + self._open - SEARCHED if self._wanted.all else 0
             if self._last is not None and enough >= self._last:
                 return offset

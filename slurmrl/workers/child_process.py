@@ -160,7 +160,7 @@ def kill_descendant(pid: int, name: str) -> int | None:
         pidfd = os.pidfd_open(descendant)
     except ProcessLookupError:
         return None
-    if find_descendant(pid, name) == descendant:  # not another process that got its pid
+    if find_descendant(pid, name) == descendant:  # another process may have got its pid
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     return pidfd

@@ -89,10 +89,8 @@ def _is_users(file: str) -> bool:
     The first entry has the trial's copy of the code. Packages are not the user's, even if they are
     installed for editing.
     """
-    path, ours = (
-        Path(file),
-        Path(failure_of.__code__.co_filename).parents[1],
-    )  # not __file__ in a trial
+    # In a trial, tracebacks show the file name in the code object, not __file__.
+    path, ours = Path(file), Path(failure_of.__code__.co_filename).parents[1]
     if {"site-packages", "dist-packages"} & set(path.parts) or path.is_relative_to(ours):
         return False
     own = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

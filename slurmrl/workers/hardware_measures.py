@@ -182,7 +182,7 @@ class Measures:
             "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
         }
-        if ranks.size == 2:  # in both directions
+        if ranks.size == 2:  # messages between two ranks, in both directions
             if ranks.rank == 0:
                 actions["send"] = lambda: (
                     dist.send(whole, ranks.peer, group=group),

@@ -353,7 +353,7 @@ class LeaderLock:
         if holder.job == self._mine.job:
             return Left.PUT_BACK  # Slurm has started it again
         if is_another(self._paths, holder.run):
-            return Left.ENDED  # it runs the trial of which this one is a copy
+            return Left.ENDED  # the holder runs another directory, of which this one is a copy
         try:
             now = self._scheduler.row_of(holder.element)
         except SchedulerError as error:

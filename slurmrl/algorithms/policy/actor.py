@@ -110,7 +110,7 @@ class RecomputeInterface(Interface):
             "logprob_difference_max": most,
             **mismatch_metrics(mismatch, tokens),
         }
-        # These are equal on all ranks, of which the mean is reported.
+        # These means are equal on all ranks, so their mean over the ranks is correct.
         return CallResult(output, {name: (mean, 1.0) for name, mean in means.items()})
 
 

@@ -64,7 +64,7 @@ def scratch(root: Path) -> Iterator[RunPaths]:
             yield paths
         finally:
             shutil.rmtree(paths.run, ignore_errors=True)
-            with suppress(OSError):  # somebody else uses it by now
+            with suppress(OSError):  # another process may use the folder by now
                 for path in (folder, *made):
                     path.rmdir()
 
@@ -128,9 +128,8 @@ class ShortJob:
             return jobs, self._wait(jobs)
         except BaseException as error:
             if jobs is None and isinstance(error, (KeyboardInterrupt, SystemExit)):
-                jobs = Jobs(
-                    1, scheduler, scheduler.recover(self.paths, 1)
-                )  # perhaps queued already
+                # The job may have been queued before the interruption.
+                jobs = Jobs(1, scheduler, scheduler.recover(self.paths, 1))
             if jobs is not None:
                 clear_away(jobs)
             raise

@@ -95,7 +95,7 @@ def check_host(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
         request["servers"] is not None and task == 0
     ):  # host of the first rank, which sends the requests
         checks += server_checks.check_running(request["servers"])
-    if settings.container is not None:  # at the end: the others do not wait for its start
+    if settings.container is not None:  # last, so that other checks do not wait for its start
         inside = partial(check_container, folder, task, settings)
         checks += guarded("container", DIRECTORY_ADVICE, inside)
     name = env.NODE_NAME.get() or socket.gethostname()

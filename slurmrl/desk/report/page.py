@@ -89,7 +89,7 @@ def chart(
     title: str, curves: Mapping[str, Curve], *, width: int, height: int, colored: bool
 ) -> str:
     """Return the curves, by the name of their trial, in one chart of so many characters."""
-    import plotext  # the HTML file does without it
+    import plotext  # the HTML report does not need it
 
     plotext.clear_figure()
     plotext.theme("clear")

@@ -69,7 +69,7 @@ def _towers(draft: Draft) -> Iterator[Problem]:
             reason = " with lora, whose adapters are in the language model only"
             yield draft.reject(key, reason, value=True)
         else:
-            with suppress(UsageError):  # as in `_models`
+            with suppress(UsageError):  # the check of weights reports errors of the folder
                 if (values := config_values(model)) and resolve(REFUSAL)(values):
                     reason = f": {values.get('model_type')} models have no image encoder here"
                     yield draft.reject(key, reason, value=True)
@@ -92,7 +92,7 @@ def _models(draft: Draft) -> Iterator[Problem]:
             reason = f": the built-in decoder reads no images; allowed: {HF}"
             yield draft.reject((where, "implementation"), reason, model.implementation)
             return
-        with suppress(UsageError):  # of a folder, reported by the check of weights
+        with suppress(UsageError):  # the check of weights reports errors of the folder
             if (values := config_values(model)) and (reason := resolve(REFUSAL)(values)):
                 source = "path" if model.path is not None else "architecture"
                 yield draft.reject((role, source), f": {reason}")
@@ -111,7 +111,7 @@ def _forms(draft: Draft) -> Iterator[Problem]:
 
 def _form(model: Model) -> dict[str, object]:
     """Return what is known about the pixels that a model reads."""
-    with suppress(UsageError):  # as in `_models`
+    with suppress(UsageError):  # the check of weights reports errors of the folder
         values = config_values(model)
         tower = values.get("vision_config")
         parts = [part for part in (tower, values) if isinstance(part, Mapping)]

@@ -264,8 +264,9 @@ def _exchanged(job: PassJob, machine: Machine, own: float, *, moe: bool) -> floa
     shape, sizes = job.shape, job.allocation.sizes
     tp, cp, ep, etp = sizes["tp"], sizes["cp"], sizes["ep"], expert_tp(job.allocation)
     seconds = 0.0
-    waits = not machine.gpu.asynchronous  # the share of GPUs' links has the latency
-    if tp > 1:  # two sums over the ranks, each sends and receives every element
+    # On GPUs, the measured share of the bandwidth includes the latency.
+    waits = not machine.gpu.asynchronous
+    if tp > 1:  # two sums over the ranks; each sends and receives every element
         sent = 4 * own * shape.hidden * job.width * (tp - 1) / tp
         seconds += sent / machine.ring(tp, 1) + 2 * waits * machine.latency(tp, 1)
     if cp > 1 and not passes_keys(shape, job.allocation):  # queries, keys, values, result

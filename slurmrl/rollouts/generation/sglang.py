@@ -91,9 +91,8 @@ class SglangDialect(HttpDialect):
     async def sample(self, sampling: SamplingRequest) -> Completion:
         if sampling.options.experts and self._routed is None:
             raise UsageError(f"{sampling.name}: the model has no experts to record")
-        if (token := max(sampling.prompt)) >= (
-            size := self._model.vocabulary
-        ):  # SGLang computes on
+        token, size = max(sampling.prompt), self._model.vocabulary
+        if token >= size:  # SGLang would compute with an unknown token
             raise UsageError(f"{sampling.name}: token {token} is not in the vocabulary of {size}")
         piecewise = self._samplings[sampling.name] = PiecewiseSampling(
             self._within_context(sampling)

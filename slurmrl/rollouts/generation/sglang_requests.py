@@ -322,10 +322,7 @@ class PiecewiseSampling:
         read = self.sampling.options.experts and finish != "aborted"
         experts = pieces[-1].experts if read else None
         if read and experts is None:
-            raise RunFailedError(
-                f"{self.sampling.name}: the server aborted the request and did not report its "
-                "experts"
-            )
+            raise RunFailedError(f"{self.sampling.name}: aborted, and its experts are not reported")
         return Completion(
             tokens=self.tokens,
             logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),

@@ -133,7 +133,7 @@ def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
         "top_k": options.top_k or 0,  # 0 means all
         "stop_token_ids": list(options.stop_token_ids),
         "stop": list(options.stop_strings),
-        "ignore_eos": True,  # the stop ids have it if it should end a completion
+        "ignore_eos": True,  # the stop ids contain the end-of-text token if it must stop
         "seed": seed,
         "logprobs": 0,  # log-probabilities of the sampled tokens
         "detokenize": bool(options.stop_strings),
@@ -221,7 +221,8 @@ class VllmDialect(HttpDialect):
         await self._post("/resume")
 
     async def _load(self, name: str, folder: Path) -> None:
-        await self._name(f"in part ({secrets.token_hex(8)})")  # a failed update: of no run
+        # If the update fails, the server has a version of no run.
+        await self._name(f"in part ({secrets.token_hex(8)})")
         await self._call("update_config", overrides=LOADING)
         if self._embedding is None:
             await self._call("reload_weights", weights_path=str(folder))
@@ -260,9 +261,8 @@ class VllmDialect(HttpDialect):
 
     async def health(self) -> None:
         await self._client.get("/health", timeout_s=self._health_s)
-        await self._client.get(
-            "/is_paused", timeout_s=self._health_s
-        )  # asks the process that computes
+        # The process that computes answers this request.
+        await self._client.get("/is_paused", timeout_s=self._health_s)
 
     async def _call(self, method: str, **arguments: object) -> None:
         """Call a method of the processes that compute."""
@@ -349,7 +349,7 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # otherwise it would unpickle requests
-    "VLLM_API_KEY": "",  # the user's key for other servers: this server would require it
+    "VLLM_API_KEY": "",  # a key of other servers, which this server would require
     "HF_HUB_OFFLINE": "1",
 }
 """Variables of a server, which override the job's variables."""

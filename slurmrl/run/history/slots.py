@@ -167,7 +167,7 @@ class History:
     def count(self) -> int:
         """Return the number of records without reading them."""
         count = self._listed()
-        while self._look_at(count):  # created after the listing, or missing in it
+        while self._look_at(count):  # records created after the listing, or missing in it
             count += 1
         return count
 

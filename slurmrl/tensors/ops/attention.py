@@ -99,7 +99,7 @@ def packed_attention(
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
     if not sizes:
-        return q + k.sum() + v.sum()  # a zero result, but every projection gets its (zero) gradient
+        return q + k.sum() + v.sum()  # empty, but every projection gets a (zero) gradient
     # One split, not slices: the gradient of each slice would be a tensor of all T tokens.
     qs, ks, vs = (x.split_with_sizes(sizes) for x in (q, k, v))
     parts = zip(qs, ks, vs, packing.runs, strict=True)

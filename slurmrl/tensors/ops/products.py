@@ -59,7 +59,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     (rows, inner), columns = a.shape, b.shape[1]
     if a.is_contiguous() or rows * inner <= columns * (inner + rows):
         found = _onednn(a, b.t(), None)
-    else:  # oneDNN copies a first factor by columns
+    else:  # oneDNN would copy a first factor that is stored by columns
         found = _onednn(b.t(), a, None).t()
     return found.contiguous() if out is None else out.copy_(found)
 

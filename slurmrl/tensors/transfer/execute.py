@@ -162,7 +162,7 @@ class Mover:
             self._finish(under_way)
             following = {leg.number for leg in self._sends.get(slot + 1, ())}
             arrived = {n: found for n, found in under_way.arriving.items() if n in following}
-            del under_way  # free buffers that are not passed on before the next slot's are made
+            del under_way  # free the other buffers before the next slot allocates some
         if not slots:
             self._copy_local()
 
@@ -375,7 +375,7 @@ def verify_move(
     """
     target.layout.check()
     found = list(regions(source, target))
-    # all holders must have the first one's checksum of each region
+    # The checksum of each region must be equal at all of its holders.
     expected = torch.zeros(len(found), dtype=torch.int64)
     own: list[tuple[int, str, Tensor]] = []
     for number, region in enumerate(found):

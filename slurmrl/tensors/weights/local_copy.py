@@ -436,9 +436,7 @@ def resolved(
         found = digest(bits.data)
     for version, tensor in layers:
         if bits.size != tensor.spec.bytes:
-            raise WeightVersionError(
-                f"'{name}' of version {version} has another size than in its base"
-            )
+            raise WeightVersionError(f"size of '{name}' changed between a base and {version}")
         if tensor.encoding == DELTA:
             apply_delta(files.stored(version, tensor).data, bits, ITEM_BYTES[tensor.dtype])
             found = digest(bits.data)

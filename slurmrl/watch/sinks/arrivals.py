@@ -51,7 +51,7 @@ ENDED: Final = ".ended"
 
 def main() -> int:
     calls.set_private_umask()
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a turn, whatever was inherited
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends a turn even if inherited as ignored
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     log.configure("evaluations")
     paths = RunPaths(Path(sys.argv[1]))
@@ -168,7 +168,7 @@ def _taken(folder: Path, sleep: Callable[[float], None], held_s: int) -> int:
         if newest != waited_for:
             waited_for, waited_s = newest, 0.0
         if not newest or f"{newest}{ENDED}" in names or waited_s >= GONE_S:
-            signal.alarm(held_s)  # before others see the turn: this process may be stopped then
+            signal.alarm(held_s)  # before others see the turn and this process can be stopped
             if _created(folder, newest + 1):
                 return newest + 1
             signal.alarm(0)

@@ -74,7 +74,7 @@ def write_arrived(directory: Path, lines: Lines) -> None:
     for number, line in enumerate(lines):
         name = f"events.out.tfevents.{number:010d}.step-{line['step']}"
         if name in there:
-            continue  # with the same content
+            continue  # the file exists with the same content
         events, at = io.BytesIO(), line.get(TIME, 0.0)
         writer = RecordWriter(events)
         writer.write(Event(wall_time=at, file_version="brain.Event:2").SerializeToString())

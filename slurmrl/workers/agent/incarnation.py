@@ -284,7 +284,7 @@ class Incarnation:
         known = documents.to_json(warned)
         self.send(warned)
         self.host.events.write("warned", **known)
-        with contextlib.suppress(NameExistsError, EnvironmentFailure):  # or another host was first
+        with contextlib.suppress(NameExistsError, EnvironmentFailure):  # others may be first
             self.host.names.add(keys.warned(self.number), json.dumps(known))
 
     def send(self, *news: FromAgent) -> None:
@@ -300,7 +300,7 @@ class Incarnation:
         The master then ends the incarnation on the other hosts too.
         """
         host, failure = self.host, self.host.describe(error)
-        if failure.cause != Cause.LOST_HOST:  # otherwise there is no master that could begin
+        if failure.cause != Cause.LOST_HOST:  # after a lost host, no master can begin
             self._await_begin()
         self._send_warning()
         if self.number == 0 or publish(host.names, self.number, failure):

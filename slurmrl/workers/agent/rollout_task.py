@@ -110,7 +110,7 @@ class RolloutTask:
             self._keep_deadline()
             self.turn(TURN_S)
         logger.info("its workers have retired")
-        if self.host.inside and not self._told:  # no other task replaces it; not surplus
+        if self.host.inside and not self._told:  # no other task replaces it, so it starts again
             raise _lost("the master told it to exit")
 
     def _is_orphaned(self) -> bool:
@@ -121,12 +121,8 @@ class RolloutTask:
         seen = self._retry("look for trainers", self._seen_before)
         if seen is None or self._trainers.beat_since(seen):
             return False
-        logger.info(
-            "nothing to do: the trainers have not returned since an earlier task waited for them"
-        )
-        host.events.write(
-            "retire", reason="an earlier task has already waited for the trainers", within_s=0.0
-        )
+        logger.info("nothing to do: an earlier task has already waited for the trainers")
+        host.events.write("retire", reason="an earlier task has waited for them", within_s=0.0)
         return True
 
     def _seen_before(self) -> Orphaned | None:
@@ -190,9 +186,7 @@ class RolloutTask:
         try:
             demand.write_orphaned(host.paths, host.group.name, self._trainers.seen(host.serving))
         except EnvironmentFailure as error:
-            logger.warning(
-                "cannot record that the trainers are gone, so later tasks will wait too: %s", error
-            )
+            logger.warning("cannot record missing trainers; later tasks will wait too: %s", error)
 
     def _look_at_folder(self) -> None:
         """When due, raise if the directory of this attempt or a log in it was removed or replaced.
@@ -228,7 +222,7 @@ class RolloutTask:
         place = (identity.group, identity.task, identity.attempt)
         paths = self.host.paths
         requests = paths.rollout_requests(*place, self.host.serving)
-        samples = paths.rollout_samples(*place)  # its writer makes it again if it is removed
+        samples = paths.rollout_samples(*place)  # its writer creates it again after a removal
         if _kind(samples) not in ((0, 0), (stat.S_IFDIR, owner)):
             return samples
         logs = (paths.rollout_results(*place), requests)

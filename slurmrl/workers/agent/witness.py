@@ -152,9 +152,9 @@ def _py_spy(pid: int, state: str, deadline: float) -> str:
 def top_frame(text: str) -> str:
     """Return where the main thread is: ``rewards.py:44 in __call__``."""
     own, _, seen = text.partition(SEEN)
-    parts = MAIN_THREAD.split(own)  # it is listed last
+    parts = MAIN_THREAD.split(own)  # the main thread is listed last
     frame = FRAME.search(parts[-1]) if len(parts) > 1 else None
-    parts = SEEN_THREAD.split(seen)  # it is listed first
+    parts = SEEN_THREAD.split(seen)  # the main thread is listed first
     frame = frame or (SEEN_FRAME.search(parts[1]) if len(parts) > 1 else None)
     if frame is None:
         return ""

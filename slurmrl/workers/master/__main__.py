@@ -99,7 +99,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         if master is not None:
             _end(master, names, events, failure)
         if failure.agent:
-            kill_parent()  # it does not notice the end of this process
+            kill_parent()  # the hung agent does not notice the end of this process
         return 1
     return 0
 
@@ -242,7 +242,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
             shutil.rmtree(paths.checkpoints / name, ignore_errors=True)
     for entry in paths.control.iterdir():
         number = entry.name.partition(".")[0]
-        if number.isdecimal() and int(number) < state.incarnation:  # not NFS's own .nfs files
+        if number.isdecimal() and int(number) < state.incarnation:  # .nfs files have no number
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:

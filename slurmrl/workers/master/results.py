@@ -312,8 +312,7 @@ class UnscoredSteps:
         if self._steps >= MOST_STEPS:
             raise RewardError(
                 f"the reward gave no score to {share:.0%} of the completions of this step, and to "
-                f"most completions of the {MOST_STEPS - 1} steps before it; the workers' logs say "
-                "why. "
+                f"most completions of the {MOST_STEPS - 1} steps before; see the workers' logs. "
                 "Completions without a score are not trained on: fix the reward or its "
                 "dependencies, or give such completions a score (reward.pool.unjudged_score)"
             )

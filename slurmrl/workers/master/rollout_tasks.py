@@ -76,8 +76,7 @@ logger = log.get(__name__)
 LEAVE_S = 300.0
 """Seconds that a surplus task may take to finish its items."""
 POLL_GROWTH = 1.1
-"""Growth of the pauses between reads: a message of an attempt without items is read late by at most
-a tenth of the time waited."""
+"""Growth of pauses: a message of an attempt without items waits at most a tenth longer."""
 
 
 class RolloutTasks:
@@ -224,8 +223,7 @@ class RolloutTasks:
     def _overtakes(self, step: int, count: int) -> bool:
         """Return whether taking groups now would make unfinished groups too stale to train.
 
-        This counts only groups whose tasks may finish them soon. Most of them have long
-        completions, which training must not lack.
+        Their tasks may finish them soon, and training must not lack their mostly long completions.
         """
         if len(self._checks.sound) < count:
             return False
@@ -388,7 +386,7 @@ class RolloutTasks:
                     if self._ledger.finish(group.lease, sample):
                         self._checks.add([sample])
             case GaveBack():
-                attempt.leaving = True  # it would return all its items, and get them again
+                attempt.leaving = True  # it would get the returned items again
                 returned = self._ledger.return_items(result.lease, result.items)
                 self._counts.items["given_back"] += len(returned)
             case Holds():

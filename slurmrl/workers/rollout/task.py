@@ -238,14 +238,14 @@ class TaskAtWork:
             await self._news(seen, left_s)
 
     def _abort(self, task: asyncio.Task[None] | None) -> None:
-        if task is None:  # it was about to end anyway
+        if task is None:  # its task has not started or has ended
             return
         task.cancel()
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
     async def _make(self, key: Key, row: RequestedItem) -> None:
-        if self._ending:  # the engine may know requests of the same row
+        if self._ending:  # the engine may still have requests of the same row
             await asyncio.wait(set(self._ending))
         held = self._session.held
         assert held is not None, "items begin once there are weights"

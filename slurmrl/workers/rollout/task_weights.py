@@ -143,9 +143,7 @@ class TaskWeights:
         if copied.frozen is None:
             self._link(copied, folder)
         elif self._merging is None:
-            raise WeightVersionError(
-                f"version {copied.id} holds adapters, but actor.lora is not set"
-            )
+            raise WeightVersionError(f"version {copied.id} has adapters, but actor.lora is not set")
         else:
             self._merging.write(copied, folder)
         write_json(folder / CONFIG_FILE, self._config, self._calls)

@@ -194,7 +194,7 @@ def run_link(link: Link, rounds: Rounds) -> int:
     jobs = Plan.read(link.run.plan).jobs
     elastic = {group.name: group.hosts for group in jobs if group.elastic}
     if link.group in elastic:
-        return run_task(link, rounds)  # the trainers' job does the upkeep
+        return run_task(link, rounds)  # the trainers' job manages this group
     if not takes_over(link, rounds.events):
         return 0
     upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))

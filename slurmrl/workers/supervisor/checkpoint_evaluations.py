@@ -289,8 +289,7 @@ def _submitted(paths: RunPaths, commit: Commit, suites: Collection[str]) -> bool
 def _in_use(paths: RunPaths, commit: Commit, least: int) -> bool:
     """Whether an evaluation reads the folder or may do so again: a failed one can be resumed.
 
-    At least ``least`` trials read the folder or have read it. If a stale listing shows fewer
-    trials, the folder counts as in use.
+    A listing with fewer than ``least`` trials is stale; the folder then counts as in use.
     """
     folder = paths.checkpoint_to_evaluate(commit.directory)
     trials = evaluating_trials(paths, commit.step, folder)

@@ -152,8 +152,8 @@ def agent_command(
     agent += ["--group", options.group]
     if options.launcher == "direct":
         return agent
-    # A lost agent ends the step; a lost host does not: if it is this one, the other agents see to
-    # the job (workers/agent/loss_detection.py).
+    # The loss of an agent ends the step. The loss of a host does not: if this host is lost, the
+    # other agents requeue the job (workers/agent/loss_detection.py).
     srun = [*SRUN, "--kill-on-bad-exit=1", "--no-kill"]
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
@@ -306,7 +306,7 @@ class Rounds:
                 "srun (pid %d) did not end after a host was lost: sending KILL", child.pid
             )
             self.events.write("killed", pid=child.pid, why="srun did not end after TERM")
-            child.kill()  # srun's second process then ends the step
+            child.kill()  # the second process of srun then ends the step
             child.wait()
         elif late_s >= 0:
             child.terminate()  # srun ends its step

@@ -51,7 +51,7 @@ def main() -> int:
     drop_failed_output()
     log.configure(f"fork server of {options.world}")
     agent = Connection.from_fd(options.pipe_fd)
-    gc.disable()  # it would take a tenth of the imports' time
+    gc.disable()  # collections would take a tenth of the import time
     try:
         import numpy.random
 
@@ -69,7 +69,7 @@ def main() -> int:
     who = RankId(options.world, forked.rank)
     log.configure(str(who))
     allow_tracing()
-    numpy.random.seed()  # as in a fresh process; Python does this for its own generator
+    numpy.random.seed()  # a fork must not repeat numbers; Python seeds its own
     activity = new_activity()
     collectives = Collectives()
 

@@ -57,7 +57,7 @@ def preload(run: Path, group: str) -> None:
 
     plan = Plan.read(RunPaths(run).plan)
     for model in plan.models_of(group).values():
-        if group == TRAINERS or BACKENDS[model.engine].serves:  # tasks' decoders do not need it
+        if group == TRAINERS or BACKENDS[model.engine].serves:  # decoders of tasks need no engine
             ENGINES.load(model.engine)
     used = [plan.group(group).worker]
     if group == TRAINERS:

@@ -207,11 +207,11 @@ def prepare_versions(
     engine = engines.get(ACTOR)
     if engine is None:
         return VersionWriting(paths.versions, rank, None)
-    dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks come first
+    dist.all_reduce(torch.zeros(1, device=device), group=group)  # all ranks must connect first
     per_host, model = plan.trainers.workers_per_host, settings.config.actor
     _, storage = file_form(config_values(model), model.implementation, engine.head)
     dtype = model.dtype
-    if engine.frozen is not None:  # adapters, as in checkpoints
+    if engine.frozen is not None:  # adapters have the form that checkpoints have
         storage, dtype = by_name, "float32"
     parts = OwnedTensors(
         PlacedLayout(engine.trained_layout(), ranks),

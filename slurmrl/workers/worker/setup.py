@@ -156,7 +156,7 @@ def build_trainer(
     store = join(start, rank, paths.meeting(start.incarnation), accelerator, timeout)
     tokenizer = _tokenizer(settings)
     datasets = Datasets(paths.data, start.incarnation, settings.config, store, activity)
-    opened = datasets.provide(tokenizer, rank, say)  # before any rank can wait in a collective
+    opened = datasets.provide(tokenizer, rank, say)  # before any rank waits in a collective
     activity.phase("connecting to the other ranks")
     contexts = groups.build(
         plan.models_of(TRAINERS).values(),

@@ -188,7 +188,7 @@ class ContinuousBatch:
         """Free the rows and pages of a sequence that has ended."""
         if sequence.request.options.experts:
             sequence.experts = self._runner.experts(sequence)
-        # a call that would read the last token is not needed now
+        # The last token need not be read.
         sequence.stored = min(sequence.stored, len(sequence.tokens) - 1)
         self._schedule.store(sequence)
         self._schedule.remove(sequence)
