@@ -8,9 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+Results = Mapping[str, str]
+"""By check: empty if it holds, or else the reason."""
+
 KEPT: Final = Path(__file__).with_name("models.json")
-BEGIN: Final = "<!-- Written by scripts/make-docs from the results of scripts/models. -->"
-END: Final = "<!-- End of the results. -->"
+PLACES: Final = {
+    part: (
+        f"<!-- Written by scripts/make-docs from the results of scripts/models: {part}. -->",
+        f"<!-- End of the results: {part}. -->",
+    )
+    for part in ("images", "families")
+}
+"""Lines around each table of the page, by the key of its results: for families that read images,
+and for families that read only text."""
 SHOWN: Final[Mapping[str, tuple[str, ...]]] = {
     "logits": ("load", "logits"),
     "generation": ("generation",),
@@ -24,33 +34,44 @@ SHOWN: Final[Mapping[str, tuple[str, ...]]] = {
     "vLLM": ("vllm",),
     "built-in": ("builtin",),
 }
-"""Columns of the table, with the checks that each of them needs."""
+"""Columns of the tables, with the checks that each of them needs."""
+OF_IMAGES: Final = 6
+"""Columns of the table of families that read images: the first ones."""
+CORE: Final = 5
+"""Columns that need no further engine or setting: the first ones."""
 
 
 def page(text: str) -> str:
-    """Return docs/models.md with the table of the kept results.
+    """Return docs/models.md with the tables of the kept results.
 
-    Raises ValueError if the page has no place for it.
+    Raises ValueError if the page has no place for one of them.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"docs/models.md lacks the lines '{BEGIN}' and '{END}'")
-    return "\n".join([before + begin, "", *_table(json.loads(KEPT.read_text())), "", end + after])
+    kept = json.loads(KEPT.read_text())
+    for part, (begin, end) in PLACES.items():
+        before, found, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not found or not closed:
+            raise ValueError(f"docs/models.md lacks the lines '{begin}' and '{end}'")
+        columns = list(SHOWN.items())[: OF_IMAGES if part == "images" else None]
+        table = _table(kept, kept[part], dict(columns))
+        text = "\n".join([before + begin, "", *table, "", end + after])
+    return text
 
 
-def _table(kept: Mapping[str, Any]) -> list[str]:
+def _table(
+    kept: Mapping[str, Any], families: Mapping[str, Results], shown: Mapping[str, tuple[str, ...]]
+) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in kept["versions"].items())
-    families: Mapping[str, Mapping[str, str]] = kept["families"]
     notes: dict[str, int] = {}
-    rows = [_row(family, results, notes) for family, results in families.items()]
-    passed = sum(all(not results.get(each, "?") for each in CORE) for results in families.values())
+    rows = [_row(family, results, shown, notes) for family, results in families.items()]
+    core = [check for checks in list(shown.values())[:CORE] for check in checks]
+    passed = sum(all(not results.get(each, "?") for each in core) for results in families.values())
     return [
         f"{kept['date']}: {passed} of {len(families)} families pass the first five columns.",
         f"Versions: {versions}.",
         "",
-        "| " + " | ".join(["`model_type`", *SHOWN]) + " |",
-        "|---" * (1 + len(SHOWN)) + "|",
+        "| " + " | ".join(["`model_type`", *shown]) + " |",
+        "|---" * (1 + len(shown)) + "|",
         *rows,
         "",
         "Reasons:",
@@ -59,13 +80,13 @@ def _table(kept: Mapping[str, Any]) -> list[str]:
     ]
 
 
-CORE: Final = tuple(check for checks in list(SHOWN.values())[:5] for check in checks)
-"""Checks of the columns that need no further engine or setting."""
-
-
-def _row(family: str, results: Mapping[str, str], notes: dict[str, int]) -> str:
+def _row(
+    family: str, results: Results, shown: Mapping[str, tuple[str, ...]], notes: dict[str, int]
+) -> str:
+    if results.keys() == {"load"}:  # nothing else is run for a family that is rejected
+        results = {check: results["load"] for checks in shown.values() for check in checks}
     cells = [_cell(family, [results.get(each) for each in checks], notes)
-             for checks in SHOWN.values()]  # fmt: skip
+             for checks in shown.values()]  # fmt: skip
     return "| " + " | ".join([f"`{family}`", *cells]) + " |"
 
 
@@ -73,7 +94,7 @@ def _cell(family: str, reasons: list[str | None], notes: dict[str, int]) -> str:
     """Return ``yes``, ``no`` with the number of its reason, or a dash if it was not run."""
     wrong = next((reason for reason in reasons if reason), "")
     if wrong:
-        known = _plain(wrong.replace(f"'{family}'", "…"))
+        known = _plain(re.sub(rf"'{family}'|\b{family}(?= models)", "…", wrong))
         return f"no {notes.setdefault(known, len(notes) + 1)}"
     return "–" if None in reasons else "yes"
 
@@ -81,5 +102,5 @@ def _cell(family: str, reasons: list[str | None], notes: dict[str, int]) -> str:
 def _plain(reason: str) -> str:
     """Return a reason as text of a page: without hints, and code in it is not markup."""
     reason = re.sub(r"did you mean .*?\? ", "", reason)
-    reason = reason.partition("; 'implementation: hf' runs")[0]
+    reason = re.split("; 'implementation: hf' runs|; allowed families", reason)[0]
     return "`" + re.sub(r"\s+", " ", reason.replace("`", "'")).strip() + "`"

@@ -6,8 +6,16 @@ from typing import Final
 
 import pytest
 
-from tests.support.families import families
-from tests.support.family_table import COLUMNS, LIMIT_S, checked, commit, differences, kept, tenth
+from tests.support.family_table import (
+    COLUMNS,
+    LIMIT_S,
+    all_families,
+    checked,
+    commit,
+    differences,
+    kept_results,
+    tenth,
+)
 
 TODAY: Final = tenth(commit())
 
@@ -16,7 +24,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 def compare(family: str) -> None:
     """Fail if a check of the family has another result than the kept one."""
-    results = kept()["families"]
+    results = kept_results()
     columns = [column for column in COLUMNS if column in results.get(family, {})]
     wrong = differences({family: checked(family, columns)}, results)
     assert not wrong, "\n".join([*wrong, f"see build/models/{family}.log"])
@@ -29,6 +37,6 @@ def test_recorded_results_hold_for_a_tenth_of_the_families(family: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("family", sorted(set(families()) - set(TODAY)))
+@pytest.mark.parametrize("family", sorted(set(all_families()) - set(TODAY)))
 def test_recorded_results_hold_for_the_other_families(family: str) -> None:
     compare(family)

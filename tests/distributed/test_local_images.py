@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
 
 from slurmrl.desk.report.report_data import read_samples
-from tests.support.datasets import write_rows
 from tests.support.family_checks import TRIAL, finished, newest, of_generation
 from tests.support.held import NO_LIMIT, Hold
-from tests.support.picture_models import draw, write_processor
+from tests.support.picture_prompts import write_source
 from tests.support.trials import Site, kill_one
 
 
@@ -42,19 +41,7 @@ def source_in(folder: Path, family: str) -> Path:
     """Return a folder with a random model, its processor, and rows with up to two images."""
     source = folder / "source"
     source.mkdir()
-    values = write_processor(source, family)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**values))
-    model.save_pretrained(source)
-    for dots in range(1, 5):
-        draw(source / f"{dots}.png", dots, (16 + 8 * dots, 16))
-    rows: list[dict[str, Any]] = [
-        {"prompt": "How many?", "images": [f"{dots}.png"], "answer": str(dots)}
-        for dots in range(1, 5)
-    ]
-    rows[1] = {"prompt": "No image", "answer": "0"}
-    rows[2]["images"] = ["1.png", "4.png"]
-    write_rows(source, *rows)
+    write_source(source, family)
     return source
 
 

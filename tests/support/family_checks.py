@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import transformers
@@ -58,6 +58,8 @@ class Family:
     """Roots of the trials, by name."""
     results: dict[str, Any] = field(default_factory=dict)
     """What trials that several columns need gave, or their errors."""
+    automatic: ClassVar[Any] = AutoModelForCausalLM
+    """transformers' automatic class of the family's models."""
 
     @cached_property
     def source(self) -> Path:
@@ -77,7 +79,16 @@ class Family:
     @cached_property
     def reference(self) -> Any:
         """transformers' model of the folder."""
-        return loaded(self.source)
+        return self.loaded(self.source)
+
+    def loaded(self, folder: Path) -> Any:
+        """Return transformers' model of a folder."""
+        model, report = self.automatic.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        if wrong := {kind: sorted(names)[:3] for kind, names in report.items() if names}:
+            raise CheckError(f"transformers reports {wrong} in the files")
+        return model.eval()
 
     @cached_property
     def model(self) -> HFModel:
@@ -164,16 +175,6 @@ class Family:
         )
 
 
-def loaded(folder: Path) -> Any:
-    """Return transformers' model of a folder."""
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
-    )
-    if wrong := {kind: sorted(names)[:3] for kind, names in report.items() if names}:
-        raise CheckError(f"transformers reports {wrong} in the files")
-    return model.eval()
-
-
 def sequences() -> tuple[torch.Tensor, torch.Tensor]:
     """Return random sequences as packed ids [T] and their bounds [S + 1]."""
     generator = torch.Generator().manual_seed(1)
@@ -256,7 +257,10 @@ def export(family: Family) -> None:
     """transformers loads the export, which has the trained weights of the checkpoint."""
     family.losses("fsdp:d2")
     site = family.sites["fsdp:d2"]
-    model, before = loaded(newest(site, "exports")), dict(family.reference.named_parameters())
+    model, before = (
+        family.loaded(newest(site, "exports")),
+        dict(family.reference.named_parameters()),
+    )
     held = model.state_dict()
     saved = RoleCheckpoint(newest(site, "checkpoints"), "actor")
     for name, _ in saved.weights():
@@ -314,8 +318,8 @@ def lora(family: Family) -> None:
     finished(site, family.config(actor={"lora": {"rank": 2, "alpha": 4}}))
     adapter = site.folder / "adapter"
     site.slurmrl("export", TRIAL, "--form", "adapter", "--out", str(adapter))
-    merged = loaded(newest(site, "exports"))
-    adapted = peft.PeftModel.from_pretrained(loaded(family.source), adapter).eval()
+    merged = family.loaded(newest(site, "exports"))
+    adapted = peft.PeftModel.from_pretrained(family.loaded(family.source), adapter).eval()
     ids = torch.arange(1, 13)[None]
     with torch.no_grad():
         found, before = adapted(ids).logits, family.reference(ids).logits
@@ -391,7 +395,10 @@ def reason_of(error: BaseException, folder: Path) -> str:
     return line if len(line) <= REASON else f"{line[: REASON - 1]}…"
 
 
-def main(asked: Mapping[str, Any]) -> None:
+Checks = Mapping[str, Callable[[Any], None]]
+
+
+def main(asked: Mapping[str, Any], kind: type[Family] = Family, checks: Checks = CHECKS) -> None:
     """Append an object with the name and the reason of each column to the file ``output``.
 
     ``asked`` has ``family``, ``folder``, ``columns``, ``servers``, ``output``, and ``errors``, the
@@ -403,11 +410,11 @@ def main(asked: Mapping[str, Any]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    family = Family(asked["family"], Path(asked["folder"]), asked["servers"])
+    family = kind(asked["family"], Path(asked["folder"]), asked["servers"])
     for column in asked["columns"]:
         reason = ""
         try:
-            CHECKS[column](family)
+            checks[column](family)
         except Exception as error:  # noqa: BLE001 - transformers' classes may raise anything
             traceback.print_exc()
             reason = reason_of(error, family.folder)

@@ -17,8 +17,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from tests.support import family_checks, picture_checks
 from tests.support.families import families
-from tests.support.family_checks import main
+from tests.support.picture_checks import picture_families
 from tests.support.trials import REPOSITORY
 
 KEPT: Final = REPOSITORY / "scripts" / "models.json"
@@ -26,33 +27,35 @@ LOGS: Final = REPOSITORY / "build" / "models"
 """Tracebacks of the checks, a file for each family."""
 PACKAGES: Final = ("torch", "transformers", "peft", "megatron-core")
 SERVERS: Final = {"sglang": "SGLANG_PYTHON", "vllm": "VLLM_PYTHON"}
-COLUMNS: Final = (
-    "load",
-    "logits",
-    "generation",
-    "sft",
-    "export",
-    "grpo",
-    "resume",
-    "lora",
-    "t2",
-    "megatron",
-    "builtin",
-)
+COLUMNS: Final = (*picture_checks.ALL, "t2", "megatron", "builtin")
+TEXT, IMAGES = "families", "images"
+"""Keys of the kept results: of families that read only text, and of families that read images."""
 LIMIT_S: Final = 900.0
 """Time of all checks of a family. A server's start takes up to half of it."""
 TENTHS: Final = 10
 
 FORK_SERVER: Final = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload([main.__module__])  # imports once for all families
+FORK_SERVER.set_forkserver_preload([picture_checks.__name__])  # imports once for all families
 
 Results = dict[str, dict[str, str]]
 """By family and column: empty if the check holds, or else the reason."""
 
 
+def all_families() -> list[str]:
+    """Return every family of the two tables: first the families that read only text."""
+    return [*families(), *picture_families()]
+
+
+def asked_of(family: str, columns: Sequence[str]) -> list[str]:
+    """Return those of the columns that a family's table has."""
+    images = family in picture_families()
+    own = picture_checks.columns_of(family) if images else columns
+    return [column for column in columns if column in own]
+
+
 def tenth(commit: str) -> list[str]:
     """Return the families that a commit's hash chooses; ten commits in a row may miss some."""
-    return families()[int(commit, 16) % TENTHS :: TENTHS]
+    return all_families()[int(commit, 16) % TENTHS :: TENTHS]
 
 
 def commit() -> str:
@@ -75,7 +78,8 @@ def checked(family: str, columns: Sequence[str]) -> dict[str, str]:
             "output": str(output),
             "errors": str(LOGS / f"{family}.log"),
         }
-        process = FORK_SERVER.Process(target=main, args=(asked,))
+        checks = picture_checks if family in picture_families() else family_checks
+        process = FORK_SERVER.Process(target=checks.main, args=(asked,))
         process.start()
         process.join(LIMIT_S)
         ended = f"the process of the checks ended with status {process.exitcode}"
@@ -103,21 +107,28 @@ def end_processes(folder: str) -> None:
 def kept() -> dict[str, Any]:
     """Return the kept results with their versions and date."""
     if not KEPT.exists():
-        return {"versions": {}, "date": "", "families": {}}
+        return {"versions": {}, "date": "", IMAGES: {}, TEXT: {}}
     found: dict[str, Any] = json.loads(KEPT.read_text())
     return found
 
 
+def kept_results() -> Results:
+    """Return the kept results of all families."""
+    found = kept()
+    return {**found[TEXT], **found[IMAGES]}
+
+
 def keep(results: Results) -> None:
     """Merge results into the kept results."""
-    merged = kept()["families"]
+    merged = kept_results()
     for family, columns in results.items():
         merged[family] = {**merged.get(family, {}), **columns}
     now = datetime.datetime.now(datetime.UTC)
     state = {
         "versions": {name: version(name) for name in PACKAGES},
         "date": now.date().isoformat(),
-        "families": {name: merged[name] for name in sorted(merged)},
+        IMAGES: {name: merged[name] for name in picture_families() if name in merged},
+        TEXT: {name: merged[name] for name in sorted(merged.keys() - set(picture_families()))},
     }
     new = KEPT.with_suffix(".new")
     new.write_text(json.dumps(state, indent=1, ensure_ascii=False) + "\n")
@@ -137,11 +148,12 @@ def differences(results: Results, wanted: Mapping[str, Mapping[str, str]]) -> li
 
 def run(chosen: argparse.Namespace) -> int:
     """Run ``scripts/models``. Return its exit code."""
-    names = chosen.families or (tenth(commit()) if chosen.tenth else families())
-    if unknown := sorted(set(names) - set(families())):
+    names = chosen.families or (tenth(commit()) if chosen.tenth else all_families())
+    if unknown := sorted(set(names) - set(all_families())):
         print(f"models: transformers has no family {', '.join(unknown)}", file=sys.stderr)
         return 2
-    columns = chosen.columns or [*COLUMNS, *(SERVERS if chosen.servers else ())]
+    more = tuple(SERVERS) if chosen.servers else ()
+    columns = chosen.columns or [*COLUMNS, *more]
     if unknown := sorted(set(columns) - {*COLUMNS, *SERVERS}):
         print(f"models: there is no column {', '.join(unknown)}", file=sys.stderr)
         return 2
@@ -153,19 +165,19 @@ def run(chosen: argparse.Namespace) -> int:
         return 2
     installed, before = {name: version(name) for name in PACKAGES}, kept()
     print(f"{len(names)} families with {installed}", flush=True)
-    stay = set(before["families"]) - set(names) or columns != list(COLUMNS)
+    stay = set(kept_results()) - set(names) or columns != list(COLUMNS)
     if not chosen.check and before["versions"] not in ({}, installed) and stay:
         print(f"models: kept results have {before['versions']}: run all", file=sys.stderr)
         return 2
     results: Results = {}
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        found_of = pool.map(lambda one: checked(one, columns), names)
+        found_of = pool.map(lambda one: checked(one, asked_of(one, columns)), names)
         for name, found in zip(names, found_of, strict=True):
             results[name] = found
             print(line(name, found), flush=True)
             if not chosen.check:
                 keep({name: found})
-    wrong = differences(results, before["families"]) if chosen.check else []
+    wrong = differences(results, kept_results()) if chosen.check else []
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return 1 if wrong else 0
 

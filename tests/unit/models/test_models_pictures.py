@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from slurmrl.config.schema import Dataset, Lora, Model
+from slurmrl.config.schema import Lora, Model
 from slurmrl.config.schema.roles import VISION
-from slurmrl.data.sample import pictures_of
-from slurmrl.data.tokenizer import load_tokenizer
 from slurmrl.engines.fsdp.parameters import frozen_tower
-from slurmrl.engines.hf_batch import HFRollout
 from slurmrl.models import hf_files
 from slurmrl.models.hf import as_array
 from slurmrl.models.hf_adapters import attach_to
@@ -29,66 +24,17 @@ from slurmrl.models.hf_model import HFModel
 from slurmrl.models.hf_pictures import STRAY
 from slurmrl.models.picture_families import PICTURE_FAMILIES
 from slurmrl.models.shapes import file_form, storage_of
-from slurmrl.rollouts.generation.base import Completion, GenerationOptions, GenerationRequest
 from slurmrl.tensors.checkpoint.tensors import file_entries
 from slurmrl.tensors.layout import Array, Box, TensorSpec
-from slurmrl.tensors.pictures import read
-from tests.support.datasets import prepared, write_rows
-from tests.support.picture_models import draw, write_processor
-
-FAMILIES = sorted(PICTURE_FAMILIES)
-ROWS = (
-    {"prompt": "How many <image>?", "images": ["a.png"]},
-    {"prompt": "<image> or <image>, " + "which has more dots? " * 4, "images": ["b.png", "a.png"]},
-    {"prompt": "Which picture?", "images": []},
-    {"prompt": "How many <image>?", "images": ["c.png"]},
+from tests.support.picture_models import write_processor
+from tests.support.picture_prompts import (
+    complete,
+    random_prompts,
+    trained_logprobs,
+    transformers_logprobs,
 )
 
-
-class Prompts(NamedTuple):
-    """A random model with prepared prompts."""
-
-    model: HFModel
-    ids: tuple[Tensor, ...]
-    pictures: list[str]
-    image: int
-    """Token id of placeholders."""
-
-    def alone(self, number: int, more: Tensor) -> Tensor:
-        """Return transformers' logits of a prompt with further tokens."""
-        ids = torch.cat([self.ids[number], more])[None]
-        if not self.pictures[number]:
-            return self.model.inner(input_ids=ids, use_cache=False).logits[0]
-        types = torch.nn.functional.pad((self.ids[number] == self.image).long(), (0, len(more)))
-        family = self.model.config.model_type
-        name = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
-        marks = {} if family == "internvl" else {name: types[None]}
-        given: Any = read(Path(self.pictures[number])).arguments
-        arguments = {key: torch.from_numpy(np.array(values)) for key, values in given.items()}
-        logits: Tensor = self.model.inner(
-            input_ids=ids, use_cache=False, **arguments, **marks
-        ).logits[0]
-        return logits
-
-
-def made(folder: Path, family: str) -> Prompts:
-    values = write_processor(folder, family)
-    draw(folder / "a.png", 2)
-    draw(folder / "b.png", 5, (40, 24))
-    draw(folder / "c.png", 3)
-    path = write_rows(folder, *ROWS)
-    config = Dataset(type="prompt", path=path, images_key="images", chat_template=True)
-    rows = prepared(config, load_tokenizer(folder), folder / "data")
-    sample = rows.sample([(0, number) for number in range(len(ROWS))])
-    lengths = [length for row in sample.lengths["prompt_ids"] for length in row]
-    marked = Model(vision=True).marked(values)
-    model = HFModel(HFConfig.from_hf(marked), "lm", source=None, seed=3, dtype=torch.float32)
-    if family == "gemma3":  # transformers begins with zero, which shows no image
-        projector: Any = model.inner.get_submodule("model.multi_modal_projector")
-        torch.nn.init.normal_(projector.mm_input_projection_weight, std=0.3)
-    ids = sample.tensor("prompt_ids").split(lengths)
-    image = values.get("image_token_id", values.get("image_token_index"))
-    return Prompts(model, ids, pictures_of(sample), int(image))
+FAMILIES = sorted(PICTURE_FAMILIES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,19 +42,12 @@ def test_batches_with_images_have_transformers_logprobs_and_gradients(
     family: str, tmp_path: Path
 ) -> None:
     """Two of the sequences would fit into one row of the longest one."""
-    prompts = made(tmp_path, family)
-    model, more = prompts.model, torch.tensor([7, 8, 9])
-    sequences = [torch.cat([ids, more]) for ids in prompts.ids]
-    lengths = [len(each) for each in sequences]
-    ids, cu = torch.cat(sequences), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    with model.showing(prompts.pictures):
-        features = model(ids, cu, max(lengths))
-    found = model.logprobs(features, ids, cu, temperature=1.0)[0].split(lengths)
-    wanted = []
-    for number, sequence in enumerate(sequences):
-        logits = prompts.alone(number, more)[:-1].log_softmax(-1)
-        wanted.append(logits.gather(1, sequence[1:, None])[:, 0])
-        torch.testing.assert_close(found[number][1:], wanted[-1], atol=1e-5, rtol=0)
+    prompts = random_prompts(tmp_path, family)
+    model, more = prompts.model, [torch.tensor([7, 8, 9])] * len(prompts.ids)
+    found = trained_logprobs(prompts, more)
+    wanted = transformers_logprobs(model.inner, prompts, more)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one[1:], other, atol=1e-5, rtol=0)
     parameters = dict(model.inner.named_parameters())
     gradients = [
         torch.autograd.grad(
@@ -131,51 +70,22 @@ def test_generation_from_images_has_logprobs_of_the_training_pass(
     family: str, tmp_path: Path
 ) -> None:
     """The first and last prompts have equal tokens and other pictures."""
-    prompts = made(tmp_path, family)
-    model = prompts.model
+    prompts = random_prompts(tmp_path, family)
     assert torch.equal(prompts.ids[0], prompts.ids[3])
     whole = complete(prompts, 10_000)
     assert [each.tokens for each in complete(prompts, 1)] == [each.tokens for each in whole]
     assert whole[0].logprobs != whole[3].logprobs
-    sequences = [
-        torch.cat([ids, torch.tensor(each.tokens)])
-        for ids, each in zip(prompts.ids, whole, strict=True)
-    ]
-    lengths = [len(each) for each in sequences]
-    ids, cu = torch.cat(sequences), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    with torch.no_grad(), model.showing(prompts.pictures):
-        logp = model.logprobs(model(ids, cu, max(lengths)), ids, cu, temperature=1.0)[0]
-    for found, each in zip(logp.split(lengths), whole, strict=True):
+    with torch.no_grad():
+        trained = trained_logprobs(prompts, [torch.tensor(each.tokens) for each in whole])
+    for found, each in zip(trained, whole, strict=True):
         exact = torch.tensor(each.logprobs)
         torch.testing.assert_close(found[-len(exact) :], exact, atol=1e-5, rtol=0)
-
-
-def complete(prompts: Prompts, prefill_tokens: int) -> list[Completion]:
-    options = GenerationOptions(max_new_tokens=6)
-    requests = [
-        GenerationRequest(
-            request_id=str(number),
-            prompt=tuple(ids.tolist()),
-            keys=(5,),
-            seed=1,
-            step=1,
-            options=options,
-            pictures=pictures,
-        )
-        for number, (ids, pictures) in enumerate(zip(prompts.ids, prompts.pictures, strict=True))
-    ]
-
-    async def run() -> list[tuple[Completion, ...]]:
-        rollout = HFRollout(prompts.model, "1.0", prefill_tokens)
-        return await asyncio.gather(*map(rollout.submit, requests))
-
-    return [completion for (completion,) in asyncio.run(run())]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_placeholder_token_without_image_is_read_as_text(family: str, tmp_path: Path) -> None:
     """A policy may sample the placeholder's id. Training and generation read the same then."""
-    prompts = made(tmp_path, family)
+    prompts = random_prompts(tmp_path, family)
     model, first = prompts.model, prompts.ids[0]
     ends = {}
     for token in (prompts.image, STRAY):
@@ -196,7 +106,7 @@ def test_placeholder_token_without_image_is_read_as_text(family: str, tmp_path: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_outputs_are_unchanged_by_earlier_image_batches(family: str, tmp_path: Path) -> None:
     """Some models of transformers remember the positions of the last images."""
-    prompts = made(tmp_path, family)
+    prompts = random_prompts(tmp_path, family)
     model = prompts.model
     ids = torch.arange(30)
     cu = torch.tensor([0, 20, 25, 30], dtype=torch.int32)
@@ -222,7 +132,7 @@ def test_text_outputs_are_unchanged_by_earlier_image_batches(family: str, tmp_pa
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "internvl"])
 def test_text_gives_every_trained_parameter_a_gradient(family: str, tmp_path: Path) -> None:
     """Ranks with and without images must reduce the same gradients."""
-    model = made(tmp_path, family).model
+    model = random_prompts(tmp_path, family).model
     ids = torch.arange(5)
     cu = torch.tensor([0, 5], dtype=torch.int32)
     model.logprobs(model(ids, cu, 5), ids, cu, temperature=1.0)[0].sum().backward()

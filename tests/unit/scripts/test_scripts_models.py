@@ -10,10 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from slurmrl.models import hf_pictures
 from slurmrl.models.hf_model import HFModel
-from tests.support import family_checks
+from slurmrl.models.picture_families import PICTURE_FAMILIES, picture_refusal
+from tests.support import family_checks, picture_checks
 from tests.support.families import families, tiny
-from tests.support.family_table import TENTHS, differences, kept, tenth
+from tests.support.family_table import (
+    COLUMNS,
+    TENTHS,
+    all_families,
+    asked_of,
+    differences,
+    kept,
+    tenth,
+)
+from tests.support.picture_checks import PictureFamily, picture_families
 from tests.support.trials import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -22,7 +33,7 @@ import models_table
 
 def test_ten_tenths_cover_all_families() -> None:
     shares = [tenth(f"{number:040x}") for number in range(TENTHS)]
-    assert sorted(family for share in shares for family in share) == families()
+    assert sorted(family for share in shares for family in share) == sorted(all_families())
     assert len(families()) >= 40
 
 
@@ -31,6 +42,9 @@ def test_kept_results_belong_to_the_installed_versions() -> None:
     found = kept()
     assert found["versions"]["transformers"] == version("transformers")
     assert sorted(found["families"]) == families()
+    assert sorted(found["images"]) == picture_families()
+    supported = {name for name, results in found["images"].items() if not results["load"]}
+    assert supported == PICTURE_FAMILIES
 
 
 def test_changed_result_is_reported_in_both_directions() -> None:
@@ -44,23 +58,28 @@ def test_changed_result_is_reported_in_both_directions() -> None:
 
 def reasons(folder: Path, family: str, *columns: str) -> dict[str, str]:
     """Run checks in this process."""
-    one = family_checks.Family(family, folder, {})
-    found = {}
+    images = family in picture_families()
+    kind = PictureFamily if images else family_checks.Family
+    checks = picture_checks.CHECKS if images else family_checks.CHECKS
+    one, found = kind(family, folder, {}), {}
     for column in columns:
         try:
-            family_checks.CHECKS[column](one)
+            checks[column](one)
             found[column] = ""
         except family_checks.CheckError as error:
             found[column] = str(error)
     return found
 
 
-def test_checks_fail_for_a_wrong_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "internvl"])
+def test_checks_fail_for_a_wrong_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     columns = ("load", "logits", "generation")
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
     wrong.mkdir()
-    assert reasons(right, "gemma2", *columns) == dict.fromkeys(columns, "")
+    assert reasons(right, family, *columns) == dict.fromkeys(columns, "")
     whole = HFModel.forward
 
     def forward(self: HFModel, ids: torch.Tensor, *rest: object) -> object:
@@ -68,10 +87,31 @@ def test_checks_fail_for_a_wrong_model(tmp_path: Path, monkeypatch: pytest.Monke
         return found if len(rest) > 2 else found.roll(1, -1)  # generation is right, training is not
 
     monkeypatch.setattr(HFModel, "forward", forward)
-    found = reasons(wrong, "gemma2", *columns)
+    found = reasons(wrong, family, *columns)
     assert not found["load"]
     assert "slurmrl and transformers differ by" in found["logits"]
     assert "generation and training differ by" in found["generation"]
+
+
+def test_checks_of_images_fail_for_rows_without_their_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = hf_pictures.PictureReader.load
+    monkeypatch.setattr(
+        hf_pictures.PictureReader,
+        "load",
+        lambda self, paths, device: nothing(self, [""] * len(paths), device),
+    )
+    assert "slurmrl and transformers differ by" in reasons(tmp_path, "internvl", "logits")["logits"]
+
+
+def test_family_without_images_is_rejected_with_the_reason_of_plan(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    assert asked_of("mllama", COLUMNS) == ["load"]
+    assert "t2" not in asked_of("qwen3_vl", COLUMNS)
+    assert asked_of("qwen3", COLUMNS) == list(COLUMNS)
+    found = reasons(tmp_path / "other", "mllama", "load")
+    assert found["load"] == picture_refusal({"model_type": "mllama"}) != ""
 
 
 def test_tiny_model_has_each_kind_of_layer() -> None:
@@ -89,15 +129,20 @@ def test_page_shows_reason_once_and_dash_for_missing_result(
     one = {**dict.fromkeys(checks, ""), "lora": "'one' has none"}
     two = {**one, "lora": "'two' has none", "export": "lost a weight"}
     del two["vllm"]
-    state = {"versions": {"torch": "2"}, "date": "2026-01-01", "families": {"one": one, "two": two}}
+    third = {"load": "images are not possible for third models; allowed families: one"}
+    state = {"versions": {"torch": "2"}, "date": "2026-01-01"}
+    state |= {"families": {"one": one, "two": two}, "images": {"one": one, "third": third}}
     file.write_text(json.dumps(state))
-    lines = models_table.page(f"Top\n{models_table.BEGIN}\nold\n{models_table.END}\nEnd").split(
-        "\n"
-    )
+    text = "Top\n"
+    for begin, end in models_table.PLACES.values():
+        text += f"{begin}\nold\n{end}\nEnd\n"
+    lines = models_table.page(text).split("\n")
     assert "| `one` | yes | yes | yes | yes | yes | no 1 | yes | yes | yes | yes | yes |" in lines
     assert "| `two` | yes | yes | no 2 | yes | yes | no 1 | yes | yes | yes | – | yes |" in lines
+    assert "| `one` | yes | yes | yes | yes | yes | no 1 |" in lines
+    assert "| `third` |" + " no 2 |" * 6 in lines
     assert [line for line in lines if line[:2] in ("1.", "2.", "3.")] == [
-        "1. `… has none`",
-        "2. `lost a weight`",
+        *("1. `… has none`", "2. `images are not possible for … models`"),
+        *("1. `… has none`", "2. `lost a weight`"),
     ]
-    assert (lines[0], lines[-1], "old" in lines) == ("Top", "End", False)
+    assert (lines[0], lines[-2], "old" in lines) == ("Top", "End", False)
