@@ -24,11 +24,10 @@ from transformers import PreTrainedModel
 from slurmrl.errors import UsageError
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_loading import sketch
-from slurmrl.models.picture_families import PICTURE_FAMILIES, picture_refusal
+from slurmrl.models.picture_families import PICTURE_FAMILIES, STRAY, picture_refusal
 from slurmrl.tensors.ops.arguments import upload
 from slurmrl.tensors.pictures import NONE, PictureInputs, read
 
-STRAY: Final = 0
 TYPES: Final = ("mm_token_type_ids", "token_type_ids")
 """Names of the argument that marks placeholders with 1. Some families have none."""
 OTHERS: Final = ("audio_tower", "embed_audio")

@@ -12,9 +12,27 @@ PICTURE_FAMILIES: Final = frozenset(
     )
 )
 """Families that join the images of several prompts along dim 0 of each argument."""
+STRAY: Final = 0
+"""The token that is read in place of a placeholder without an image."""
+SERVED: Final[Mapping[str, tuple[str, ...]]] = {
+    "vllm": ("qwen2_5_vl", "qwen3_vl"),
+}
+"""Families to which servers get images. For other families, the requests to a server were not
+compared with training."""
 
 WITHOUT_ENCODER: Final = frozenset(("qwen3_5", "qwen3_5_moe"))
 """Families among these that transformers also runs without the image encoder."""
+
+
+def served_refusal(values: Mapping[str, Any], server: str) -> str:
+    """Return why a server gets no images for the model of a ``config.json`` object; or ""."""
+    family, known = values.get("model_type"), SERVED.get(server, ())
+    if family in known:
+        return ""
+    if not known:
+        return f"{server} servers get no images; allowed: {', '.join(SERVED)}"
+    names = ", ".join(known)
+    return f"{server} servers get no images for {family} models; allowed families: {names}"
 
 
 def picture_refusal(values: Mapping[str, Any]) -> str:

@@ -186,6 +186,9 @@ EXPERTS_FLAG: Final = "--enable-return-routed-experts"
 """Flag with which SGLang reports the experts of each token."""
 VLLM_FLAGS: Final = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these a server rejects requests, or reports log-probabilities before temperature."""
+VLLM_IMAGE_FLAGS: Final = ("--no-mm-device-do-normalize", "--mm-processor-cache-gb", "0")
+"""Flags for a model that reads images. Requests carry normalized pixels, which the model would
+normalize again, and which the server need not keep."""
 LEAST_HEAD: Final = 32
 """Least dimensions of an attention head for which vLLM has kernels on CPUs."""
 RETRACTING_SGLANG: Final = (0, 5, 22)
@@ -241,6 +244,8 @@ class ServerRules:
     """Further flags that it must not have with ``rollout.replay_experts``."""
     stale_cache_conflicts: Mapping[str, str] = field(default_factory=dict)
     """Further flags that it must not have with ``rollout.tasks.stale_cache``."""
+    image_conflicts: Mapping[str, str] = field(default_factory=dict)
+    """Further flags that it must not have with images."""
 
     @property
     def routes(self) -> tuple[str, ...]:
@@ -342,6 +347,10 @@ SERVER_KINDS: Final[Mapping[str, ServerRules]] = {
             **dict.fromkeys(("-tp", "-pp", "-dp"), LAYOUT),
             "--logprobs-mode": "log-probabilities must be relative to the sampling distribution",
         },
+        image_conflicts=dict.fromkeys(
+            ("--mm-device-do-normalize", "--mm-processor-cache-gb"),
+            "with images: requests carry normalized pixels",
+        ),
     ),
 }
 """By the name of the backend."""

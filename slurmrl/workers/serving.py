@@ -32,6 +32,7 @@ def own_server(
         python=rollout.python,
         arguments=tuple(rollout.server_args),
         tokenizer=Path(tokenizer) if rollout.needs_text else None,
+        processor=Path(tokenizer),
         patience=_patience(rollout),
         log=log,
         events=events,

@@ -128,7 +128,11 @@ async def midway(attempt: Callable[[float], Awaitable[T | None]]) -> T:
 
 
 def request(
-    prompt: Sequence[int] = PROMPT, n: int = 1, max_new_tokens: int = 16, **options: Any
+    prompt: Sequence[int] = PROMPT,
+    n: int = 1,
+    max_new_tokens: int = 16,
+    pictures: str = "",
+    **options: Any,
 ) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"r{next(NUMBERS)}",
@@ -137,6 +141,7 @@ def request(
         seed=3,
         step=1,
         options=GenerationOptions(max_new_tokens=max_new_tokens, **options),
+        pictures=pictures,
     )
 
 

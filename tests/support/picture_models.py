@@ -155,6 +155,18 @@ def write_processor(folder: Path, family: str) -> dict[str, Any]:
     }
 
 
+def write_served_processor(folder: Path, family: str) -> dict[str, Any]:
+    """Do as `write_processor`; the model has sizes that servers compute on CPUs."""
+    values = write_processor(folder, family)
+    text, tower = values["text_config"], values["vision_config"]
+    text |= {"hidden_size": 128, "head_dim": 32}  # Qwen2.5-VL divides by the number of heads
+    if "mrope_section" in text.get("rope_parameters", {}):
+        text["rope_parameters"] |= {"mrope_section": [8, 4, 4]}
+        tower |= {"out_hidden_size": 128}
+    tower |= {"hidden_size": 64, "intermediate_size": 128}
+    return values
+
+
 def write_gemma4(folder: Path) -> dict[str, Any]:
     ids = write_tokenizer(folder, GEMMA4_TOKENS, GEMMA4_TOKENS["image_token"])
     Gemma4ImageProcessorPil(

@@ -21,7 +21,8 @@ from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import resolve
 
 REFUSAL: Final = "slurmrl.models.picture_families:picture_refusal"
-"""Its layer is above the plan's, so it is resolved by name."""
+SERVED_REFUSAL: Final = "slurmrl.models.picture_families:served_refusal"
+"""Functions of a layer above the plan's, so they are resolved by name."""
 ALGORITHMS: Final = ("sft", *POLICY_GRADIENTS, "generate", "evaluate")
 PATCHES: Final = ("patch_size", "temporal_patch_size", "spatial_merge_size", "image_size")
 FORM: Final = ("model_type", *PATCHES)
@@ -126,13 +127,16 @@ def _side(value: Any) -> Any:
 
 
 def _servers(draft: Draft) -> Iterator[Problem]:
-    """Models of transformers generate from images, and servers do not."""
+    """Servers that the run starts get the images of some families."""
     config, remedy = draft.config, "leave it out: the model generates with transformers then"
-    if served(draft):
-        reason = f": servers get no images here; {remedy}"
-        yield draft.reject((ROLLOUTS, "backend"), reason, config.rollout.backend)
+    if config.rollout.servers:
+        reason = " with images: only servers that slurmrl starts get them; set rollout.python"
+        yield draft.reject((ROLLOUTS, "servers"), reason)
     tasks = config.evaluation.tasks if config.evaluation is not None else None
-    with suppress(AllocationError):  # reported by the check of evaluations
-        if tasks is not None and tasks.backend and BACKENDS[parse(tasks.backend).backend].serves:
-            reason = f": servers get no images here; {remedy}"
-            yield draft.reject(("evaluation", "tasks", "backend"), reason, tasks.backend)
+    own = (ROLLOUTS, "backend"), config.rollout.backend if served(draft) else None
+    for key, text in (own, (("evaluation", "tasks", "backend"), tasks and tasks.backend)):
+        with suppress(AllocationError, UsageError):  # reported by other checks
+            backend = parse(text).backend if text else ""
+            values = config_values(config.actor) if backend and BACKENDS[backend].serves else {}
+            if values and (reason := resolve(SERVED_REFUSAL)(values, backend)):
+                yield draft.reject(key, f": {reason}; {remedy}", text)

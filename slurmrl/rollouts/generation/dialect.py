@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.image_requests import PromptImage, ServedPrompt
 from slurmrl.rollouts.generation.weight_checks import Digest, Held, ServerCheck, WeightChecks
 
 if TYPE_CHECKING:
@@ -34,6 +36,10 @@ class SamplingRequest:
     options: GenerationOptions
     priority: int
     """Lower begins first."""
+    pictures: str = ""
+    """As in `GenerationRequest`."""
+    images: tuple[PromptImage, ...] = ()
+    """The content of ``pictures``, once it is read."""
 
 
 class Dialect(ABC):
@@ -124,18 +130,21 @@ class HttpDialect(Dialect):
         checks: WeightChecks | None = None,
         health_s: float = 30.0,
         stale_cache: bool = False,
+        image_token: int | None = None,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
 
         ``model``: `connect` rejects servers of other models. ``checks``: the checks of all servers
         of this run. ``health_s``: time limit of `health`; at least the longest step of the model.
-        ``stale_cache``: requests in flight keep the caches of older weights.
+        ``stale_cache``: requests in flight keep the caches of older weights. ``image_token``: the
+        token id of placeholders of a model that reads images.
         """
         self._client, self._control = client, control or client
         self._model = model
         self._checks = checks or WeightChecks()
         self._check: ServerCheck | None = None
         self._health_s, self._stale_cache = health_s, stale_cache
+        self._image_token = image_token
         self._loaded: str | None = None
         """The last version that was loaded since the connection was made."""
         self.where = client.address.text
@@ -165,6 +174,23 @@ class HttpDialect(Dialect):
                 raise
             return False
         return True
+
+    async def _with_images(self, sampling: SamplingRequest) -> SamplingRequest:
+        """Return a request with its images, if the model reads images.
+
+        A sampled placeholder ends a completion: the server would read it as another token than
+        training does. Raises as `ServedPrompt.of` does.
+        """
+        if (token := self._image_token) is None:
+            return sampling
+        made = await asyncio.to_thread(ServedPrompt.of, sampling.prompt, token, sampling.pictures)
+        stops = (*sampling.options.stop_token_ids, token)
+        return replace(
+            sampling,
+            prompt=made.tokens,
+            images=made.images,
+            options=replace(sampling.options, stop_token_ids=stops),
+        )
 
     @property
     def _cache(self) -> str | None:

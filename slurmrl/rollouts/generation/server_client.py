@@ -105,6 +105,7 @@ class ServerClient(RolloutEngine):
                 seed=start(request.seed, request.step, key) & (2**63 - 1),
                 options=request.options,
                 priority=request.priority,
+                pictures=request.pictures,
             )
             task = asyncio.create_task(self._sample(job, sampling))
             job.samplings[sampling.name] = task

@@ -11,6 +11,7 @@ import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.config.schema.rollout import Address, ServerKeys
+from slurmrl.data.picture_encoder import PROCESSOR_FILES
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, explain
@@ -30,6 +32,7 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import storage_of
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.image_requests import image_token_of
 from slurmrl.rollouts.generation.instances import Instances
 from slurmrl.rollouts.generation.process import HostFolder, ServerProgram
 from slurmrl.rollouts.generation.server_client import ServerClient
@@ -85,6 +88,9 @@ class Serving:
     """Whether it must record the experts that process each token."""
     stale_cache: bool = False
     """Whether requests in flight keep the cache of older weights over an update."""
+
+    processor: Path | None = None
+    """Folder of the tokenizer and of the processor of a model that reads images."""
 
     @property
     def text(self) -> bool:
@@ -182,6 +188,7 @@ class ServerKind(ABC):
         self.model = ServedModel.of(self.model_config(), text=serving.text, experts=serving.experts)
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
         self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
+        self.image_token = image_token_of(config.values) if isinstance(config, HFConfig) else None
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
@@ -199,6 +206,13 @@ class ServerKind(ABC):
     def environment(self) -> Mapping[str, str]:
         """Variables of the server, which override this process's variables."""
 
+    def tokenizer(self, serving: Serving) -> Path | None:
+        """Return the folder of the tokenizer that the server loads; None if it needs none.
+
+        A model that reads images has a processor there, without which servers do not start.
+        """
+        return serving.tokenizer if self.image_token is None else serving.processor
+
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
         """Return the dialect of a server; ``control`` is a client with the administration key."""
         return self.speaks(
@@ -208,6 +222,7 @@ class ServerKind(ABC):
             checks=self.checks,
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
+            image_token=self.image_token,
             **self.dialect_options(),
         )
 
@@ -245,6 +260,10 @@ class ServerKind(ABC):
         for each in (model, temporary):
             each.mkdir(mode=0o700)
         write_json(model / CONFIG_FILE, self.model_config(), REAL)
+        if self.image_token is not None and serving.processor is not None:
+            for file in PROCESSOR_FILES:
+                with suppress(FileNotFoundError):
+                    shutil.copyfile(serving.processor / file, model / file)
         inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
         own = {"TMPDIR": str(temporary), VISIBLE: visible}
         program = ServerProgram(

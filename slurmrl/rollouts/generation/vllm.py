@@ -34,11 +34,12 @@ from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.fsio.calls import REAL, explain
 from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import LM_HEAD, embedding_tensor
-from slurmrl.plan.engine_rules import VLLM_FLAGS
+from slurmrl.plan.engine_rules import VLLM_FLAGS, VLLM_IMAGE_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
 from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of
 from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
+from slurmrl.rollouts.generation.vllm_images import image_features
 from slurmrl.rollouts.generation.weight_checks import (
     Digest,
     Held,
@@ -121,6 +122,7 @@ def request_body(sampling: SamplingRequest, *, cache: str | None = None) -> dict
         "priority": sampling.priority,
         "sampling_params": _sampling(sampling.options, sampling.seed),
         "cache_salt": cache,
+        **image_features(sampling.images, cache),
     }
 
 
@@ -207,7 +209,7 @@ class VllmDialect(HttpDialect):
                 f"{self.where}: vLLM reports sampling masks for all requests of a server or for "
                 f"none; use native or sglang, or leave out top_k and top_p"
             )
-        body = request_body(sampling, cache=self._cache)
+        body = request_body(await self._with_images(sampling), cache=self._cache)
         reply = await self._client.post(self.GENERATE, body, timeout_s=None)
         return read_reply(self.where + self.GENERATE, reply)
 
@@ -389,10 +391,10 @@ class VllmServer(ServerKind):
 
         Stop strings need a tokenizer. Sequences may be as long as the model and the memory allow.
         """
-        if serving.tokenizer is None:
+        if (tokenizer := self.tokenizer(serving)) is None:
             text: tuple[str, ...] = ("--skip-tokenizer-init",)
         else:
-            text = ("--tokenizer", str(serving.tokenizer))
+            text = ("--tokenizer", str(tokenizer))
         on_cpu = self.device.type == "cpu"
         return (
             *(
@@ -413,6 +415,7 @@ class VllmServer(ServerKind):
             *("--max-model-len", "-1", "--scheduling-policy", "priority"),
             "--enable-prefix-caching",
             *(CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()),
+            *(VLLM_IMAGE_FLAGS if self.image_token is not None else ()),
             *("--dtype", self.dtype),
             *serving.arguments,
         )

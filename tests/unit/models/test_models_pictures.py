@@ -21,8 +21,7 @@ from slurmrl.models.hf_adapters import attach_to
 from slurmrl.models.hf_config import MODULE, HFConfig
 from slurmrl.models.hf_loading import tensor_specs
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.hf_pictures import STRAY
-from slurmrl.models.picture_families import PICTURE_FAMILIES
+from slurmrl.models.picture_families import PICTURE_FAMILIES, STRAY
 from slurmrl.models.shapes import file_form, storage_of
 from slurmrl.tensors.checkpoint.tensors import file_entries
 from slurmrl.tensors.layout import Array, Box, TensorSpec

@@ -55,8 +55,14 @@ def test_rows_with_images_get_the_chat_template(folder: Path) -> None:
     [
         (["actor.implementation=builtin"], "actor.implementation", "reads no images; allowed: hf"),
         (["dataset.chat_template=false"], "dataset.images_key", "set chat_template"),
-        (["rollout.backend=sglang:d1"], "rollout.backend", "servers get no images here"),
-        (["rollout.tasks={max: 1}", "rollout.backend=vllm:d1"], "rollout.backend", "no images"),
+        (["rollout.backend=sglang:d1"], "rollout.backend", "sglang servers get no images; allowed"),
+        (["rollout.tasks={max: 1}", "rollout.backend=vllm:d1", "actor.path=null",
+          "actor.architecture={model_type: gemma3}", "actor.tokenizer=model"], "rollout.backend",
+         "vllm servers get no images for gemma3 models; allowed families: qwen2_5_vl, qwen3_vl"),
+        (["rollout.backend=vllm", "rollout.servers=['unix:/a']"], "rollout.servers",
+         "only servers that slurmrl starts"),
+        (["rollout.backend=vllm:d1", "rollout.server_args=['--mm-device-do-normalize']"],
+         "rollout.server_args", "requests carry normalized pixels"),
         (["evaluation={dataset: {type: prompt, path: rows.jsonl, images_key: images}, "
           "tasks: {backend: sglang:d1}}"], "evaluation.tasks.backend", "servers get no images"),
         (["algorithm.name=ppo"], "dataset.images_key", "critic is a model with values"),

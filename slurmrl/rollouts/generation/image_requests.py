@@ -1,0 +1,102 @@
+"""Prompts with prepared images in requests to servers.
+
+A server gets the arrays that training reads, not the files of the images. Both compute with the
+same numbers, and the server leaves the prompt's tokens as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.errors import UsageError
+from slurmrl.models.picture_families import PICTURE_FAMILIES, STRAY
+from slurmrl.tensors.layout import Array
+from slurmrl.tensors.pictures import key_of, read
+
+GRID, PIXELS = "image_grid_thw", "pixel_values"
+"""Arguments of models: the numbers [images, 3] of patches of each image by time, height and width,
+and the pixels. Dim 0 of the pixels is the patches of all images, or the images without a grid."""
+TOKEN_FIELDS: Final = ("image_token_id", "image_token_index")
+CACHED: Final = 8
+"""Prompts whose images stay in host memory: the completions of a prompt are separate requests."""
+
+
+def image_token_of(values: Mapping[str, Any]) -> int | None:
+    """Return the token id of placeholders of a ``config.json`` object; None without images."""
+    if values.get("model_type") not in PICTURE_FAMILIES:
+        return None
+    return next((int(values[name]) for name in TOKEN_FIELDS if name in values), None)
+
+
+@dataclass(frozen=True)
+class PromptImage:
+    """One image of a prompt."""
+
+    offset: int
+    """Place of its first placeholder among the prompt's tokens."""
+    length: int
+    """Number of its placeholders."""
+    arguments: Mapping[str, Array]
+    """The model's arguments for only this image."""
+    key: str
+    """Name of its content."""
+
+
+@dataclass(frozen=True)
+class ServedPrompt:
+    """A prompt of a model that reads images."""
+
+    tokens: tuple[int, ...]
+    """Token ids. `STRAY` replaces a placeholder without an image, as in training."""
+    images: tuple[PromptImage, ...]
+
+    @staticmethod
+    def of(prompt: Sequence[int], token: int, pictures: str) -> ServedPrompt:
+        """Return a prompt with its images.
+
+        ``token`` is the id of placeholders. ``pictures`` is the path of the prepared images, or
+        "". Raises UsageError for images without a token between them, CorruptFileError,
+        EnvironmentFailure.
+        """
+        left, parts = _images(pictures) if pictures else (0, ())
+        tokens, found = list[int](), list[PromptImage]()
+        for is_image, group in groupby(prompt, lambda each: each == token):
+            run = list(group)
+            if is_image:
+                length = min(len(run), left)
+                if length and len(found) < len(parts):
+                    key, arguments = parts[len(found)]
+                    found.append(PromptImage(len(tokens), length, arguments, key))
+                left -= length
+                run[length:] = [STRAY] * (len(run) - length)
+            tokens += run
+        if left or len(found) != len(parts):
+            raise UsageError(
+                f"{pictures} has {len(parts)} images, but the prompt has {len(found)} places for "
+                "images; servers need a token between two images"
+            )
+        return ServedPrompt(tuple(tokens), tuple(found))
+
+
+@lru_cache(maxsize=CACHED)
+def _images(path: str) -> tuple[int, tuple[tuple[str, Mapping[str, Array]], ...]]:
+    """Return the number of placeholders, and the name and arguments of each image."""
+    inputs = read(Path(path))
+    parts = tuple((key_of(each).hex(), each) for each in _parts(inputs.arguments))
+    return inputs.tokens, parts
+
+
+def _parts(arguments: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
+    """Yield the arguments of each image."""
+    pixels, grid = arguments[PIXELS], arguments.get(GRID)
+    sizes = [1] * len(pixels) if grid is None else grid.prod(1).tolist()
+    end = 0
+    for number, size in enumerate(sizes):
+        own = {} if grid is None else {GRID: grid[number : number + 1]}
+        yield {PIXELS: pixels[end : end + size], **own}
+        end += size
