@@ -11,6 +11,7 @@ needs, (n^2 + n) / 2 for a sequence of n tokens, fewer with a sliding window.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from slurmrl.errors import UsageError
 from slurmrl.models.config_checks import bad_sizes, malformed, unknown_fields, unsupported
 from slurmrl.models.families import PARTIAL, WHOLE_HEADS, Family, family_of
+from slurmrl.models.latent_sizes import KEY_SIZE, Latent
 
 Head = Literal["lm", "value"]
 
@@ -139,6 +141,15 @@ class Rope:
         )
         return rope, []
 
+    def growth(self, weight: float = 1.0) -> float:
+        """The temperature that YaRN gives to longer contexts (Peng et al. 2023, section 3.4)."""
+        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """Factor of queries and of keys in latent attention (``mscale_all_dim``)."""
+        return self.growth(float(self.options.get("mscale_all_dim") or 0.0))
+
     def to_hf(self) -> dict[str, Any]:
         """The ``rope_parameters`` object of a ``config.json``."""
         values: dict[str, Any] = {"rope_theta": self.theta, "rope_type": self.kind}
@@ -206,7 +217,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Not always hidden_size / num_heads."""
+    """Not always hidden_size / num_heads. With latent attention, the size that attention reads."""
     activation: str
     norm_eps: float
     initializer_range: float
@@ -221,6 +232,8 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     """Number of tokens that each layer attends to, the token itself included; None for all."""
     moe: MoE | None
+    latent: Latent | None = None
+    """Sizes of latent attention, if the layers have it."""
     extra: Mapping[str, Any]
     """Fields of ``config.json`` without a counterpart above, such as token ids."""
 
@@ -231,8 +244,17 @@ class ModelConfig:
     @property
     def rotary_dims(self) -> int:
         """Number of a head's dims that are rotated."""
+        if self.latent is not None:
+            return self.latent.rotated
         share = self.rope.partial if self.rope is not None else None
         return self.head_dim if share is None else int(self.head_dim * share)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores of attention."""
+        if self.latent is None or self.rope is None:
+            return float(self.head_dim**-0.5)
+        return float(self.latent.key**-0.5) * self.rope.score_factor**2
 
     @property
     def position_limit(self) -> int | None:
@@ -260,7 +282,7 @@ class ModelConfig:
         values = _translated(family, values)
         required = [name for name in REQUIRED if name not in family.defaults]
         missing = [f"'{name}' is missing" for name in required if values.get(name) is None]
-        known = {*STRUCTURAL, *DESCRIPTIVE, *family.defaults} - family.without
+        known = _fields(family) | family.defaults.keys()
         unknown = unknown_fields(values, known) if strict else []
         wrong = malformed(family, values)
         if missing or unknown or wrong:
@@ -291,7 +313,7 @@ class ModelConfig:
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
+            "head_dim": self.head_dim if self.latent is None else self.latent.rotated,
             "hidden_act": self.activation,
             "rms_norm_eps": self.norm_eps,
             "initializer_range": self.initializer_range,
@@ -312,6 +334,12 @@ class ModelConfig:
             if name not in family.without
         }
         return dict(sorted({**self.extra, **theirs, **described}.items()))
+
+
+def _fields(family: Family) -> set[str]:
+    """The fields of a family's ``config.json`` that are not kept in ``extra``."""
+    computed = {KEY_SIZE} if family.latent else set()
+    return ({*STRUCTURAL, *DESCRIPTIVE} | computed) - family.without
 
 
 def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,6 +375,8 @@ def _build(family: Family, full: Mapping[str, Any], rope: Rope | None) -> ModelC
     hidden = int(full["hidden_size"])
     sized = {} if "head_dim" in family.without else full
     layers = int(full["num_hidden_layers"])
+    latent = Latent.from_hf(full) if family.latent else None
+    head_dim = int(sized.get("head_dim") or hidden // max(heads, 1))
     return ModelConfig(
         model_type=family.model_type,
         vocab_size=int(full["vocab_size"]),
@@ -355,7 +385,7 @@ def _build(family: Family, full: Mapping[str, Any], rope: Rope | None) -> ModelC
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(sized.get("num_key_value_heads") or heads),
-        head_dim=int(sized.get("head_dim") or hidden // max(heads, 1)),
+        head_dim=head_dim if latent is None else latent.head,
         activation=str(full["hidden_act"]),
         norm_eps=float(full["rms_norm_eps"]),
         initializer_range=float(full["initializer_range"]),
@@ -368,6 +398,7 @@ def _build(family: Family, full: Mapping[str, Any], rope: Rope | None) -> ModelC
         qk_norm=family.switched(family.qk_norm, full),
         windows=_windows(family, full, layers),
         moe=_moe(family, full, layers),
+        latent=latent,
         extra=_extra(family, full),
     )
 
@@ -414,7 +445,7 @@ def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
 
 
 def _extra(family: Family, full: Mapping[str, Any]) -> dict[str, Any]:
-    placed = {*STRUCTURAL, *DESCRIPTIVE, *family.without}
+    placed = _fields(family) | family.without
     return {name: value for name, value in full.items() if name not in placed}
 
 
@@ -427,7 +458,7 @@ def _sizes(config: ModelConfig) -> dict[str, int]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "head_dim": config.head_dim if config.latent is None else config.latent.rotated,
         "max_position_embeddings": config.max_positions,
     }
     if config.moe:

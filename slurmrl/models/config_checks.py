@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from slurmrl.fsio.documents import shown
+from slurmrl.models import latent_sizes
 from slurmrl.models.families import PARTIAL, WHOLE_HEADS, Family
 from slurmrl.registry import near
 
@@ -30,6 +31,8 @@ SIZES = (
     "n_group",
     "topk_group",
     "first_k_dense_replace",
+    latent_sizes.QUERY_RANK,
+    *latent_sizes.SIZES,
 )
 NUMBERS = (
     "rms_norm_eps",
@@ -77,6 +80,8 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
         problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
     if full.get(PARTIAL) not in WHOLE_HEADS and not family.partial_rotary:
         problems.append(f"{PARTIAL} {full[PARTIAL]!r} is not supported, only 1")
+    if family.latent:
+        problems += latent_sizes.problems(full)
     return problems + _layer_types(family, full)
 
 

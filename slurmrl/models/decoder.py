@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.base import PackedModel
 from slurmrl.models.experts import Balance, Recorded, Replayed, SparseMLP
+from slurmrl.models.latent_attention import LatentAttention
 from slurmrl.models.layer_parts import (
     Attention,
     AttentionCore,
@@ -90,7 +91,8 @@ class DecoderLayer(ResidualLayer):
 
     def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, split=split)
+        attention = Attention if config.latent is None else LatentAttention
+        self.self_attn = attention(config, layer, split=split)
         sparse = config.moe is not None and layer in config.moe.layers
         self.mlp = SparseMLP(config, split) if sparse else GatedMLP(config, split)
         self.input_layernorm = _norm(config)

@@ -66,6 +66,8 @@ class Family:
     """Whether the dense feed-forward part has a gate."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by the root of the hidden size."""
+    latent: bool = False
+    """Keys and values come from latent vectors (MLA)."""
     partial_rotary: bool = False
     """A part of each head's dims is rotated (``partial_rotary_factor``); otherwise all dims."""
     windows: Literal["none", "all", "chosen"] = "none"
@@ -284,6 +286,38 @@ SOLAR_OPEN = Family(
         "moe_intermediate_size": 1280,
     },
 )
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    class_prefix="DeepseekV3",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    latent=True,
+    files="slurmrl.models.shapes:experts",
+    experts=CORRECTED,
+    fields={"num_nextn_predict_layers": "num_mtp_layers"},  # which transformers accepts too
+    defaults={
+        **CORRECTED_DEFAULTS,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 256,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 1,
+        "pretraining_tp": 1,
+    },
+)
 GPT2 = Family(
     model_type="gpt2",
     class_prefix="GPT2",
@@ -341,6 +375,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_MOE,
         GLM4_MOE,
         SOLAR_OPEN,
+        DEEPSEEK_V3,
         GPT2,
     )
 }
@@ -350,8 +385,10 @@ REFUSED: Mapping[str, str] = {
     "do not do",
     "gemma3_text": "it alternates two rotations and norms around each block",
     "gpt_oss": "its attention has sinks, which packed attention kernels do not compute",
+    "kimi_k2": "its layers are those of deepseek_v3, so set model_type to it "
+    "(docs/models.md#latent-attention)",
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+        ("deepseek_v2", "glm4_moe_lite"),
         "its attention reads keys and values from latent vectors (MLA), which it does not compute",
     ),
 }

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.models.decoder import Decoder, ResidualLayer
+from slurmrl.models.latent_attention import LatentAttention
 from slurmrl.models.layer_parts import Attention, AttentionSpec, GatedMLP, RMSNorm, Rotation
 from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.tensors.ops import elementwise
@@ -78,7 +79,7 @@ def short_forward(decoder: Decoder) -> Forward | None:
     if not alone or decoder.adapters is not None:
         return None
     packed = packs(decoder)
-    layers = [_Layer(cast(ResidualLayer, layer), packed) for layer in decoder.layers]
+    layers = [_short(cast(ResidualLayer, layer), packed) for layer in decoder.layers]
 
     def run(input_ids: Tensor, positions: Tensor, core: HeadsCore) -> Tensor:
         x = decoder.embed(embedding(input_ids), positions)
@@ -134,6 +135,22 @@ def _groups(module: nn.Module) -> list[tuple[nn.Linear, ...]]:
     if isinstance(module, GatedMLP):
         return [(module.gate_proj, module.up_proj)]
     return []
+
+
+def _short(layer: ResidualLayer, packed: bool) -> _Layer | _LatentLayer:
+    return (_LatentLayer if isinstance(layer.self_attn, LatentAttention) else _Layer)(layer, packed)
+
+
+class _LatentLayer:
+    def __init__(self, layer: ResidualLayer, packed: bool) -> None:
+        self._attention = layer.self_attn
+        self._before = _norm(layer.input_layernorm)
+        self._between = _norm(layer.post_attention_layernorm)
+        self._feed_forward = _feed_forward(layer.mlp, packed, None)
+
+    def __call__(self, x: Tensor, rotation: Rotation | None, core: HeadsCore) -> Tensor:
+        x = x + self._attention.forward(self._before(x), rotation, core)
+        return self._feed_forward(x, self._between(x))
 
 
 class _Layer:

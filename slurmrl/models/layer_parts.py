@@ -188,18 +188,14 @@ def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
 
 
 def _yarn_scale(rope: Rope) -> float:
-    """The attention temperature of YaRN (section 3.4), applied to cos and sin."""
-
-    def grown(weight: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
-
+    """The attention temperature of YaRN, applied to cos and sin."""
     stated = rope.options.get("attention_factor")
     if stated is not None:
         return float(stated)
     mscale, all_dim = rope.options.get("mscale"), rope.options.get("mscale_all_dim")
     if mscale and all_dim:
-        return grown(float(mscale)) / grown(float(all_dim))
-    return grown(1.0)
+        return rope.growth(float(mscale)) / rope.growth(float(all_dim))
+    return rope.growth()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 from slurmrl.models import hf_form
 from slurmrl.models.architecture import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.latent_sizes import Latent
 from slurmrl.registry import resolve
 from slurmrl.tensors.checkpoint.tensors import Storage, TensorSlice
 from slurmrl.tensors.layout import Array, Box, Index, TensorSpec
@@ -70,9 +71,13 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: Shapes = {}
-    _linear(shapes, "self_attn.q_proj", q, hidden, config.qkv_bias)
-    _linear(shapes, "self_attn.k_proj", kv, hidden, config.qkv_bias)
-    _linear(shapes, "self_attn.v_proj", kv, hidden, config.qkv_bias)
+    if config.latent is not None:
+        q = config.num_heads * config.latent.value
+        _latent_shapes(shapes, config, config.latent)
+    else:
+        _linear(shapes, "self_attn.q_proj", q, hidden, config.qkv_bias)
+        _linear(shapes, "self_attn.k_proj", kv, hidden, config.qkv_bias)
+        _linear(shapes, "self_attn.v_proj", kv, hidden, config.qkv_bias)
     _linear(shapes, "self_attn.o_proj", hidden, q, config.o_bias)
     if config.qk_norm:
         shapes["self_attn.q_norm.weight"] = (config.head_dim,)
@@ -96,6 +101,21 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     _norm(shapes, "input_layernorm", config)
     _norm(shapes, "post_attention_layernorm", config)
     return shapes
+
+
+def _latent_shapes(shapes: Shapes, config: ModelConfig, latent: Latent) -> None:
+    heads, hidden, queries = config.num_heads, config.hidden_size, latent.query_rank
+    if queries is None:
+        _linear(shapes, "self_attn.q_proj", heads * latent.key, hidden, False)
+    else:
+        _linear(shapes, "self_attn.q_a_proj", queries, hidden, config.qkv_bias)
+        shapes["self_attn.q_a_layernorm.weight"] = (queries,)
+        _linear(shapes, "self_attn.q_b_proj", heads * latent.key, queries, False)
+    both = latent.rank + latent.rotated
+    _linear(shapes, "self_attn.kv_a_proj_with_mqa", both, hidden, config.qkv_bias)
+    shapes["self_attn.kv_a_layernorm.weight"] = (latent.rank,)
+    expanded = heads * (latent.plain + latent.value)
+    _linear(shapes, "self_attn.kv_b_proj", expanded, latent.rank, False)
 
 
 def _linear(shapes: Shapes, name: str, outputs: int, inputs: int, bias: bool) -> None:

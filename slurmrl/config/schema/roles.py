@@ -55,7 +55,10 @@ class ParallelSizes(Section):
 
 
 ALL_LINEAR: Final = "all-linear"
-TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TARGETS: Final = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+)
 """The linear layers in a decoder layer, by their names in weight files."""
 
 
@@ -74,10 +77,11 @@ class Lora(Section):
     """Numerator of the scale, which is alpha / rank."""
     targets: Literal["all-linear"] | Sequence[str] | None = None
     """Linear layers with an adapter: `all-linear` for all except the output layer, or a list of
-    names. The built-in decoder knows `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`, `up_proj`
-    and `down_proj`. With `implementation: hf`, a name selects every linear layer whose name ends
-    with it, as in PEFT. Default: `all-linear`; with `implementation: hf`, the names that PEFT uses
-    for the family, if it lists any (docs/lora.md#targets). Example: `[q_proj, v_proj]`"""
+    names. The built-in decoder knows `q_proj`, `k_proj`, `v_proj`, `o_proj`, `gate_proj`,
+    `up_proj`, `down_proj` and the names of latent attention. With `implementation: hf`, a name
+    selects every linear layer whose name ends with it, as in PEFT. Default: `all-linear`; with
+    `implementation: hf`, the names that PEFT uses for the family, if it lists any
+    (docs/lora.md#targets). Example: `[q_proj, v_proj]`"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Probability with which each input of A is zero in training, rounded to a multiple of 1/65536.
     The random numbers depend on the seed, the step, and the token's sample and position, not on the

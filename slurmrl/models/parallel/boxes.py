@@ -22,6 +22,8 @@ SPLIT_DIMS = {
     "self_attn.v_proj.weight": 0,
     "self_attn.v_proj.bias": 0,
     "self_attn.o_proj.weight": 1,
+    "self_attn.q_b_proj.weight": 0,
+    "self_attn.kv_b_proj.weight": 0,
     "mlp.gate_proj.weight": 0,
     "mlp.gate_proj.bias": 0,
     "mlp.up_proj.weight": 0,
@@ -36,8 +38,15 @@ SPLIT_DIMS = {
 }
 """The dim along which a layer's parameters are split; all other parameters are replicated. Of an
 adapter, ``lora_B`` is split with the rows of the weight, and ``lora_A`` with its columns."""
+LATENT = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+"""The layers that compute latent vectors."""
 KEYS_AND_VALUES = ("self_attn.k_proj.", "self_attn.v_proj.")
-OF_PARTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate.weight")
+OF_PARTS = (
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    *(f"self_attn.{name}.{kind}" for name in LATENT for kind in ("weight", "bias")),
+    "mlp.gate.weight",
+)
 """Replicated parameters whose gradients come only from the rank's own heads or inner units."""
 
 
@@ -100,7 +109,7 @@ class TensorSplit:
         weight = adapted_weight(name)
         if weight is None:
             return 0 if name in (EMBEDDING, LM_HEAD) else SPLIT_DIMS.get(_in_layer(name))
-        dim = SPLIT_DIMS[_in_layer(weight)]
+        dim = SPLIT_DIMS.get(_in_layer(weight))
         return dim if dim == (0 if name.endswith(LORA_B) else 1) else None
 
     def _is_heads(self, name: str) -> bool:

@@ -48,6 +48,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "head_dim": 8,
     },
+    "deepseek_v3": {
+        **ARCHITECTURE,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "q_lora_rank": 7,
+        "kv_lora_rank": 9,
+        "qk_nope_head_dim": 5,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 33,
@@ -81,6 +98,7 @@ def plain_decoder(architecture: dict[str, Any]) -> Decoder:
         ("mixtral", "root"),
         ("qwen3_moe", "layers"),
         ("glm4_moe", "layers"),
+        ("deepseek_v3", "layers"),
         ("gpt2", "layers"),
     ],
 )
@@ -93,7 +111,7 @@ def test_gradients_of_every_family_equal_one_process(
     assert_as_one_process(ranks, tmp_path, setup, architecture)
 
 
-@pytest.mark.parametrize("family", ["gemma", "mixtral", "glm4_moe", "gpt2"])
+@pytest.mark.parametrize("family", ["gemma", "mixtral", "glm4_moe", "deepseek_v3", "gpt2"])
 def test_export_equals_the_files_written_by_the_decoder(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:

@@ -65,6 +65,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "initializer_range": 0.12,
     },
+    "deepseek_v3": {
+        **FAMILIES["deepseek_v3"],
+        **EVEN,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+        "moe_intermediate_size": 16,
+        "initializer_range": 0.12,
+    },
     "gpt2": {**FAMILIES["gpt2"], "initializer_range": 0.1},
 }
 T2, T4, C2, C4 = {"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 4}
@@ -112,6 +120,8 @@ def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any
         ("gpt2", "c2t2", {"sequence": True, "layers": True}),
         ("qwen3_moe", "d2c2", {}),
         ("glm4_moe", "c2t2", {"sequence": True, "gradient_checkpointing": "selective"}),
+        ("deepseek_v3", "d2t2", {"layers": True}),
+        ("deepseek_v3", "c2t2", {"sequence": True, "gradient_checkpointing": "selective"}),
         ("gemma", "c4", {"gradient_checkpointing": "full"}),
         ("qwen2", "c2t2", {"gradient_checkpointing": "selective", "layers": True}),
     ],

@@ -42,6 +42,7 @@ STEPS = 3
         ("qwen2", "bfloat16"),
         ("qwen3_moe", "bfloat16"),
         ("glm4_moe", "bfloat16"),
+        ("deepseek_v3", "bfloat16"),
         ("gpt2", "bfloat16"),
         pytest.param("gpt2", "float32", marks=pytest.mark.long),
         pytest.param("qwen3", "float16", marks=pytest.mark.long),

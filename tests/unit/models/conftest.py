@@ -44,6 +44,21 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 7,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 ODD: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
@@ -176,6 +191,25 @@ ODD: dict[str, dict[str, Any]] = {
         "rope_scaling": {**YARN, "partial_rotary_factor": 0.75},
         "head_dim": 16,
     },
+    "deepseek_v3": {
+        **DEEPSEEK,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 10,
+        "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+    },
+    "deepseek_v3-plain-queries": {
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "v_head_dim": 16,
+        "rope_interleave": False,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-3,
+    },
+    "deepseek_v3-biases": {**DEEPSEEK, "q_lora_rank": 9, "attention_bias": True},
     "gpt2": {"model_type": "gpt2"},
     "gpt2-odd": {
         "model_type": "gpt2",

@@ -269,7 +269,7 @@ def test_unknown_model_type_is_not_mistaken_for_another_architecture() -> None:
     with pytest.raises(UnknownNameError) as caught:
         family_of("qwen3_5_text")
     assert "did you mean" not in str(caught.value)
-    assert "allowed: gemma, glm4_moe, gpt2" in str(caught.value)
+    assert "allowed: deepseek_v3, gemma, glm4_moe, gpt2" in str(caught.value)
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

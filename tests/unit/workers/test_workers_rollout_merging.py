@@ -155,7 +155,12 @@ def trial(tmp_path: Path) -> Trial:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("qwen3", "float32"), ("glm4_moe", "bfloat16"), ("qwen2", "float16")],
+    [
+        ("qwen3", "float32"),
+        ("glm4_moe", "bfloat16"),
+        ("deepseek_v3", "float32"),
+        ("qwen2", "float16"),
+    ],
 )
 def test_merged_task_weights_equal_an_export(tmp_path: Path, family: str, dtype: str) -> None:
     """The frozen weights are read once, and all versions link those without adapters.
