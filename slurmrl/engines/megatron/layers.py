@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from slurmrl.engines.megatron.latent_layer import LatentSelfAttention
 from slurmrl.engines.megatron.parts import CORRECTION, Stage
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import ModelConfig, MoE
@@ -102,10 +103,11 @@ class PackedAttention(nn.Module):
         *,
         pg_collection: Any,
         windows: tuple[int | None, ...],
+        scale: float,
         **_: Any,
     ) -> None:
         super().__init__()
-        self.scale = float(config.kv_channels) ** -0.5
+        self.scale = scale
         self.window = windows[layer_number - 1]
         self.group = pg_collection.cp
 
@@ -331,20 +333,23 @@ def block_spec(config: ModelConfig, stage: Stage, modules: Modules) -> Transform
 
 
 def _layer(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
-    attention = SelfAttentionSubmodules(
+    core = partial(PackedAttention, windows=config.windows, scale=config.score_scale)
+    parts = SelfAttentionSubmodules(
         linear_qkv=modules.column,
-        core_attention=partial(PackedAttention, windows=config.windows),
+        core_attention=core,
         linear_proj=modules.row,
         q_layernorm=modules.head_norm if config.qk_norm else IdentityOp,
         k_layernorm=modules.head_norm if config.qk_norm else IdentityOp,
     )
+    attention = ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, parts)
+    if config.latent is not None:
+        kinds = {"column": modules.column, "row": modules.row, "norm": modules.head_norm}
+        attention = ModuleSpec(LatentSelfAttention, {"model": config, "core": core, **kinds})
     return ModuleSpec(
         modules.layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.norm,
-            self_attention=ModuleSpec(
-                SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention
-            ),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=modules.norm,
             mlp=_feed_forward(config, layer, modules),

@@ -17,6 +17,7 @@ from typing import Any
 
 from slurmrl.errors import UsageError
 from slurmrl.models.architecture import Head, ModelConfig
+from slurmrl.models.latent_sizes import Latent
 from slurmrl.models.shapes import (
     EMBEDDING,
     LM_HEAD,
@@ -216,6 +217,9 @@ class _Parts:
 
     def _attention(self, storage: str, name: str) -> None:
         config, place = self.config, self.place
+        if config.latent is not None:
+            self._latent(storage, name, config.latent)
+            return
         size, shared = config.head_dim, config.num_heads // config.num_kv_heads
         groups = config.num_kv_heads // place.tp
         rows: list[Rows] = []
@@ -227,6 +231,21 @@ class _Parts:
         if config.qk_norm:
             for part in "qk":
                 self._whole(f"{storage}{part}_layernorm.weight", f"{name}{part}_norm.weight")
+
+    def _latent(self, storage: str, name: str, latent: Latent) -> None:
+        place, queries = self.place, "q_b_proj"
+        vectors = ["q", "kv"]
+        if latent.query_rank is None:
+            vectors, queries = ["kv"], "q_proj"
+        for part in vectors:
+            product = "kv_a_proj_with_mqa" if part == "kv" else "q_a_proj"
+            self._whole(f"{storage}{part}_down.weight", f"{name}{product}.weight")
+            self._whole(f"{storage}{part}_norm.weight", f"{name}{part}_a_layernorm.weight")
+        for part, product in (("q", queries), ("kv", "kv_b_proj")):
+            rows = self.shapes[f"{name}{product}.weight"][0] // place.tp
+            own = [(f"{name}{product}", rows * place.tp_rank, rows)]
+            self._columns(f"{storage}{part}_up", own)
+        self._inner(f"{storage}linear_proj", f"{name}o_proj", place.tp, place.tp_rank)
 
     def _mlp(self, storage: str, name: str, inner: int) -> None:
         rows = inner // self.place.tp

@@ -83,6 +83,20 @@ GLM = {
     "attention_bias": True,
     "initializer_range": 0.12,
 }
+LATENT = {
+    **GLM,
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "attention_bias": False,
+}
+LATENT.pop("use_qk_norm")
+PLAIN_QUERIES = {**LATENT, "q_lora_rank": None, "initializer_range": 0.14}
 BUDGET = {"max_tokens_per_microbatch": 16, "model": {"make_vocab_size_divisible_by": 1}}
 STEPS = 3
 ROUNDING = 2e-6
@@ -106,8 +120,13 @@ FAST: Layouts = {
     "d2 experts e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "lm"),
     "c3 ring": (placed(cp=3), EVEN, "lm"),
     "corrected t2 sp p2": (placed(tp=2, sp=True, pp=2), GLM, "lm"),
+    "latent t2 sp": (placed(tp=2, sp=True), LATENT, "lm"),
 }
 LONG: Layouts = {
+    "latent t2 p2": (placed(tp=2, pp=2, sp=True), PLAIN_QUERIES, "lm"),
+    "latent c2 e2": (placed(cp=2, experts=grid(1, 1, 2, 1)), LATENT, "lm"),
+    "latent p2 c2": (placed(pp=2, cp=2), PLAIN_QUERIES, "lm"),
+    "latent c3 ring": (placed(cp=3), LATENT, "lm"),
     "one": (placed(), EVEN, "lm"),
     "p4 tied": (placed(pp=4), TIED, "lm"),
     "p2 v2 tied": (placed(pp=2, v=2), TIED, "lm"),
