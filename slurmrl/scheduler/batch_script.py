@@ -11,6 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -285,6 +286,16 @@ class Rejection:
     def unclear(self) -> bool:
         """Whether hosts that are out of service may be the cause."""
         return UNCLEAR in self.words
+
+
+def expected_start(client: SlurmClient, request: SubmissionRequest, name: str) -> datetime:
+    """Return when the first job of a group would start; submit nothing. Raises SchedulerError."""
+    (group,) = (one for one in request.groups if one.name == name)
+    with tempfile.TemporaryDirectory(prefix="slurmrl-sbatch-") as folder:
+        file = Path(folder) / "job.sh"
+        text = script(request, dataclasses.replace(group, links=1), "srun")
+        file.write_text(text, encoding="utf-8")
+        return client.expected_start(file)
 
 
 def rejections(client: SlurmClient, request: SubmissionRequest) -> Iterator[Rejection]:

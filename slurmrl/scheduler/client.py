@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 
 from slurmrl import log
@@ -75,6 +76,12 @@ class SlurmClient:
         """Raise unless sbatch would accept the script; submit nothing."""
         command = ("sbatch", "--test-only", *options, str(script))
         self._run(*command, environ=base.job_environment(os.environ))
+
+    def expected_start(self, script: Path) -> datetime:
+        """Return when a job with the script would start; submit nothing."""
+        command = ("sbatch", "--test-only", str(script))
+        done = self._completed(*command, environ=base.job_environment(os.environ))
+        return parse.expected_start(f"{done.stderr}\n{done.stdout}")
 
     def rejection(self, script: Path) -> str | None:
         """Return Slurm's message if sbatch would reject a script; submit nothing.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 
 from slurmrl.errors import SchedulerError
 
@@ -101,6 +102,18 @@ def messages(text: str) -> list[str]:
     """Return the lines that sbatch, its plugins or a wrapper printed, without sbatch's prefixes."""
     lines = (re.sub(r"^\s*sbatch: (error: )?", "", line).strip() for line in text.splitlines())
     return [line for line in lines if line]
+
+
+def expected_start(text: str) -> datetime:
+    """Return when a job would start, in the controller's local time, from ``sbatch --test-only``.
+
+    Raises SchedulerError if the message names no time.
+    """
+    found = re.search(r" to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)", text)
+    if found is None:
+        said = " ".join(messages(text)) or "nothing"
+        raise SchedulerError(f"sbatch --test-only names no start of the job, it says: {said}")
+    return datetime.fromisoformat(found[1])
 
 
 def rows(text: str, command: str, is_row: Callable[[str], object]) -> list[str]:

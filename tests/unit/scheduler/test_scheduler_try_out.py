@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from slurmrl.errors import SchedulerError
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.batch_script import Rejection, rejections
+from slurmrl.scheduler.batch_script import Rejection, expected_start, rejections
 from slurmrl.scheduler.client import SlurmClient
 from tests.support.scripted_slurm import PickySlurm
 
@@ -75,6 +76,19 @@ def test_client_returns_the_text_of_a_rejection(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert SlurmClient().rejection(tmp_path / "job.sh") == expected
+
+
+@pytest.mark.parametrize("stream", ["2", "1"])
+def test_client_returns_the_expected_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    said = "sbatch: Job 7 to start at 2026-12-01T09:30:00 using 16 processors on nodes n[1-2]"
+    program = tmp_path / "sbatch"
+    program.write_text(f"#!/bin/sh\necho a message of the site\necho '{said}' >&{stream}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = expected_start(SlurmClient(), request(), "trainer")
+    assert found == datetime(2026, 12, 1, 9, 30)
 
 
 def test_client_raises_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
