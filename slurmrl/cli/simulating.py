@@ -34,6 +34,8 @@ T = TypeVar("T")
 RATE = FiniteRange(min=0, max=1e6)
 SECONDS = FiniteRange(min=0, max=1e9)
 MOST_RUNS = 1000
+SLURM = "slurm"
+"""Value of --first-wait that asks Slurm."""
 MEASURED = ("given on the command line",)
 
 
@@ -53,10 +55,14 @@ def _checked(parse: Callable[[str], T]) -> Callable[..., T | None]:
     return callback
 
 
-def _duration(text: str) -> float:
+def _first_wait(text: str) -> float | str:
+    from slurmrl.errors import UsageError
     from slurmrl.simulate.queue_waits import duration_s
 
-    return duration_s(text)
+    try:
+        return text if text == SLURM else duration_s(text)
+    except UsageError as error:
+        raise UsageError(f"{error}, or {SLURM}") from None
 
 
 def _waits(text: str) -> Waits:
@@ -129,9 +135,9 @@ def _limits(text: str) -> list[str]:
 )
 @click.option(
     "--first-wait",
-    callback=_checked(_duration),
-    metavar="TIME",
-    help="Wait of the first job, for example the estimate of 'sbatch --test-only'.",
+    callback=_checked(_first_wait),
+    metavar="TIME|slurm",
+    help="Wait of the first job; slurm asks 'sbatch --test-only' for its start.",
 )
 @click.option(
     "--failures", type=RATE, default=0.0, metavar="RATE", help="Host failures per host and day."
@@ -168,6 +174,21 @@ def _limits(text: str) -> list[str]:
     help="Relative spread of the step time between hosts (0.05: about 5 %). A step waits for "
     "the slowest host.",
 )
+@click.option(
+    "--slow-hosts",
+    type=FiniteRange(0, 1),
+    default=0.0,
+    metavar="SHARE",
+    help="Share of the cluster's hosts that stay slow (0.01). A step waits for them as long as the "
+    "job has them.",
+)
+@click.option(
+    "--slow-factor",
+    type=FiniteRange(1, 1000),
+    default=1.5,
+    metavar="FACTOR",
+    help="Step time of a slow host divided by that of other hosts. Default: 1.5.",
+)
 @click.option("--step-seconds", type=SECONDS, help="Measured seconds of a step of the trainers.")
 @click.option(
     "--start-seconds",
@@ -182,6 +203,11 @@ def _limits(text: str) -> list[str]:
 )
 @click.option("--commit-seconds", type=SECONDS, help="Time for which a commit stops training.")
 @click.option("--evaluation-seconds", type=SECONDS, help="Time of an evaluation by the trainers.")
+@click.option(
+    "--reward-seconds",
+    type=SECONDS,
+    help="Measured time of the rewards of a step, in addition to its predicted seconds.",
+)
 @click.option(
     "--groups-per-hour",
     type=FiniteRange(min=0, min_open=True),
@@ -227,32 +253,55 @@ def simulate(config: str, overrides: tuple[str, ...], as_json: bool, **options: 
     from slurmrl.display import terminal
     from slurmrl.simulate.outcome_text import document, values
 
-    answers, assumed = _simulate(Path(config), overrides, options)
+    answers, notes = _simulate(Path(config), overrides, options)
     if as_json:
         click.echo(json.dumps(values(answers)))
     else:
         click.echo(terminal.as_text(document(answers)))
-    for line in assumed:
-        click.echo(f"assumed: {line}, because the configuration does not set it", err=True)
+    for line in notes:
+        click.echo(line, err=True)
     return 0 if any(one.finished for one in answers.runs) else 1
 
 
-def _simulate(
-    path: Path, overrides: tuple[str, ...], options: dict[str, Any]
-) -> tuple[SimulationAnswers, list[str]]:
-    from slurmrl.desk.trial_checks import checkpoint_bytes
-    from slurmrl.desk.trials import chosen_root
-    from slurmrl.plan.build import make_plan
-    from slurmrl.plan.estimates.hardware import hardware_of
-    from slurmrl.plan.settings import load_settings
-    from slurmrl.simulate.outcome_text import SimulationAnswers
-    from slurmrl.simulate.several_runs import commit_advice, tasks_needed
-    from slurmrl.simulate.trial_costs import GivenSeconds, Scale, trial_costs
-
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise UsageError for options that exclude each other."""
     if options["trace"] is not None and options["queue_wait"] is not None:
         raise click.UsageError("--trace and --queue-wait exclude each other")
-    where, assumed = chosen_root(options["root"]), list[str]()
+    if options["reward_seconds"] is not None and options["step_seconds"] is not None:
+        raise click.UsageError("--step-seconds includes the rewards: leave out --reward-seconds")
+    if options["first_wait"] == SLURM and options["hosts"] is not None:
+        raise click.UsageError(
+            "--first-wait slurm asks for the hosts of CONFIG: leave out --hosts, and change the "
+            "layouts"
+        )
 
+
+def _check_costs(costs: TrialCosts, options: dict[str, Any]) -> None:
+    """Raise UsageError for options that do not apply to the trial."""
+    if costs.step_s <= 0:
+        raise click.UsageError("a step must take some time: --step-seconds is 0")
+    if costs.tasks is not None and options["reward_seconds"]:
+        raise click.UsageError(
+            "--reward-seconds: rollout tasks score their groups; give --groups-per-hour"
+        )
+    of_tasks = ("tasks", "groups_per_hour", "task_wait")
+    if costs.tasks is None and any(options[name] for name in of_tasks):
+        raise click.UsageError(
+            "--tasks, --groups-per-hour and --task-wait need rollout tasks: set rollout.tasks in "
+            "CONFIG"
+        )
+
+
+def _load(
+    path: Path, overrides: tuple[str, ...], options: dict[str, Any]
+) -> tuple[Settings, list[str]]:
+    """Return the settings, and notes about the ones that are assumed and about memory."""
+    from slurmrl.desk.trials import chosen_root
+    from slurmrl.plan.estimates.hardware import hardware_of
+    from slurmrl.plan.settings import load_settings
+    from slurmrl.search.best_layouts import fits_into_memory
+
+    where, assumed = chosen_root(options["root"]), list[str]()
     limit: dict[str, int] = {}
 
     def load() -> Settings:
@@ -267,12 +316,33 @@ def _simulate(
         settings = load()
     if limit := limit_of_rows(settings):
         settings = load()
+    if not measured:
+        assumed += limit_notes(settings, limit)
+    notes = [f"assumed: {line}, because the configuration does not set it" for line in assumed]
+    if not fits_into_memory(settings):
+        notes.append("the configuration does not fit into GPU memory: slurmrl plan names a remedy")
+    return settings, notes
+
+
+def _simulate(
+    path: Path, overrides: tuple[str, ...], options: dict[str, Any]
+) -> tuple[SimulationAnswers, list[str]]:
+    """Return the answers, and notes for standard error."""
+    from slurmrl.desk.trial_checks import checkpoint_bytes
+    from slurmrl.plan.build import make_plan
+    from slurmrl.simulate.outcome_text import SimulationAnswers
+    from slurmrl.simulate.several_runs import commit_advice, tasks_needed
+    from slurmrl.simulate.trial_costs import GivenSeconds, Scale, trial_costs
+
+    _check_options(options)
+    settings, notes = _load(path, overrides, options)
     given = GivenSeconds(
         step=options["step_seconds"],
         start=options["start_seconds"],
         restart=options["restart_seconds"],
         commit=options["commit_seconds"],
         evaluation=options["evaluation_seconds"],
+        rewards=options["reward_seconds"],
         groups_per_hour=options["groups_per_hour"],
         write_rate=options["write_rate"] * 1e9,
     )
@@ -280,34 +350,34 @@ def _simulate(
     mean = mean_tokens(settings, options["prompt_tokens"], options["response_tokens"])
     plan = make_plan(settings, scheduler="slurm")
     costs = trial_costs(settings, plan, checkpoint_bytes(settings), given, scale, mean)
-    if costs.step_s <= 0:
-        raise click.UsageError("a step must take some time: --step-seconds is 0")
-    of_tasks = ("tasks", "groups_per_hour", "task_wait")
-    if costs.tasks is None and any(options[name] for name in of_tasks):
-        raise click.UsageError(
-            "--tasks, --groups-per-hour and --task-wait need rollout tasks: set rollout.tasks in "
-            "CONFIG"
-        )
-    results, disturbances = _run(costs, options)
-    if not measured:
-        assumed += limit_notes(settings, limit)
-    title = f"{settings.config.experiment}/{settings.config.trial}"
-    return (
-        SimulationAnswers(
-            title,
-            costs,
-            results,
-            options["seed"],
-            commit_advice(costs, disturbances),
-            tasks_needed(costs),
-            MEASURED if measured else _source(settings),
-        ),
-        assumed,
+    _check_costs(costs, options)
+
+    def ask(limit: str | None) -> float:
+        from slurmrl.desk.expected_wait import expected_wait_s
+
+        time = () if limit is None else (f"cluster.slurm.time={json.dumps(limit)}",)
+        return expected_wait_s(path, (*overrides, *time), options["root"])
+
+    results, disturbances = _run(costs, options, ask)
+    answers = SimulationAnswers(
+        f"{settings.config.experiment}/{settings.config.trial}",
+        costs,
+        results,
+        options["seed"],
+        commit_advice(costs, disturbances),
+        tasks_needed(costs),
+        _source(settings) if given.step is None else MEASURED,
     )
+    return answers, notes
 
 
-def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Disturbances]:
-    """Return the runs with each time limit, and their disturbances."""
+def _run(
+    costs: TrialCosts, options: dict[str, Any], ask: Callable[[str | None], float]
+) -> tuple[list[Runs], Disturbances]:
+    """Return the runs with each time limit, and their disturbances.
+
+    ``ask`` returns the seconds that Slurm expects the first job to wait, with a time limit.
+    """
     from slurmrl.config.schema.cluster import time_limit_s
     from slurmrl.simulate.queue_waits import FixedWait, QueueTrace
     from slurmrl.simulate.several_runs import run_all
@@ -320,10 +390,12 @@ def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Distur
         options["grace_seconds"],
         options["slurmd_timeout"],
         options["stragglers"],
+        options["slow_hosts"],
+        options["slow_factor"],
     )
     trace = None if options["trace"] is None else QueueTrace.read(options["trace"])
-    limits = options["time_limit"]
-    limits_s = [costs.time_limit_s] if limits is None else [time_limit_s(text) for text in limits]
+    limits: list[str | None] = options["time_limit"] or [None]
+    limits_s = [costs.time_limit_s if text is None else time_limit_s(text) for text in limits]
     lead_s = costs.slurm.signal_lead_s
     if short := [limit_s for limit_s in limits_s if limit_s <= lead_s]:
         raise click.UsageError(
@@ -332,7 +404,7 @@ def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Distur
         )
     progress, results = ProgressLine(), []
     try:
-        for limit_s in limits_s:
+        for limit, limit_s in zip(limits, limits_s, strict=True):
             waits = options["queue_wait"] or FixedWait(0.0)
             task_waits = options["task_wait"] or waits
             if trace is not None:
@@ -340,7 +412,10 @@ def _run(costs: TrialCosts, options: dict[str, Any]) -> tuple[list[Runs], Distur
                 of_tasks = costs.slurm if costs.tasks is None else costs.tasks.slurm
                 task_limit_s = math.inf if of_tasks.time is None else time_limit_s(of_tasks.time)
                 task_waits = options["task_wait"] or trace.waits(1, task_limit_s)
-            conditions = Conditions(disturbances, waits, task_waits, limit_s, options["first_wait"])
+            first_s = options["first_wait"]
+            if first_s == SLURM:
+                first_s = ask(limit)
+            conditions = Conditions(disturbances, waits, task_waits, limit_s, first_s)
             seeds = range(options["seed"], options["seed"] + options["runs"])
             results.append(run_all(costs, conditions, seeds, progress.show))
     finally:

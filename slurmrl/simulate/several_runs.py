@@ -95,7 +95,10 @@ def run_all(
     for number, seed in enumerate(seeds, 1):
         progress(f"run {number} of {len(seeds)}")
         outcomes.append(TrialRun(costs, conditions, str(seed)).run())
-    return Runs(conditions.time_limit_s, outcomes, conditions.waits.words)
+    queue, first_s = conditions.waits.words, conditions.first_wait_s
+    if first_s is not None:
+        queue = f"the first job waits {first_s:.0f} s; of later ones: {queue}"
+    return Runs(conditions.time_limit_s, outcomes, queue)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ RESTART_S: Final = 15.0
 """The same for an incarnation in a job that runs already."""
 WRITE_RATE: Final = 10e9
 """Bytes per second of the shared directory."""
+DELTA: Final = 0.05
+"""Bytes of a delta, as a share of a full weight version: as measured with a learning rate of 1e-5
+(docs/benchmarks.md)."""
 SIGNAL_EARLY_S: Final = 30.0
 """Maximum seconds by which Slurm signals a job too early: its interval of checking time limits.
 
@@ -140,6 +143,8 @@ class GivenSeconds:
     restart: float | None = None
     commit: float | None = None
     evaluation: float | None = None
+    rewards: float | None = None
+    """Seconds of the rewards of a step, which are not predicted."""
     groups_per_hour: float | None = None
     """Groups that a rollout task makes in an hour."""
     write_rate: float = WRITE_RATE
@@ -186,6 +191,10 @@ def trial_costs(
     rate = f"{given.write_rate / 1e9:g} GB/s of the shared directory"
     tasks = _tasks(settings, plan, given, scale, mean, factor, notes)
     step_s = given.step if given.step is not None else _of_trainers(predicted, tasks)
+    step_s += given.rewards or 0.0
+    scores = any(call.role is None for call in settings.algorithm.calls(config))
+    if scores and given.step is None and given.rewards is None and tasks is None:
+        notes.append("rewards: 0 s of a step (--reward-seconds)")
     decoding_s, longest = (0.0, None) if predicted is None else _decoding(settings, mean, predicted)
     stall_s = write_s = given.commit
     if write_s is None:
@@ -314,15 +323,18 @@ def _tasks(
         )
     lengths = LengthDistribution(1.0, 2) if found is None else found.job.lengths
     longest = LongestCompletion(lengths, max(n, 1))
-    loading_s = version_size(config) / given.write_rate
-    inside = plan.trainers.tasks_per_host > 0
-    count = round(group.hosts * factor) if scale.tasks is None else scale.tasks
     publish = config.rollout.publish
     assert publish is not None, "every trial with tasks publishes"
-    start_s = START_S + loading_s if given.start is None else given.start
+    whole_s, deltas = version_size(config) / given.write_rate, 1 - 1 / publish.whole_every
+    loading_s = whole_s * (1 - deltas * (1 - DELTA))
+    inside = plan.trainers.tasks_per_host > 0
+    count = round(group.hosts * factor) if scale.tasks is None else scale.tasks
+    start_s = START_S + whole_s if given.start is None else given.start
     if given.start is None:
         notes.append(f"start of a rollout task: {start_s:.3g} s (--start-seconds)")
-    notes.append(f"weights of rollout tasks: {loading_s:.3g} s to write, as long to read")
+    words = f"weights of rollout tasks: {loading_s:.3g} s to write, as long to read"
+    words += f"; {deltas:.0%} of the versions are deltas, with {DELTA:.0%} of the bytes"
+    notes.append(words)
     return TaskCosts(
         count=count,
         gpus=group.workers_per_host * group.gpus_per_worker,
@@ -387,6 +399,10 @@ class Disturbances:
     """Seconds after which Slurm takes a silent host for lost (``SlurmdTimeout``)."""
     stragglers: float = 0.0
     """Standard deviation of the logarithm of a host's seconds; a step waits for the slowest."""
+    slow_hosts: float = 0.0
+    """Share of the hosts that are slow as long as a job has them."""
+    slow_factor: float = 1.0
+    """Seconds of a slow host divided by the seconds of a usual one."""
 
 
 def seconds_to_event(per_day: float, rng: random.Random) -> float:

@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Final
 
 from slurmrl.config.schema.config import Frequency
@@ -28,6 +27,7 @@ from slurmrl.run.reports import Cause, Failure, Report, Warned
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import shortage
 from slurmrl.simulate.host_losses import HostLosses
+from slurmrl.simulate.host_speeds import HostSpeeds
 from slurmrl.simulate.task_pool import TaskPool
 from slurmrl.simulate.trial_costs import (
     DAY_S,
@@ -128,7 +128,8 @@ class TrialRun:
         self._config = costs.config
         self._queue = random.Random(f"{seed} queue")
         self._faults = random.Random(f"{seed} faults")
-        self._speeds = random.Random(f"{seed} speeds")
+        self._lengths = random.Random(f"{seed} speeds")
+        self._speeds = HostSpeeds(costs.hosts, conditions.disturbances, seed)
         self._signals = random.Random(f"{seed} signals")
         self._now = 0.0
         self._parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
@@ -223,7 +224,7 @@ class TrialRun:
             incarnations=self._incarnations,
             gpu_s=gpu_s,
             operations_per_s=self._operations_per_s(),
-            events=dict(self._events),
+            events=dict(+self._events),
         )
 
     _futile = ""
@@ -254,6 +255,7 @@ class TrialRun:
         spares, round_ = self._losses.of_spares(self._now, self._faults), 0
         if self._pool is not None:
             self._pool.job_started(self._now)
+        self._events["jobs with slow hosts"] += self._speeds.new_job()
         cold = True
         while True:
             lost_s = seconds_to_event(rates.failures * costs.hosts, self._faults)
@@ -280,6 +282,7 @@ class TrialRun:
             if first or not spares:
                 return "lost"
             spares.pop()
+            self._speeds.replace_host()
             round_ += 1
 
     # -- one incarnation ---------------------------------------------------------------------
@@ -363,16 +366,12 @@ class TrialRun:
 
     def _seconds(self) -> float:
         """Seconds of a step: with its longest completion, and its slowest host."""
-        costs, sigma = self._costs, self._conditions.disturbances.stragglers
+        costs = self._costs
         seconds = costs.step_s
         if costs.longest is not None:
-            longest = costs.longest.sample(self._speeds)
+            longest = costs.longest.sample(self._lengths)
             seconds += costs.decoding_s * (longest / costs.longest.mean - 1)
-        if sigma:
-            share = math.pow(self._speeds.random(), 1 / costs.hosts)
-            slowest = NormalDist().inv_cdf(min(max(share, 1e-12), 1 - 1e-12))
-            seconds *= math.exp(sigma * slowest)
-        return seconds
+        return seconds * self._speeds.factor()
 
     def _evaluation_due(self, step: int) -> bool:
         evaluation = self._costs.evaluation

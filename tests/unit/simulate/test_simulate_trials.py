@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from slurmrl.errors import UsageError
 from slurmrl.plan.estimates.pass_seconds import LengthDistribution
 from slurmrl.plan.settings import load_settings
 from slurmrl.simulate.host_losses import HostLosses
+from slurmrl.simulate.host_speeds import HostSpeeds
 from slurmrl.simulate.queue_waits import FixedWait, QueueTrace, duration_s, given_waits
 from slurmrl.simulate.several_runs import commit_advice
 from slurmrl.simulate.simulated_task import SimulatedTask
@@ -188,6 +190,60 @@ def test_loss_is_found_by_other_hosts_or_by_slurm(
     """Leases expire after 60 s and are read every 10 s; agents ask Slurm for at most 30 s."""
     losses = HostLosses(hosts, spares, Disturbances(slurmd_timeout_s=slurmd_timeout_s), 60.0, 10.0)
     assert losses.found_s(first=first) == found_s
+
+
+def test_slow_host_slows_all_steps_of_its_job(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    """Half of the hosts need twice the time, and a trial has one job on one host."""
+    given = (*MEASURED, "cluster.slurm.time=1-00:00:00", "--runs=100", "--slow-factor=2")
+    usual = mean_seconds(simulated(capsys, config, *given))
+    found = simulated(capsys, config, *given, "--slow-hosts=0.5")
+    seconds = Counter(one["seconds"] for one in found["time_limits"][0]["runs"])
+    assert sorted(seconds) == pytest.approx([usual, usual + 500 * 10])
+    assert seconds[max(seconds)] == pytest.approx(50, abs=15)
+    share = found["time_limits"][0]["events"]["jobs with slow hosts"]
+    assert share == seconds[max(seconds)] / 100
+
+
+def test_spare_may_replace_a_slow_host() -> None:
+    slow = Disturbances(slow_hosts=0.25, slow_factor=3.0)
+    factors = []
+    for seed in range(400):
+        speeds = HostSpeeds(1, slow, str(seed))
+        before = speeds.new_job()
+        speeds.replace_host()
+        factors.append((before, speeds.factor()))
+    counts = Counter(factors)
+    assert counts.keys() == {(False, 1.0), (False, 3.0), (True, 1.0), (True, 3.0)}
+    assert counts[True, 1.0] > counts[True, 3.0], "three of four spares are fast"
+
+
+def test_given_seconds_of_rewards_are_added_to_predicted_ones(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    plain = simulated(capsys, config, "--runs=1")
+    given = simulated(capsys, config, "--runs=1", "--reward-seconds=2.5")
+    assert given["step_s"] == pytest.approx(plain["step_s"] + 2.5)
+    assumed = "rewards: 0 s of a step (--reward-seconds)"
+    assert assumed in plain["assumed"]
+    assert assumed not in given["assumed"]
+
+
+def test_delta_versions_take_a_twentieth_of_the_time(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    def published_s(every: int) -> float:
+        given = ("rollout.backend=native:d1", "rollout.tasks.max_staleness=1", "--steps=5")
+        limit = ("cluster.slurm.time=UNLIMITED", "--write-rate=0.01", "--runs=1")
+        own = (*given, *limit, f"rollout.publish.whole_every={every}")
+        (note,) = (
+            one for one in simulated(capsys, config, *own)["assumed"] if one.startswith("weights")
+        )
+        assert f"{1 - 1 / every:.0%} of the versions are deltas" in note
+        return float(note.split()[4])
+
+    assert published_s(10) == pytest.approx(published_s(1) * (1 + 9 * 0.05) / 10, rel=0.01)
 
 
 def test_lost_spares_do_not_interrupt_training(config: Path) -> None:
@@ -471,6 +527,8 @@ def test_wrong_trace_is_rejected(
         ("--time-limit=soon", "'soon' is not a list of time limits"),
         ("--tasks=3", "need rollout tasks"),
         ("--task-wait=3h", "need rollout tasks"),
+        ("--slow-hosts=1.5", "1.5 is not in the range"),
+        ("--slow-factor=0.5", "0.5 is not in the range"),
         ("--step-seconds=0", "a step must take some time"),
         ("--response-tokens=1e6", "a mean of 1e+06 tokens is too long: completions have at most"),
         ("--prompt-tokens=9e5", "a mean of 900000 tokens is too long: prompts have at most"),
@@ -549,3 +607,13 @@ def test_longest_row_limits_prompts_of_a_simulation(
     short = capsys.readouterr()
     assert "(no row of the data is longer)" in short.err
     assert json.loads(short.out)["step_s"] < json.loads(long.out)["step_s"]
+
+
+def test_simulated_trial_that_does_not_fit_is_reported(
+    capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    arguments = ["simulate", str(config), *MEASURED, "--runs=1"]
+    assert main(arguments) == 0
+    assert "does not fit" not in capsys.readouterr().err
+    assert main([*arguments, "cluster.gpu_memory=6G"]) == 0
+    assert "the configuration does not fit into GPU memory" in capsys.readouterr().err
