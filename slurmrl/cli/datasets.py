@@ -91,8 +91,8 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | N
 
 def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataReport:
     from slurmrl.desk import trial_code, trials
-    from slurmrl.desk.inspection import DataReport, described
-    from slurmrl.desk.trial_checks import Code
+    from slurmrl.desk.inspection import DataReport
+    from slurmrl.desk.trial_checks import Code, described
     from slurmrl.plan.settings import load_settings
 
     settings = load_settings(

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slurmrl import log
 from slurmrl.child import ChildRequest
-from slurmrl.config.schema import Config, Dataset, Reward
-from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.config.source import KeyPath, dotted
+from slurmrl.config.schema import Dataset, Reward
 from slurmrl.data.records import MOST_PROBLEMS, RecordReader, RowChecks, id_of
 from slurmrl.data.rows import reference
 from slurmrl.data.types import has, own_convert, type_of_rows
 from slurmrl.data.types.prompt import Prompts
 from slurmrl.desk import trial_code
-from slurmrl.desk.trial_checks import CHECK_TIMEOUT_S, Code, ask_inspector, job_variables
+from slurmrl.desk.trial_checks import Code, ask_inspector
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
 from slurmrl.fsio import inputs
 from slurmrl.plan.settings import Settings
@@ -238,61 +234,6 @@ def _checked(request: ChildRequest, name: str, timeout_s: float) -> dict[str, An
     if "error" in reply:
         raise UsageError(reply["error"])
     return reply
-
-
-logger = log.get(__name__)
-
-
-def described(settings: Settings, code: Code, begun: Config | None = None) -> Settings:
-    """Return the settings with schemas for each dataset of `undescribed`.
-
-    ``begun`` is the configuration of a trial that continues, which keeps its schemas, or has none.
-    The file of a trial stays as it is.
-    """
-    config = settings.config
-    if settings.source.resolved or not undescribed(config):
-        return settings
-    if begun is None:
-        made = _made(settings, code)
-    else:
-        made = {dotted(key): dataset.tools for key, dataset in begun.datasets().items()}
-    wanted = {key: made.get(dotted(key)) for key in undescribed(config)}
-
-    def with_tools(key: KeyPath, dataset: DatasetConfig) -> DatasetConfig:
-        if (tools := wanted.get(key)) is None:
-            return dataset
-        return dataset.model_copy(update={"tools": tuple(tools)})
-
-    return dataclasses.replace(settings, config=config.with_datasets(with_tools))
-
-
-def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
-    """Return the datasets that leave the description of the episode's tools to the default.
-
-    Their prompts may describe the tools.
-    """
-    if not config.rollout.episode.describes_tools or config.actor.tokenizer is None:
-        return {}
-    return {
-        key: dataset
-        for key, dataset in config.datasets().items()
-        if dataset.kind == "prompt" and dataset.is_chat and dataset.tools is None
-    }
-
-
-def _made(settings: Settings, code: Code) -> dict[str, Any]:
-    """Ask a child, because transformers imports torch to make schemas."""
-    with tempfile.TemporaryDirectory(prefix="slurmrl-tools-") as name:
-        variables = job_variables(settings.config.cluster)
-        request = ask_inspector("tools", settings, code, Path(name), variables, CHECK_TIMEOUT_S)
-        made = request.last()
-    if request.ended.code == 0:
-        return made
-    reason = request.ended.last_line or f"exit code {request.ended.code}"
-    if request.ended.code is None:
-        reason = f"making their schemas took longer than {CHECK_TIMEOUT_S:g} s"
-    logger.warning("prompts do not describe the tools of rollout.episode.tools: %s", reason)
-    return {}
 
 
 @dataclass(frozen=True)

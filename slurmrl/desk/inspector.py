@@ -33,7 +33,8 @@ from slurmrl.data.rows import ROWS, Remarks
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.data.types import Row
 from slurmrl.desk.input_checks import datasets, inputs
-from slurmrl.desk.inspection import FoundRows, Item, Selection, find_items, undescribed
+from slurmrl.desk.inspection import FoundRows, Item, Selection, find_items
+from slurmrl.desk.trial_checks import undescribed
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.registry import describe

@@ -22,7 +22,7 @@ from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler.base import Scheduler
 from slurmrl.scheduler.chain import Chain, top_up, why_not
 from slurmrl.scheduler.slurm import ElasticGroup, SlurmScheduler
-from slurmrl.watch.snapshot import newest_submission
+from slurmrl.scheduler.submission import newest_submission
 
 IDLE = "no job of the trial is queued or running: the number applies after slurmrl resume"
 WITHIN_SECONDS = "the local chain applies the number within seconds"

@@ -23,9 +23,8 @@ from slurmrl.config.changes import follow_actor, keep_precision
 from slurmrl.config.load import Derive, dump, load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.desk import slurm_check, trial_code, trials
-from slurmrl.desk.inspection import described
 from slurmrl.desk.provenance import ProvenanceWriter, recorded_folders
-from slurmrl.desk.trial_checks import Code, Finding, check_trial, places
+from slurmrl.desk.trial_checks import Code, Finding, check_trial, described, places
 from slurmrl.desk.unpacking import is_bundle, unpack
 from slurmrl.env import user_name
 from slurmrl.errors import ConfigError, Problem, UsageError
@@ -44,8 +43,7 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.scheduler.submission import Claimant
-from slurmrl.watch.snapshot import submission_numbers
+from slurmrl.scheduler.submission import Claimant, submission_numbers
 
 logger = log.get(__name__)
 

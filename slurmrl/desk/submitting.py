@@ -47,8 +47,7 @@ from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler
 from slurmrl.scheduler.client import may_have_worked
-from slurmrl.scheduler.submission import Claimant, claimant_words, may_submit
-from slurmrl.watch.snapshot import newest_submission
+from slurmrl.scheduler.submission import Claimant, claimant_words, may_submit, newest_submission
 from slurmrl.workers.polling import PollIntervals
 
 

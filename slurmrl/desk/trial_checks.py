@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import slurmrl
-from slurmrl import child
+from slurmrl import child, log
 from slurmrl.child import ChildEnd, ChildRequest
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Cluster, Config, role_key
-from slurmrl.config.source import dotted
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.config.source import KeyPath, dotted
 from slurmrl.desk import copying
 from slurmrl.desk.provenance import torch_build
 from slurmrl.env import user_name
@@ -39,6 +40,8 @@ from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import local_environment
 from slurmrl.watch import sinks
+
+logger = log.get(__name__)
 
 CHECK_TIMEOUT_S: Final = 120.0
 INSPECTOR: Final = "slurmrl.desk.inspector"
@@ -430,3 +433,55 @@ def _is_here(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a package that contains the module is missing
         return False
+
+
+def described(settings: Settings, code: Code, begun: Config | None = None) -> Settings:
+    """Return the settings with schemas for each dataset of `undescribed`.
+
+    ``begun`` is the configuration of a trial that continues, which keeps its schemas, or has none.
+    The file of a trial stays as it is.
+    """
+    config = settings.config
+    if settings.source.resolved or not undescribed(config):
+        return settings
+    if begun is None:
+        made = _made(settings, code)
+    else:
+        made = {dotted(key): dataset.tools for key, dataset in begun.datasets().items()}
+    wanted = {key: made.get(dotted(key)) for key in undescribed(config)}
+
+    def with_tools(key: KeyPath, dataset: DatasetConfig) -> DatasetConfig:
+        if (tools := wanted.get(key)) is None:
+            return dataset
+        return dataset.model_copy(update={"tools": tuple(tools)})
+
+    return dataclasses.replace(settings, config=config.with_datasets(with_tools))
+
+
+def undescribed(config: Config) -> Mapping[KeyPath, DatasetConfig]:
+    """Return the datasets that leave the description of the episode's tools to the default.
+
+    Their prompts may describe the tools.
+    """
+    if not config.rollout.episode.describes_tools or config.actor.tokenizer is None:
+        return {}
+    return {
+        key: dataset
+        for key, dataset in config.datasets().items()
+        if dataset.kind == "prompt" and dataset.is_chat and dataset.tools is None
+    }
+
+
+def _made(settings: Settings, code: Code) -> dict[str, Any]:
+    """Ask a child, because transformers imports torch to make schemas."""
+    with tempfile.TemporaryDirectory(prefix="slurmrl-tools-") as name:
+        variables = job_variables(settings.config.cluster)
+        request = ask_inspector("tools", settings, code, Path(name), variables, CHECK_TIMEOUT_S)
+        made = request.last()
+    if request.ended.code == 0:
+        return made
+    reason = request.ended.last_line or f"exit code {request.ended.code}"
+    if request.ended.code is None:
+        reason = f"making their schemas took longer than {CHECK_TIMEOUT_S:g} s"
+    logger.warning("prompts do not describe the tools of rollout.episode.tools: %s", reason)
+    return {}

@@ -38,7 +38,7 @@ from slurmrl.plan.algorithms import Algorithm, all_calls
 from slurmrl.plan.own_algorithm import is_own, own_module
 from slurmrl.plan.settings import Settings
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.snapshot import submission_numbers
+from slurmrl.scheduler.submission import submission_numbers
 
 PACKAGE = "slurmrl"
 MOST_COPIES = 3

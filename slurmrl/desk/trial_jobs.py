@@ -26,8 +26,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, TaskState
-from slurmrl.watch import overview
-from slurmrl.watch.snapshot import newest_submission
+from slurmrl.scheduler.submission import newest_submission
 
 LEAVE_TIMEOUT_S = 60.0
 """Seconds that jobs without trainers may take to end after they were cancelled."""
@@ -118,7 +117,9 @@ def cancel(paths: RunPaths) -> Kind:
     jobs = newest_jobs(paths)
     if jobs is not None:
         jobs.scheduler.cancel(jobs.ids)
-    overview.keep_overview(paths)
+    from slurmrl.watch.overview import keep_overview  # submissions do not read views of trials
+
+    keep_overview(paths)
     return kind
 
 

@@ -1,4 +1,4 @@
-"""The files that every scheduler keeps in ``submissions/<n>/``, the excluded hosts, and claimants.
+"""The files of ``submissions/<n>/``: requests, scripts, job ids; excluded hosts; claimants.
 
 A process is known by an identity that is never reused: pid, start time and boot of the machine. A
 process that claims a right for the trial (a submission, an extension) writes its `Claimant`.
@@ -23,8 +23,17 @@ from slurmrl import log
 from slurmrl.errors import SchedulerError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import corrupt
-from slurmrl.fsio.documents import FILE_NAME, TEXT, FieldType, shown
-from slurmrl.run import hosts
+from slurmrl.fsio.documents import (
+    COUNT,
+    FILE_NAME,
+    INTEGER,
+    SECONDS,
+    TEXT,
+    Fields,
+    FieldType,
+    shown,
+)
+from slurmrl.run import demand, hosts
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 from slurmrl.scheduler.parse import element_list
@@ -36,6 +45,40 @@ SETTLE_S = 150.0
 """Seconds after which a submission without job ids, made on another host, counts as abandoned:
 longer than an sbatch may take."""
 CAUGHT = re.compile(r"^SigCgt:\s*([0-9a-f]+)$", re.MULTILINE)
+HEARTBEAT = FieldType(
+    "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
+)
+"""Type of the heartbeat interval, which is bounded because the status waits for it."""
+REQUEST: Fields = {
+    "scheduler": TEXT,
+    "total_steps": INTEGER,
+    "heartbeat_s": HEARTBEAT,
+    "time": SECONDS,
+    "signal_lead_s": SECONDS,
+    "snapshot": COUNT,
+    "continue": TEXT,
+    "run": TEXT,
+}
+REQUIRED = ("scheduler", "heartbeat_s")
+DIGITS = re.compile(r"[0-9]{1,9}")
+"""Pattern of numbers of submissions, tasks and attempts in file names and keys."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One submission, from its ``request.json``."""
+
+    number: int
+    scheduler: str
+    total_steps: int | None
+    """Number of steps; None for a single pass, in which it depends on the dataset."""
+    heartbeat_s: float
+    time: float | None = None
+    """Time of the request, by the clock of the submitting host."""
+    signal_lead_s: float | None = None
+    """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
+    stopped_by: str = ""
+    """The user who stopped it with ``slurmrl stop``; empty if none did."""
 
 
 @dataclass(frozen=True)
@@ -300,3 +343,37 @@ def exclude_from_queued(
             logger.warning("cannot exclude %s from %s: %s", wanted or "no host", elements, error)
             return False
     return True
+
+
+def newest_submission(paths: RunPaths) -> Submission | None:
+    for number in sorted(submission_numbers(paths), reverse=True):
+        path = paths.submission_request(number)
+        try:
+            request = documents.read(path, REQUEST, REQUIRED)
+        except FileNotFoundError:
+            continue  # its submitter has not written it yet, or has died
+        return Submission(
+            number,
+            request["scheduler"],
+            request.get("total_steps"),
+            request["heartbeat_s"],
+            request.get("time"),
+            request.get("signal_lead_s"),
+            demand.stop_requested_by(paths, number),
+        )
+    return None
+
+
+def scheduler_of(paths: RunPaths, number: int) -> str:
+    """Return the scheduler of a submission. Raises FileNotFoundError, CorruptFileError."""
+    found: str = documents.read(paths.submission_request(number), REQUEST, REQUIRED)["scheduler"]
+    return found
+
+
+def submission_numbers(paths: RunPaths) -> list[int]:
+    """Return the numbers that are in use."""
+    try:
+        names = atomic.list_names(paths.submissions)
+    except FileNotFoundError:
+        return []
+    return [int(name) for name in names if DIGITS.fullmatch(name)]

@@ -28,9 +28,10 @@ from slurmrl.run.history.state import recent
 from slurmrl.run.lease import read_counter
 from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
+from slurmrl.scheduler.submission import scheduler_of
 from slurmrl.watch import incarnation_rows
 from slurmrl.watch.diagnosis import diagnose
-from slurmrl.watch.snapshot import DETAILED, GLANCE, TrialSnapshot, read, scheduler_of
+from slurmrl.watch.snapshot import DETAILED, GLANCE, TrialSnapshot, read
 from slurmrl.watch.status import ENDS, assemble
 
 logger = log.get(__name__)

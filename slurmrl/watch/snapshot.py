@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +13,25 @@ from slurmrl.fsio import atomic, calls, documents
 from slurmrl.fsio.documents import (
     COUNT,
     FLAG,
-    INTEGER,
-    SECONDS,
     TEXT,
     Fields,
-    FieldType,
     list_of,
     table,
 )
 from slurmrl.name_resolve.store import NameStore
-from slurmrl.run import demand, evaluated, events, hosts, keys, metrics
+from slurmrl.run import evaluated, events, hosts, keys, metrics
 from slurmrl.run.events import Event
 from slurmrl.run.history.state import Begun, Recent, recent
 from slurmrl.run.hosts import BadHost
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import TRAINERS, Failure, Hang, Identity, Warned
-from slurmrl.scheduler.submission import claimant_words, may_submit
+from slurmrl.scheduler.submission import (
+    DIGITS,
+    Submission,
+    claimant_words,
+    may_submit,
+    newest_submission,
+)
 from slurmrl.watch import published
 
 GLANCE = 3
@@ -48,42 +50,8 @@ MOST_FAILURES = 100
 MOST_METRICS_BYTES = 32 * 1024 * 1024
 """Maximum size of a metrics file whose times are summed for the detailed status."""
 
-HEARTBEAT = FieldType(
-    "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
-)
-"""Type of the heartbeat interval, which is bounded because the status waits for it."""
-REQUEST: Fields = {
-    "scheduler": TEXT,
-    "total_steps": INTEGER,
-    "heartbeat_s": HEARTBEAT,
-    "time": SECONDS,
-    "signal_lead_s": SECONDS,
-    "snapshot": COUNT,
-    "continue": TEXT,
-    "run": TEXT,
-}
-REQUIRED = ("scheduler", "heartbeat_s")
 _GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}
 PLAN: Fields = {"groups": list_of(table(_GROUP, ("name", "hosts", "elastic")))}
-_NUMBER = re.compile(r"[0-9]{1,9}")
-"""Pattern of numbers of submissions, tasks and attempts in file names and keys."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """One submission, from its ``request.json``."""
-
-    number: int
-    scheduler: str
-    total_steps: int | None
-    """Number of steps; None for a single pass, in which it depends on the dataset."""
-    heartbeat_s: float
-    time: float | None = None
-    """Time of the request, by the clock of the submitting host."""
-    signal_lead_s: float | None = None
-    """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
-    stopped_by: str = ""
-    """The user who stopped it with ``slurmrl stop``; empty if none did."""
 
 
 @dataclass(frozen=True)
@@ -307,31 +275,6 @@ def _supervisor(paths: RunPaths, attempt: Identity) -> list[Event]:
     return events.read_ends(paths, f"supervisor.{attempt.group}.{start}")
 
 
-def newest_submission(paths: RunPaths) -> Submission | None:
-    for number in sorted(submission_numbers(paths), reverse=True):
-        path = paths.submission_request(number)
-        try:
-            request = documents.read(path, REQUEST, REQUIRED)
-        except FileNotFoundError:
-            continue  # its submitter has not written it yet, or has died
-        return Submission(
-            number,
-            request["scheduler"],
-            request.get("total_steps"),
-            request["heartbeat_s"],
-            request.get("time"),
-            request.get("signal_lead_s"),
-            demand.stop_requested_by(paths, number),
-        )
-    return None
-
-
-def scheduler_of(paths: RunPaths, number: int) -> str:
-    """Return the scheduler of a submission. Raises FileNotFoundError, CorruptFileError."""
-    found: str = documents.read(paths.submission_request(number), REQUEST, REQUIRED)["scheduler"]
-    return found
-
-
 def _submitting(paths: RunPaths, submission: Submission | None) -> str:
     """Return the process that submits the trial now; empty if none does."""
     made = paths.identity
@@ -344,15 +287,6 @@ def _submitting(paths: RunPaths, submission: Submission | None) -> str:
     except FileNotFoundError:
         return ""
     return claimant_words(entries) if may_submit(entries) else ""
-
-
-def submission_numbers(paths: RunPaths) -> list[int]:
-    """Return the numbers that are in use."""
-    try:
-        names = atomic.list_names(paths.submissions)
-    except FileNotFoundError:
-        return []
-    return [int(name) for name in names if _NUMBER.fullmatch(name)]
 
 
 def read_groups(paths: RunPaths) -> tuple[Group, ...]:
@@ -400,7 +334,7 @@ def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
     root = keys.group_attempts(group)
     for key in names.find_subtree(root):
         task, _, number = key.removeprefix(f"{root}/").partition("/")
-        if _NUMBER.fullmatch(task) and _NUMBER.fullmatch(number):
+        if DIGITS.fullmatch(task) and DIGITS.fullmatch(number):
             yield int(task), int(number)
 
 

@@ -51,9 +51,8 @@ from slurmrl.scheduler.chain import TIMEOUT_S, Link, continues
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
-from slurmrl.scheduler.submission import is_another
+from slurmrl.scheduler.submission import is_another, newest_submission
 from slurmrl.watch import published
-from slurmrl.watch.snapshot import newest_submission
 
 logger = log.get(__name__)
 ASK_S = (2.0, 60.0)

@@ -24,10 +24,9 @@ from slurmrl.desk.doctor import (
     warning,
 )
 from slurmrl.desk.doctor.job import GROUP, ProbeJob, Say, gpus_of, scratch
-from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import Proposal, begun_configuration, run_paths
 from slurmrl.desk.provenance import ProvenanceWriter
-from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, job_variables
+from slurmrl.desk.trial_checks import Code, Finding, Weight, check_trial, described, job_variables
 from slurmrl.errors import ConfigError, SchedulerError, UnreadableInputError
 from slurmrl.plan import build
 from slurmrl.plan.build import Hosts, make_plan

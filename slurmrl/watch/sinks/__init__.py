@@ -1,7 +1,8 @@
 """The recorder of a trial's metrics, and copies of them for other programs (see `feeder`).
 
 To add a sink, add a file with ``Sink``'s methods, a line to `_wanted`, and a setting to
-``logging``. Each sink's package is imported only if the sink is configured.
+``logging``. Each sink's package is imported only if the sink is configured, and only where the
+sinks open: the checks of a submission need neither.
 """
 
 from __future__ import annotations
@@ -19,11 +20,7 @@ from slurmrl.run import metrics
 from slurmrl.run.history.slots import History
 from slurmrl.run.history.state import IncarnationWriter
 from slurmrl.run.paths import RunPaths
-from slurmrl.watch.sinks import mlflow, tensorboard, wandb
 from slurmrl.watch.sinks.feeder import Feeder, Sink
-from slurmrl.watch.sinks.mlflow import MLflow
-from slurmrl.watch.sinks.tensorboard import TensorBoard
-from slurmrl.watch.sinks.wandb import WeightsAndBiases
 
 CLOSE_S = 10.0
 """Seconds in which sinks must close when a job ends."""
@@ -121,6 +118,8 @@ def _load(logging: Logging) -> None:
     Two simultaneous imports whose modules need each other can both get incomplete modules. If a
     library cannot be imported, its sink fails and reports the failure.
     """
+    from slurmrl.watch.sinks import mlflow, tensorboard, wandb
+
     configured = (
         (logging.tensorboard, tensorboard.load),
         (logging.wandb is not None, wandb.load),
@@ -144,12 +143,14 @@ def _check_of(paths: RunPaths, incarnation: int | None) -> Callable[[], object]:
 
 def _wanted(paths: RunPaths, logging: Logging) -> Iterator[tuple[str, Callable[[int], Sink]]]:
     """Return the names of configured sinks, with functions that open them and return a step."""
+    from slurmrl.watch.sinks import mlflow, tensorboard, wandb
+
     if logging.tensorboard:
-        yield "tensorboard", partial(TensorBoard, paths.tensorboard)
+        yield "tensorboard", partial(tensorboard.TensorBoard, paths.tensorboard)
     if logging.wandb is not None:
-        yield "wandb", partial(WeightsAndBiases, paths, logging.wandb)
+        yield "wandb", partial(wandb.WeightsAndBiases, paths, logging.wandb)
     if logging.mlflow is not None:
-        yield "mlflow", partial(MLflow, paths, logging.mlflow)
+        yield "mlflow", partial(mlflow.MLflow, paths, logging.mlflow)
 
 
 def _packages(logging: Logging) -> Iterator[tuple[str, str, str]]:

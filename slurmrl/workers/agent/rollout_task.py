@@ -29,7 +29,7 @@ from slurmrl.run import demand
 from slurmrl.run.channel.bell import LOOPBACK, interface_of
 from slurmrl.run.demand import Orphaned
 from slurmrl.run.reports import Cause, Failure, Warned
-from slurmrl.watch.snapshot import newest_submission
+from slurmrl.scheduler.submission import newest_submission
 from slurmrl.workers.agent.agent_host import Host
 from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.loss_detection import Symptoms, TrainersLease

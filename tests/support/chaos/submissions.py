@@ -22,7 +22,7 @@ from slurmrl.run.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.states import QueueRow
-from slurmrl.watch.snapshot import newest_submission
+from slurmrl.scheduler.submission import newest_submission
 from tests.fake_runs import write_config
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note

@@ -13,7 +13,8 @@ from slurmrl.run import keys
 from slurmrl.run.history.slots import END_OF_DATASET, Kind
 from slurmrl.run.reports import RolloutsView, RolloutTaskView
 from slurmrl.scheduler.base import JobState, TaskState
-from slurmrl.watch.snapshot import newest_submission, read
+from slurmrl.scheduler.submission import newest_submission
+from slurmrl.watch.snapshot import read
 from slurmrl.watch.status import assemble, present_link
 from tests.fake_runs import FakeRun, task
 

@@ -11,12 +11,11 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.desk import inspection, inspector, trial_checks
+from slurmrl.desk import inspector, trial_checks
 from slurmrl.desk.doctor import examine
-from slurmrl.desk.inspection import described
 from slurmrl.desk.proposal import propose, propose_resume
 from slurmrl.desk.submitting import submit
-from slurmrl.desk.trial_checks import Code, Finding
+from slurmrl.desk.trial_checks import Code, Finding, described
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.run.history.slots import History, Kind
@@ -54,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(settings: Settings, code: Code) -> dict[str, Any]:
         return inspector.schemas_by_dataset(settings.config)
 
-    monkeypatch.setattr(inspection, "_made", made)
+    monkeypatch.setattr(trial_checks, "_made", made)
 
 
 def of(path: Path, *overrides: str) -> Config:
@@ -172,7 +171,7 @@ def test_doctor_checks_a_trial_with_schemas(config: Path, monkeypatch: pytest.Mo
 def _submitted(config: Path, root: str, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """The run directory of a trial without schemas."""
     with monkeypatch.context() as context:
-        context.setattr(inspection, "_made", lambda settings, code: {})
+        context.setattr(trial_checks, "_made", lambda settings, code: {})
         paths = submit(propose(config, [], root=root, scheduler="local")).paths
     assert load_resolved(paths.config).dataset.tools is None
     return paths

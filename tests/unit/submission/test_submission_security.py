@@ -24,7 +24,13 @@ from slurmrl.run.history.state import fold
 from slurmrl.run.paths import RunPaths
 from slurmrl.run.reports import JobTag
 from slurmrl.scheduler.local_chain import ChainState
-from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
+from slurmrl.scheduler.submission import (
+    newest_submission,
+    read_jobs,
+    submission_numbers,
+    write_jobs,
+    write_scripts,
+)
 from slurmrl.tensors.checkpoint.manifest import read_manifest, read_state
 from slurmrl.watch import snapshot
 from slurmrl.workers.master.futility import read_ending
@@ -93,7 +99,7 @@ READERS: dict[str, tuple[Callable[[RunPaths], Path], Callable[[RunPaths], object
     "plan": (lambda run: run.plan, lambda run: Plan.read(run.plan)),
     "config": (lambda run: run.config, lambda run: load_resolved(run.config)),
     "status": (lambda run: run.plan, snapshot.read),
-    "request": (lambda run: run.submission_request(1), snapshot.newest_submission),
+    "request": (lambda run: run.submission_request(1), newest_submission),
     "jobs": (lambda run: run.submission_jobs(1), lambda run: read_jobs(run, 1)),
     "chain": (
         lambda run: run.local_chain(1, "trainer"),
@@ -157,7 +163,7 @@ def test_hostile_file_names_are_skipped(tmp_path: Path) -> None:
     run = FakeRun(tmp_path).paths
     for name in ("²", "٣", "-1", "1\n", "..x", "x" * 255):
         (run.submissions / name).mkdir()
-    assert snapshot.submission_numbers(run) == []
+    assert submission_numbers(run) == []
 
 
 def test_tokens_readable_by_others_are_rejected_before_writing(
