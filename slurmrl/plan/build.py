@@ -12,6 +12,7 @@ from slurmrl.config.schema import WHOLE, Cluster, Config, Slurm, role_key
 from slurmrl.errors import Problem, SchedulerError
 from slurmrl.plan import placement
 from slurmrl.plan.algorithms import uses_of
+from slurmrl.plan.checks.fp8_checks import fp8_without_gpus
 from slurmrl.plan.dataflow import DATASET_KEYS, Call, Graph, Method, RoleUse
 from slurmrl.plan.engine_rules import ENGINES
 from slurmrl.plan.estimates.hardware import GIB
@@ -401,4 +402,7 @@ def lacking_gpus(settings: Settings, plan: Plan) -> list[Problem]:
         message = f"'{model.backend}' is not allowed: {reason}; {remedy}"
         section = (ROLLOUTS,) if model.role == ROLLOUTS else role_key(model.role)
         found[model.backend] = settings.source.problem((*section, "backend"), message)
-    return list(found.values())
+    rollouts = plan.models.get(ROLLOUTS)
+    if rollouts is None or gpus[rollouts.group]:
+        return list(found.values())
+    return [*found.values(), *fp8_without_gpus(settings.config, settings.source, cause)]

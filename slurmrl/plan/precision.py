@@ -10,7 +10,7 @@ import socket
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from slurmrl import env, log
 from slurmrl.config.allocation import parse
@@ -38,6 +38,13 @@ EXACT: Final = ("", "auto", "none", "null", "float32")
 SERVER_ARGS: Final = "rollout.server_args"
 
 
+class Rounding(NamedTuple):
+    """A narrower type of the weights or caches of an engine, and the setting that chooses it."""
+
+    title: str
+    setting: str
+
+
 @dataclass(frozen=True)
 class GeneratingPrecision:
     """The precision of the engine that generates."""
@@ -46,12 +53,13 @@ class GeneratingPrecision:
     """Type of its weights and computations; None if only the server knows."""
     source: str | None = None
     """The setting that chooses it; None: ``actor.dtype``."""
-    rounding: tuple[str, ...] = ()
-    """Arguments with which it rounds weights or caches further."""
+    rounding: tuple[Rounding, ...] = ()
+    """Types to which it rounds weights or caches further."""
 
     @property
     def title(self) -> str:
-        return " ".join((self.dtype or "precision of the server", *self.rounding))
+        rounded = (each.title for each in self.rounding)
+        return " ".join((self.dtype or "precision of the server", *rounded))
 
 
 def generating(config: Config) -> GeneratingPrecision:
@@ -70,14 +78,17 @@ def generating(config: Config) -> GeneratingPrecision:
     dtype = config.actor.dtype if given is None else NAMES.get(given, given)
     if dtype == "auto":
         dtype = NARROWED[backend] if config.actor.dtype == "float32" else config.actor.dtype
+    chosen = {"quantization": rollout.quantization, "kv_cache_dtype": rollout.kv_cache_dtype}
     rounding = tuple(
-        f"{flags[0]} {value}"
+        Rounding(f"{name} {value}", f"rollout.{name}") for name, value in chosen.items() if value
+    ) + tuple(
+        Rounding(f"{flags[0]} {value}", SERVER_ARGS)
         for flags in ROUNDING
         if (value := last_value(arguments, flags)) is not None
         and NAMES.get(value.lower(), value.lower()) not in (*EXACT, dtype)
     )
     if given is None:
-        return GeneratingPrecision(dtype, SERVER_ARGS if rounding else None, rounding)
+        return GeneratingPrecision(dtype, rounding[0].setting if rounding else None, rounding)
     return GeneratingPrecision(dtype, f"{SERVER_ARGS} --dtype", rounding)
 
 
@@ -89,8 +100,7 @@ def unlike_training(config: Config) -> str:
     parts = []
     if found.dtype != own:
         parts.append(f"in {found.dtype} ({found.source}) instead of {own} (actor.dtype)")
-    if found.rounding:
-        parts.append(f"with {', '.join(found.rounding)} ({SERVER_ARGS})")
+    parts += [f"with {each.title} ({each.setting})" for each in found.rounding]
     return f"completions are generated {' and '.join(parts)}" if parts else ""
 
 

@@ -22,6 +22,7 @@ from slurmrl.plan.algorithms import ALGORITHMS, Algorithm, uses_of
 from slurmrl.plan.checks import (
     Draft,
     completion_checks,
+    fp8_checks,
     generators,
     image_checks,
     layouts,
@@ -92,6 +93,7 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     layouts.runnable,
     layouts.generation,
     generators.servers,
+    fp8_checks.fp8,
     sections.folder_of_runs,
     model_sources.weights,
     model_sources.lengths,

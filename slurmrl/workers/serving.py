@@ -41,6 +41,8 @@ def own_server(
         sleeps=sleeps,
         experts=rollout.replay_experts,
         stale_cache=rollout.tasks is not None and rollout.tasks.stale_cache,
+        quantized=rollout.quantization is not None,
+        cache_dtype=rollout.kv_cache_dtype,
     )
 
 

@@ -36,7 +36,7 @@ from slurmrl.run.paths import EVALUATED
 
 OF_TRAINERS: Final = ("offload", "servers")
 """Settings of generation by the trainers, or by running servers."""
-OF_OURS: Final = ("python", "server_args")
+OF_OURS: Final = ("python", "server_args", "quantization", "kv_cache_dtype")
 """Settings of ``rollout`` that only the run's own servers use."""
 OF_RUNNING: Final = ("servers", "server_weights", "server_keys")
 """Settings that only running servers use."""

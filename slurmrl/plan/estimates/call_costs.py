@@ -40,6 +40,7 @@ from slurmrl.plan.estimates.pass_seconds import (
     inference,
     training,
 )
+from slurmrl.plan.estimates.server_types import narrower_types
 from slurmrl.plan.estimates.shape import (
     Lengths,
     ModelShape,
@@ -151,7 +152,20 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
         if certain and lengths is not None and lengths.assumed:
             lengths = replace(lengths, longest=max(lengths.new_tokens, 1))
         estimates[name] = estimate(replace(demand, lengths=lengths))
+        if name == ROLLOUTS:
+            estimates[name] = _of_server(checked.config, demand, estimates[name])
     return estimates
+
+
+def _of_server(config: Config, demand: MemoryDemand, memory: Memory) -> Memory:
+    """Return the memory of a server, which may store weights and caches in narrower types."""
+    narrower = narrower_types(config, demand.shape, demand.allocation, demand.model.dtype)
+    return replace(
+        memory,
+        weights=round(memory.weights * narrower.weights),
+        kv_cache=round(memory.kv_cache * narrower.cache),
+        sequence=round(memory.sequence * narrower.cache),
+    )
 
 
 def demand_of(checked: Checked, name: str, placement: Placement) -> MemoryDemand | None:
@@ -339,6 +353,7 @@ def _decode_job(
         lengths=LengthDistribution(lengths.new_tokens, max(most.new_tokens, 1)),
         cache_tokens=_cache_tokens(checked, shape, model, allocation),
         width=BYTES[model.dtype],
+        narrower=narrower_types(checked.config, shape, allocation, model.dtype),
     )
 
 
@@ -350,12 +365,14 @@ def _cache_tokens(
     A built-in engine holds all sequences, if ``cache_bytes`` does not limit it. A server's cache
     has what weights and a tenth leave of a GPU.
     """
-    each = kv_bytes_per_token(shape, allocation, model.dtype)
+    narrower = narrower_types(checked.config, shape, allocation, model.dtype)
+    each = kv_bytes_per_token(shape, allocation, model.dtype) * narrower.cache
     limited = checked.config.rollout.episode.cache_bytes
     gpu = memory_bytes(checked.config.cluster)
     if not BACKENDS[allocation.backend].serves or gpu is None:
         return math.inf if limited is None else limited / each
-    left = 0.9 * gpu - margin(0) - whole_weights(shape, allocation, model.dtype)
+    weights = whole_weights(shape, allocation, model.dtype) * narrower.weights
+    left = 0.9 * gpu - margin(0) - weights
     return max(left, 0.0) / each
 
 

@@ -378,6 +378,21 @@ ENGINES: Final[Mapping[str, EngineCosts]] = {
 }
 
 
+class Narrower(NamedTuple):
+    """The effect of narrower types of weights and caches, as multiples of the usual numbers."""
+
+    weights: float = 1.0
+    """Bytes of the weights."""
+    cache: float = 1.0
+    """Bytes of keys and values."""
+    rate: float = 1.0
+    """Operations per second of matrix products."""
+
+
+SAME: Final = Narrower()
+"""Weights and caches in the type of training."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeJob:
     """The sequences that one copy of a model generates; ``group`` of them share a prompt."""
@@ -393,6 +408,7 @@ class DecodeJob:
     """Tokens that fit into the cache."""
     width: int = HALF
     """Bytes of an element."""
+    narrower: Narrower = SAME
 
 
 def generation(job: DecodeJob, machine: Machine) -> Seconds:
@@ -405,7 +421,7 @@ def generation(job: DecodeJob, machine: Machine) -> Seconds:
     flops = job.sequences / job.group * job.prompt * forward_flops_per_token(job.shape, "lm", tp)
     share = machine.efficiency.of_product(job.shape.queries / tp)
     parts = min(job.allocation.sizes["pp"], max(job.sequences / job.group, 1.0))
-    prefill = flops / parts / machine.flops(share, job.width)
+    prefill = flops / parts / machine.flops(share * job.narrower.rate, job.width)
     return {"prefill": prefill, "decode": full + _until_the_last(job, machine, rows)}
 
 
@@ -429,13 +445,14 @@ def token_seconds(job: DecodeJob, machine: Machine, rows: float, context: float)
     streamed = machine.gpu.bytes_per_s * machine.efficiency.decoding
     own = rows / min(pp, max(rows, 1.0))
     """Sequences of one of the parts that the stages decode at a time; each part passes them all."""
-    weights = _read_elements(job, own) * job.width / streamed
-    share = machine.efficiency.products
+    weights = _read_elements(job, own) * job.width * job.narrower.weights / streamed
+    share = machine.efficiency.products * job.narrower.rate
     products = own * forward_flops_per_token(shape, "lm", tp) / machine.flops(share, job.width)
-    keys = 2 * shape.layers * shape.kv_heads_of_rank(tp) * shape.head_dim * job.width
+    keys = 2 * shape.layers * shape.kv_heads_of_rank(tp) * shape.head_dim
+    cached = keys * job.width * job.narrower.cache
     rates = machine.efficiency
     costs = ENGINES.get(job.allocation.backend, EngineCosts(rates.token, rates.row))
-    seconds = max(weights, products) + own * context * keys / streamed
+    seconds = max(weights, products) + own * context * cached / streamed
     seconds += pp * (costs.batch + costs.row * own)
     if tp > 1:
         sent = 2 * own * shape.hidden * job.width * (tp - 1) / tp / machine.ring(tp, 1)

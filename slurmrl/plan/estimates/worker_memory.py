@@ -30,6 +30,8 @@ from slurmrl.plan.estimates.memory import (
     kv_bytes_per_token,
     whole_weights,
 )
+from slurmrl.plan.estimates.pass_seconds import SAME, Narrower
+from slurmrl.plan.estimates.server_types import narrower_types, staged_weights
 from slurmrl.plan.estimates.shape import (
     adapted_parameters,
     adapter_parameters,
@@ -190,7 +192,7 @@ class TrainersGpus:
 
         No rank stages more than it holds.
         """
-        moved, parts = self.sizes[ROLLOUTS].weights, _resident(models)
+        moved, parts = _arriving(self.config, self.placed[ROLLOUTS]), _resident(models)
         if ROLLOUTS not in models:
             parts["weights"] += moved
         held = moved + (models["actor"].weights if "actor" in models else 0)
@@ -206,6 +208,22 @@ def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
         parts["gradients"] += busy.gradients
     passing = {f"activations of {name}": busy.activations}
     return {**parts, **passing, **({"recorded experts": busy.experts} if busy.experts else {})}
+
+
+def _narrower(config: Config, rollout: Placement) -> Narrower:
+    """Return the effect of the types in which servers store the actor."""
+    model = model_of(config, ROLLOUTS)
+    shape = shape_of(model)
+    if shape is None:
+        return SAME
+    return narrower_types(config, shape, rollout.allocation, model.dtype)
+
+
+def _arriving(config: Config, rollout: Placement) -> int:
+    """Return the bytes of the weights that arrive on a rank of the engine that generates."""
+    model = model_of(config, ROLLOUTS)
+    shape = shape_of(model)
+    return 0 if shape is None else round(whole_weights(shape, rollout.allocation, model.dtype))
 
 
 def _resident(models: Mapping[str, Memory]) -> dict[str, int]:
@@ -359,8 +377,11 @@ def worker_bytes(checked: Checked) -> int | None:
         size = rollout.allocation.instance_size
         versions = 1 if ROLLOUTS in away else VERSIONS
         recorded = server_experts_bytes(checked)
+        narrower = _narrower(checked.config, rollout)
+        arriving = _arriving(checked.config, rollout)
+        staged = round(staged_weights(arriving, narrower, versions=versions))
         for number, rank in enumerate(rollout.ranks if rollout.group == TRAINERS else ()):
-            copies = 0 if number % size else versions * size * sizes[ROLLOUTS].weights
+            copies = 0 if number % size else size * staged
             on_rank[rank] = on_rank.get(rank, 0) + copies + recorded
     return WORKER + max(max(on_rank.values(), default=0), loading)
 
@@ -379,6 +400,7 @@ def task_bytes(checked: Checked) -> int | None:
     whole, kept = whole_weights(shape, ONE_RANK, actor.dtype), WORKER
     if (rollout := _rollouts(checked)) is not None:
         kept += rollout.allocation.instance_size * server_experts_bytes(checked)
+        kept += round(staged_weights(whole, _narrower(checked.config, rollout), versions=0))
     if actor.lora is None:
         return kept + round(VERSIONS * whole)
     merged = VERSIONS * adapted_parameters(actor, shape) * BYTES[actor.dtype]
@@ -403,6 +425,7 @@ def server_experts_bytes(checked: Checked) -> int:
     elif limit is not None:
         cache = share_in_task(config.rollout.server_args, limit) - memory.weights
     each = kv_bytes_per_token(shape, rollout.allocation, model_of(config, ROLLOUTS).dtype)
+    each *= _narrower(config, rollout).cache
     return on_host_of_server(shape, max(cache, 0) / each)
 
 

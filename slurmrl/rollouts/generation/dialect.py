@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -12,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.rollouts.generation.base import Completion, GenerationOptions, WeightVersion
 from slurmrl.rollouts.generation.fitness import ServedModel
+from slurmrl.rollouts.generation.fp8_weights import fp8_folder
 from slurmrl.rollouts.generation.image_requests import PromptImage, ServedPrompt
 from slurmrl.rollouts.generation.weight_checks import Digest, Held, ServerCheck, WeightChecks
 
 if TYPE_CHECKING:
+    import torch
+
     from slurmrl.rollouts.generation.http import HttpClient
 
 CONTROL_S: Final = 60.0
@@ -131,13 +135,15 @@ class HttpDialect(Dialect):
         health_s: float = 30.0,
         stale_cache: bool = False,
         image_token: int | None = None,
+        quantizer: torch.device | None = None,
     ) -> None:
         """``control``: a client with the key for administration, if that is another one.
 
         ``model``: `connect` rejects servers of other models. ``checks``: the checks of all servers
         of this run. ``health_s``: time limit of `health`; at least the longest step of the model.
         ``stale_cache``: requests in flight keep the caches of older weights. ``image_token``: the
-        token id of placeholders of a model that reads images.
+        token id of placeholders of a model that reads images. ``quantizer``: the device that
+        computes FP8 matrices for the server; None: it gets the weights as they are.
         """
         self._client, self._control = client, control or client
         self._model = model
@@ -145,12 +151,15 @@ class HttpDialect(Dialect):
         self._check: ServerCheck | None = None
         self._health_s, self._stale_cache = health_s, stale_cache
         self._image_token = image_token
+        self._quantizer = quantizer
         self._loaded: str | None = None
         """The last version that was loaded since the connection was made."""
         self.where = client.address.text
 
     def _connected(self, digest: Digest | str, dtype: object, *, first_only: bool = False) -> None:
         """Start the checks of a server that computes such checksums, in this type."""
+        if self._quantizer is not None:
+            digest = "it has matrices in FP8 (rollout.quantization)"
         how = self._checks.digest(self.where, digest, self._model.dtype, dtype)
         self._check = ServerCheck(self._checks, self.where, how, self._held, first_only=first_only)
         self._loaded = None
@@ -214,7 +223,11 @@ class HttpDialect(Dialect):
         await self._ready_to_load()
         assert self._check is not None, "a server loads weights once it was connected to"
         await self._check.before_load(version)
-        await self._load(version.name, folder)
+        with ExitStack() as stack:
+            if self._quantizer is not None:
+                making = fp8_folder(folder, self._quantizer)
+                folder = await asyncio.to_thread(stack.enter_context, making)
+            await self._load(version.name, folder)
         await self.check_version(version.name)
         self._loaded = version.name
         await self._check.after_load(version)

@@ -30,6 +30,7 @@ from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.hf import CONFIG_FILE, as_array
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.shapes import storage_of
+from slurmrl.plan.fp8_rules import FP8_CAPABILITY, fp8_config
 from slurmrl.rollouts.generation.dialect import Dialect, HttpDialect
 from slurmrl.rollouts.generation.fitness import ServedModel
 from slurmrl.rollouts.generation.image_requests import image_token_of
@@ -88,6 +89,10 @@ class Serving:
     """Whether it must record the experts that process each token."""
     stale_cache: bool = False
     """Whether requests in flight keep the cache of older weights over an update."""
+    quantized: bool = False
+    """Whether it has matrices in FP8."""
+    cache_dtype: str | None = None
+    """Type of the keys and values in its cache; None: its own default."""
 
     processor: Path | None = None
     """Folder of the tokenizer and of the processor of a model that reads images."""
@@ -129,6 +134,23 @@ class Servers:
         """End the servers that were started, and remove ``folder``."""
         await self.engine.close()
         self.free()
+
+
+def _check_capability(device: torch.device) -> None:
+    """Raise UsageError for a GPU without FP8 products."""
+    if device.type != "cuda":
+        return
+    if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        raise UsageError(
+            f"rollout.quantization 'fp8' needs GPUs of compute capability "
+            f"{'.'.join(map(str, FP8_CAPABILITY))} or higher; {torch.cuda.get_device_name(device)} "
+            f"has {'.'.join(map(str, found))}"
+        )
+
+
+def cache_flags(serving: Serving) -> Sequence[str]:
+    """Return the arguments with which a server stores keys and values in another type."""
+    return () if serving.cache_dtype is None else ("--kv-cache-dtype", serving.cache_dtype)
 
 
 def _new_folder(parent: Path) -> Path:
@@ -189,6 +211,8 @@ class ServerKind(ABC):
         self.checks = WeightChecks(device, own=isinstance(serving, Serving))
         self.stale_cache = isinstance(serving, Serving) and serving.stale_cache
         self.image_token = image_token_of(config.values) if isinstance(config, HFConfig) else None
+        if self.quantized:
+            _check_capability(device)
 
     @abstractmethod
     def command(self, serving: Serving, model: Path, socket: Path) -> Sequence[str]:
@@ -213,6 +237,11 @@ class ServerKind(ABC):
         """
         return serving.tokenizer if self.image_token is None else serving.processor
 
+    @property
+    def quantized(self) -> bool:
+        """Whether servers of this run have matrices in FP8."""
+        return isinstance(self.serving, Serving) and self.serving.quantized
+
     def dialect(self, client: HttpClient, control: HttpClient | None = None) -> Dialect:
         """Return the dialect of a server; ``control`` is a client with the administration key."""
         return self.speaks(
@@ -223,12 +252,14 @@ class ServerKind(ABC):
             health_s=self.serving.patience.silence_s,
             stale_cache=self.stale_cache,
             image_token=self.image_token,
+            quantizer=self.device if self.quantized else None,
             **self.dialect_options(),
         )
 
     def model_config(self) -> dict[str, Any]:
         """Return the ``config.json`` with which a server starts."""
-        return weights_config(self.config, self.dtype)
+        values = weights_config(self.config, self.dtype)
+        return fp8_config(values) if self.quantized else values
 
     def dialect_options(self) -> Mapping[str, Any]:
         """Return further arguments of the dialect."""

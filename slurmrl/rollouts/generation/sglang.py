@@ -36,7 +36,7 @@ from slurmrl.rollouts.generation.base import Completion
 from slurmrl.rollouts.generation.dialect import CONTROL_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of, retracts
 from slurmrl.rollouts.generation.http import HttpClient
-from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
+from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving, cache_flags
 from slurmrl.rollouts.generation.sglang_requests import (
     PiecewiseSampling,
     RoutedLayers,
@@ -370,6 +370,9 @@ ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
 }
 """Variables of a server, which override the job's variables."""
+FP8_ENVIRONMENT: Mapping[str, str] = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+"""Further variables of a server with FP8 matrices. On Blackwell GPUs, SGLang rewrites the factors
+for DeepGEMM at the first load only: it would misread the factors of later versions."""
 
 
 class SglangServer(ServerKind):
@@ -400,6 +403,7 @@ class SglangServer(ServerKind):
             *((EXPERTS_FLAG,) if serving.experts else ()),
             *(self._watched(serving) if serving.stale_cache else ()),
             *("--dtype", self.dtype),
+            *cache_flags(serving),
             *serving.arguments,
         )
 
@@ -422,7 +426,7 @@ class SglangServer(ServerKind):
         return ("--mem-fraction-static", f"{min(max(fraction, LEAST_SHARE), MOST_SHARE):.4f}")
 
     def environment(self) -> Mapping[str, str]:
-        return ENVIRONMENT
+        return {**ENVIRONMENT, **(FP8_ENVIRONMENT if self.quantized else {})}
 
     def dialect_options(self) -> Mapping[str, Any]:
         return {"routed": RoutedLayers.of(self.config)}

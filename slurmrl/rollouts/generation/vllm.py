@@ -38,7 +38,7 @@ from slurmrl.plan.engine_rules import VLLM_FLAGS, VLLM_IMAGE_FLAGS
 from slurmrl.rollouts.generation.base import Completion, Finish, GenerationOptions
 from slurmrl.rollouts.generation.dialect import FIRST_S, HttpDialect, SamplingRequest
 from slurmrl.rollouts.generation.fitness import examine, field_of
-from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving
+from slurmrl.rollouts.generation.server_kinds import ServerKind, Serving, cache_flags
 from slurmrl.rollouts.generation.vllm_images import image_features
 from slurmrl.rollouts.generation.weight_checks import (
     Digest,
@@ -417,6 +417,7 @@ class VllmServer(ServerKind):
             *(CPU_FLAGS if on_cpu else ("--enable-sleep-mode",) if serving.sleeps else ()),
             *(VLLM_IMAGE_FLAGS if self.image_token is not None else ()),
             *("--dtype", self.dtype),
+            *cache_flags(serving),
             *serving.arguments,
         )
 

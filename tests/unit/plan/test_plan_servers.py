@@ -214,6 +214,9 @@ def test_server_context_covers_only_sequences_that_it_generates(
         assert least_context(config, assumed=assumed) == context
 
 
+VLLM_APART = ("rollout.backend=vllm:d16", *APART[1:])
+
+
 @pytest.mark.parametrize(
     ("arguments", "shown", "source"),
     [
@@ -241,7 +244,7 @@ def test_server_context_covers_only_sequences_that_it_generates(
 def test_plan_shows_precision_of_server_from_its_arguments(
     plan_ppo: Load, arguments: str, shown: str, source: str
 ) -> None:
-    settings = load(plan_ppo, *APART, f"rollout.server_args={arguments}")
+    settings = load(plan_ppo, *VLLM_APART, f"rollout.server_args={arguments}")
     rollout = report(settings, make_plan(settings, scheduler="slurm"))["models"]["rollout"]
     assert (rollout["dtype"], rollout["dtype_from"]) == (shown, source)
     differs = shown != "bfloat16"

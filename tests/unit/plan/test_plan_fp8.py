@@ -1,0 +1,170 @@
+"""FP8 in generation: memory and speed of servers, the correction of losses, and rejections."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmrl.errors import ConfigError
+from slurmrl.plan.build import lacking_gpus, make_plan
+from slurmrl.plan.estimates.call_costs import generating as generated
+from slurmrl.plan.estimates.call_costs import memories
+from slurmrl.plan.estimates.worker_memory import task_bytes, trainers_gpus, worker_bytes
+from slurmrl.plan.plan_values import report
+from slurmrl.plan.settings import Settings
+from tests.unit.plan.conftest import Load
+from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
+from tests.unit.plan.test_plan_servers import APART, LAYOUT, SHARED
+
+FP8 = "rollout.quantization=fp8"
+CACHE = "rollout.kv_cache_dtype=fp8_e4m3"
+H100 = "cluster.slurm.gpu_type=h100"
+ELEMENTS_IN_BFLOAT16 = (2 * 152064 + 2 * 28 + 1) * 3584
+"""Embedding, output layer and norms of `SEVEN_BILLION`."""
+
+
+def load(plan_ppo: Load, *overrides: str, **architecture: object) -> Settings:
+    return plan_ppo(*LAYOUT, *overrides, architecture={**SEVEN_BILLION, **architecture})
+
+
+def test_server_has_matrices_in_one_byte_and_blocks_with_factors(plan_ppo: Load) -> None:
+    usual, fp8 = (memories(load(plan_ppo, *APART, *more))["rollout"] for more in ((), (FP8,)))
+    elements = usual.weights // 2
+    matrices = elements - ELEMENTS_IN_BFLOAT16
+    assert fp8.weights == pytest.approx(2 * ELEMENTS_IN_BFLOAT16 + matrices * (1 + 4 / 128**2))
+    assert fp8.kv_cache == usual.kv_cache
+    cache = memories(load(plan_ppo, *APART, CACHE))["rollout"]
+    assert (cache.weights, 2 * cache.kv_cache) == (usual.weights, usual.kv_cache)
+    assert 2 * cache.sequence == usual.sequence
+
+
+def test_weights_arrive_at_the_server_in_the_type_of_training(plan_ppo: Load) -> None:
+    """They are staged on the GPU, and in host memory next to the files in FP8."""
+    settings = {more: load(plan_ppo, *SHARED, *more) for more in ((), (FP8,))}
+    sizes = {more: memories(each)["rollout"].weights for more, each in settings.items()}
+    hosts = {more: worker_bytes(each) or 0 for more, each in settings.items()}
+    assert hosts[(FP8,)] - hosts[()] == pytest.approx(sizes[(FP8,)], rel=1e-6)
+    moving = [trainers_gpus(each)._moving(memories(each))["weights"] for each in settings.values()]
+    assert moving[1] - moving[0] == sizes[(FP8,)] - sizes[()]  # of the server's own
+    in_tasks = ("rollout.backend=sglang:d2", "rollout.tasks={max: 2}")
+    tasks = {more: task_bytes(load(plan_ppo, *in_tasks, *more)) or 0 for more in settings}
+    assert tasks[(FP8,)] - tasks[()] == pytest.approx(sizes[(FP8,)], rel=1e-6)
+
+
+def test_fp8_tokens_take_less_time(plan_ppo: Load) -> None:
+    """Decoding reads fewer bytes, and a server's cache holds more sequences."""
+    jobs = {
+        more: generated(load(plan_ppo, *APART, H100, *more), "rollout")
+        for more in ((), (FP8,), (CACHE,))
+    }
+    assert all(jobs.values())
+    usual, fp8, cache = (each.job for each in jobs.values() if each)
+    assert fp8.narrower.weights == pytest.approx(0.57, abs=0.01)
+    assert (fp8.narrower.rate, cache.narrower.rate) == (1.6, 1.0)
+    assert fp8.cache_tokens > usual.cache_tokens
+    assert cache.cache_tokens == 2 * usual.cache_tokens
+
+
+@pytest.mark.parametrize("setting", [FP8, CACHE])
+def test_losses_correct_for_fp8_by_default(plan_ppo: Load, setting: str) -> None:
+    name = setting.removeprefix("rollout.").replace("=", " ")
+    key = setting.partition("=")[0]
+    settings = load(plan_ppo, *APART, setting)
+    assert vars(settings.algorithm)["correction"] == "truncate"
+    assert any(
+        f"algorithm.correction truncate: importance weights correct for the policy that sampled "
+        f"the tokens, because completions are generated with {name} ({key})" in note
+        for note in settings.notes
+    )
+    rollout = report(settings, make_plan(settings, scheduler="slurm"))["models"]["rollout"]
+    assert (rollout["dtype"], rollout["dtype_from"]) == (f"bfloat16 {name}", key)
+    off = load(
+        plan_ppo, *APART, setting, "algorithm.correction=none", "algorithm.recompute_logprobs=true"
+    )
+    assert any(note.startswith("wrong gradients: ") for note in off.notes)
+
+
+CPUS = ("cluster.gpus_per_worker=0", "cluster.gpu_memory=")
+OF_BLOCKS = "must be a multiple of 128"
+FLAGS = "rollout.server_args=[--quantization, fp8]"
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "overrides", "architecture"),
+    [
+        ("quantization", "is not allowed: only servers use it", (FP8, "rollout.python="), {}),
+        (
+            "quantization",
+            "is not allowed with rollout.servers",
+            ("rollout.backend=sglang", "rollout.servers=[http://host:1]", "rollout.python=", FP8),
+            {},
+        ),
+        ("quantization", "'int4' is not allowed", (*APART, "rollout.quantization=int4"), {}),
+        ("kv_cache_dtype", "'int8' is not allowed", (*APART, "rollout.kv_cache_dtype=int8"), {}),
+        (
+            "quantization",
+            "'fp8' is not allowed with gemma2; allowed families: llama, mistral,",
+            (*APART, FP8),
+            {"model_type": "gemma2"},
+        ),
+        (
+            "quantization",
+            f"with 'sglang:d4t4': the keys of a tensor rank is 64, {OF_BLOCKS}",
+            ("rollout.backend=sglang:d4t4", "rollout.gpus=16-31", FP8),
+            {"head_dim": 64, "num_attention_heads": 56},
+        ),
+        (
+            "quantization",
+            f"intermediate_size of a tensor rank is 4736, {OF_BLOCKS}".replace("4736", "9473"),
+            ("rollout.backend=vllm:d8t2", "rollout.gpus=16-31", FP8),
+            {"intermediate_size": 18946},
+        ),
+        (
+            "quantization",
+            "computes in bfloat16 around FP8 matrices, not in float32 (actor.dtype)",
+            (*APART, FP8, "actor.dtype=float32"),
+            {},
+        ),
+        (
+            "server_args",
+            "SGLang cannot load new weights after it has quantized the first ones; set "
+            "rollout.quantization: fp8",
+            (*APART, FLAGS),
+            {},
+        ),
+        (
+            "server_args",
+            "with rollout.quantization, which sets the precision of the server",
+            ("rollout.backend=vllm:d16", "rollout.gpus=16-31", FP8, "rollout.server_args=[-qfp8]"),
+            {},
+        ),
+        (
+            "server_args",
+            "with rollout.kv_cache_dtype, which sets the precision of the server",
+            (*APART, CACHE, "rollout.server_args=[--kv_cache_dtype, auto]"),
+            {},
+        ),
+    ],
+)
+def test_fp8_is_rejected_where_servers_could_not_compute_with_it(
+    plan_ppo: Load, key: str, message: str, overrides: tuple[str, ...], architecture: dict[str, str]
+) -> None:
+    try:
+        found = load(plan_ppo, *overrides, **architecture).missing
+    except ConfigError as error:
+        found = error.problems
+    ours = [problem for problem in found if problem.key.startswith(f"rollout.{key}")]
+    assert len(ours) == 1, found
+    assert message in ours[0].message
+
+
+@pytest.mark.parametrize("setting", [FP8, CACHE])
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_fp8_is_rejected_without_gpus(plan_ppo: Load, kind: str, setting: str) -> None:
+    settings = load(plan_ppo, *APART, f"rollout.backend={kind}:d16", setting, *CPUS)
+    problems = lacking_gpus(settings, make_plan(settings, scheduler="slurm"))
+    key = setting.partition("=")[0]
+    (message,) = (problem.message for problem in problems if problem.key == key)
+    assert message.endswith("servers compute in FP8 on GPUs only, and cluster.gpus_per_worker is 0")
+    allowed = load(plan_ppo, *APART, f"rollout.backend={kind}:d16", setting)
+    assert lacking_gpus(allowed, make_plan(allowed, scheduler="slurm")) == []
+    assert not [problem for problem in allowed.missing if problem.key == key]
