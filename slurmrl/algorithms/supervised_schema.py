@@ -9,7 +9,7 @@ from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_cal
 from slurmrl.config.schema import Config, PositiveFloat
 from slurmrl.plan.dataflow import Call, Measure, Method, RoleUse
 
-INTERFACE = "slurmrl.algorithms.sft:SFTInterface"
+SUPERVISED = "slurmrl.algorithms.sft:SFTInterface"
 
 
 class SFT(AlgorithmSchema):
@@ -31,7 +31,7 @@ class SFT(AlgorithmSchema):
         return (RoleUse("actor", trained=True, head="lm"),)
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        return (train_call(INTERFACE, ("input_ids", "prompt_mask")),)
+        return (train_call(SUPERVISED, ("input_ids", "prompt_mask")),)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluates_completions:
@@ -41,7 +41,7 @@ class SFT(AlgorithmSchema):
                 name="actor_loss",
                 role="actor",
                 method=Method.INFERENCE,
-                interface=INTERFACE,
+                interface=SUPERVISED,
                 inputs=("input_ids", "prompt_mask"),
                 metrics=("loss",),
             ),
@@ -53,7 +53,7 @@ class SFT(AlgorithmSchema):
         return {"loss": Measure.LOSS, "perplexity": Measure.PERPLEXITY}
 
 
-INTERFACE = "slurmrl.algorithms.distill:DistillInterface"
+DISTILLED = "slurmrl.algorithms.distill:DistillInterface"
 DISTILL_METRICS = ("entropy", "importance_ratio")
 
 
@@ -79,7 +79,7 @@ class Distill(AlgorithmSchema):
 
     def calls(self, config: Config) -> tuple[Call, ...]:
         train = train_call(
-            INTERFACE, ("input_ids", "prompt_mask", "logprobs", "teacher_logprobs"), DISTILL_METRICS
+            DISTILLED, ("input_ids", "prompt_mask", "logprobs", "teacher_logprobs"), DISTILL_METRICS
         )
         return (generate_call(config), teacher_call(), train)
 
@@ -94,7 +94,7 @@ def teacher_call() -> Call:
         name="teacher_inf",
         role="teacher",
         method=Method.INFERENCE,
-        interface=INTERFACE,
+        interface=DISTILLED,
         inputs=("input_ids", "prompt_mask", "logprobs"),
         outputs=("teacher_logprobs",),
         metrics=("reverse_kl", "teacher_logprob"),
