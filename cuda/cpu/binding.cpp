@@ -44,22 +44,22 @@ T* data_of(const Tensor& tensor) {
 }
 
 void paged_op(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor rows, Tensor lengths,
-              Tensor out, int64_t page, double scale, int64_t window) {
+              Tensor out, int64_t page, double scale, int64_t window, std::optional<Tensor> sinks) {
     paged({data_of<float>(q), data_of<float>(keys), data_of<float>(values),
            data_of<int64_t>(tables), data_of<int64_t>(rows), data_of<int64_t>(lengths),
            data_of<float>(out), q.size(0), tables.size(1), page, q.size(1), keys.size(1), q.size(2),
-           window, static_cast<float>(scale)},
+           window, static_cast<float>(scale), static_cast<const float*>(pointer(sinks))},
           torch_pool());
 }
 
 void decode_op(Tensor heads, std::optional<Tensor> cos, std::optional<Tensor> sin, Tensor keys,
                Tensor values, Tensor slots, Tensor tables, Tensor rows, Tensor lengths, Tensor out,
-               int64_t page, double scale, int64_t window) {
+               int64_t page, double scale, int64_t window, std::optional<Tensor> sinks) {
     const int64_t kv_heads = keys.size(1);
     decode({{nullptr, data_of<float>(keys), data_of<float>(values), data_of<int64_t>(tables),
              data_of<int64_t>(rows), data_of<int64_t>(lengths), data_of<float>(out), heads.size(0),
              tables.size(1), page, heads.size(1) - 2 * kv_heads, kv_heads, heads.size(2), window,
-             static_cast<float>(scale)},
+             static_cast<float>(scale), static_cast<const float*>(pointer(sinks))},
             data_of<float>(heads), static_cast<const float*>(pointer(cos)),
             static_cast<const float*>(pointer(sin)), data_of<int64_t>(slots), data_of<float>(keys),
             data_of<float>(values)},
@@ -85,7 +85,7 @@ void layer_op(Tensor x, Tensor weights, std::optional<Tensor> cos, std::optional
     const Paged paged{nullptr, data_of<float>(keys), data_of<float>(values),
                       data_of<int64_t>(tables), data_of<int64_t>(rows), data_of<int64_t>(lengths),
                       nullptr, x.size(0), tables.size(1), page, heads, keys.size(1), keys.size(2),
-                      window, static_cast<float>(scale)};
+                      window, static_cast<float>(scale), nullptr};
     const Decode decode{paged, nullptr, static_cast<const float*>(pointer(cos)),
                         static_cast<const float*>(pointer(sin)), data_of<int64_t>(slots),
                         data_of<float>(keys), data_of<float>(values)};
@@ -129,7 +129,7 @@ void rotate_op(Tensor x, Tensor cos, Tensor sin, Tensor out, double sign) {
 
 constexpr const char* paged_schema =
     "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor rows, "
-    "Tensor lengths, Tensor(a!) out, int page, float scale, int window) -> ()";
+    "Tensor lengths, Tensor(a!) out, int page, float scale, int window, Tensor? sinks) -> ()";
 
 }  // namespace
 
@@ -140,7 +140,7 @@ STABLE_TORCH_LIBRARY(slurmrl_cpu, m) {
     m.def(paged_schema);
     m.def("decode(Tensor heads, Tensor? cos, Tensor? sin, Tensor(a!) keys, Tensor(b!) values, "
           "Tensor slots, Tensor tables, Tensor rows, Tensor lengths, Tensor(c!) out, int page, "
-          "float scale, int window) -> ()");
+          "float scale, int window, Tensor? sinks) -> ()");
     m.def("pack(Tensor weight, Tensor(a!) packed) -> ()");
     m.def("product(Tensor x, Tensor packed, Tensor? bias, Tensor? added, Tensor(a!) out) -> ()");
     m.def("layer(Tensor x, Tensor weights, Tensor? cos, Tensor? sin, Tensor(a!) keys, "

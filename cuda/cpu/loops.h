@@ -28,6 +28,7 @@ struct Paged {
     int64_t tokens, row_pages, page, heads, kv_heads, size;
     int64_t window;  // 0 for none
     float scale;
+    const float* sinks;  // [heads]: a further score of each head, without a value; or null
 };
 
 // The same where each token's queries, key and value lie side by side: the key is turned by the

@@ -59,6 +59,7 @@ struct Row {
     float* out;            // [group, size]
     int64_t count, padded, group, size;
     float scale;
+    const float* sinks;  // [group], or null
 };
 
 SLURMRL_INLINE Lanes products(const float* a, const float* b, int64_t size) {
@@ -89,21 +90,21 @@ SLURMRL_INLINE void score(const Row& row, int64_t size) {
     }
 }
 
-// Turn scores into e^(score - largest), 0 behind the last cell; return their sum.
-SLURMRL_INLINE float weigh(float* scores, int64_t count, int64_t padded) {
+// Turn scores into e^(score - largest), 0 behind the last cell; return their sum and the sink's.
+SLURMRL_INLINE float weigh(float* scores, int64_t count, int64_t padded, const float* sink) {
     for (int64_t c = count; c < padded; ++c) scores[c] = -std::numeric_limits<float>::infinity();
     Lanes most = load(scores), total{};
     for (int64_t c = lanes; c < padded; c += lanes) {
         const Lanes x = load(scores + c);
         most = x > most ? x : most;
     }
-    const float top = largest(most);
+    const float own = largest(most), top = sink ? std::max(own, *sink) : own;
     for (int64_t c = 0; c < padded; c += lanes) {
         const Lanes p = exponential(load(scores + c) - top);
         store(scores + c, p);
         total += p;
     }
-    return sum(total);
+    return sink ? sum(total) + std::exp(*sink - top) : sum(total);
 }
 
 // The weighted sums of some lanes of the values, for some heads.
@@ -152,7 +153,8 @@ SLURMRL_WIDEST void attend(const Row& row, float* factors) {
         default: score(row, row.size);
     }
     for (int64_t head = 0; head < row.group; ++head) {
-        factors[head] = 1.0F / weigh(row.scores + head * row.padded, row.count, row.padded);
+        factors[head] = 1.0F / weigh(row.scores + head * row.padded, row.count, row.padded,
+                                     row.sinks ? row.sinks + head : nullptr);
     }
     int64_t head = 0;
     for (; head + 2 <= row.group; head += 2) mix_all<2>(row, head, factors);
@@ -185,7 +187,7 @@ void attend_token(const Paged& p, int64_t token, const float* q, std::vector<int
         const int64_t own = head * group * p.size;
         attend({q + own, p.keys + head * p.size, p.values + head * p.size, cells.data(),
                 scores.data(), p.out + token * p.heads * p.size + own, count, padded, group,
-                p.size, p.scale},
+                p.size, p.scale, p.sinks ? p.sinks + head * group : nullptr},
                scores.data() + group * padded);
     }
 }

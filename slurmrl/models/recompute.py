@@ -35,6 +35,7 @@ ATTENTION = (
     "torch_attn::_varlen_attn",
     "flash_attn::_flash_attn_varlen_forward",
     "slurmrl::ring_attention",
+    "slurmrl::sink_attention",
 )
 
 

@@ -159,13 +159,24 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tens
     return torch.cat(outputs, dim=2)
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of one new token per row over that row's cached keys.
 
-    q [S, Hq, D]; k, v [S, Hkv, M, D]; bias [S, M] from ``cache_bias``. Returns [S, Hq, D]. Query
-    heads that share a key head are rows of one product, so keys are never repeated.
+    q [S, Hq, D]; k, v [S, Hkv, M, D]; bias [S, M] from ``cache_bias``; ``sinks`` [Hq] are scores
+    without a value. Returns [S, Hq, D]. Query heads that share a key head are rows of one product,
+    so keys are never repeated.
     """
     rows, kv_heads, _, size = k.shape
+    if sinks is not None:
+        dtype = wide(q.dtype)
+        scores = (q.reshape(rows, kv_heads, -1, size).to(dtype) * scale) @ k.to(dtype).mT
+        scores = (scores + bias[:, None, None, :]).flatten(1, 2)
+        extra = sinks.to(dtype)[None, :, None].expand(rows, -1, -1)
+        weights = torch.cat((scores, extra), -1).softmax(-1)[..., :-1]
+        shape = (rows, kv_heads, -1, k.shape[2])
+        return (weights.view(shape) @ v.to(dtype)).flatten(1, 2).to(q.dtype)
     out = F.scaled_dot_product_attention(
         q.reshape(rows, kv_heads, -1, size), k, v, attn_mask=bias[:, None, None, :], scale=scale
     )

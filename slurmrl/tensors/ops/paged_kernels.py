@@ -70,6 +70,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     chunk: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return each token's attention [T, Hq, D] over the first ``lengths`` cells of its row.
 
@@ -78,18 +79,20 @@ def paged_attention(
     q [T, Hq, D]; keys, values [C, Hkv, D], where page p has the cells from p * page on;
     tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
     ``longest``. About ``chunk`` tokens of a row at most are adjacent, and each attends to one cell
-    more than the previous token; this affects only the speed.
+    more than the previous token; this affects only the speed. ``sinks`` [Hq] are further scores of
+    each head, which have no values.
     """
     if attends(keys, q.shape[1], page):
         sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
         inputs = (q, keys, values, tables, rows, lengths)
-        return attend(*inputs, **sizes, scale=scale, window=window)
+        return attend(*inputs, **sizes, scale=scale, window=window, sinks=sinks)
     native = for_floats(q)
     if native is None:
-        return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
+        places = (tables, rows, lengths, page, longest)
+        return reference(q, keys, values, *places, scale, window, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     inputs = (q.contiguous(), keys, values, tables, rows, lengths)
-    native.paged_attention.default(*inputs, out, page, scale, window or 0)
+    native.paged_attention.default(*inputs, out, page, scale, window or 0, sinks)
     return out
 
 
@@ -121,6 +124,7 @@ def attend_heads(
     scale: float,
     window: int | None,
     chunk: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` of tokens whose keys and values are not in the cache yet.
 
@@ -134,7 +138,7 @@ def attend_heads(
         out = heads.new_empty((heads.shape[0], count, size))
         cos, sin = rotation or (None, None)
         where = (keys, values, slots, tables, rows, lengths, out)
-        native.decode.default(heads.contiguous(), cos, sin, *where, page, scale, window or 0)
+        native.decode.default(heads.contiguous(), cos, sin, *where, page, scale, window or 0, sinks)
         return out
     q, k, v = heads.split_with_sizes([count, *[keys.shape[1]] * 2], 1)
     if rotation is not None:
@@ -142,7 +146,7 @@ def attend_heads(
     write_cells(keys, values, slots, k, v)
     sizes: dict[str, Any] = {"page": page, "longest": longest, "chunk": chunk}
     return paged_attention(
-        *(q, keys, values, tables, rows, lengths), **sizes, scale=scale, window=window
+        *(q, keys, values, tables, rows, lengths), **sizes, scale=scale, window=window, sinks=sinks
     )
 
 
@@ -164,6 +168,7 @@ def attend(
     chunk: int,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See ``paged_attention.paged_attention``.
 
@@ -173,7 +178,8 @@ def attend(
     if q.stride(1) != q.shape[2] or q.stride(2) != 1:
         q = q.contiguous()
     tensors = (q, keys, values, tables.contiguous(), rows.contiguous(), lengths.contiguous())
-    out: Tensor = _attend(*tensors, page, longest, chunk, scale, window or 0)
+    powers = None if sinks is None else (sinks.float() * LOG2_E).contiguous()
+    out: Tensor = _attend(*tensors, page, longest, chunk, scale, window or 0, powers)
     return out
 
 
@@ -190,6 +196,7 @@ def _attend(
     chunk: int,
     scale: float,
     window: int,
+    sinks: Tensor | None,
 ) -> Tensor:
     (tokens, all_heads, size), kv_heads = q.shape, keys.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -209,7 +216,7 @@ def _attend(
         norms = torch.empty((tokens, all_heads, splits), dtype=torch.float32, device=q.device)
     kernels = _kernels()
     kernels.attend[(tokens, kv_heads, splits)](
-        *(q, keys, values, tables, rows, lengths, out, parts, norms),
+        *(q, keys, values, tables, rows, lengths, sinks, out, parts, norms),
         *(tokens, q.stride(0), tables.shape[1], scale * LOG2_E, window),
         page=page,
         group=group,
@@ -360,27 +367,32 @@ def _wrong_attention(sizes: Sizes) -> str:
     """Return how the kernels' results differ from a computation on the host; empty if correct.
 
     It tries single tokens and chunks, rows that are split and rows that are not, with and without a
-    window.
+    window and sinks.
     """
-    for longest, bound, chunk, window in (
-        (LONG, BOUND, 1, None),
-        (SHORT, SHORT, 1, WINDOW),
-        (LONG, LONG, CHUNK, None),
-        (SHORT, SHORT, CHUNK, WINDOW),
+    sinks = torch.linspace(-2, 4, sizes.heads)
+    for longest, bound, chunk, window, extra in (
+        (LONG, BOUND, 1, None, None),
+        (SHORT, SHORT, 1, WINDOW, None),
+        (LONG, LONG, CHUNK, None, None),
+        (SHORT, SHORT, CHUNK, WINDOW, None),
+        (LONG, BOUND, CHUNK, WINDOW, sinks),
+        (SHORT, SHORT, 1, None, sinks),
     ):
         inputs = example(sizes, longest, chunk)
         page, scale = sizes.page, sizes.size**-0.5
         bounds: dict[str, Any] = {"page": page, "longest": bound, "chunk": chunk}
         there = tuple(x.to(sizes.device) for x in inputs)
-        found = attend(*there, **bounds, scale=scale, window=window).float().cpu()
+        own = None if extra is None else extra.to(sizes.device)
+        found = attend(*there, **bounds, scale=scale, window=window, sinks=own).float().cpu()
         exact = tuple(x.float() if x.is_floating_point() else x for x in inputs)
-        settings: tuple[Any, ...] = (page, longest, scale, window)
+        settings: tuple[Any, ...] = (page, longest, scale, window, extra)
         wanted = reference(*exact, *settings)
         error = float((found - wanted).abs().max())
         if not error <= TOLERANCE[sizes.dtype]:
             return (
-                f"for up to {longest} cells, chunks of {chunk} and a window of {window} its "
-                f"results differ from torch's by {error:.3g}"
+                f"for up to {longest} cells, chunks of {chunk}, a window of {window} and "
+                f"{'no ' if extra is None else ''}sinks its results differ from torch's by "
+                f"{error:.3g}"
             )
     return ""
 
@@ -428,6 +440,7 @@ def reference(
     longest: int,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` in torch: copies each token's pages."""
     seen = min(-(-longest // MULTIPLE) * MULTIPLE, tables.shape[1] * page)
@@ -440,7 +453,7 @@ def reference(
         own = pages[rows[part]]
         bias = cache_bias(lengths[part], seen, window, q.dtype)
         k, v = (_cells(slab, own)[:, :seen].transpose(1, 2) for slab in slabs)
-        parts.append(cached_attention(q[part], k, v, bias, scale))
+        parts.append(cached_attention(q[part], k, v, bias, scale, sinks))
     return torch.cat(parts)
 
 

@@ -43,6 +43,28 @@ def merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, 
     return both.to(out_a.dtype), torch.logaddexp(norm_a, norm_b)
 
 
+def with_sinks(parts: tuple[Tensor, Tensor], sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the result [T, H, D] and the normalizers [T, H] with further scores ``sinks`` [H].
+
+    A sink takes part in the softmax of all queries of its head, and has no value.
+    """
+    out, normalizers = parts
+    scores = sinks.to(normalizers.dtype)
+    return out * (normalizers - scores).sigmoid()[..., None], torch.logaddexp(normalizers, scores)
+
+
+def sink_gradient(known: tuple[Tensor, ...], sinks: Tensor) -> Tensor:
+    """Return the gradient of ``sinks`` [H].
+
+    ``known`` are the result's gradient [T, H, D], the queries, the result and the normalizers
+    [T, H] with sinks.
+    """
+    grad, _, out, normalizers = known
+    weights = (sinks.to(normalizers.dtype) - normalizers).exp()
+    along = (grad.to(normalizers.dtype) * out).sum(-1)
+    return -(weights * along).sum(0).to(sinks.dtype)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Return the result [S, H, L, D] and the normalizers [S, H, L] of torch's kernel for CPUs.
 

@@ -46,6 +46,8 @@ from slurmrl.tensors.ops.partial_attention import (
     flash_gradients,
     gradients,
     merged,
+    sink_gradient,
+    with_sinks,
 )
 
 Results = tuple[Tensor, Tensor]
@@ -62,16 +64,18 @@ def ring_attention(
     group: dist.ProcessGroup,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the causal softmax attention [N, Hq, D] within each sequence. Collective.
 
     q [N, Hq, D]; k, v [N, Hkv, D], where Hkv divides Hq: this rank's tokens in the order of
     `zigzag`. ``bounds`` [S+1] are the first places of the packed sequences, and T. Scores are
     multiplied by ``scale``. With a ``window``, a query attends to the last ``window`` tokens, its
-    own included. The results are kept where activation checkpointing keeps results of attention.
+    own included. ``sinks`` [Hq] are further scores, which have no values. The results are kept
+    where activation checkpointing keeps results of attention.
     """
     out, _ = torch.ops.slurmrl.ring_attention(
-        q, k, v, list(bounds), part, group.group_name, scale, window
+        q, k, v, sinks, list(bounds), part, group.group_name, scale, window
     )
     result: Tensor = out
     return result
@@ -123,6 +127,7 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     bounds: Sequence[int],
     part: int,
     group_name: str,
@@ -133,11 +138,13 @@ def _forward(
     plan = schedule(tuple(bounds), part, group.size(), group.rank(), window)
     own = torch.cat((k, v), 1)
     coming = _passed_on(plan.hops, own, group)
-    out, normalizers = _own_results(q, k, v, plan.own, scale, window)
+    out, normalizers = own_results(q, k, v, plan.own, scale, window)
     whole = out.to(wide(q.dtype))
     _merge(whole, normalizers, plan.parts, q, own, scale, window)
     for hop, pairs in coming:
         _merge(whole, normalizers, hop.parts, q, pairs, scale, window)
+    if sinks is not None:
+        whole, normalizers = with_sinks((whole, normalizers), sinks)
     return whole.to(q.dtype), normalizers
 
 
@@ -156,10 +163,10 @@ def _merge(
         out[rows], normalizers[rows] = merged((out[rows], normalizers[rows]), seen)
 
 
-def _own_results(
+def own_results(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Results:
-    """The results over the keys of a token's own chunk."""
+    """Return the results over the keys of packed sequences, a token's own chunk of them."""
     if flash_fits(q):
         return flash(q, k, v, _own_chunk(q, packing, window), scale)
     results = empty_results(q)
@@ -187,8 +194,8 @@ def _results(inputs: Sequence[Tensor], scale: float, band: Band) -> Results:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Results) -> None:
-    q, k, v, *ctx.rest = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, sinks, *ctx.rest = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -196,14 +203,14 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
     bounds, part, group_name, scale, window = ctx.rest
     nothing = (None,) * len(ctx.rest)
     if grad is None:
-        return (None, None, None, *nothing)
-    q, k, v, out, normalizers = ctx.saved_tensors
+        return (None, None, None, None, *nothing)
+    q, k, v, sinks, out, normalizers = ctx.saved_tensors
     group = _group(group_name)
     plan = schedule(tuple(bounds), part, group.size(), group.rank(), window)
     known = (grad.contiguous(), q, out, normalizers)
     own = torch.cat((k, v), 1)
     coming = _passed_on(plan.hops, own, group)
-    of_q, of_pairs = _own_gradients(known, k, v, plan.own, scale, window)
+    of_q, of_pairs = own_gradients(known, k, v, plan.own, scale, window)
     _add(of_q, of_pairs, plan.parts, known, own, scale, window)
     returning: list[tuple[Hop, _Transfer]] = []
     for hop, pairs in coming:
@@ -214,7 +221,8 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ..
         returning.append((hop, _Transfer(theirs, hop.giver, hop.taker, rows, group)))
     _add_returned(of_pairs, returning)
     of_k, of_v = of_pairs.to(k.dtype).chunk(2, 1)
-    return (of_q.to(q.dtype), of_k, of_v, *nothing)
+    of_sinks = None if sinks is None else sink_gradient(known, sinks)
+    return (of_q.to(q.dtype), of_k, of_v, of_sinks, *nothing)
 
 
 def _add_returned(of_pairs: Tensor, returning: list[tuple[Hop, _Transfer]]) -> None:
@@ -244,7 +252,7 @@ def _add(
         of_pairs[places] += torch.cat(found[1:], 1)
 
 
-def _own_gradients(
+def own_gradients(
     known: tuple[Tensor, ...],
     k: Tensor,
     v: Tensor,
@@ -316,16 +324,16 @@ def seen_part(q: Tensor, k: Tensor, band: Band) -> Ragged:
     return Ragged(cu_queries, cu_keys, queries, keys, before, -1)
 
 
-_library = torch.library.Library("slurmrl", "DEF")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "ring_attention(Tensor q, Tensor k, Tensor v, int[] bounds, int part, str group, float scale, "
-    "int? window) -> (Tensor, Tensor)"
+library = torch.library.Library("slurmrl", "DEF")  # type: ignore[no-untyped-call]
+library.define(  # type: ignore[no-untyped-call]
+    "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int[] bounds, int part, "
+    "str group, float scale, int? window) -> (Tensor, Tensor)"
 )
-_library.impl(  # type: ignore[no-untyped-call]
+library.impl(  # type: ignore[no-untyped-call]
     "ring_attention", _forward, "CompositeExplicitAutograd"
 )
 torch.library.register_autograd(
-    "slurmrl::ring_attention", _backward, setup_context=_setup, lib=_library
+    "slurmrl::ring_attention", _backward, setup_context=_setup, lib=library
 )
 
 

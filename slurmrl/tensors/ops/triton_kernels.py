@@ -222,6 +222,20 @@ def _attended(
 
 
 @triton.jit
+def _with_sinks(sinks, within, group, peak, total, mixed):
+    """Count ``sinks`` of heads, which have no value, among the weights of the first part of cells.
+
+    The others are the results of `_attended`.
+    """
+    extra = tl.load(sinks + within, mask=within < group, other=0.0)
+    extra = tl.where(tl.program_id(2) == 0, extra, -float("inf"))
+    higher = tl.maximum(peak, extra)
+    shift = tl.where(higher == -float("inf"), 0.0, higher)
+    fade = tl.exp2(peak - shift)
+    return higher, total * fade + tl.exp2(extra - shift), mixed * fade[:, None]
+
+
+@triton.jit
 def _together(rows, lengths, token, row, length, known):
     """Return which ``known`` tokens belong to this row and attend to this many cells."""
     same = tl.load(rows + token, mask=known, other=-1) == row
@@ -252,6 +266,7 @@ def attend(
     tables,
     rows,
     lengths,
+    sinks,
     out,
     parts,
     norms,
@@ -276,8 +291,8 @@ def attend(
     With a ``tile`` above 1, the program of the first of adjacent tokens, which each attend to one
     cell more, computes all of them; a tile ends at a multiple of ``tile`` cells. ``group`` query
     heads share a key head. ``heads``, ``columns`` and ``block`` are the powers of 2 for ``group``,
-    ``size`` and the cells that are read at a time. Scores are powers of 2: ``scale`` has the factor
-    log2(e).
+    ``size`` and the cells that are read at a time. Scores are powers of 2: ``scale`` and the
+    ``sinks`` [Hq] (None for none) have the factor log2(e).
 
     Without ``split``: out [T, Hq, D]. Else each program has a part of the cells, and writes its
     result to parts [T, Hq, S, D] and the logarithm of its weights' sum to norms [T, Hq, S].
@@ -298,9 +313,7 @@ def attend(
         inside = inside & (member < tokens) & (seen_by // tile == length // tile)
         inside = _together(rows, lengths, member, row, seen_by, inside)
         end = tl.max(tl.where(inside, seen_by, 0), 0)
-    begin = tl.zeros_like(end)
-    if windowed:
-        begin = tl.maximum(length - window, 0)
+    begin = tl.maximum(length - window, 0) if windowed else tl.zeros_like(end)
     each = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(2)), block) * block
     first = begin + tl.program_id(2) * each
     last = tl.minimum(first + each, end)
@@ -318,6 +331,8 @@ def attend(
         *(asked, keys + own, values + own, table, known, first, last, seen_by),
         *(cell_stride, scale, window, page, windowed, columns, block, interpreted),
     )
+    if sinks is not None:
+        peak, total, mixed = _with_sinks(sinks + head * group, within, group, peak, total, mixed)
     entry = (member * tl.num_programs(1) + head) * group + within
     if split:
         entry = entry * tl.num_programs(2) + tl.program_id(2)

@@ -29,6 +29,7 @@ class Case:
     size: int = 8
     scale: float = 0.4
     window: int | None = None
+    sinks: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -41,6 +42,10 @@ class Case:
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         shapes = [(self.bounds[-1], number, self.size) for number in heads]
         return [torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes]
+
+    def extra(self) -> list[Tensor]:
+        """The sinks [Hq], if there are any."""
+        return [torch.linspace(-1, 3, self.heads, dtype=self.dtype)] if self.sinks else []
 
 
 @contextmanager
@@ -145,18 +150,20 @@ def attend(case: Case, call: Callable[..., Any] | None = None) -> tuple[list[Ten
     first = min(group.rank() * part, tokens)
     order = zigzag(tokens, part, group.size())[first : first + part]
     *own, weights = (x[order] for x in case.inputs())
+    extra = [x.requires_grad_() for x in case.extra()]
     leaves = [x.requires_grad_() for x in own]
     with counted_rows() as sent:
         options = (case.bounds, part, group, case.scale, case.window)
         if call is None:
-            out = ring_attention(*leaves, *options)
+            out = ring_attention(*leaves, *options, *extra)
         else:
-            out = call(lambda q, k, v: ring_attention(q, k, v, *options) * 1.0, *leaves)
+            out = call(lambda q, k, v: ring_attention(q, k, v, *options, *extra) * 1.0, *leaves)
         (out * weights).sum().backward()  # type: ignore[no-untyped-call]
     found = []
     for x in (out.detach(), *(leaf.grad for leaf in leaves)):
         assert x is not None
         found.append(x.new_zeros((tokens, *x.shape[1:])).index_copy(0, order, x))
+    found += [leaf.grad for leaf in extra if leaf.grad is not None]
     return found, sent
 
 
@@ -174,6 +181,10 @@ def exact(case: Case) -> list[Tensor]:
     if case.window is not None:
         seen &= distance < case.window
     scores = (q.transpose(0, 1) @ keys.mT * case.scale).masked_fill(~seen, -torch.inf)
-    out = (F.softmax(scores, -1) @ values).transpose(0, 1)
+    for sinks in case.extra():
+        leaves.append(sinks.double().requires_grad_())
+        scores = torch.cat((scores, leaves[-1][:, None, None].expand(-1, len(places), 1)), -1)
+    weighted = F.softmax(scores, -1)[..., : len(places)] @ values
+    out = weighted.transpose(0, 1)
     (out * weights).sum().backward()  # type: ignore[no-untyped-call]
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]

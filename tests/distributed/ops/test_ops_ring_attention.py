@@ -35,6 +35,12 @@ def test_ring_attention_equals_attention_with_all_scores(
     assert_as_whole(ranks, n, case)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("function", ["attend", "attend_with_flash", "attend_checkpointed"])
+def test_sinks_take_part_once(ranks: RankPool, function: str, window: int | None) -> None:
+    assert_as_whole(ranks, 3, Case(MIXED, window=window, sinks=True), function=function)
+
+
 @pytest.mark.parametrize("lengths", [(600,), (1, 700), (300, 301), (1,), (1, 1, 1), (5, 0, 9)])
 def test_ring_attention_handles_few_sequences_and_tokens(
     ranks: RankPool, lengths: tuple[int, ...]

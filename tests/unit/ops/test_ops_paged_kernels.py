@@ -99,6 +99,23 @@ def test_paged_attention_equals_float64(
     assert splits == 2 if processors == MANY_PROCESSORS and window is None else splits <= 2
 
 
+@pytest.mark.parametrize("processors", [MANY_PROCESSORS, 1])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks_take_part_once(
+    window: int | None, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows that are split, too."""
+    monkeypatch.setattr(paged_kernels, "_multiprocessors", lambda device: processors)
+    inputs = case((*LENGTHS[1:], 60, 61), (*range(len(LENGTHS) - 1), 8, 8), 6, 2, 20)
+    sinks = torch.linspace(-3, 30, 6)
+    options: dict[str, Any] = {"page": PAGE, "longest": 300, "scale": 0.3, "window": window}
+    found = paged_attention(*inputs, **options, chunk=2, sinks=sinks)
+    wide = tuple(x.double() if x.is_floating_point() else x for x in inputs)
+    wide = tuple(x.nan_to_num() if x.is_floating_point() else x for x in wide)
+    wanted = paged_kernels.reference(*wide, PAGE, 300, 0.3, window, sinks.double())
+    assert (found - wanted).abs().max() < 1e-5
+
+
 def test_queries_may_be_slices_and_scores_may_be_large() -> None:
     q, *others = case((40, 200), (0, 1), 4, 2, 32)
     wider = torch.cat((q, torch.full_like(q, torch.nan)), 1)[:, :4]
