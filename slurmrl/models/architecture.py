@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from slurmrl.errors import UsageError
 from slurmrl.models.config_checks import bad_sizes, malformed, unknown_fields, unsupported
@@ -179,6 +179,16 @@ def _field_problems(kind: str, stated: Mapping[str, Any]) -> list[str]:
     ]
 
 
+class Clamp(NamedTuple):
+    """The gate of clamped experts: g sigmoid(alpha g) (u + 1).
+
+    g is a gate of at most ``limit``, and u another half between -limit and limit.
+    """
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoE:
     """The mixture-of-experts layers of a decoder."""
@@ -201,6 +211,8 @@ class MoE:
     chosen_groups: int = 1
     scale: float = 1.0
     """Factor of the weights of a token's experts."""
+    clamp: Clamp | None = None
+    """The clamp of the experts' gates; routers and experts with a clamp also have biases."""
     shared: int = 0
     """Inner size of the shared experts, which process every token; 0 for none."""
 
@@ -299,6 +311,8 @@ class ModelConfig:
             problems.append(f"{PARTIAL} rotates {config.rotary_dims} dims of a head, must be even")
         if config.moe and config.moe.shared < 0:
             problems.append("n_shared_experts is negative")
+        if config.moe and config.moe.clamp and config.moe.clamp.limit <= 0:
+            problems.append(f"swiglu_limit is {config.moe.clamp.limit:g}, must be above 0")
         if problems:
             raise _refused(family, problems)
         return config
@@ -412,6 +426,8 @@ def _windows(family: Family, full: Mapping[str, Any], layers: int) -> tuple[int 
     types = full.get("layer_types")
     if types is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if family.windows == "every other":
+        return tuple(None if layer % 2 else window for layer in range(layers))
     first = int(full["max_window_layers"])
     return tuple(window if layer >= first else None for layer in range(layers))
 
@@ -425,6 +441,8 @@ def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
     sparse = (n for n in range(first, layers) if n not in dense and (n + 1) % step == 0)
     balanced = full.get("output_router_logits") and not names.sigmoid
     more: dict[str, Any] = {}
+    if names.clamped:
+        more = {"clamp": Clamp(float(full["swiglu_alpha"]), float(full["swiglu_limit"]))}
     if names.sigmoid:
         more = {
             "corrected": True,

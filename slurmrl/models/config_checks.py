@@ -15,6 +15,7 @@ from slurmrl.models.families import PARTIAL, WHOLE_HEADS, Family
 from slurmrl.registry import near
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+QUANTIZED = "quantization_config"
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -41,13 +42,15 @@ NUMBERS = (
     "original_max_position_embeddings",
     "router_aux_loss_coef",
     "routed_scaling_factor",
+    "swiglu_alpha",
+    "swiglu_limit",
     PARTIAL,
 )
 LARGEST = {"num_hidden_layers": 10**5}
 """Sizes that take memory and time when only a configuration is read."""
 LARGEST_SIZE = 10**9
 LARGEST_NUMBER = 1e30
-MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention", "quantization_config")
+MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention")
 """Fields that request a computation that the decoder does not support."""
 
 
@@ -76,6 +79,11 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
 def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
     """Fields that request a computation that the decoder does not support."""
     problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
+    if full.get(QUANTIZED):
+        problems.append(
+            f"{QUANTIZED} is not supported: dequantize the model with transformers "
+            "(for MXFP4: Mxfp4Config(dequantize=True)), save it, and name the result"
+        )
     if full["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
     if full.get(PARTIAL) not in WHOLE_HEADS and not family.partial_rotary:
@@ -89,7 +97,8 @@ def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:
     types = full.get("layer_types")
     if types is None:
         return []
-    allowed = ["full_attention", "sliding_attention"][: 2 if family.windows == "chosen" else 1]
+    some = family.windows in ("chosen", "every other")
+    allowed = ["full_attention", "sliding_attention"][: 2 if some else 1]
     if not isinstance(types, list) or set(types) - set(allowed):
         return [f"layer_types must be a list of {' or '.join(allowed)}"]
     layers = full["num_hidden_layers"]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.models.architecture import ModelConfig, MoE
+from slurmrl.models.clamped_experts import ClampedExperts
 from slurmrl.models.layer_parts import GatedMLP
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.tensors.ops.arguments import wide
@@ -54,8 +55,10 @@ class ExpertLayer(nn.Module):
 class RouterLinear(nn.Linear):
     """The scores of the experts; a ``corrected`` one has a correction of the choice in float32."""
 
-    def __init__(self, hidden: int, experts: int, *, corrected: bool) -> None:
-        super().__init__(hidden, experts, bias=False)
+    def __init__(
+        self, hidden: int, experts: int, *, corrected: bool = False, bias: bool = False
+    ) -> None:
+        super().__init__(hidden, experts, bias=bias)
         if corrected:
             self.register_buffer("e_score_correction_bias", torch.zeros(experts))
 
@@ -110,9 +113,18 @@ class SparseMLP(nn.Module):
         moe = config.moe
         assert moe is not None
         self.moe = moe
-        self.gate = RouterLinear(config.hidden_size, moe.experts, corrected=moe.corrected)
+        biased = moe.clamp is not None
+        self.gate = RouterLinear(
+            config.hidden_size, moe.experts, corrected=moe.corrected, bias=biased
+        )
         inner = moe.inner // split.tensor.size
-        self.experts = ExpertLayer(moe.experts, config.hidden_size, inner, config.activation)
+        self.experts: nn.Module
+        if moe.clamp is not None:
+            first = split.tensor.rank == 0
+            sizes = (moe.experts, config.hidden_size, inner)
+            self.experts = ClampedExperts(*sizes, moe.clamp, adds_bias=first)
+        else:
+            self.experts = ExpertLayer(moe.experts, config.hidden_size, inner, config.activation)
         self.shared_experts = GatedMLP(config, split, moe.shared) if moe.shared else None
         self.per_token = moe.per_token
         self.balance: Balance | None = None

@@ -39,6 +39,9 @@ class Experts:
     """Config field of an expert's inner size."""
     normalized: Switch = True
     """Whether the weights of a token's experts are scaled to a sum of 1."""
+    clamped: bool = False
+    """Whether gates are clamped, and all experts of a layer are one tensor with biases (gpt-oss).
+    The config has the clamp: ``swiglu_alpha`` and ``swiglu_limit``."""
     sigmoid: bool = False
     """Whether the router's scores are sigmoids, with a stored correction of the choice, groups of
     experts, a factor of the weights and shared experts (DeepSeek-V3); otherwise softmax."""
@@ -70,9 +73,12 @@ class Family:
     """Keys and values come from latent vectors (MLA)."""
     partial_rotary: bool = False
     """A part of each head's dims is rotated (``partial_rotary_factor``); otherwise all dims."""
-    windows: Literal["none", "all", "chosen"] = "none"
+    windows: Literal["none", "all", "chosen", "every other"] = "none"
     """Which layers see only the last ``sliding_window`` tokens: none, all, or those that
-    ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose."""
+    ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose. Without
+    ``layer_types``, every other layer from the first one."""
+    sinks: bool = False
+    """Each query head has a trained score without a value, which takes part in the softmax."""
     experts: Experts | None = None
     files: str = "slurmrl.models.shapes:by_name"
     """``module:function`` that maps parameters to tensors of the files."""
@@ -318,6 +324,42 @@ DEEPSEEK_V3 = Family(
         "pretraining_tp": 1,
     },
 )
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    class_prefix="GptOss",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    windows="every other",
+    sinks=True,
+    files="slurmrl.models.shapes:fused_experts",
+    experts=Experts(clamped=True),
+    defaults={
+        **COMMON_DEFAULTS,
+        **ROUTER_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "layer_types": None,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 2880,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+)
 GPT2 = Family(
     model_type="gpt2",
     class_prefix="GPT2",
@@ -376,6 +418,7 @@ FAMILIES: dict[str, Family] = {
         GLM4_MOE,
         SOLAR_OPEN,
         DEEPSEEK_V3,
+        GPT_OSS,
         GPT2,
     )
 }
@@ -384,7 +427,6 @@ REFUSED: Mapping[str, str] = {
     "final_logit_softcapping), which packed attention kernels and the chunked log-probabilities "
     "do not do",
     "gemma3_text": "it alternates two rotations and norms around each block",
-    "gpt_oss": "its attention has sinks, which packed attention kernels do not compute",
     "kimi_k2": "its layers are those of deepseek_v3, so set model_type to it "
     "(docs/models.md#latent-attention)",
     **dict.fromkeys(

@@ -199,7 +199,8 @@ def _whole(layer: ResidualLayer) -> PackedLayer | None:
     norms = [_plain_norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     if not isinstance(block, GatedMLP) or block.activation != COMPILED or None in norms:
         return None
-    if not isinstance(attention.q_norm, nn.Identity) or attention.split.tensor.size > 1:
+    plain = isinstance(attention.q_norm, nn.Identity) and attention.sinks is None
+    if not plain or attention.split.tensor.size > 1:
         return None
     first, second = (norm for norm in norms if norm is not None)
     (qkv,), (gate_up,) = _groups(attention), _groups(block)

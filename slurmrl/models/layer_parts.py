@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,7 +33,6 @@ from slurmrl.tensors.ops.attention import (
     Packing,
     Prefix,
     PrefixPacking,
-    packed_attention,
     prefix_attention,
 )
 from slurmrl.tensors.ops.collectives import Group, exchange
@@ -46,6 +45,7 @@ from slurmrl.tensors.ops.elementwise import (
 )
 from slurmrl.tensors.ops.products import linear
 from slurmrl.tensors.ops.ring_attention import ring_attention
+from slurmrl.tensors.ops.sink_attention import causal_attention
 
 
 class GatedMLP(nn.Module):
@@ -207,6 +207,8 @@ class AttentionSpec:
     """Factor of the scores."""
     window: int | None
     """Number of tokens that a token attends to, itself included; None for all."""
+    sinks: Tensor | None = None
+    """Further scores of the query heads [Hq], without values."""
 
 
 class AttentionCore(Protocol):
@@ -224,7 +226,7 @@ class PackedCore:
         self._packing = packing
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return packed_attention(q, k, v, self._packing, spec.scale, spec.window)
+        return causal_attention(q, k, v, self._packing, spec.scale, spec.window, spec.sinks)
 
 
 class Attention(nn.Module):
@@ -246,8 +248,10 @@ class Attention(nn.Module):
         self.split = split
         self.head_dim = config.head_dim
         scale = config.head_dim**-0.5 if scale is None else scale
-        self.spec = AttentionSpec(layer, scale, config.windows[layer])
-        hidden, q = config.hidden_size, config.num_heads // split.tensor.size * config.head_dim
+        self._spec = AttentionSpec(layer, scale, config.windows[layer])
+        heads = config.num_heads // split.tensor.size
+        hidden, q = config.hidden_size, heads * config.head_dim
+        self.sinks = nn.Parameter(torch.empty(heads)) if config.family.sinks else None
         kv = kv_heads(config, split) * config.head_dim
         self.q_proj = Linear(hidden, q, bias=config.qkv_bias)
         self.k_proj = Linear(hidden, kv, bias=config.qkv_bias)
@@ -258,6 +262,11 @@ class Attention(nn.Module):
             self.k_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)
         else:
             self.q_norm = self.k_norm = nn.Identity()
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The settings for a core, with the present sinks."""
+        return self._spec if self.sinks is None else replace(self._spec, sinks=self.sinks)
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
         """Map ``x`` [T, h] to [T, h]; T counts the tokens that this rank has between the blocks."""
@@ -290,6 +299,9 @@ class SplitCore:
         """Return the attention [N, Hq, D] for q [N, Hq, D], k and v [N, Hkv, D]."""
         if self._context.size > 1:
             q, k, v = heads_of_all_tokens(q, k, v, self._context.group)
+            if spec.sinks is not None:
+                own = spec.sinks.chunk(self._context.size)[self._context.rank]
+                spec = replace(spec, sinks=own)
         filled = q.shape[0] - self._tokens
         out = self._core(spec, *(x[: self._tokens] for x in (q, k, v)))
         out = F.pad(out, (0, 0, 0, 0, 0, filled))
@@ -331,7 +343,8 @@ class RingCore:
         """Return the attention [N, Hq, D] for q [N, Hq, D], k and v [N, Hkv, D]."""
         filled, group = q.shape[0] - self._own, self._split.context.group
         q, k, v = (x[: self._own] for x in (q, k, v))
-        out = ring_attention(q, k, v, self._bounds, self._part, group, spec.scale, spec.window)
+        seen = (self._bounds, self._part, group, spec.scale, spec.window)
+        out = ring_attention(q, k, v, *seen, spec.sinks)
         return F.pad(out, (0, 0, 0, 0, 0, filled))
 
 
@@ -378,6 +391,7 @@ class PrefixCore:
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         assert spec.window is None or spec.window >= self._packing.pieces.max_len, "no windows"
+        assert spec.sinks is None, "no sinks"
         return prefix_attention(q, k, v, self._packing, spec.scale)
 
 

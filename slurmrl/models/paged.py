@@ -17,7 +17,7 @@ from slurmrl.models.experts import Recorded
 from slurmrl.models.inference import Apply, Forward, head_product, packs, short_forward
 from slurmrl.models.layer_parts import AttentionSpec, Rotation, kv_heads
 from slurmrl.models.parallel.linear import rows_of
-from slurmrl.tensors.ops.attention import Packing, packed_attention
+from slurmrl.tensors.ops.attention import Packing
 from slurmrl.tensors.ops.elementwise import rotate
 from slurmrl.tensors.ops.native.loading import for_floats
 from slurmrl.tensors.ops.paged_kernels import (
@@ -26,6 +26,7 @@ from slurmrl.tensors.ops.paged_kernels import (
     write_cells,
 )
 from slurmrl.tensors.ops.products import PackedLayer
+from slurmrl.tensors.ops.sink_attention import causal_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ class PagedCore:
         fresh, parts = call.fresh_tokens, []
         if fresh:
             own = (q[:fresh], k[:fresh], v[:fresh])
-            parts.append(packed_attention(*own, call.fresh, spec.scale, spec.window))
+            parts.append(causal_attention(*own, call.fresh, spec.scale, spec.window, spec.sinks))
         if fresh < q.shape[0]:
             places = (call.tables, call.rows, call.lengths)
             parts.append(paged_attention(q[fresh:], keys, values, *places, **self._sizes(spec)))
@@ -179,6 +180,7 @@ class PagedCore:
             "chunk": call.chunk,
             "scale": spec.scale,
             "window": spec.window,
+            "sinks": spec.sinks,
         }
 
 

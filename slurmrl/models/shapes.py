@@ -71,6 +71,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     hidden = config.hidden_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: Shapes = {}
+    if config.family.sinks:
+        shapes["self_attn.sinks"] = (config.num_heads,)
     if config.latent is not None:
         q = config.num_heads * config.latent.value
         _latent_shapes(shapes, config, config.latent)
@@ -84,10 +86,16 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         shapes["self_attn.k_norm.weight"] = (config.head_dim,)
     if config.moe and layer in config.moe.layers:
         experts, inner = config.moe.experts, config.moe.inner
-        shapes["mlp.gate.weight"] = (experts, hidden)
-        shapes["mlp.experts.gate_proj"] = (experts, inner, hidden)
-        shapes["mlp.experts.up_proj"] = (experts, inner, hidden)
-        shapes["mlp.experts.down_proj"] = (experts, hidden, inner)
+        _linear(shapes, "mlp.gate", experts, hidden, config.moe.clamp is not None)
+        if config.moe.clamp is not None:
+            shapes["mlp.experts.gate_up_proj"] = (experts, 2 * inner, hidden)
+            shapes["mlp.experts.gate_up_proj_bias"] = (experts, 2 * inner)
+            shapes["mlp.experts.down_proj"] = (experts, hidden, inner)
+            shapes["mlp.experts.down_proj_bias"] = (experts, hidden)
+        else:
+            shapes["mlp.experts.gate_proj"] = (experts, inner, hidden)
+            shapes["mlp.experts.up_proj"] = (experts, inner, hidden)
+            shapes["mlp.experts.down_proj"] = (experts, hidden, inner)
         if shared := config.moe.shared:
             _linear(shapes, "mlp.shared_experts.gate_proj", shared, hidden, config.mlp_bias)
             _linear(shapes, "mlp.shared_experts.up_proj", shared, hidden, config.mlp_bias)
@@ -185,6 +193,13 @@ def experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, 
         )
         for row in range(shape[0])
     )
+
+
+def fused_experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
+    """Files have the transposed matrices of all experts as one tensor, and name gates routers."""
+    if ".mlp.experts." in name:
+        return (TensorSlice(name, dims=(0, 2, 1) if len(shape) == 3 else None),)
+    return (TensorSlice(name.replace(".mlp.gate.", ".mlp.router.")),)
 
 
 GPT2_NAMES = {

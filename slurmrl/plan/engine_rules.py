@@ -53,6 +53,7 @@ CAPABILITIES: Final[Mapping[str, Capability]] = {
     ),
     "experts": Capability((*BUILT_IN, "sglang", HF), "does not record the experts of this model"),
     "experts of mixtral": Capability((*BUILT_IN, HF), "does not record the experts of mixtral"),
+    "experts of gpt_oss": Capability((*BUILT_IN, HF), "does not record the experts of gpt_oss"),
     "dense_layers": Capability(
         (*TRAINING, "native", "vllm", HF),
         "gives every layer experts, with weights that the actor does not have",

@@ -151,7 +151,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         if trained:
             kind = OPTIMIZERS[model.optimizer.name]
             own = self._shards.trained()
-            matrices = {name for name, parameter in own.items() if parameter.dim() > 1}
+            matrices = {n for n, p in own.items() if p.dim() > 1 and not n.endswith("_bias")}
             self._optimizer = kind(model.optimizer, total_steps, own, matrices)
         self._host, self._offload = HostCopies(), Offload(role)
 
@@ -238,13 +238,14 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     def _may_share(self) -> bool:
         """Whether the engine can compute a prefix once for several sequences.
 
-        It cannot with a load-balancing loss, which counts a token in each of its sequences, nor
-        with dropout, which differs between sequences.
+        It cannot with sinks, with a load-balancing loss, which counts a token in each of its
+        sequences, or with dropout, which differs between sequences.
         """
         return (
             self.context.device.type == "cpu"
             and isinstance(self.config, ModelConfig)
             and self._split.whole
+            and not self.config.family.sinks
             and self._shards.decoder.balance is None
             and not (self._adapters is not None and self._adapters.dropout)
             and attention.prefix_attention_works()

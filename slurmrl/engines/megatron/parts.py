@@ -379,6 +379,8 @@ def check(config: ModelConfig) -> None:
         )
     if moe and config.o_bias:
         problems.append("megatron-core does not support experts in a model with attention_bias")
+    if family.sinks:
+        problems.append("its attention layers have no sinks")
     if moe and moe.normalized and moe.per_token == 1:
         problems.append(
             "num_experts_per_tok 1 with norm_topk_prob gives every expert the weight 1, so the "

@@ -35,6 +35,9 @@ SPLIT_DIMS = {
     "mlp.experts.gate_proj": 1,
     "mlp.experts.up_proj": 1,
     "mlp.experts.down_proj": 2,
+    "mlp.experts.gate_up_proj": 1,
+    "mlp.experts.gate_up_proj_bias": 1,
+    "self_attn.sinks": 0,
 }
 """The dim along which a layer's parameters are split; all other parameters are replicated. Of an
 adapter, ``lora_B`` is split with the rows of the weight, and ``lora_A`` with its columns."""
@@ -46,6 +49,8 @@ OF_PARTS = (
     "self_attn.k_norm.weight",
     *(f"self_attn.{name}.{kind}" for name in LATENT for kind in ("weight", "bias")),
     "mlp.gate.weight",
+    "mlp.gate.bias",
+    "mlp.experts.down_proj_bias",
 )
 """Replicated parameters whose gradients come only from the rank's own heads or inner units."""
 

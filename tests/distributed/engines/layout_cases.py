@@ -32,6 +32,11 @@ def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
     return [(shard.name, shard.box.start, local[shard.name].clone()) for shard in shards]
 
 
+def decaying(setup: Setup) -> set[str]:
+    """The names of the parameters that weight decay changes."""
+    return set(make(setup)._optimizer.matrices)  # type: ignore[attr-defined]
+
+
 def load_from_few_files(setup: Setup, folder: Path, needed: Sequence[Sequence[int]]) -> int:
     """Load a checkpoint of which each rank sees the files of its ``needed`` ranks only; return the
     most bytes allocated meanwhile beside the engine's tensors, with blocks of 64 KiB.

@@ -65,6 +65,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "gpt_oss": {
+        **ARCHITECTURE,
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 14,
+        "sliding_window": 4,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 33,
@@ -99,6 +107,7 @@ def plain_decoder(architecture: dict[str, Any]) -> Decoder:
         ("qwen3_moe", "layers"),
         ("glm4_moe", "layers"),
         ("deepseek_v3", "layers"),
+        ("gpt_oss", "layers"),
         ("gpt2", "layers"),
     ],
 )
@@ -111,7 +120,17 @@ def test_gradients_of_every_family_equal_one_process(
     assert_as_one_process(ranks, tmp_path, setup, architecture)
 
 
-@pytest.mark.parametrize("family", ["gemma", "mixtral", "glm4_moe", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("implementation", ["builtin", "hf"])
+def test_weight_decay_changes_no_bias_of_experts(ranks: RankPool, implementation: str) -> None:
+    settings = model(architecture=FAMILIES["gpt_oss"], implementation=implementation)
+    (found,) = ranks(1, "tests.distributed.engines.layout_cases:decaying", Setup(model=settings))
+    last = {name.rpartition(".")[2] for name in found}
+    assert last == {"weight", "gate_up_proj", "down_proj"}
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", "gpt2"]
+)
 def test_export_equals_the_files_written_by_the_decoder(
     ranks: RankPool, tmp_path: Path, family: str
 ) -> None:

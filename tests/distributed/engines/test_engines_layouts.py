@@ -73,6 +73,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 16,
         "initializer_range": 0.12,
     },
+    "gpt_oss": {
+        **FAMILIES["gpt_oss"],
+        **EVEN,
+        "intermediate_size": 16,
+        "initializer_range": 0.12,
+    },
     "gpt2": {**FAMILIES["gpt2"], "initializer_range": 0.1},
 }
 T2, T4, C2, C4 = {"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 4}
@@ -122,6 +128,8 @@ def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any
         ("glm4_moe", "c2t2", {"sequence": True, "gradient_checkpointing": "selective"}),
         ("deepseek_v3", "d2t2", {"layers": True}),
         ("deepseek_v3", "c2t2", {"sequence": True, "gradient_checkpointing": "selective"}),
+        ("gpt_oss", "c2t2", {"sequence": True, "gradient_checkpointing": "selective"}),
+        ("gpt_oss", "t4", {"layers": True}),
         ("gemma", "c4", {"gradient_checkpointing": "full"}),
         ("qwen2", "c2t2", {"gradient_checkpointing": "selective", "layers": True}),
     ],
@@ -138,6 +146,7 @@ FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 RINGS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("qwen3", {"cp": 3}, {}),
     ("mistral", {"cp": 3}, {"gradient_checkpointing": "selective", "layers": True}),
+    ("gpt_oss", {"cp": 3}, {}),
     ("qwen2", {"cp": 4}, {"gradient_checkpointing": "full"}),
     ("mixtral", {"cp": 2, "tp": 2}, {"sequence": True, "layers": True}),
     ("llama", {"dp": 2, "cp": 2}, {"head": "value"}),

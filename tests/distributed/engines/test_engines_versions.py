@@ -14,7 +14,7 @@ from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.architecture import ModelConfig
 from slurmrl.models.model_tensors import SafetensorsFolder
 from slurmrl.models.shapes import file_form
-from slurmrl.tensors.checkpoint.export import Precision
+from slurmrl.tensors.checkpoint.export import EXACT, Precision
 from slurmrl.tensors.checkpoint.shards import RoleCheckpoint
 from slurmrl.tensors.checkpoint.tensors import Storage, TensorFile, file_entries
 from slurmrl.tensors.layout import Box
@@ -43,6 +43,7 @@ STEPS = 3
         ("qwen3_moe", "bfloat16"),
         ("glm4_moe", "bfloat16"),
         ("deepseek_v3", "bfloat16"),
+        ("gpt_oss", "bfloat16"),
         ("gpt2", "bfloat16"),
         pytest.param("gpt2", "float32", marks=pytest.mark.long),
         pytest.param("qwen3", "float16", marks=pytest.mark.long),
@@ -104,7 +105,7 @@ def check(
         owned = [name for rank in results for name in rank[number]]
         assert len(owned) == len(version), "a tensor has two owners"
         assert version == exported(folder / str(number), dtype, storage), number
-        assert all(version[name][0] == "float32" for name in version if name.endswith("_bias"))
+        assert all(version[name][0] == "float32" for name in version if name.endswith(EXACT))
     assert versions[0] != versions[1]
     assert all(rank[0] for rank in results), "a rank writes nothing"
 

@@ -228,6 +228,7 @@ def test_logprobs_equal_the_training_forward_pass(name: str) -> None:
     [
         *("llama", "qwen2", "qwen3", "mistral", "gemma", "mixtral", "qwen3_moe", "glm4_moe"),
         *("glm4_moe-groups", "deepseek_v3", "deepseek_v3-plain-queries", "gpt2"),
+        *("gpt_oss", "gpt_oss-other"),
     ],
 )
 def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:

@@ -214,9 +214,19 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5, must be above 0"),
         ({"rope_parameters": {"partial_rotary_factor": "x"}}, "partial_rotary_factor is 'x'"),
         ({"routed_scaling_factor": True}, "routed_scaling_factor is True, must be a number"),
+        ({"model_type": "gpt_oss", "swiglu_limit": 0}, "swiglu_limit is 0, must be above 0"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": "x"}, "swiglu_alpha is 'x', must be a number"),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            "dequantize the model with transformers (for MXFP4: Mxfp4Config(dequantize=True))",
+        ),
+        (
+            {"model_type": "gpt_oss", "layer_types": ["chunked_attention"] * 2},
+            "layer_types must be a list of full_attention or sliding_attention",
+        ),
     ],
 )
-def test_impossible_router_or_rotation_is_rejected(changes: dict[str, Any], message: str) -> None:
+def test_impossible_part_is_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         ModelConfig.from_hf({**GLM, **changes})
 
@@ -242,7 +252,8 @@ def test_both_names_of_the_number_of_experts_are_accepted() -> None:
 def test_documented_family_entry_adds_a_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    section = PAGE.read_text().partition("## Add a family")[2]
+    block = section.partition("```python\n")[2].partition("```")[0]
     made: dict[str, Any] = {"Family": Family, "COMMON_DEFAULTS": COMMON_DEFAULTS}
     exec(block, made)
     entry: Family = made["SEED_OSS"]
@@ -269,7 +280,7 @@ def test_unknown_model_type_is_not_mistaken_for_another_architecture() -> None:
     with pytest.raises(UnknownNameError) as caught:
         family_of("qwen3_5_text")
     assert "did you mean" not in str(caught.value)
-    assert "allowed: deepseek_v3, gemma, glm4_moe, gpt2" in str(caught.value)
+    assert "allowed: deepseek_v3, gemma, glm4_moe, gpt2, gpt_oss" in str(caught.value)
 
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}

@@ -59,6 +59,8 @@ def test_logits_equal_transformers(odd_name: str, pair: Callable[..., Any]) -> N
         "deepseek_v3",
         "deepseek_v3-plain-queries",
         "deepseek_v3-biases",
+        "gpt_oss",
+        "gpt_oss-other",
         "gpt2",
     ],
 )
@@ -81,7 +83,7 @@ def test_gradients_equal_transformers(
         assert (parameter.grad - wanted).abs().max() <= allowed, parameter_name
 
 
-@pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-yarn", "gemma", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-yarn", "gpt_oss", "mixtral", "gpt2"])
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_float64_results_do_not_depend_on_micro_batches(name: str, head: Head) -> None:
     """Outputs and gradients do not depend on micro-batches, except for float64's rounding."""
@@ -113,7 +115,7 @@ def outputs_of(decoder: Decoder, sequences: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([x[:, None] for x in decoder.logprobs(features, ids, cu, 0.7)], 1)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "qwen3_moe", "gpt_oss", "gpt2"])
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_activation_checkpointing_changes_no_gradient(name: str, mode: Recompute) -> None:
     gradients = []

@@ -159,6 +159,7 @@ def trial(tmp_path: Path) -> Trial:
         ("qwen3", "float32"),
         ("glm4_moe", "bfloat16"),
         ("deepseek_v3", "float32"),
+        ("gpt_oss", "bfloat16"),
         ("qwen2", "float16"),
     ],
 )
